@@ -1,0 +1,43 @@
+"""Distributed checkpoints for PyTorch: standard files, committed by content, on all ranks or on none.
+
+The public names are imported when they are first used: `import ckpt` alone does not import torch, so a command can look at the
+machine, and explain itself, before torch and its plugins load.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt.coordinator import CheckpointCoordinator
+    from ckpt.manifest import CheckpointManifest, ComponentManifest
+    from ckpt.mapping import ShardedTensor
+    from ckpt.sharing import SharingPattern, StateComponent
+    from ckpt.version import __version__
+
+_HOME = {
+    "__version__": "ckpt.version",
+    "CheckpointCoordinator": "ckpt.coordinator",
+    "CheckpointManifest": "ckpt.manifest",
+    "ComponentManifest": "ckpt.manifest",
+    "ShardedTensor": "ckpt.mapping",
+    "SharingPattern": "ckpt.sharing",
+    "StateComponent": "ckpt.sharing",
+}
+
+__all__ = [
+    "CheckpointCoordinator",
+    "CheckpointManifest",
+    "ComponentManifest",
+    "ShardedTensor",
+    "SharingPattern",
+    "StateComponent",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,36 @@
+"""For the whole suite: how hypothesis runs, and that tests of a device are skipped where it is absent, saying why."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import settings
+
+from ckpt.device import Device
+from ckpt.errors import DeviceUnavailableError
+
+DEVICES = {"cuda": ("nccl", None), "npu": ("hccl", "torch_npu")}
+
+torch.set_num_threads(1)  # several wait for each other in loops: with one more process on the machine, ten times as long
+
+settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a busy machine
+settings.load_profile("any machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for name in DEVICES:
+            if item.get_closest_marker(name) is not None and (reason := why_absent(name)):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@functools.cache
+def why_absent(name: str) -> str:
+    collectives, plugin = DEVICES[name]
+    try:
+        Device(type=name, collectives=collectives, plugin=plugin).require()
+    except DeviceUnavailableError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,105 @@
+"""What an installation brings along, and that README, CI and the packages say the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+PACKAGES = ("ckpt", "recipes", "conf")
+
+
+def test_every_config_file_is_of_the_kind_that_travels_in_the_wheel() -> None:
+    files = [path for path in (CHECKOUT / "conf").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert "*.yaml" in PROJECT["tool"]["setuptools"]["package-data"]["*"]
+    assert len(files) > 10
+    assert {path.suffix for path in files} == {".yaml"}
+
+
+def test_readme_shows_one_line_for_the_main_job_and_one_for_the_tests() -> None:
+    script = "source .ci/commands.sh; readme_command main; echo --; readme_command tests"
+    main, tests = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, check=True
+    ).stdout.split("--\n")
+    assert re.fullmatch(r"python3 -m venv \.venv && .*pip install .* && .*python -m recipes\.train\n", main)
+    assert re.fullmatch(r"python3 -m venv \.venv && .*pip install .*\[test\].* && .*python -m pytest\n", tests)
+    assert main.splitlines()[0] in (CHECKOUT / "README.md").read_text()
+
+
+def test_a_command_that_readme_does_not_show_fails_with_its_name() -> None:
+    script = "source .ci/commands.sh; readme_command nope"
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "README.md shows no command below <!-- command: nope -->\n"
+
+
+def test_the_tour_in_readme_visits_every_file_of_the_library() -> None:
+    readme = (CHECKOUT / "README.md").read_text()
+    tour = readme[readme.index("## The byte's path") : readme.index("## On disk")]
+    files = {path.name for path in (CHECKOUT / "ckpt").glob("*.py")} - {"__init__.py"}
+    assert {name for name in files if name not in tour} == set()
+    assert set(re.findall(r"ckpt/(\w+\.py)", tour)) - files == set()
+
+
+def test_every_dependency_is_pinned_to_a_tested_version() -> None:
+    pinned = {
+        canonical(line.split("==")[0])
+        for line in (CHECKOUT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    }
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = [*PROJECT["project"]["dependencies"], *(one for extra in extras.values() for one in extra)]
+    assert {canonical(re.split(r"[<>=;\[ ]", one)[0]) for one in wanted} - pinned == set()
+
+
+def test_torch_npu_is_brought_in_by_its_own_extra_alone() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert [name for name, wanted in extras.items() if any("npu" in one for one in wanted)] == ["npu"]
+
+
+@pytest.mark.full
+def test_the_built_wheel_works_from_another_folder_with_all_configs_and_the_type_marker(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for package in PACKAGES:
+        shutil.copytree(CHECKOUT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md"):
+        shutil.copy(CHECKOUT / file, source)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
+    (wheel,) = tmp_path.glob("ckpt_coordinator-*.whl")
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert inside == {
+        str(path.relative_to(CHECKOUT))
+        for package in PACKAGES
+        for path in (CHECKOUT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    site = tmp_path / "site"
+    pip("install", "--no-deps", "--target", str(site), str(wheel))
+    shown = subprocess.run(
+        [sys.executable, "-m", "recipes.train", "--cfg", "job"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "checkpoint_root:" in shown.stdout
+    assert not (tmp_path / "outputs").exists()
+
+
+def pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True)
+
+
+def canonical(name: str) -> str:
+    return name.strip().lower().replace("_", "-")
