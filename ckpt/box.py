@@ -1,0 +1,106 @@
+"""Geometry: rectangles of a global array, in elements, and how they meet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from ckpt.errors import ShapeMismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle of a global array: where it starts and how long its sides are, in elements.
+
+    A 0-dim array has one box, `Box((), ())`, of one element.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into the global array."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    def relative_to(self, outer: Box) -> Box:
+        """This box in the coordinates of `outer`, which contains it."""
+        return Box(tuple(o - p for o, p in zip(self.offsets, outer.offsets, strict=True)), self.shape)
+
+    def contains(self, inner: Box) -> bool:
+        return all(
+            o <= i and i + m <= o + n
+            for o, n, i, m in zip(self.offsets, self.shape, inner.offsets, inner.shape, strict=True)
+        )
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box that is all of an array of this shape."""
+    return Box((0,) * len(shape), shape)
+
+
+def overlap(saved: Box, wanted: Box) -> Box | None:
+    """Return the part of `wanted` that `saved` can supply, or None if they do not meet.
+
+    Global coordinates throughout, in elements, not bytes. A side of length 0 meets nothing.
+
+    Args:
+        saved: what one rank wrote; shape (s_0, ..., s_{n-1}).
+        wanted: what this rank needs; shape (w_0, ..., w_{n-1}), same n.
+
+    Raises:
+        ShapeMismatchError: the boxes differ in number of dimensions.
+
+    Example:
+        >>> overlap(Box((0, 0), (4, 5)), Box((3, 0), (3, 5)))
+        Box(offsets=(3, 0), shape=(1, 5))
+
+    Source: interval intersection dimension by dimension, as in torch.distributed.checkpoint.resharding.
+    """
+    if len(saved.shape) != len(wanted.shape):
+        raise ShapeMismatchError(f"saved box {saved.shape} and wanted box {wanted.shape} differ in dimensions")
+    offsets = []
+    shape = []
+    for a, n, b, m in zip(saved.offsets, saved.shape, wanted.offsets, wanted.shape, strict=True):
+        start = a if a > b else b
+        stop = min(a + n, b + m)
+        if stop <= start:
+            return None
+        offsets.append(start)
+        shape.append(stop - start)
+    return Box(tuple(offsets), tuple(shape))
+
+
+def num_chunks(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
+    """Chunks along each dimension of an array of `shape` under a regular `grid` (the chunk shape, sides >= 1)."""
+    return tuple(-(-n // c) for n, c in zip(shape, grid, strict=True))
+
+
+def chunk_box(shape: tuple[int, ...], grid: tuple[int, ...], number: int) -> Box:
+    """The box of chunk `number` (row-major), clipped to the array: the last chunk of a dimension may be shorter."""
+    counts = num_chunks(shape, grid)
+    index = []
+    for count in reversed(counts):
+        number, at = divmod(number, count)
+        index.append(at)
+    offsets = tuple(i * c for i, c in zip(reversed(index), grid, strict=True))
+    return Box(offsets, tuple(min(c, n - o) for c, n, o in zip(grid, shape, offsets, strict=True)))
+
+
+def chunks_meeting(shape: tuple[int, ...], grid: tuple[int, ...], wanted: Box) -> Iterator[int]:
+    """Yield, in row-major order, the numbers of the chunks that share an element with `wanted`."""
+    counts = num_chunks(shape, grid)
+    if 0 in wanted.shape or 0 in shape:
+        return
+    ranges = [range(o // c, -(-(o + n) // c)) for o, n, c in zip(wanted.offsets, wanted.shape, grid, strict=True)]
+    for index in product(*ranges):
+        number = 0
+        for i, count in zip(index, counts, strict=True):
+            number = number * count + i
+        yield number

@@ -1,0 +1,80 @@
+"""Data types: torch's, the Zarr v3 names under which arrays of them are stored, and their bits. No library needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
+
+_ZARR_NAMES: dict[torch.dtype, str] = {
+    torch.bool: "bool",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.uint8: "uint8",
+    torch.uint16: "uint16",
+    torch.uint32: "uint32",
+    torch.uint64: "uint64",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+}
+_TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _ZARR_NAMES.items()}
+_SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def zarr_name(dtype: torch.dtype) -> str:
+    """Return the name under which arrays of `dtype` are stored: Zarr v3's own, or the zarr-extensions registry's.
+
+    Raises:
+        ConfigurationError: no stored form keeps this type bit for bit (quantised types, rarer float8 formats).
+    """
+    try:
+        return _ZARR_NAMES[dtype]
+    except KeyError:
+        raise ConfigurationError(
+            f"tensors of {dtype} cannot be saved; the types that can are {', '.join(_TORCH_DTYPES)}. Save another "
+            "view of the bits, such as tensor.view(torch.uint8), or the dequantised values."
+        ) from None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch type of arrays stored under `name`.
+
+    Raises:
+        CorruptCheckpointError: a checkpoint names a type that this version cannot hold.
+    """
+    try:
+        return _TORCH_DTYPES[name]
+    except KeyError:
+        raise CorruptCheckpointError(
+            f"the checkpoint holds an array of data type {name!r}; this version of torch and of ckpt knows "
+            f"{', '.join(_TORCH_DTYPES)}"
+        ) from None
+
+
+def item_bytes(name: str) -> int:
+    """Return the bytes of one element stored under `name`."""
+    return torch_dtype(name).itemsize
+
+
+def raw_bytes(host: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a C-contiguous host tensor as a flat uint8 tensor over the same memory."""
+    return host.detach().view(-1).view(torch.uint8)
+
+
+def bits_of(host: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the memory of a host tensor, of any strides, as an array of plain numbers of the same size.
+
+    NumPy knows neither bfloat16 nor float8, but it moves numbers of their size bit for bit.
+    """
+    return host.detach().view(_SAME_BITS[host.element_size()]).numpy()

@@ -1,0 +1,142 @@
+"""The whole error family on one screen.
+
+Every class is a `CheckpointError`, so one `except` catches what a checkpoint can do to a run, and most are also the
+built-in they resemble. `Topology.agree` carries an error from the rank that met it to all others: `describe` turns it into
+plain JSON, `rebuild` makes the same class with the same sentence on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class CheckpointError(Exception):
+    """A save or a load failed, for one reason, on every rank.
+
+    Attributes:
+        rank: the rank that met the cause; None if all ranks met it alike or nobody can say.
+        phase: the step of the save or load, such as "write"; None outside of one.
+        component: the component at hand, if one was.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, phase: str | None = None, component: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+        self.component = component
+
+    def __str__(self) -> str:  # KeyError and OSError have their own ideas of str(); a sentence stays a sentence
+        return str(self.args[0])
+
+
+class ConfigurationError(CheckpointError, ValueError):
+    """The user asked for something that cannot be: a bad value, or two choices that exclude each other."""
+
+
+class DeviceUnavailableError(CheckpointError, RuntimeError):
+    """A device was asked for that this machine, or this installation of torch, does not have."""
+
+
+class ShapeMismatchError(CheckpointError, ValueError):
+    """Two descriptions of one array differ in shape, data type or number of dimensions."""
+
+
+class ShardingError(CheckpointError, ValueError):
+    """The ranks' shards do not make up one global array: a hole, an overlap, a duplicate key."""
+
+
+class ReplicationError(CheckpointError, ValueError):
+    """Copies that were declared equal are not."""
+
+
+class MissingStateError(CheckpointError, KeyError):
+    """A component or a key is in the checkpoint only, or wanted only, and the load is strict."""
+
+
+class WorldSizeError(CheckpointError, ValueError):
+    """The checkpoint was written by other ranks, groups or nodes than these, and a component cannot follow."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint where one was named."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A fresh run would write over the checkpoints of an earlier one."""
+
+
+class CorruptCheckpointError(CheckpointError, ValueError):
+    """Bytes of a committed checkpoint are missing, truncated or changed."""
+
+
+class StorageError(CheckpointError, OSError):
+    """The file system refused: full, read-only, not shared by the ranks, gone."""
+
+
+class RankAbsentError(CheckpointError, TimeoutError):
+    """A rank did not come: killed, hung, or never called."""
+
+
+_FAMILY: dict[str, type[CheckpointError]] = {
+    error.__name__: error
+    for error in (
+        CheckpointError,
+        ConfigurationError,
+        DeviceUnavailableError,
+        ShapeMismatchError,
+        ShardingError,
+        ReplicationError,
+        MissingStateError,
+        WorldSizeError,
+        CheckpointNotFoundError,
+        CheckpointExistsError,
+        CorruptCheckpointError,
+        StorageError,
+        RankAbsentError,
+    )
+}
+
+
+def sentence(error: BaseException) -> str:
+    """Return what a person should read of an error, in one line.
+
+    Our own errors are sentences already. An `OSError` reads "No space left on device: 'path'". Anything else is given
+    with the name of its class, because "0" or "'weight'" alone says nothing.
+    """
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename!r}" if error.filename else ""
+        return f"{error.strerror}{where}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return the JSON that `rebuild` turns back into this error on another rank."""
+    if isinstance(error, CheckpointError):
+        kind = type(error).__name__
+    elif isinstance(error, OSError):
+        kind = StorageError.__name__
+    else:
+        kind = CheckpointError.__name__
+    return {
+        "kind": kind,
+        "message": sentence(error),
+        "rank": getattr(error, "rank", None),
+        "phase": getattr(error, "phase", None),
+        "component": getattr(error, "component", None),
+    }
+
+
+def rebuild(description: dict[str, Any]) -> CheckpointError:
+    """Return the error that `describe` was given, as the same class of this family with the same sentence."""
+    kind = _FAMILY.get(description["kind"], CheckpointError)
+    return kind(
+        description["message"],
+        rank=description["rank"],
+        phase=description["phase"],
+        component=description["component"],
+    )

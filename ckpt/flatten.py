@@ -1,0 +1,196 @@
+"""Nested state dict <-> leaves. A leaf is a tensor, or a plain value that JSON can hold without loss.
+
+Plain values (numbers, strings, lists, RNG states) travel as typed JSON: tuples, bytes, integer keys and non-finite floats
+come back as what they were. Tensors travel as arrays. Anything else is refused by name: nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt.errors import ConfigurationError, ShardingError
+from ckpt.mapping import ShardedTensor
+
+PathPart = str | int | tuple[int, str]
+"""A step into a nested state dict: a dictionary key, or (position, "list" | "tuple")."""
+Path = tuple[PathPart, ...]
+TensorLeaf = torch.Tensor | ShardedTensor
+
+
+@dataclass(slots=True)
+class Leaves:
+    """A state dict, flattened.
+
+    Attributes:
+        tensors: joined key -> the very tensor of the state dict.
+        plain: joined key -> plain value, as it was.
+        paths: joined key -> the way to it in the nested dict.
+    """
+
+    tensors: dict[str, TensorLeaf]
+    plain: dict[str, Any]
+    paths: dict[str, Path]
+
+
+def flatten(state_dict: Mapping[Any, Any], what: str) -> Leaves:
+    """Flatten a nested state dict; keys are joined with `.`.
+
+    Dictionaries are entered, lists and tuples only where they hold a tensor somewhere, so a list of numbers stays one leaf.
+
+    Args:
+        what: the component, for messages.
+
+    Raises:
+        ShardingError: two leaves would have one joined key.
+        ConfigurationError: a leaf is neither a tensor nor plain.
+
+    Example:
+        >>> flatten({"a": {"b": 1, 2: [3.0, 4]}}, "x").plain
+        {'a.b': 1, 'a.2': [3.0, 4]}
+    """
+    leaves = Leaves({}, {}, {})
+    for path, value in _walk(state_dict, ()):
+        key = ".".join(str(part[0] if isinstance(part, tuple) else part) for part in path)
+        if key in leaves.paths:
+            raise ShardingError(
+                f"{what}: two entries of the state dict have the joined key {key!r}; rename one of them, for a name is all "
+                "that tells two tensors of a checkpoint apart"
+            )
+        leaves.paths[key] = path
+        if isinstance(value, torch.Tensor | ShardedTensor):
+            leaves.tensors[key] = value
+        else:
+            to_json(value, f"{what}: {key}")
+            leaves.plain[key] = value
+    return leaves
+
+
+def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
+    """Build the nested dict back from leaves and the way to each."""
+    root: dict[Any, Any] = {}
+    for key, value in leaves.items():
+        _put(root, paths[key], value)
+    return {key: _close(child) for key, child in root.items()}
+
+
+def path_to_json(path: Path) -> list[Any]:
+    """A path as JSON: a string or number is a dictionary key, [position, kind] an element of a list or tuple."""
+    return [list(part) if isinstance(part, tuple) else part for part in path]
+
+
+def path_from_json(parts: list[Any]) -> Path:
+    return tuple(tuple(part) if isinstance(part, list) else part for part in parts)
+
+
+def to_json(value: Any, what: str) -> Any:
+    """Return JSON that `from_json` turns back into an equal value of equal type.
+
+    Raises:
+        ConfigurationError: the value holds something that is neither a tensor nor plain; `what` names it.
+    """
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"~float": repr(value)}
+    if type(value) is list:
+        return [to_json(item, what) for item in value]
+    if type(value) is tuple:
+        return {"~tuple": [to_json(item, what) for item in value]}
+    if isinstance(value, dict):
+        if all(type(key) is str and not key.startswith("~") for key in value):
+            return {key: to_json(item, what) for key, item in value.items()}
+        return {"~dict": [[to_json(key, what), to_json(item, what)] for key, item in value.items()]}
+    if isinstance(value, bytes):
+        return {"~bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode("ascii")
+        return {"~ndarray": [value.dtype.str, list(value.shape), data]}
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return {"~scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode("ascii")]}
+    if type(value) is complex:
+        return {"~complex": [repr(value.real), repr(value.imag)]}
+    raise ConfigurationError(
+        f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which is neither a tensor nor plain (None, bool, number, "
+        "str, bytes, list, tuple, dict, NumPy array). Give it as one of these from state_dict(); nothing is pickled."
+    )
+
+
+def from_json(value: Any) -> Any:
+    """The value that `to_json` was given."""
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((tag, data),) = value.items()
+        if tag.startswith("~"):
+            return _FROM_TAG[tag](data)
+    return {key: from_json(item) for key, item in value.items()}
+
+
+_FROM_TAG: dict[str, Callable[[Any], Any]] = {
+    "~float": float,
+    "~tuple": lambda data: tuple(from_json(item) for item in data),
+    "~dict": lambda data: {from_json(key): from_json(item) for key, item in data},
+    "~bytes": base64.b64decode,
+    "~ndarray": lambda data: np.frombuffer(base64.b64decode(data[2]), data[0]).reshape(data[1]).copy(),
+    "~scalar": lambda data: np.frombuffer(base64.b64decode(data[1]), data[0])[0],
+    "~complex": lambda data: complex(float(data[0]), float(data[1])),
+}
+
+
+def _walk(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, Mapping) and (value or not path):
+        for key, child in value.items():
+            if type(key) not in (str, int):
+                raise ConfigurationError(f"state dict key {key!r} is a {type(key).__name__}; use str or int")
+            yield from _walk(child, (*path, key))
+    elif isinstance(value, list | tuple) and _holds_tensor(value):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        for position, child in enumerate(value):
+            yield from _walk(child, (*path, (position, kind)))
+    else:
+        yield path, value
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, torch.Tensor | ShardedTensor):
+        return True
+    if isinstance(value, Mapping):
+        return any(_holds_tensor(child) for child in value.values())
+    return isinstance(value, list | tuple) and any(_holds_tensor(child) for child in value)
+
+
+class _Sequence(dict[int, Any]):
+    """A list or tuple while it is being filled."""
+
+    kind = "list"
+
+
+def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
+    here: dict[Any, Any] = root
+    for at, part in enumerate(path):
+        key = part[0] if isinstance(part, tuple) else part
+        if at == len(path) - 1:
+            here[key] = value
+            return
+        below = path[at + 1]
+        if key not in here:
+            here[key] = _Sequence() if isinstance(below, tuple) else {}
+            if isinstance(below, tuple):
+                here[key].kind = below[1]
+        here = here[key]
+
+
+def _close(value: Any) -> Any:
+    if isinstance(value, _Sequence):
+        items = [_close(value[position]) for position in sorted(value)]
+        return tuple(items) if value.kind == "tuple" else items
+    return {key: _close(child) for key, child in value.items()} if type(value) is dict else value

@@ -1,0 +1,79 @@
+"""An error travels from the rank that met it to all others as JSON, and arrives as the same class with the same sentence."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt import errors
+from ckpt.errors import CheckpointError, ConfigurationError, StorageError, describe, rebuild, sentence
+
+FAMILY = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, CheckpointError)]
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+@given(
+    message=st.text(),
+    rank=st.none() | st.integers(0, 9999),
+    phase=st.none() | st.text(),
+    component=st.none() | st.text(),
+)
+def test_every_class_of_the_family_survives_the_journey(
+    kind: type[CheckpointError], message: str, rank: int | None, phase: str | None, component: str | None
+) -> None:
+    arrived = rebuild(json.loads(json.dumps(describe(kind(message, rank=rank, phase=phase, component=component)))))
+    assert type(arrived) is kind
+    assert (str(arrived), arrived.rank, arrived.phase, arrived.component) == (message, rank, phase, component)
+
+
+def test_the_family_is_the_built_in_errors_it_resembles() -> None:
+    builtins = {kind.__name__: [base.__name__ for base in kind.__bases__] for kind in FAMILY if kind is not CheckpointError}
+    assert builtins == {
+        "ConfigurationError": ["CheckpointError", "ValueError"],
+        "DeviceUnavailableError": ["CheckpointError", "RuntimeError"],
+        "ShapeMismatchError": ["CheckpointError", "ValueError"],
+        "ShardingError": ["CheckpointError", "ValueError"],
+        "ReplicationError": ["CheckpointError", "ValueError"],
+        "MissingStateError": ["CheckpointError", "KeyError"],
+        "WorldSizeError": ["CheckpointError", "ValueError"],
+        "CheckpointNotFoundError": ["CheckpointError", "FileNotFoundError"],
+        "CheckpointExistsError": ["CheckpointError", "FileExistsError"],
+        "CorruptCheckpointError": ["CheckpointError", "ValueError"],
+        "StorageError": ["CheckpointError", "OSError"],
+        "RankAbsentError": ["CheckpointError", "TimeoutError"],
+    }
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_a_sentence_is_printed_as_it_is_whatever_built_in_the_class_is(kind: type[CheckpointError]) -> None:
+    assert str(kind("model: 'w' is missing; found 3, expected 4")) == "model: 'w' is missing; found 3, expected 4"
+
+
+def test_a_full_disk_reads_as_the_system_says_it_and_arrives_as_a_storage_error() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "/data/w")
+    assert sentence(full) == "No space left on device: '/data/w'"
+    assert type(rebuild(describe(full))) is StorageError
+
+
+@pytest.mark.parametrize(
+    ("error", "read"),
+    [
+        (OSError(errno.EPIPE, "Broken pipe"), "Broken pipe"),
+        (OSError("no number"), "OSError: no number"),
+        (KeyError("weight"), "KeyError: 'weight'"),
+        (ZeroDivisionError(), "ZeroDivisionError"),
+        (RuntimeError("two\n   lines"), "RuntimeError: two lines"),
+        (ConfigurationError("tp=3 does not divide 4"), "tp=3 does not divide 4"),
+    ],
+)
+def test_any_error_reads_as_one_line_that_says_something(error: Exception, read: str) -> None:
+    assert sentence(error) == read
+    assert str(rebuild(describe(error))) == read
+
+
+def test_an_error_that_is_not_ours_arrives_as_the_head_of_the_family() -> None:
+    assert type(rebuild(describe(KeyError("weight")))) is CheckpointError

@@ -1,0 +1,110 @@
+"""Nested state dicts, their leaves, and plain values as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.errors import ConfigurationError, ShardingError
+from ckpt.flatten import flatten, from_json, path_from_json, path_to_json, to_json, unflatten
+
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+    | st.complex_numbers(allow_nan=False)
+)  # fmt: skip
+plain_values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=12,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal values of equal types, all the way down."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@given(plain_values)
+@settings(deadline=None)
+def test_plain_values_come_back_from_json_with_their_types(value: Any) -> None:
+    assert same(from_json(json.loads(json.dumps(to_json(value, "x")))), value)
+
+
+def test_non_finite_floats_are_standard_json_and_come_back() -> None:
+    text = json.dumps(to_json([math.inf, -math.inf, math.nan], "x"), allow_nan=False)
+    back = from_json(json.loads(text))
+    assert back[:2] == [math.inf, -math.inf]
+    assert math.isnan(back[2])
+
+
+@pytest.mark.parametrize("dtype", ["<u4", "<f8", "|b1", "<c16", "<i2"])
+def test_numpy_arrays_and_scalars_come_back_bit_for_bit(dtype: str) -> None:
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    back = from_json(json.loads(json.dumps(to_json(array, "x"))))
+    assert back.dtype == array.dtype
+    assert back.tobytes() == array.tobytes()
+    one = array[1, 2]
+    assert same(from_json(to_json(one, "x")), one)
+
+
+def test_a_dictionary_that_looks_like_a_tag_is_not_taken_for_one() -> None:
+    for value in ({"~float": "nan"}, {"~tuple": [1]}, {"~": 0, "x": 1}):
+        assert same(from_json(json.loads(json.dumps(to_json(value, "x")))), value)
+
+
+def test_a_value_that_would_need_pickle_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"dataset: worker\.fn is a builtins\.function.*nothing is pickled"):
+        flatten({"worker": {"fn": lambda: None}}, "dataset")
+
+
+def test_nested_tensors_get_joined_keys_and_return_to_their_places() -> None:
+    state = {
+        "state": {0: {"exp_avg": torch.arange(3), "step": torch.tensor(5)}, 1: {}},
+        "groups": [{"lr": 0.1, "params": [0, 1]}],
+        "history": [torch.arange(2), {"x": (torch.arange(4), "y")}],
+    }
+    leaves = flatten(state, "optimizer")
+    assert sorted(leaves.tensors) == ["history.0", "history.1.x.0", "state.0.exp_avg", "state.0.step"]
+    assert leaves.plain == {"state.1": {}, "groups": [{"lr": 0.1, "params": [0, 1]}], "history.1.x.1": "y"}
+    back = unflatten({**leaves.tensors, **leaves.plain}, leaves.paths)
+    assert back["state"][0]["exp_avg"] is state["state"][0]["exp_avg"]
+    assert back["history"][1]["x"][0] is state["history"][1]["x"][0]
+    assert type(back["history"][1]["x"]) is tuple
+    assert back["groups"] == state["groups"]
+    assert back["state"][1] == {}
+
+
+def test_paths_survive_json() -> None:
+    leaves = flatten({"a": [torch.arange(1)], 3: {"b.c": torch.arange(2)}}, "x")
+    for key, path in leaves.paths.items():
+        assert path_from_json(json.loads(json.dumps(path_to_json(path)))) == path, key
+
+
+def test_two_leaves_with_one_joined_key_are_refused() -> None:
+    with pytest.raises(ShardingError, match="'a.b'"):
+        flatten({"a": {"b": 1}, "a.b": 2}, "model")
+
+
+def test_mappings_of_other_kinds_are_entered_and_an_empty_state_is_empty() -> None:
+    assert flatten(OrderedDict(w=torch.arange(2)), "m").tensors.keys() == {"w"}
+    empty = flatten({}, "m")
+    assert (empty.tensors, empty.plain) == ({}, {})
+
+
+def test_a_key_that_is_neither_text_nor_number_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="state dict key"):
+        flatten({("a", 1): 2}, "m")
