@@ -1,0 +1,129 @@
+"""The contract of a storage backend: standard files, and where in them every chunk lies.
+
+A backend knows one format. It never decides who writes what (plan.py does), never talks to other ranks, and never reads a
+raw local chunk: it reports each chunk's extent, and extents.py reads those for every backend alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ckpt.box import Box
+
+BLOCK_BYTES = 4 << 20
+"""Bytes under one digest. A part of a chunk can be checked by reading at most two blocks more than it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One array as storage sees it.
+
+    Attributes:
+        path: folder of the array below the checkpoint, with `/` between parts, already safe as a file name.
+        dtype: a Zarr v3 data type name, such as "float32", "bfloat16" or "float8_e4m3fn".
+        shape: of the global array, in elements.
+        grid: shape of one chunk; every side is at least 1.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    grid: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkExtent:
+    """Where the bytes of one chunk lie, and what they must be.
+
+    Attributes:
+        file: path below the checkpoint folder.
+        offset: first byte in that file.
+        length: number of bytes; for a raw chunk the whole grid cell, padding of an edge chunk included.
+        digests: one xxh3-64 per `block_bytes` bytes, the last block shorter.
+        raw: the bytes are the elements themselves, row-major and little-endian. If not, they are encoded, the digests
+            are of the encoded bytes, and only the backend's own library can decode them.
+    """
+
+    file: str
+    offset: int
+    length: int
+    digests: tuple[int, ...]
+    block_bytes: int = BLOCK_BYTES
+    raw: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file: size in bytes, and the xxh3-128 (hex) of those of its bytes that no chunk's digests cover, in order."""
+
+    size: int
+    rest: str
+
+
+@dataclass(slots=True)
+class Written:
+    """What one rank has written, durably, when `Writer.finish` returns.
+
+    Attributes:
+        chunks: (array path, row-major chunk number) -> where it lies.
+        files: path below the checkpoint folder -> record, for every file this rank made.
+    """
+
+    chunks: dict[tuple[str, int], ChunkExtent] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+
+class Writer(Protocol):
+    """One rank's side of one save. Used by one thread.
+
+    What it tells `progress` is a sign of life: a byte counts when it is taken, may count again when it has reached the
+    file system and again when it is durable, so that no long stretch of a save goes without one.
+    """
+
+    def write(self, array: ArraySpec, chunk: int, host: torch.Tensor) -> None:
+        """Write one whole chunk, of which this rank is the only writer.
+
+        Args:
+            array: the array, laid out by the lead at some other time; its metadata must not be opened here.
+            chunk: row-major number.
+            host: C-contiguous host tensor of the array's data type and the chunk's *clipped* shape; the writer pads an
+                edge chunk. The caller leaves its values alone until `finish` or `abort`.
+        """
+
+    def finish(self) -> Written:
+        """Make everything durable (one sync for all of it) and say where it lies."""
+
+    def abort(self) -> None:
+        """Let go of everything; what is on disk may stay, the folder is about to be removed."""
+
+
+class Backend(Protocol):
+    """One storage format. Constructed by the user's config: its keyword arguments are the config's schema."""
+
+    store: str
+    """What the manifest calls the format: "zarr" or "ocdbt". A load looks the backend up by this name."""
+
+    def writer(self, root: Path, rank: int, progress: Callable[[int], None]) -> Writer:
+        """Return this rank's writer below the unpublished folder `root`; it calls `progress(num_bytes)` as bytes move."""
+
+    def lay_out(self, root: Path, arrays: Sequence[ArraySpec], writers: Sequence[int]) -> list[str]:
+        """Write the metadata of all arrays and join what the ranks in `writers` wrote. Lead rank only, after all of
+        them finished.
+
+        Returns:
+            the files made, relative to `root`, durable.
+        """
+
+    def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` (host, shape box.shape) through the format's own library, for chunks that are not raw."""
+
+    def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
+        """Return every array below `root` as the format's own library sees it, by path."""
+
+    def remove(self, root: Path, prefix: str) -> None:
+        """Remove every array whose path starts with `prefix`."""

@@ -1,0 +1,63 @@
+"""What Zarr v3 calls things: the documents and chunk names that both array backends write. No library needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ckpt.backends.base import ArraySpec
+from ckpt.box import chunk_box
+from ckpt.dtypes import item_bytes
+
+DOCUMENT = "zarr.json"
+"""Name of the file, or key, that describes an array or a group."""
+
+
+def array_document(array: ArraySpec, compressors: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Return the `zarr.json` of an array: little-endian, row-major, chunk keys such as `c/0/1`, fill value zero."""
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(array.shape),
+        "data_type": array.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.grid)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": _zero(array.dtype),
+        "codecs": [_bytes_codec(array.dtype), *compressors],
+        "attributes": {},
+    }
+
+
+def group_document() -> dict[str, Any]:
+    """Return the `zarr.json` of a group."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": {}}
+
+
+def groups_above(arrays: Iterable[ArraySpec]) -> list[str]:
+    """Return the paths of the groups that hold these arrays, outermost first; the checkpoint itself is ""."""
+    groups = {""}
+    for array in arrays:
+        parts = array.path.split("/")
+        groups.update("/".join(parts[:depth]) for depth in range(1, len(parts)))
+    return sorted(groups)
+
+
+def chunk_key(array: ArraySpec, number: int) -> str:
+    """Return where chunk `number` (row-major) lies below its array, such as `c/0/1`; of a 0-dim array: `c`."""
+    offsets = chunk_box(array.shape, array.grid, number).offsets
+    return "/".join(["c", *(str(offset // side) for offset, side in zip(offsets, array.grid, strict=True))])
+
+
+def _zero(dtype: str) -> object:
+    if dtype == "bool":
+        return False
+    if dtype.startswith("complex"):
+        return [0.0, 0.0]
+    return 0.0 if "float" in dtype else 0
+
+
+def _bytes_codec(dtype: str) -> dict[str, Any]:
+    """Return the codec of raw elements. Elements of one byte have no order, and zarr-python leaves it out."""
+    if item_bytes(dtype) == 1:
+        return {"name": "bytes"}
+    return {"name": "bytes", "configuration": {"endian": "little"}}

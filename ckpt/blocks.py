@@ -1,0 +1,49 @@
+"""Digests of bytes: one xxh3-64 per block of a chunk, one xxh3-128 of everything that no chunk covers."""
+
+from __future__ import annotations
+
+import xxhash
+
+EMPTY_DIGEST: str = xxhash.xxh3_128_hexdigest(b"")
+"""What a file whose every byte lies in some chunk records as the digest of the rest."""
+
+
+class BlockDigests:
+    """The digests of a stream of bytes, one per `block_bytes` bytes, however the stream is cut into pieces.
+
+    The interpreter is free while a piece is digested (xxhash releases it for anything but small pieces).
+
+    Example:
+        >>> stream = BlockDigests(4)
+        >>> stream.update(memoryview(b"abcdef"))
+        >>> [f"{digest:016x}" for digest in stream.close()] == [xxhash.xxh3_64_hexdigest(b) for b in (b"abcd", b"ef")]
+        True
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._room = block_bytes
+        self._open = xxhash.xxh3_64()
+        self._done: list[int] = []
+
+    def update(self, piece: memoryview) -> None:
+        """Take the next bytes of the stream; `piece` is flat and of single bytes."""
+        at = 0
+        while at < len(piece):
+            end = min(at + self._room, len(piece))
+            self._open.update(piece[at:end])
+            self._room -= end - at
+            at = end
+            if self._room == 0:
+                self._finish_block()
+
+    def close(self) -> tuple[int, ...]:
+        """Return all digests; the last block may be shorter. An empty stream has none."""
+        if self._room < self._block_bytes:
+            self._finish_block()
+        return tuple(self._done)
+
+    def _finish_block(self) -> None:
+        self._done.append(self._open.intdigest())
+        self._open.reset()
+        self._room = self._block_bytes

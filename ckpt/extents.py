@@ -1,0 +1,438 @@
+"""The raw reader: from (file, offset, length) straight into the memory of tensors, checked while the bytes are hot.
+
+One reader serves every raw chunk of every backend. It reads each block of a chunk once, however many parts want a piece
+of it: bytes that are contiguous in the file and in the tensor go there by `preadv`, all others through one small scratch
+buffer.
+
+    parts -> spans (no large gap inside) -> slabs (whole blocks, 8 MiB) -> preadv -> digest -> strided copies
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from ckpt.backends.base import ChunkExtent
+from ckpt.blocks import BlockDigests
+from ckpt.box import Box, overlap, whole
+from ckpt.dtypes import bits_of
+from ckpt.errors import CorruptCheckpointError
+
+SLAB_BYTES = 8 << 20
+"""Bytes asked for at once, and the size of the scratch buffer (more only where one block of a chunk is larger)."""
+
+DIRECT_BYTES = 256 << 10
+"""A part of several contiguous runs is read into the tensor itself from this size of a run on; smaller ones are cheaper
+to copy. A part that is one run always is."""
+
+GAP_BYTES = 1 << 20
+"""A gap of at least this size between wanted bytes is worth skipping."""
+
+MAX_OPEN_FILES = 64
+ALIGNMENT = 16
+"""Slabs start at multiples of the largest element, so that no element is cut in two."""
+
+_Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One wanted piece of one chunk.
+
+    Attributes:
+        base: byte in the chunk where the region begins.
+        region: shape of the row-major region at `base`: a whole chunk's grid, or the box shape of a packed piece.
+        box: what is wanted, in the region's coordinates.
+        out: host tensor of shape `box.shape` and the stored data type, with any strides.
+        name: what messages call it, such as "model: h.0.attn.weight".
+    """
+
+    base: int
+    region: tuple[int, ...]
+    box: Box
+    out: torch.Tensor
+    name: str
+
+
+@dataclass(slots=True)
+class _Span:
+    """A stretch [start, stop) of the chunk, in bytes, that holds `box` of a part's region.
+
+    `memory` is where those bytes belong if they can be read in place, else None; `out` is the memory of the part's `out`
+    for that box, as plain numbers.
+    """
+
+    start: int
+    stop: int
+    part: Part
+    box: Box
+    out: _Array
+    memory: memoryview | None
+
+
+def _nothing(num_bytes: int) -> None:
+    """The progress of a reader that nobody watches."""
+
+
+class ExtentReader:
+    """Reads raw chunks of one checkpoint, for one rank and one load. A context manager: it keeps files open.
+
+    Args:
+        root: the checkpoint folder, to which extents are relative.
+        verify: read whole blocks and compare their digests; if not, read little more than what is wanted.
+        progress: called with a number of bytes as they arrive.
+
+    Attributes:
+        bytes_read: bytes asked of the file system so far.
+    """
+
+    def __init__(self, root: Path, *, verify: bool = True, progress: Callable[[int], None] = _nothing) -> None:
+        self.bytes_read = 0
+        self._root = root
+        self._verify = verify
+        self._progress = progress
+        self._files: OrderedDict[str, int] = OrderedDict()
+        self._scratch = np.empty(0, np.uint8)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files and let go of the scratch buffer."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+        self._scratch = np.empty(0, np.uint8)
+
+    def read(self, chunk: ChunkExtent, parts: Sequence[Part]) -> None:
+        """Fill the `out` of every part. Parts may overlap, in the chunk but not in memory.
+
+        Raises:
+            CorruptCheckpointError: the file is missing or too short, a block is not what was saved, or the index and
+                the chunk contradict each other. Some of the parts may have been filled.
+            OSError: the file system failed in another way; it names the file.
+        """
+        assert chunk.raw, "an encoded chunk is read by its backend"
+        spans = sorted((span for part in parts for span in _spans_of(part, chunk)), key=lambda span: span.start)
+        if not spans:
+            return
+        self._check_digest_count(chunk, spans[0].part.name)
+        _read_shared_bytes_once(spans)
+        self._sweep(chunk, spans)
+
+    def check(self, chunk: ChunkExtent, name: str) -> None:
+        """Read a whole chunk for its digests alone: an encoded one, before its backend decodes it.
+
+        Without `verify` only the file's presence and length are looked at, by reading its last byte.
+
+        Raises:
+            CorruptCheckpointError: as for `read`.
+        """
+        self._check_digest_count(chunk, name)
+        fd = self._open(chunk.file, name)
+        step = max(SLAB_BYTES // chunk.block_bytes, 1) * chunk.block_bytes
+        for start in range(0 if self._verify else max(chunk.length - 1, 0), chunk.length, step):
+            stop = min(start + step, chunk.length)
+            pieces = self._pieces(start, stop, ())
+            self._fill(fd, chunk, start, pieces, name)
+            if self._verify:
+                self._check_blocks(chunk, start, pieces, lambda begin, end: name)
+            self._progress(stop - start)
+
+    def _sweep(self, chunk: ChunkExtent, spans: Sequence[_Span]) -> None:
+        """Read the slabs that hold `spans`, in ascending order, each with the spans that reach into it."""
+        fd = self._open(chunk.file, spans[0].part.name)
+        active: list[_Span] = []
+        coming = 0
+        for start, stop in _slabs(spans, chunk.length, chunk.block_bytes if self._verify else ALIGNMENT):
+            while coming < len(spans) and spans[coming].start < stop:
+                active.append(spans[coming])
+                coming += 1
+            pieces = self._pieces(start, stop, active)
+            self._fill(fd, chunk, start, pieces, active[0].part.name)
+            if self._verify:
+                self._check_blocks(chunk, start, pieces, partial(_name_of, active))
+            for span in active:
+                if span.memory is None:
+                    _scatter(span, self._scratch, start, stop)
+            self._progress(stop - start)
+            active = [span for span in active if span.stop > stop]
+
+    def _pieces(self, start: int, stop: int, active: Sequence[_Span]) -> list[memoryview]:
+        """Return memory for the bytes [start, stop): tensors where they can take them, scratch in between."""
+        if len(self._scratch) < stop - start:
+            self._scratch = np.empty(max(stop - start, SLAB_BYTES), np.uint8)
+        scratch = _memory(self._scratch)
+        pieces = []
+        at = start
+        for span in active:
+            if span.memory is None:
+                continue
+            first, last = max(span.start, start), min(span.stop, stop)
+            if at < first:
+                pieces.append(scratch[at - start : first - start])
+            pieces.append(span.memory[first - span.start : last - span.start])
+            at = last
+        if at < stop:
+            pieces.append(scratch[at - start : stop - start])
+        return pieces
+
+    def _fill(self, fd: int, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name: str) -> None:
+        """Read the file's bytes from byte `start` of the chunk on into all of `pieces`."""
+        path = self._root / chunk.file
+        at = chunk.offset + start
+        missing = list(pieces)
+        while missing:
+            try:
+                got = os.preadv(fd, missing[:1024], at)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            if got == 0:
+                raise CorruptCheckpointError(
+                    f"{name}: {path} ends at byte {at}, where bytes {chunk.offset} to {chunk.offset + chunk.length} "
+                    "were saved. Load an earlier checkpoint."
+                )
+            at += got
+            self.bytes_read += got
+            missing = _after(missing, got)
+
+    def _check_digest_count(self, chunk: ChunkExtent, name: str) -> None:
+        if self._verify and len(chunk.digests) != -(-chunk.length // chunk.block_bytes):
+            raise CorruptCheckpointError(
+                f"{name}: the index gives {len(chunk.digests)} digests for {chunk.length} bytes of "
+                f"{self._root / chunk.file} in blocks of {chunk.block_bytes}"
+            )
+
+    def _check_blocks(
+        self, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name_of: Callable[[int, int], str]
+    ) -> None:
+        """Compare the digests of the whole blocks in `pieces`, which begin at byte `start` of the chunk."""
+        stream = BlockDigests(chunk.block_bytes)
+        for piece in pieces:
+            stream.update(piece)
+        for number, found in enumerate(stream.close(), start // chunk.block_bytes):
+            if found != chunk.digests[number]:
+                begin = number * chunk.block_bytes
+                end = min(begin + chunk.block_bytes, chunk.length)
+                raise CorruptCheckpointError(
+                    f"{name_of(begin, end)}: bytes {chunk.offset + begin} to {chunk.offset + end} of "
+                    f"{self._root / chunk.file} are not those that were saved (xxh3 {found:016x}, saved as "
+                    f"{chunk.digests[number]:016x}). Load an earlier checkpoint."
+                )
+
+    def _open(self, file: str, name: str) -> int:
+        """Return a descriptor of `file`, kept open while it is among the last `MAX_OPEN_FILES` used."""
+        if file in self._files:
+            self._files.move_to_end(file)
+            return self._files[file]
+        try:
+            fd = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise CorruptCheckpointError(
+                f"{name}: {self._root / file} is missing. Load an earlier checkpoint."
+            ) from error
+        if len(self._files) >= MAX_OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        self._files[file] = fd
+        return fd
+
+
+def _spans_of(part: Part, chunk: ChunkExtent) -> Iterator[_Span]:
+    """Cut a part into spans: one for each long run that can be read in place, else one between any two large gaps."""
+    item_bytes = part.out.element_size()
+    _check_part(part, chunk, item_bytes)
+    if part.out.numel() == 0:
+        return
+    out = bits_of(part.out)
+    if part.box.shape == part.region and out.flags.c_contiguous:  # the short way for what most parts are
+        yield _Span(part.base, part.base + out.nbytes, part, part.box, out, _memory(out))
+        return
+    strides = [stride * item_bytes for stride in _row_major(part.region)]
+    run_dim, run_bytes = _run(part, item_bytes)
+    in_place = (run_bytes >= DIRECT_BYTES or run_bytes == out.nbytes) and out[(0,) * run_dim].flags.c_contiguous
+    cut_dims = run_dim if in_place else _dims_before_gap(part.box.shape, strides, item_bytes)
+    begin = part.base + sum(o * stride for o, stride in zip(part.box.offsets, strides, strict=True))
+    cut, inside = part.box.shape[:cut_dims], part.box.shape[cut_dims:]
+    reach = item_bytes + sum((n - 1) * stride for n, stride in zip(inside, strides[cut_dims:], strict=True))
+    for index in product(*(range(n) for n in cut)):
+        start = begin + sum(i * stride for i, stride in zip(index, strides[:cut_dims], strict=True))
+        box, here = (part.box, out) if not index else _at(part.box, out, index)
+        memory = _memory(here) if in_place else None
+        yield _Span(start, start + reach, part, box, here, memory)
+
+
+def _check_part(part: Part, chunk: ChunkExtent, item_bytes: int) -> None:
+    """Refuse a part that does not lie in the chunk, before any byte of another piece is taken for it."""
+    assert tuple(part.out.shape) == part.box.shape and part.out.device.type == "cpu"
+    end = part.base + math.prod(part.region) * item_bytes
+    if part.base < 0 or end > chunk.length or not whole(part.region).contains(part.box):
+        raise CorruptCheckpointError(
+            f"{part.name}: the index places {part.box} of a region {part.region} at bytes {part.base} to {end} of a "
+            f"chunk of {chunk.length} bytes in {chunk.file}"
+        )
+    if part.base % item_bytes or chunk.block_bytes % ALIGNMENT:
+        raise CorruptCheckpointError(
+            f"{part.name}: the index places elements of {item_bytes} bytes at byte {part.base} of a chunk in "
+            f"{chunk.file}, with blocks of {chunk.block_bytes} bytes; both would cut elements in two"
+        )
+
+
+def _run(part: Part, item_bytes: int) -> tuple[int, int]:
+    """Return how many leading dimensions number the contiguous runs of the wanted box, and the bytes of one run."""
+    dim = len(part.region)
+    run_bytes = item_bytes
+    while dim > 0:
+        dim -= 1
+        run_bytes *= part.box.shape[dim]
+        if part.box.shape[dim] != part.region[dim]:
+            break
+    return dim, run_bytes
+
+
+def _dims_before_gap(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> int:
+    """Return the number of leading dimensions along which neighbours lie more than `GAP_BYTES` apart."""
+    reach = item_bytes
+    deepest = 0
+    for dim in reversed(range(len(shape))):
+        if shape[dim] > 1 and strides[dim] - reach >= GAP_BYTES:
+            deepest = max(deepest, dim + 1)
+        reach += (shape[dim] - 1) * strides[dim]
+    return deepest
+
+
+def _at(box: Box, out: _Array, index: tuple[int, ...]) -> tuple[Box, _Array]:
+    """Return the sub-box of `box`, and of its array, at one index of the leading dimensions."""
+    dims = len(index)
+    offsets = tuple(o + i for o, i in zip(box.offsets, index, strict=False)) + box.offsets[dims:]
+    return Box(offsets, (1,) * dims + box.shape[dims:]), out[tuple(slice(i, i + 1) for i in index)]
+
+
+def _name_of(active: Sequence[_Span], begin: int, end: int) -> str:
+    """Return the name of the first part that wants something of the bytes [begin, end) of the chunk."""
+    return next(span.part.name for span in active if span.start < end and span.stop > begin)
+
+
+def _read_shared_bytes_once(spans: Sequence[_Span]) -> None:
+    """Send spans that overlap another one through scratch: their bytes are needed in two places. `spans` are sorted."""
+    furthest = spans[0]
+    for span in spans[1:]:
+        if span.start < furthest.stop:
+            span.memory = furthest.memory = None
+        if span.stop > furthest.stop:
+            furthest = span
+
+
+def _slabs(spans: Sequence[_Span], length: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Yield ascending [start, stop) of whole units (a chunk's last may be short) that together hold all spans."""
+    slab_bytes = max(SLAB_BYTES // unit, 1) * unit
+    for start, stop in _stretches(spans, length, unit):
+        for at in range(start, stop, slab_bytes):
+            yield at, min(at + slab_bytes, stop)
+
+
+def _stretches(spans: Sequence[_Span], length: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Yield the union of the spans, rounded out to whole units, with small gaps filled."""
+    start = stop = 0
+    for span in spans:
+        first = span.start // unit * unit
+        if first - stop >= GAP_BYTES or start == stop:
+            if start < stop:
+                yield start, stop
+            start = first
+        stop = max(stop, min(-(-span.stop // unit) * unit, length))
+    yield start, stop
+
+
+def _scatter(span: _Span, scratch: _Array, start: int, stop: int) -> None:
+    """Copy what the slab [start, stop), held in `scratch`, has of a span to where it belongs.
+
+    NumPy copies: torch would start threads for these few MiB, which on a busy machine costs three times the copy.
+    """
+    out = span.out
+    strides = [stride * out.itemsize for stride in _row_major(span.part.region)]
+    for box in _boxes_here(span, start, stop, out.itemsize):
+        at = span.part.base - start + sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
+        source: _Array = np.ndarray(box.shape, out.dtype, buffer=scratch, offset=at, strides=strides)
+        out[box.relative_to(span.box).slices] = source
+
+
+def _boxes_here(span: _Span, start: int, stop: int, item_bytes: int) -> Iterator[Box]:
+    """Yield boxes that make up the part of the span's box that lies in the bytes [start, stop) of the chunk."""
+    if start <= span.start and span.stop <= stop:
+        yield span.box
+        return
+    first = max(start - span.part.base, 0) // item_bytes
+    last = min((stop - span.part.base) // item_bytes, math.prod(span.part.region))
+    for box in boxes_of_range(span.part.region, first, last):
+        here = overlap(box, span.box)
+        if here is not None:
+            yield here
+
+
+def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+    """Yield the boxes, at most 2n - 1 of them, that make up the elements [first, last) of a row-major array.
+
+    Example:
+        >>> [box.shape for box in boxes_of_range((4, 5), 3, 17)]      # end of a row, two whole rows, start of a row
+        [(1, 2), (2, 5), (1, 2)]
+    """
+    if first >= last:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    top, bottom = first // row, (last - 1) // row
+    if top == bottom:
+        yield from _in_row(shape, top, first - top * row, last - top * row)
+        return
+    if first % row:
+        yield from _in_row(shape, top, first - top * row, row)
+        top += 1
+    whole_until = last // row
+    if whole_until > top:
+        yield Box((top,) + (0,) * (len(shape) - 1), (whole_until - top, *shape[1:]))
+    yield from _in_row(shape, whole_until, 0, last - whole_until * row)
+
+
+def _in_row(shape: tuple[int, ...], index: int, first: int, last: int) -> Iterator[Box]:
+    for box in boxes_of_range(shape[1:], first, last):
+        yield Box((index, *box.offsets), (1, *box.shape))
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a C-contiguous array."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return tuple(strides)
+
+
+def _memory(array: _Array) -> memoryview:
+    """Return the bytes of a C-contiguous array, flat."""
+    flat: Any = array.reshape(-1).view(np.uint8)  # has the buffer protocol, which not every NumPy declares
+    return memoryview(flat)
+
+
+def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is left of `pieces` after their first `num_bytes` bytes."""
+    for number, piece in enumerate(pieces):
+        if num_bytes < len(piece):
+            return [piece[num_bytes:], *pieces[number + 1 :]]
+        num_bytes -= len(piece)
+    return []

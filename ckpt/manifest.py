@@ -1,0 +1,348 @@
+"""The record of a checkpoint: the manifest, written last and read first, and one index per writing rank.
+
+The manifest says what the checkpoint holds and who wrote it; an index says where the bytes lie and what they must be. Both
+are JSON, and every path in them is relative, so a renamed or copied checkpoint stays whole. This module turns them into
+text and back, and refuses text whose digest is wrong; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote
+
+import xxhash
+
+from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.box import Box
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "checkpoint_manifest.json"
+CONFIG_NAME = "config.yaml"
+PLAIN_NAME = "plain.json"
+MAX_NAME_CHARS = 150
+_OURS = (PLAIN_NAME, "zarr.json")
+
+
+def index_name(rank: int) -> str:
+    return f"index-{rank:05d}.json"
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """The xxh3-128 of some bytes, as 32 lower-case hex digits: how every whole file is named in a manifest."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def encode_key(key: str) -> str:
+    """Return the folder name of an array: a tensor's name is data, so nothing in it may act as a path.
+
+    Every UTF-8 byte outside `[A-Za-z0-9_.-]` is percent-encoded, so is a leading `.`, and the first letter of a name that is
+    ours: `packed-...`, `plain.json`, `zarr.json`. A name that grows too long for a file system is cut and ends in its own
+    digest. Never decoded: manifest and index hold the key itself.
+
+    Example:
+        >>> encode_key("h.0.attn/weight"), encode_key(".."), encode_key("packed-x"), encode_key("")
+        ('h.0.attn%2Fweight', '%2E.', '%70acked-x', '%')
+    """
+    encoded = quote(key, safe="", errors="surrogatepass").replace("~", "%7E")
+    if encoded.startswith("."):
+        encoded = "%2E" + encoded[1:]
+    if encoded.startswith("packed-") or encoded in _OURS:
+        encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
+    if len(encoded) > MAX_NAME_CHARS:
+        return f"{encoded[:100]}~{digest_of(key.encode(errors='surrogatepass'))}"
+    return encoded or "%"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayEntry:
+    """What the manifest knows of one tensor, under the name `<component>/<prefix><key>`.
+
+    Exactly one of three kinds: its own array (`store`, `path`, `grid`, `writers`), packed with others (`store`, `packed_in`),
+    or a second name of another tensor (`alias_of`).
+
+    Attributes:
+        writers: runs (rank, first chunk, number of chunks) in row-major order of the chunks, covering all of them.
+        packed_in: the ranks whose index holds pieces of it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    store: str | None = None
+    path: str | None = None
+    grid: tuple[int, ...] | None = None
+    writers: tuple[tuple[int, int, int], ...] = ()
+    packed_in: tuple[int, ...] = ()
+    alias_of: str | None = None
+
+    def writer_of(self, chunk: int) -> int:
+        """Return the rank whose index knows where row-major `chunk` lies."""
+        at = bisect_right(self.writers, chunk, key=lambda run: run[1]) - 1
+        rank, first, count = self.writers[at]
+        assert first <= chunk < first + count, f"chunk {chunk} of {self.path} has no writer"
+        return rank
+
+    def to_json(self) -> dict[str, Any]:
+        entry: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
+        if self.alias_of is not None:
+            entry["alias_of"] = self.alias_of
+        elif self.grid is None:
+            entry["store"] = self.store
+            entry["packed_in"] = list(self.packed_in)
+        else:
+            entry["grid"] = list(self.grid)
+            entry["store"] = self.store
+            entry["path"] = self.path
+            entry["writers"] = [list(run) for run in self.writers]
+        return entry
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> ArrayEntry:
+        return cls(
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            store=entry.get("store"),
+            path=entry.get("path"),
+            grid=tuple(entry["grid"]) if "grid" in entry else None,
+            writers=tuple((r, first, count) for r, first, count in entry.get("writers", ())),
+            packed_in=tuple(entry.get("packed_in", ())),
+            alias_of=entry.get("alias_of"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentManifest:
+    """One component of a checkpoint.
+
+    Attributes:
+        key: the component, such as "model".
+        sharing_pattern: one of the strings of `SharingPattern`.
+        ranks: who wrote any of it.
+        replicated_across: the ranks that held equal copies when it was saved; for a PER_GROUP or PER_NODE component all
+            members of all instances; None where copies are not equal.
+        group_name: the process group of a PER_GROUP component.
+        size_bytes: bytes of its tensors, each counted once, and of its plain values as stored.
+        checksum: xxh3-128 over every writer's digests of it, in rank order.
+        plain_in: pattern prefix -> the rank that wrote `<component>/<prefix>plain.json`.
+    """
+
+    key: str
+    sharing_pattern: str
+    ranks: list[int]
+    replicated_across: list[int] | None = None
+    group_name: str | None = None
+    size_bytes: int = 0
+    checksum: str | None = None
+    plain_in: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> ComponentManifest:
+        return cls(**{name: entry[name] for name in cls.__slots__})
+
+
+@dataclass(slots=True)
+class CheckpointManifest:
+    """A checkpoint as a whole. The JSON has these keys, in this order, and `manifest_digest` as its last.
+
+    Attributes:
+        checkpoint_path: always ".": a checkpoint is where its manifest is.
+        checkpoint_id: the id it was saved under, whatever its folder is called today.
+        timestamp: when it was committed, UTC. Commit order is the order of these.
+        topology: "nodes" (global ranks per host) and "groups" (name -> instances -> global ranks) of the saving run.
+        training_args_hash: xxh3-128 of config.yaml; None where no config was given.
+        arrays: array name -> entry.
+        files: path -> (size in bytes, xxh3-128) of every file the lead rank wrote beside its own index's.
+    """
+
+    checkpoint_id: str
+    timestamp: datetime
+    world_size: int
+    topology: dict[str, Any]
+    components: dict[str, ComponentManifest]
+    arrays: dict[str, ArrayEntry]
+    files: dict[str, tuple[int, str]]
+    training_args_hash: str | None = None
+    checkpoint_path: str = "."
+    ckpt_version: str | None = None
+    pytorch_version: str | None = None
+    format_version: int = FORMAT_VERSION
+
+    def to_bytes(self) -> bytes:
+        """The manifest file: one line per key, per component, per array and per file; the digest on the last line but one."""
+        head = {
+            "format_version": self.format_version,
+            "ckpt_version": self.ckpt_version,
+            "pytorch_version": self.pytorch_version,
+            "timestamp": self.timestamp.isoformat(),
+            "checkpoint_path": self.checkpoint_path,
+            "checkpoint_id": self.checkpoint_id,
+            "world_size": self.world_size,
+            "topology": self.topology,
+            "training_args_hash": self.training_args_hash,
+        }
+        lines = [f"  {json.dumps(key)}: {_dump(value)},\n" for key, value in head.items()]
+        for key, table in (
+            ("components", {k: c.to_json() for k, c in self.components.items()}),
+            ("arrays", {k: a.to_json() for k, a in self.arrays.items()}),
+            ("files", {k: list(f) for k, f in self.files.items()}),
+        ):
+            rows = ",\n".join(f"    {_dump(name)}: {_dump(row)}" for name, row in table.items())
+            lines.append(f'  "{key}": {{\n{rows}\n  }},\n' if rows else f'  "{key}": {{}},\n')
+        body = ("{\n" + "".join(lines)).encode()
+        return body + _closing(digest_of(body))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> CheckpointManifest:
+        """Check the digest of the raw bytes, then parse. `where` names the file in errors.
+
+        Raises:
+            CorruptCheckpointError: the bytes are not the ones that were written.
+            ConfigurationError: they are, by a newer version of this format.
+        """
+        size = len(_closing("0" * 32))
+        body = data[:-size]
+        if len(data) <= size or data[-size:] != _closing(digest_of(body)):
+            raise CorruptCheckpointError(
+                f"{where}: the manifest does not match its own digest; it was changed or cut off"
+            )
+        tree = json.loads(data)
+        if tree["format_version"] != FORMAT_VERSION:
+            raise ConfigurationError(
+                f"{where} has format version {tree['format_version']}; this version of ckpt reads version "
+                f"{FORMAT_VERSION}. Read it with the version that wrote it, ckpt {tree['ckpt_version']}."
+            )
+        return cls(
+            checkpoint_id=tree["checkpoint_id"],
+            timestamp=datetime.fromisoformat(tree["timestamp"]),
+            world_size=tree["world_size"],
+            topology=tree["topology"],
+            components={key: ComponentManifest.from_json(entry) for key, entry in tree["components"].items()},
+            arrays={name: ArrayEntry.from_json(entry) for name, entry in tree["arrays"].items()},
+            files={path: (size, digest) for path, (size, digest) in tree["files"].items()},
+            training_args_hash=tree["training_args_hash"],
+            checkpoint_path=tree["checkpoint_path"],
+            ckpt_version=tree["ckpt_version"],
+            pytorch_version=tree["pytorch_version"],
+        )
+
+    def arrays_of(self, component: str) -> dict[str, ArrayEntry]:
+        """The arrays of one component, by the rest of their name: `<prefix><key>`."""
+        start = component + "/"
+        return {name[len(start) :]: entry for name, entry in self.arrays.items() if name.startswith(start)}
+
+    def index_ranks(self) -> list[int]:
+        """The ranks that left an index, in order."""
+        return sorted(int(path[6:-5]) for path in self.files if path.startswith("index-") and "/" not in path)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A small tensor, or a box of one, inside a packed array.
+
+    Attributes:
+        packed: path of the packed array, 1-D and one chunk.
+        global_shape: of the tensor.
+        box: which of its elements, in global coordinates.
+        first: where its first element lies in the packed array, in elements.
+    """
+
+    packed: str
+    global_shape: tuple[int, ...]
+    box: Box
+    first: int
+
+
+@dataclass(slots=True)
+class Index:
+    """What one rank wrote.
+
+    Attributes:
+        files: every file of this rank, by path below the checkpoint.
+        chunks: array path -> row-major chunk number -> where it lies and what it must be.
+        packed: path of each of this rank's packed arrays -> number of elements.
+        pieces: array name (`<component>/<prefix><key>`) -> its pieces in those.
+    """
+
+    rank: int
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    chunks: dict[str, dict[int, ChunkExtent]] = field(default_factory=dict)
+    packed: dict[str, int] = field(default_factory=dict)
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        file_number = {file: number for number, file in enumerate(self.files)}
+        chunks = {
+            path: [
+                [number, file_number[e.file], e.offset, e.length, e.block_bytes, _hex(e.digests), int(e.raw)]
+                for number, e in by_number.items()
+            ]
+            for path, by_number in self.chunks.items()
+        }
+        packed_number = {path: number for number, path in enumerate(self.packed)}
+        pieces = {
+            name: [
+                [packed_number[p.packed], list(p.global_shape), list(p.box.offsets), list(p.box.shape), p.first]
+                for p in pieces
+            ]
+            for name, pieces in self.pieces.items()
+        }
+        tables: tuple[tuple[str, Mapping[str, object]], ...] = (
+            ("files", {path: [record.size, record.rest] for path, record in self.files.items()}),
+            ("chunks", chunks),
+            ("packed", self.packed),
+            ("pieces", pieces),
+        )
+        lines = [f'  "rank": {self.rank}']
+        for key, table in tables:
+            rows = ",\n".join(f"    {_dump(name)}: {_dump(row)}" for name, row in table.items())
+            lines.append(f'  "{key}": {{\n{rows}\n  }}' if rows else f'  "{key}": {{}}')
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Index:
+        tree = json.loads(data)
+        files = list(tree["files"])
+        packed = list(tree["packed"])
+        return cls(
+            rank=tree["rank"],
+            files={path: FileRecord(size, rest) for path, (size, rest) in tree["files"].items()},
+            chunks={
+                path: {
+                    number: ChunkExtent(files[file], offset, length, _unhex(digests), block_bytes, bool(raw))
+                    for number, file, offset, length, block_bytes, digests, raw in rows
+                }
+                for path, rows in tree["chunks"].items()
+            },
+            packed=tree["packed"],
+            pieces={
+                name: [
+                    Piece(packed[at], tuple(whole), Box(tuple(offsets), tuple(shape)), first)
+                    for at, whole, offsets, shape, first in rows
+                ]
+                for name, rows in tree["pieces"].items()
+            },
+        )
+
+
+def _closing(digest: str) -> bytes:
+    return f'  "manifest_digest": "{digest}"\n}}\n'.encode()
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, separators=(", ", ": "), ensure_ascii=True)
+
+
+def _hex(digests: Iterable[int]) -> str:
+    return "".join(f"{digest:016x}" for digest in digests)
+
+
+def _unhex(digests: str) -> tuple[int, ...]:
+    return tuple(int(digests[at : at + 16], 16) for at in range(0, len(digests), 16))

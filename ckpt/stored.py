@@ -1,0 +1,107 @@
+"""Reading the records of a committed checkpoint: the manifest, its indexes and small files, each checked against its digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+
+from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from ckpt.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name
+
+
+def read_manifest(checkpoint_dir: Path) -> CheckpointManifest:
+    """Read and check the manifest of a checkpoint folder. Any process.
+
+    Raises:
+        CheckpointNotFoundError: the folder is missing or holds no manifest: it is no checkpoint.
+        CorruptCheckpointError: the manifest is not as it was written.
+    """
+    return CheckpointManifest.from_bytes(read_manifest_bytes(checkpoint_dir), str(checkpoint_dir / MANIFEST_NAME))
+
+
+def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
+    """Read the manifest unchecked: the lead reads it once and hands these bytes to all ranks."""
+    try:
+        return (checkpoint_dir / MANIFEST_NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(
+            f"{checkpoint_dir} is not a checkpoint: it has no {MANIFEST_NAME}. Give the folder of a committed checkpoint."
+        ) from error
+
+
+def read_listed_file(checkpoint_dir: Path, manifest: CheckpointManifest, path: str) -> bytes:
+    """Read one of the small files in the manifest's list whole, and check size and digest.
+
+    Raises:
+        CorruptCheckpointError: the file is not listed, missing, or not as it was written.
+    """
+    if path not in manifest.files:
+        raise CorruptCheckpointError(f"{path} should be part of {checkpoint_dir}, but its manifest does not list it")
+    size, digest = manifest.files[path]
+    data = _read(checkpoint_dir / path, path)
+    if len(data) != size:
+        raise CorruptCheckpointError(f"{path} has {len(data)} bytes, the manifest says {size}")
+    if digest_of(data) != digest:
+        raise CorruptCheckpointError(f"{path} does not match its digest in the manifest; it was changed after the save")
+    return data
+
+
+def read_index(checkpoint_dir: Path, manifest: CheckpointManifest, rank: int) -> Index:
+    """Read and check the index of one writing rank.
+
+    Raises:
+        CorruptCheckpointError: it is missing, or not as it was written.
+    """
+    return Index.from_bytes(read_listed_file(checkpoint_dir, manifest, index_name(rank)))
+
+
+def check_file(checkpoint_dir: Path, path: str, record: FileRecord, covered: Iterable[ChunkExtent]) -> None:
+    """Check that a file an index lists has its size, and that the bytes no chunk covers are as written.
+
+    Cheap for data files: of those it reads nothing. The bytes of chunks are checked where they are read.
+
+    Args:
+        covered: the index's chunks in this file.
+
+    Raises:
+        CorruptCheckpointError: naming the file.
+    """
+    try:
+        size = (checkpoint_dir / path).stat().st_size
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path} is missing") from error
+    if size != record.size:
+        raise CorruptCheckpointError(f"{path} has {size} bytes, its index says {record.size}")
+    if rest_digest(checkpoint_dir / path, size, covered) != record.rest:
+        raise CorruptCheckpointError(
+            f"{path} does not match its digest; bytes outside of any array were changed after the save"
+        )
+
+
+def rest_digest(file: Path, size: int, covered: Iterable[ChunkExtent]) -> str:
+    """The xxh3-128 of those bytes of a file that no chunk covers, in order; nothing is opened if there are none."""
+    gaps = []
+    at = 0
+    for extent in sorted(covered, key=lambda e: e.offset):
+        if extent.offset > at:
+            gaps.append((at, extent.offset - at))
+        at = max(at, extent.offset + extent.length)
+    if at < size:
+        gaps.append((at, size - at))
+    state = xxhash.xxh3_128()
+    if gaps:
+        with file.open("rb") as stream:
+            for offset, length in gaps:
+                stream.seek(offset)
+                state.update(stream.read(length))
+    return state.hexdigest()
+
+
+def _read(path: Path, name: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpointError(f"{name} is missing from {path.parent}") from error

@@ -1,0 +1,144 @@
+"""The manifest and the indexes as bytes: round trips, digests, refusals, names of folders."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.box import Box
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.manifest import (
+    MANIFEST_NAME,
+    ArrayEntry,
+    CheckpointManifest,
+    ComponentManifest,
+    Index,
+    Piece,
+    digest_of,
+    encode_key,
+)
+from ckpt.stored import check_file, read_index, read_manifest
+
+
+def manifest() -> CheckpointManifest:
+    return CheckpointManifest(
+        checkpoint_id="00000040",
+        timestamp=datetime(2026, 3, 4, 5, 6, 7, 890, tzinfo=UTC),
+        world_size=2,
+        topology={"nodes": [[0, 1]], "groups": {"dp": [[0], [1]]}},
+        components={"model": ComponentManifest("model", "replicated", [0, 1], [0, 1], None, 123, "ab", {"": 0})},
+        arrays={
+            "model/w": ArrayEntry("bfloat16", (7, 3), "zarr", "model/w", (4, 3), ((1, 0, 1), (0, 1, 1))),
+            "model/ä/b": ArrayEntry("float32", (), "zarr", packed_in=(1,)),
+            "model/tied": ArrayEntry("bfloat16", (7, 3), alias_of="model/w"),
+        },
+        files={"index-00000.json": (5, digest_of(b"hello")), "model/w/zarr.json": (3, "00")},
+    )
+
+
+def test_a_manifest_comes_back_from_its_bytes() -> None:
+    assert CheckpointManifest.from_bytes(manifest().to_bytes(), "m") == manifest()
+
+
+def test_the_digest_stands_on_the_last_line_but_one_and_covers_all_before() -> None:
+    data = manifest().to_bytes()
+    lines = data.decode().splitlines(keepends=True)
+    assert lines[-1] == "}\n"
+    assert lines[-2] == f'  "manifest_digest": "{digest_of("".join(lines[:-2]).encode())}"\n'
+    assert json.loads(data)["checkpoint_path"] == "."
+
+
+def test_no_byte_of_a_manifest_can_change_unnoticed() -> None:
+    data = manifest().to_bytes()
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 4
+        with pytest.raises(CorruptCheckpointError, match="its own digest"):
+            CheckpointManifest.from_bytes(bytes(damaged), "m")
+    for cut in range(len(data)):
+        with pytest.raises(CorruptCheckpointError):
+            CheckpointManifest.from_bytes(data[:cut], "m")
+
+
+def test_a_newer_format_is_refused_by_version_not_as_damage() -> None:
+    newer = manifest()
+    newer.format_version = 2
+    with pytest.raises(ConfigurationError, match="format version 2"):
+        CheckpointManifest.from_bytes(newer.to_bytes(), "m")
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
+        read_manifest(tmp_path)
+    with pytest.raises(CheckpointNotFoundError):
+        read_manifest(tmp_path / "nowhere")
+
+
+def test_an_index_comes_back_from_its_bytes_and_is_checked_against_the_manifest(tmp_path: Path) -> None:
+    index = Index(
+        rank=0,
+        files={"model/w/c/0/0": FileRecord(24, "aa"), "x y": FileRecord(0, "bb")},
+        chunks={"model/w": {0: ChunkExtent("model/w/c/0/0", 0, 24, (1, 2**64 - 1), 16, True), 5: ChunkExtent("x y", 7, 3, (9,), 4, False)}},
+        packed={"model/packed-float32-00000": 10},
+        pieces={"model/ä/b": [Piece("model/packed-float32-00000", (), Box((), ()), 4)]},
+    )  # fmt: skip
+    data = index.to_bytes()
+    assert Index.from_bytes(data) == index
+    record = manifest()
+    record.files = {"index-00000.json": (len(data), digest_of(data))}
+    (tmp_path / "index-00000.json").write_bytes(data)
+    (tmp_path / MANIFEST_NAME).write_bytes(record.to_bytes())
+    assert read_index(tmp_path, read_manifest(tmp_path), 0) == index
+    (tmp_path / "index-00000.json").write_bytes(data.replace(b"24", b"25", 1))
+    with pytest.raises(CorruptCheckpointError, match=r"index-00000\.json does not match"):
+        read_index(tmp_path, record, 0)
+    with pytest.raises(CorruptCheckpointError, match="does not list it"):
+        read_index(tmp_path, record, 1)
+
+
+def test_bytes_between_the_chunks_of_a_file_are_checked_by_the_files_own_digest(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"headAAAAmidBBtail")
+    chunks = [ChunkExtent("f", 11, 2, (0,)), ChunkExtent("f", 4, 4, (0,))]
+    record = FileRecord(17, digest_of(b"headmidtail"))
+    check_file(tmp_path, "f", record, chunks)
+    (tmp_path / "f").write_bytes(b"headXXXXmidXXtail")
+    check_file(tmp_path, "f", record, chunks)
+    (tmp_path / "f").write_bytes(b"headAAAAmiXBBtail")
+    with pytest.raises(CorruptCheckpointError, match="outside of any array"):
+        check_file(tmp_path, "f", record, chunks)
+    (tmp_path / "f").write_bytes(b"headAAAAmidBBtai")
+    with pytest.raises(CorruptCheckpointError, match="16 bytes, its index says 17"):
+        check_file(tmp_path, "f", record, chunks)
+
+
+def test_the_writer_of_a_chunk_is_found_among_runs() -> None:
+    entry = ArrayEntry("float32", (90,), "zarr", "x", (10,), ((4, 0, 3), (1, 3, 1), (4, 4, 5)))
+    assert [entry.writer_of(chunk) for chunk in range(9)] == [4, 4, 4, 1, 4, 4, 4, 4, 4]
+
+
+@given(st.text())
+@example("../../etc/passwd")
+@example("packed-float32-00000")
+@example("x" * 300)
+@example(".")
+def test_any_key_becomes_one_safe_folder_name(key: str) -> None:
+    name = encode_key(key)
+    assert 1 <= len(name.encode()) <= 255
+    assert "/" not in name
+    assert not name.startswith((".", "packed-"))
+    assert name.isascii()
+
+
+@given(st.text(max_size=8), st.text(max_size=8))
+def test_two_keys_never_share_a_folder_name(a: str, b: str) -> None:
+    assert (encode_key(a) == encode_key(b)) == (a == b)
+
+
+def test_long_keys_that_differ_at_their_end_have_different_names() -> None:
+    assert encode_key("x" * 200 + "a") != encode_key("x" * 200 + "b")
