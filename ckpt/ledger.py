@@ -1,0 +1,342 @@
+"""The shelf of checkpoints: unpublished -> committed -> replaced, quarantined or removed, each step one rename.
+
+Names below the checkpoint root:
+
+    checkpoint-<id>                       committed: it holds a manifest. Only this is ever loaded, with one exception:
+    .replaced-<id>-<nonce>                the old checkpoint of that id while the new one moves in. If no committed
+                                          checkpoint-<id> lies beside it, a kill came between, and readers take this one
+    .unpublished-<id>-<nonce>             a save in progress, or what a killed one left
+    .unpublished-<id>-<nonce>.owner.json  beside it: who writes it; locked by the lead, its mtime the lead's heartbeat
+    .quarantined-<id>-<nonce>             had the name that a save needed, and was damaged or no checkpoint; kept
+    .quarantined-<id>-<nonce>.reason.txt  beside it: why
+    .removed-<id>-<nonce>                 on its way out: never read, and the next save finishes the removal
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sentence
+from ckpt.manifest import MANIFEST_NAME
+from ckpt.owner import OWNER_SUFFIX, Owner, abandoned, owner_file
+
+_COMMITTED = "checkpoint-"
+_VALID_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+_HIDDEN = re.compile(r"\.(?P<kind>unpublished|replaced|quarantined|removed)-(?P<id>.+)-[0-9a-f]{8}")
+_TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
+_HEAD_BYTES = 1 << 16
+_CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint that was published: `path` holds a manifest, which says `timestamp` (UTC)."""
+
+    id: str
+    path: Path
+    timestamp: datetime
+
+    @property
+    def order(self) -> tuple[datetime, str]:
+        """Sort by this for the order of commits."""
+        return self.timestamp, self.id
+
+
+class Ledger:
+    """All checkpoints below one root. Any rank may read; only the lead opens, publishes, discards and retains.
+
+    Args:
+        root: the checkpoint root; need not exist before the first `open`.
+        run_id: what a run calls itself. What a dead process of the same run left unpublished is removed at once; what
+            another run left, only when its heartbeat has been silent for `stale_s`.
+        keep_last: how many checkpoints `retain` leaves; None keeps all.
+        stale_s: silence, in seconds by the file system's clock, after which an unlocked save counts as abandoned.
+    """
+
+    def __init__(self, root: Path, *, run_id: str, keep_last: int | None = None, stale_s: float = 60.0) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ConfigurationError(f"save.keep_last is {keep_last}; give 1 or more, or null to keep every checkpoint")
+        self._root = Path(root)
+        self._run_id = run_id
+        self._keep_last = keep_last
+        self._stale_s = stale_s
+        self._owners: dict[Path, Owner] = {}
+        self._restored: dict[Path, Path] = {}
+
+    def committed(self) -> list[Committed]:
+        """Return every committed checkpoint, the oldest commit first. Writes nothing; a missing root holds none."""
+        with _told(f"checkpoint root {self._root} cannot be read"):
+            names = self._names()
+            for _ in range(10):
+                found = self._committed_among(names)
+                before, names = names, self._names()
+                if before == names:  # a save that renamed folders while we looked could have hidden one from us
+                    break
+        return found
+
+    def newest(self) -> Committed | None:
+        """Return the checkpoint that was committed last."""
+        return max(self.committed(), key=lambda one: one.order, default=None)
+
+    def open(self, checkpoint_id: str) -> Path:
+        """Clean up after dead saves and return a new, empty, unpublished folder that this process owns.
+
+        The owner file beside it stays locked, and its mtime young, until `publish` or `discard`.
+
+        Raises:
+            ConfigurationError: the id is no file name.
+            StorageError: the root cannot be created or written.
+        """
+        if not _VALID_ID.fullmatch(checkpoint_id):
+            raise ConfigurationError(
+                f"checkpoint id {checkpoint_id!r} is part of a folder's name: use 1 to 200 of A-Z a-z 0-9 _ . -"
+            )
+        with _told(f"checkpoint root {self._root} cannot be written, choose another with output_dir=<folder>"):
+            _make_folder(self._root)
+            self._clean_up()
+            folder = self._aside("unpublished", checkpoint_id)
+            self._owners[folder] = Owner(folder, self._run_id)
+            try:
+                folder.mkdir()
+            except OSError:
+                self._release(folder)
+                raise
+        return folder
+
+    def publish(self, unpublished: Path, checkpoint_id: str, *, refused: Mapping[Path, str] | None = None) -> Path:
+        """Commit a folder that is complete and durable, manifest included, and return its final path.
+
+        A committed checkpoint of the same id is moved aside first and removed after: at every moment the old or the new
+        one is there to be read. One in `refused` goes into quarantine instead, as does anything that is no checkpoint.
+
+        Args:
+            refused: checkpoints that this run found damaged, and what was wrong with each.
+
+        Raises:
+            StorageError: nothing was committed, and an old checkpoint of this id is back in its place.
+        """
+        target = self._root / f"{_COMMITTED}{checkpoint_id}"
+        with _told(f"{unpublished.name} cannot be published as {target}"):
+            if not (unpublished / MANIFEST_NAME).is_file():
+                raise FileNotFoundError(errno.ENOENT, "it holds no manifest", str(unpublished / MANIFEST_NAME))
+            _sync_folder(unpublished)
+            aside = self._make_way(target, checkpoint_id, refused or {})
+            try:
+                os.rename(unpublished, target)
+                _sync_folder(self._root)
+            except OSError:
+                if target.exists():
+                    os.rename(target, unpublished)
+                if aside is not None:
+                    os.rename(aside, target)
+                raise
+        self._restored.pop(target, None)
+        self._release(unpublished)
+        if aside is not None and aside.name.startswith(".replaced-"):
+            self._remove(aside, checkpoint_id)
+        return target
+
+    def discard(self, unpublished: Path) -> None:
+        """Drop a save that failed. Never raises: what cannot be removed now, the next `open` of this run removes."""
+        match = _HIDDEN.fullmatch(unpublished.name)
+        if match is not None and unpublished.exists():
+            self._remove(unpublished, match["id"])
+        self._release(unpublished)
+
+    def retain(self, *, keep: Path) -> list[Path]:
+        """Remove all but the `keep_last` newest checkpoints, after `keep` was committed; return what was removed.
+
+        `keep` is never removed and counts as one of them, whatever the clocks say. Links neither count nor go.
+        """
+        if self._keep_last is None:
+            return []
+        with _told(f"checkpoint root {self._root} cannot be read"):
+            self._settle_replaced(self._names())
+        others = [c for c in self.committed() if not (self._is(c.path, keep) or c.path.is_symlink())]
+        surplus = others[: max(0, len(others) - (self._keep_last - 1))]
+        return [old.path for old in surplus if self._remove(old.path, old.id)]
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self._root))
+        except FileNotFoundError:
+            return []
+
+    def _committed_among(self, names: list[str]) -> list[Committed]:
+        published = {name.removeprefix(_COMMITTED) for name in names if name.startswith(_COMMITTED)}
+        found = {id: one for id in published if (one := _look(id, self._root / f"{_COMMITTED}{id}"))}
+        for id, candidates in self._replaced_among(names).items():
+            if id not in found and candidates:
+                found[id] = candidates[-1]
+        return sorted(found.values(), key=lambda one: one.order)
+
+    def _replaced_among(self, names: list[str]) -> dict[str, list[Committed]]:
+        """The checkpoints that were moved aside, by id, the oldest commit first."""
+        aside: dict[str, list[Committed]] = {}
+        for name in names:
+            match = _HIDDEN.fullmatch(name)
+            if match is not None and match["kind"] == "replaced":
+                one = _look(match["id"], self._root / name)
+                aside.setdefault(match["id"], []).extend([one] if one else [])
+        return {id: sorted(some, key=lambda one: one.order) for id, some in aside.items()}
+
+    def _aside(self, kind: str, checkpoint_id: str) -> Path:
+        return self._root / f".{kind}-{checkpoint_id}-{secrets.token_hex(4)}"
+
+    def _clean_up(self) -> None:
+        names = self._names()
+        self._settle_replaced(names)
+        os.utime(self._root)
+        now = self._root.stat().st_mtime  # heartbeats are stamped by the file system too, so hosts' clocks may differ
+        for name in sorted({name.removesuffix(OWNER_SUFFIX) for name in names}):
+            path, match = self._root / name, _HIDDEN.fullmatch(name)
+            if match is None:
+                continue
+            if match["kind"] == "removed":
+                _delete(path)
+            elif match["kind"] == "unpublished" and path not in self._owners:
+                with _warned(f"cannot clean up {path}"), abandoned(path, self._run_id, now, self._stale_s) as dead:
+                    if dead and (not path.exists() or self._remove(path, match["id"])):
+                        owner_file(path).unlink(missing_ok=True)
+
+    def _settle_replaced(self, names: list[str]) -> None:
+        """End the replacements that a kill cut short: put the old one back, or remove it if the new one is in."""
+        for id, candidates in self._replaced_among(names).items():
+            target = self._root / f"{_COMMITTED}{id}"
+            with _warned(f"cannot settle the replacement of {target}"):
+                if candidates and _look(id, target) is None:
+                    self._make_way(target, id, refused={})
+                    back = candidates.pop().path
+                    os.rename(back, target)
+                    _sync_folder(self._root)
+                    self._restored[target] = back
+                for old in candidates:
+                    self._remove(old.path, id)
+
+    def _make_way(self, target: Path, checkpoint_id: str, refused: Mapping[Path, str]) -> Path | None:
+        """Move what has the name `target` aside and return where it went, or None if the name is free."""
+        if not os.path.lexists(target):
+            return None
+        reason = self._why_refused(target, checkpoint_id, refused)
+        if reason is None:
+            aside = self._aside("replaced", checkpoint_id)
+        else:
+            aside = self._aside("quarantined", checkpoint_id)
+            when = datetime.now(UTC).isoformat(timespec="seconds")
+            aside.with_name(f"{aside.name}.reason.txt").write_text(
+                f"{reason}\nmoved here from {target.name} by run {self._run_id} at {when}\n", encoding="utf-8"
+            )
+        os.rename(target, aside)
+        return aside
+
+    def _why_refused(self, target: Path, checkpoint_id: str, refused: Mapping[Path, str]) -> str | None:
+        if _look(checkpoint_id, target) is None:
+            return f"it holds no {MANIFEST_NAME}, so it is no checkpoint"
+        return next((reason for path, reason in refused.items() if self._is(target, path)), None)
+
+    def _is(self, now: Path, named: Path) -> bool:
+        """Is `named` the checkpoint at `now`, by that path or by the one it had before it was put back?"""
+        return os.path.abspath(named) in map(os.path.abspath, (now, self._restored.get(now, now)))
+
+    def _remove(self, path: Path, checkpoint_id: str) -> bool:
+        """Take a folder out of sight in one rename, then delete it. False, and a warning, if it is still in sight."""
+        doomed = self._aside("removed", checkpoint_id)
+        try:
+            os.rename(path, doomed)
+        except OSError as error:
+            _log.warning("cannot remove %s, the next save tries again: %s", path, sentence(error))
+            return False
+        _delete(doomed)
+        return True
+
+    def _release(self, unpublished: Path) -> None:
+        owner = self._owners.pop(unpublished, None)
+        if owner is not None:
+            with _warned(f"cannot remove {owner_file(unpublished)}"):
+                owner.release()
+
+
+def _look(checkpoint_id: str, path: Path) -> Committed | None:
+    """Return the checkpoint in this folder, or None if it holds no manifest."""
+    manifest = path / MANIFEST_NAME
+    try:
+        if not manifest.is_file():
+            return None
+        return Committed(checkpoint_id, path, _timestamp(manifest))
+    except FileNotFoundError:
+        return None
+
+
+def _timestamp(manifest: Path) -> datetime:
+    """When the manifest says it was committed, or if that is damaged, when the file was written."""
+    try:
+        with manifest.open("rb") as file:
+            match = _TIMESTAMP.search(file.read(_HEAD_BYTES))
+        if match is not None:
+            said = datetime.fromisoformat(match[1].decode())
+            return said.astimezone(UTC) if said.tzinfo else said.replace(tzinfo=UTC)
+    except FileNotFoundError:
+        raise
+    except (ValueError, OverflowError, OSError):
+        _log.debug("%s has no readable timestamp, going by its mtime", manifest)
+    return datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder and its parents, each durable in its own parent."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        _sync_folder(folder.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder durable, as far as its file system can."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC_FOLDERS:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _delete(doomed: Path) -> None:
+    with _warned(f"cannot delete {doomed}, the next save tries again"):
+        if doomed.is_dir() and not doomed.is_symlink():
+            shutil.rmtree(doomed)
+        else:
+            doomed.unlink(missing_ok=True)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn the file system's refusal into one sentence."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{what}: {sentence(error)}") from error
+
+
+@contextmanager
+def _warned(what: str) -> Iterator[None]:
+    """For housekeeping alone: no checkpoint is worse off for it, so a refusal is said and the save goes on."""
+    try:
+        yield
+    except OSError as error:
+        _log.warning("%s: %s", what, sentence(error))

@@ -1,0 +1,261 @@
+"""Read a checkpoint whole and say what is wrong with it. Needs neither ranks nor the libraries that wrote it."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.dtypes import item_bytes
+from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
+from ckpt.manifest import MANIFEST_NAME, CheckpointManifest, Index, index_name
+from ckpt.stored import read_listed_file, read_manifest
+
+_READ_BYTES = 4 << 20
+_NAMED = 3
+"""How many tensors a sentence names before it says how many more there are."""
+
+
+@dataclass(slots=True)
+class Verification:
+    """What reading a checkpoint whole has shown.
+
+    Attributes:
+        problems: one sentence each, naming the file, and the tensors whose bytes are concerned; empty if it is sound.
+        num_files: files that belong to the checkpoint, its manifest included.
+        num_bytes: bytes read.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    num_files: int = 0
+    num_bytes: int = 0
+
+
+def verify_checkpoint(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _: None) -> list[str]:
+    """Return what is wrong with a checkpoint, one sentence each; an empty list if every byte is as it was saved.
+
+    Raises:
+        CheckpointNotFoundError: the folder holds no manifest.
+        ConfigurationError: it was written by a newer version of the format.
+    """
+    return examine(checkpoint_dir, progress=progress).problems
+
+
+def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _: None) -> Verification:
+    """Check every file that manifest and indexes list, block by block, and look for files that they do not list.
+
+    Args:
+        progress: called with the number of bytes just read.
+
+    Raises: as `verify_checkpoint`.
+    """
+    result = Verification(num_files=1)
+    try:
+        manifest = read_manifest(checkpoint_dir)
+    except CorruptCheckpointError as error:
+        result.problems.append(str(error))
+        return result
+    listed = {MANIFEST_NAME, *manifest.files}
+    index_names = {index_name(rank): rank for rank in manifest.index_ranks()}
+    indexes: dict[int, Index] = {}
+    for path in manifest.files:
+        with _noting(path, result):
+            data = read_listed_file(checkpoint_dir, manifest, path)
+            result.num_bytes += len(data)
+            progress(len(data))
+            if path in index_names:
+                indexes[index_names[path]] = Index.from_bytes(data)
+    for rank, index in indexes.items():
+        listed.update(index.files)
+        with _noting(index_name(rank), result):
+            _Files(checkpoint_dir, manifest, index, result, progress).check()
+    result.num_files = len(listed)
+    if len(indexes) == len(index_names):  # else nobody knows which files and chunks there should be
+        result.problems += _chunks_without_index(manifest, indexes)
+        result.problems += [f"{path} does not belong to the checkpoint" for path in _extra(checkpoint_dir, listed)]
+    return result
+
+
+@contextmanager
+def _noting(path: str, result: Verification) -> Iterator[None]:
+    """Make a problem of what goes wrong in the block, where `path` is read."""
+    try:
+        yield
+    except CheckpointError as error:
+        result.problems.append(str(error))
+    except OSError as error:
+        result.problems.append(f"{path} cannot be read: {sentence(error)}")
+
+
+class _Files:
+    """The data files of one writing rank: each is read once, from its first byte to its last."""
+
+    def __init__(
+        self,
+        checkpoint_dir: Path,
+        manifest: CheckpointManifest,
+        index: Index,
+        result: Verification,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._dir = checkpoint_dir
+        self._index = index
+        self._result = result
+        self._progress = progress
+        self._names = Names(manifest, index)
+        self._buffer = memoryview(bytearray(_READ_BYTES))  # reused: memory touched for the first time is slow
+        self._chunks: dict[str, list[tuple[str, ChunkExtent]]] = defaultdict(list)
+        for array, by_number in index.chunks.items():
+            for extent in by_number.values():
+                self._chunks[extent.file].append((array, extent))
+
+    def check(self) -> None:
+        for path, record in self._index.files.items():
+            chunks = sorted(self._chunks[path], key=lambda chunk: chunk[1].offset)
+            with _noting(path, self._result):
+                self._check_file(path, record, chunks)
+
+    def _check_file(self, path: str, record: FileRecord, chunks: Sequence[tuple[str, ChunkExtent]]) -> None:
+        arrays = list(dict.fromkeys(array for array, _ in chunks))
+        try:
+            file = (self._dir / path).open("rb", buffering=0)
+        except (FileNotFoundError, NotADirectoryError):
+            self._say(self._names.of_arrays(arrays), f"{path} is missing")
+            return
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.size:
+                whose = self._names.of_arrays(arrays)
+                self._say(whose, f"{path} has {size} bytes, {record.size} were saved")
+                return
+            self._check_bytes(path, file, record, chunks)
+
+    def _check_bytes(
+        self, path: str, file: BinaryIO, record: FileRecord, chunks: Sequence[tuple[str, ChunkExtent]]
+    ) -> None:
+        rest = xxhash.xxh3_128()
+        at = 0
+        for array, extent in chunks:
+            for piece in self._read(file, at, max(at, extent.offset)):
+                rest.update(piece)
+            self._check_chunk(path, file, array, extent)
+            at = max(at, extent.offset + extent.length)
+        for piece in self._read(file, at, record.size):
+            rest.update(piece)
+        if rest.hexdigest() != record.rest:
+            what = "bytes outside of any array were" if chunks else "it was"
+            self._say("", f"{path} does not match its digest: {what} changed after the save")
+
+    def _check_chunk(self, path: str, file: BinaryIO, array: str, extent: ChunkExtent) -> None:
+        bad: list[tuple[int, int]] = []
+        for number, digest in enumerate(extent.digests):
+            begin = extent.offset + number * extent.block_bytes
+            end = min(begin + extent.block_bytes, extent.offset + extent.length)
+            state = xxhash.xxh3_64()
+            for piece in self._read(file, begin, end):
+                state.update(piece)
+            if state.intdigest() != digest:
+                bad.append((begin, end))
+        for begin, end in _joined(bad):
+            whose = self._names.of_bytes(array, begin - extent.offset, end - extent.offset)
+            self._say(whose, f"bytes {begin} to {end} of {path} are not those that were saved")
+
+    def _read(self, file: BinaryIO, begin: int, end: int) -> Iterator[memoryview]:
+        """Yield the bytes from `begin` to `end`, a few MiB at a time, each piece good until the next; fewer if the file
+        ends before."""
+        while begin < end and (num := os.preadv(file.fileno(), [self._buffer[: end - begin]], begin)):
+            begin += num
+            self._result.num_bytes += num
+            self._progress(num)
+            yield self._buffer[:num]
+
+    def _say(self, whose: str, what: str) -> None:
+        self._result.problems.append(f"{whose}: {what}" if whose else what)
+
+
+class Names:
+    """Which tensors lie in an array of storage: itself, or those that were packed into it."""
+
+    def __init__(self, manifest: CheckpointManifest, index: Index) -> None:
+        self._index = index
+        self._by_path = {entry.path: name for name, entry in manifest.arrays.items() if entry.path is not None}
+        self._packed: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        for name, pieces in index.pieces.items():
+            width = item_bytes(manifest.arrays[name].dtype)
+            for piece in pieces:
+                first = piece.first * width
+                self._packed[piece.packed].append((first, first + piece.box.num_elements * width, name))
+
+    def of_arrays(self, arrays: Sequence[str]) -> str:
+        return _list_names([name for array in arrays for name in self._in(array, 0, None)])
+
+    def of_file(self, path: str) -> str:
+        """The tensors with a byte in a file that the index lists."""
+        chunks = self._index.chunks
+        return self.of_arrays([array for array in chunks if any(e.file == path for e in chunks[array].values())])
+
+    def of_bytes(self, array: str, begin: int, end: int) -> str:
+        """The tensors with a byte between `begin` and `end` of a chunk of this array."""
+        return _list_names(self._in(array, begin, end))
+
+    def _in(self, array: str, begin: int, end: int | None) -> list[str]:
+        if array in self._by_path:
+            return [self._by_path[array]]
+        pieces = sorted(self._packed[array])
+        return [name for first, last, name in pieces if last > begin and (end is None or first < end)] or [array]
+
+
+def _list_names(names: Sequence[str]) -> str:
+    """`model: h.0.w, h.1.w and 7 more` for names that begin with their component and a slash."""
+    distinct = list(dict.fromkeys(names))
+    if not distinct:
+        return ""
+    component = distinct[0].partition("/")[0]
+    shown = ", ".join(name.removeprefix(f"{component}/") for name in distinct[:_NAMED])
+    more = f" and {len(distinct) - _NAMED} more" if len(distinct) > _NAMED else ""
+    return f"{component}: {shown}{more}"
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Make one of neighbouring ranges, so that a destroyed chunk is one sentence."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _chunks_without_index(manifest: CheckpointManifest, indexes: Mapping[int, Index]) -> list[str]:
+    """Chunks and packed tensors that, by the manifest, a rank wrote, and that its index does not know."""
+    problems = []
+    for name, entry in manifest.arrays.items():
+        whose = _list_names([name])
+        for rank, first, count in entry.writers:
+            known = indexes[rank].chunks.get(entry.path or "", {}) if rank in indexes else {}
+            missing = sum(number not in known for number in range(first, first + count))
+            if missing:
+                problems.append(f"{whose}: the index of rank {rank} lacks {missing} of its {count} chunks")
+        problems += [
+            f"{whose}: the index of rank {rank} lacks its packed elements"
+            for rank in entry.packed_in
+            if rank not in indexes or name not in indexes[rank].pieces
+        ]
+    return problems
+
+
+def _extra(checkpoint_dir: Path, listed: set[str]) -> list[str]:
+    """Files below the checkpoint that nothing lists, in order. A link to a folder counts as a file."""
+    found = []
+    for folder, folders, files in os.walk(checkpoint_dir):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        found += [os.path.relpath(os.path.join(folder, name), checkpoint_dir) for name in (*files, *links)]
+    return sorted(set(found) - listed)

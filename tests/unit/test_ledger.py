@@ -1,0 +1,800 @@
+"""What a ledger promises: a kill, a full disk or another run never costs a committed checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt import owner
+from ckpt.errors import ConfigurationError, StorageError
+from ckpt.ledger import Committed, Ledger
+from ckpt.manifest import MANIFEST_NAME
+from ckpt.owner import Owner, owner_file
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Killed(BaseException):
+    """Stands for kill -9: no handler of the product catches it."""
+
+
+class Clock:
+    """Timestamps one microsecond apart, so that commit order is the order of calls."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def fill(self, folder: Path) -> int:
+        """Write a manifest and a payload that names this version; return the version."""
+        self.version += 1
+        (folder / "model").mkdir()
+        (folder / "model" / "payload").write_text(str(self.version))
+        stamp = (START + timedelta(microseconds=self.version)).isoformat()
+        (folder / MANIFEST_NAME).write_text(json.dumps({"format_version": 1, "timestamp": stamp}))
+        return self.version
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture(autouse=True)
+def no_thread_or_descriptor_is_left() -> Iterator[None]:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    yield
+    assert [t.name for t in threading.enumerate() if "heartbeat" in t.name] == []
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def save(ledger: Ledger, clock: Clock, checkpoint_id: str, **options: object) -> Path:
+    unpublished = ledger.open(checkpoint_id)
+    clock.fill(unpublished)
+    return ledger.publish(unpublished, checkpoint_id, **options)  # type: ignore[arg-type]
+
+
+def versions(ledger: Ledger) -> dict[str, int]:
+    """What a reader finds: id -> version of its payload, the oldest commit first."""
+    return {one.id: int((one.path / "model" / "payload").read_text()) for one in ledger.committed()}
+
+
+def hidden(root: Path, kind: str) -> list[str]:
+    return sorted(name for name in os.listdir(root) if name.startswith(f".{kind}-"))
+
+
+def age(path: Path, seconds: float) -> None:
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def die(ledger: Ledger) -> None:
+    """Do to this process' claims what its death would do: locks open, heartbeats stop, files stay."""
+    for claim in list(ledger._owners.values()):
+        claim.let_go()
+
+
+# committed checkpoints
+
+
+def test_a_missing_root_holds_no_checkpoint_and_is_not_created_by_reading(root: Path) -> None:
+    ledger = Ledger(root, run_id="a")
+    assert ledger.committed() == []
+    assert ledger.newest() is None
+    assert not root.exists()
+
+
+def test_a_published_folder_is_the_newest_checkpoint_and_leaves_nothing_hidden(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    save(ledger, clock, "00000001")
+    path = save(ledger, clock, "00000002")
+    assert path == root / "checkpoint-00000002"
+    assert ledger.newest() == Committed("00000002", path, START + timedelta(microseconds=2))
+    assert sorted(os.listdir(root)) == ["checkpoint-00000001", "checkpoint-00000002"]
+
+
+def test_commit_order_follows_the_manifests_not_the_names_nor_the_mtimes(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    for number, checkpoint_id in enumerate(["9", "10", "best", "1"]):
+        age(save(ledger, clock, checkpoint_id), seconds=number * 100)
+    assert list(versions(ledger)) == ["9", "10", "best", "1"]
+
+
+def test_equal_timestamps_are_ordered_by_id(root: Path) -> None:
+    ledger = Ledger(root, run_id="a")
+    for checkpoint_id in ("b", "a"):
+        save(ledger, Clock(), checkpoint_id)
+    assert [one.id for one in ledger.committed()] == ["a", "b"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\x00 no json", b'{"timestamp": "2026-13-45"}', b'{"timestamp": "\xff"}'])
+def test_a_manifest_without_a_readable_timestamp_sorts_by_its_mtime(root: Path, clock: Clock, damage: bytes) -> None:
+    ledger = Ledger(root, run_id="a")
+    save(ledger, clock, "old")
+    manifest = save(ledger, clock, "damaged") / MANIFEST_NAME
+    manifest.write_bytes(damage)
+    os.utime(manifest, (1.0, 1.0))
+    assert [one.id for one in ledger.committed()] == ["damaged", "old"]
+    assert ledger.committed()[0].timestamp == datetime.fromtimestamp(1.0, UTC)
+
+
+def test_a_timestamp_at_the_edge_of_time_does_not_stop_the_listing(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    (save(ledger, clock, "1") / MANIFEST_NAME).write_text('{"timestamp": "0001-01-01T00:00:00+05:00"}')
+    assert [one.id for one in ledger.committed()] == ["1"]
+
+
+def test_folders_without_a_manifest_file_and_plain_files_are_no_checkpoints(root: Path) -> None:
+    (root / "checkpoint-1").mkdir(parents=True)
+    (root / "checkpoint-2" / MANIFEST_NAME).mkdir(parents=True)
+    (root / "checkpoint-3").write_text("a file")
+    (root / "model-4").mkdir()
+    assert Ledger(root, run_id="a").committed() == []
+
+
+# opening
+
+
+def test_an_open_save_is_invisible_to_readers(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    unpublished = ledger.open("1")
+    clock.fill(unpublished)
+    assert ledger.committed() == []
+    about = json.loads(owner_file(unpublished).read_text())
+    assert (about["run_id"], about["pid"]) == ("a", os.getpid())
+    ledger.discard(unpublished)
+
+
+def test_a_discarded_save_leaves_nothing(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    unpublished = ledger.open("1")
+    clock.fill(unpublished)
+    ledger.discard(unpublished)
+    ledger.discard(unpublished)
+    assert os.listdir(root) == []
+
+
+@pytest.mark.parametrize("bad", ["", "a/b", "..\\x/", "über", "x" * 201, "a b", "a\n"])
+def test_an_id_that_is_no_file_name_is_refused(root: Path, bad: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"checkpoint id .* is part of a folder's name"):
+        Ledger(root, run_id="a").open(bad)
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("keep_last", [0, -1])
+def test_keeping_fewer_than_one_checkpoint_is_refused(root: Path, keep_last: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"save.keep_last is {keep_last}"):
+        Ledger(root, run_id="a", keep_last=keep_last)
+
+
+def test_a_root_that_cannot_be_created_is_one_sentence() -> None:
+    with pytest.raises(StorageError) as caught:
+        Ledger(Path("/proc/x/checkpoints"), run_id="a").open("1")
+    assert str(caught.value) == (
+        "checkpoint root /proc/x/checkpoints cannot be written, choose another with output_dir=<folder>: "
+        "No such file or directory: '/proc/x'"
+    )
+
+
+def test_a_file_where_the_root_should_be_is_one_sentence(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    for root in (in_the_way, in_the_way / "checkpoints"):
+        with pytest.raises(StorageError, match=r"cannot be written, .* (File exists|Not a directory): '.*file"):
+            Ledger(root, run_id="a").open("1")
+        with pytest.raises(StorageError, match="cannot be read: Not a directory"):
+            Ledger(root, run_id="a").committed()
+
+
+def test_a_folder_that_cannot_be_made_leaves_no_owner_behind(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Path.mkdir
+
+    def full(self: Path, *args: object, **options: object) -> None:
+        if self.name.startswith(".unpublished-"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+        make(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        Ledger(root, run_id="a").open("1")
+    assert os.listdir(root) == []
+
+
+def test_a_disk_too_full_for_the_owner_file_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(owner.os, "write", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        Ledger(root, run_id="a").open("1")
+    assert os.listdir(root) == []
+
+
+# ownership
+
+
+def test_the_heartbeat_keeps_the_owner_file_young_until_the_save_ends(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "HEARTBEAT_S", 0.01)
+    ledger = Ledger(root, run_id="a")
+    unpublished = ledger.open("1")
+    age(owner_file(unpublished), seconds=1000)
+    deadline = time.monotonic() + 10
+    while time.time() - owner_file(unpublished).stat().st_mtime > 500 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert time.time() - owner_file(unpublished).stat().st_mtime < 500
+    assert len([t for t in threading.enumerate() if "heartbeat" in t.name]) == 1
+    clock.fill(unpublished)
+    ledger.publish(unpublished, "1")
+    assert [t for t in threading.enumerate() if "heartbeat" in t.name] == []
+
+
+LOCKED_BY_ANOTHER_PROCESS = """
+import fcntl, sys
+with open(sys.argv[1], "r+") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("run_id", ["mine", "other"])
+def test_a_folder_locked_by_a_living_process_is_never_removed_however_silent(root: Path, run_id: str) -> None:
+    folder = abandon(root, run_id="other", silent_s=10_000)
+    command = [sys.executable, "-I", "-c", LOCKED_BY_ANOTHER_PROCESS, str(owner_file(folder))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        ledger = Ledger(root, run_id=run_id, stale_s=60)
+        ledger.discard(ledger.open("2"))
+        assert folder.exists()
+        assert owner_file(folder).exists()
+        process.communicate(b"")
+    ledger.discard(ledger.open("2"))
+    assert os.listdir(root) == []
+
+
+def test_a_run_removes_at_once_what_a_dead_process_of_its_own_left(root: Path) -> None:
+    abandon(root, run_id="a", silent_s=0)
+    ledger = Ledger(root, run_id="a", stale_s=60)
+    ledger.discard(ledger.open("2"))
+    assert os.listdir(root) == []
+
+
+def test_the_dead_save_of_another_run_is_removed_only_when_its_heartbeat_is_old(root: Path) -> None:
+    young = abandon(root, run_id="b", silent_s=30)
+    old = abandon(root, run_id="b", silent_s=90)
+    ledger = Ledger(root, run_id="a", stale_s=60)
+    ledger.discard(ledger.open("2"))
+    assert young.exists()
+    assert not old.exists()
+    assert not owner_file(old).exists()
+
+
+def test_an_owner_file_that_was_cut_short_counts_as_another_runs(root: Path) -> None:
+    folder = abandon(root, run_id="a", silent_s=0)
+    for cut in (b"", b'{"run', b"[]"):
+        owner_file(folder).write_bytes(cut)
+        ledger = Ledger(root, run_id="a", stale_s=60)
+        ledger.discard(ledger.open("2"))
+        assert folder.exists()
+
+
+def test_an_unpublished_folder_without_owner_goes_by_its_own_age(root: Path) -> None:
+    young, old = abandon(root, run_id="a", silent_s=0), abandon(root, run_id="a", silent_s=0)
+    owner_file(young).unlink()
+    owner_file(old).unlink()
+    age(old, seconds=90)
+    ledger = Ledger(root, run_id="b", stale_s=60)
+    ledger.discard(ledger.open("2"))
+    assert young.exists()
+    assert not old.exists()
+
+
+def test_an_owner_file_without_folder_is_removed_like_any_other_leftover(root: Path) -> None:
+    abandon(root, run_id="a", silent_s=0).rmdir()
+    ledger = Ledger(root, run_id="a")
+    ledger.discard(ledger.open("2"))
+    assert os.listdir(root) == []
+
+
+def test_where_locks_do_not_exist_only_a_silent_heartbeat_counts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    alive, dead = abandon(root, run_id="a", silent_s=1), abandon(root, run_id="a", silent_s=90)
+    ledger = Ledger(root, run_id="a", stale_s=60)
+    ledger.discard(ledger.open("2"))
+    assert alive.exists()
+    assert not dead.exists()
+
+
+def test_the_two_saves_of_one_ledger_leave_each_other_alone(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a", stale_s=0.0)
+    first = ledger.open("1")
+    clock.fill(first)
+    second = ledger.open("2")
+    clock.fill(second)
+    ledger.publish(first, "1")
+    ledger.publish(second, "2")
+    assert versions(ledger) == {"1": 1, "2": 2}
+
+
+def test_an_owner_file_swept_away_before_it_was_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ".unpublished-1-00000000"
+    lock, swept = fcntl.flock, []
+
+    def swept_once(descriptor: int, how: int) -> None:
+        if not swept:
+            swept.append(owner_file(folder).unlink())
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", swept_once)
+    claim = Owner(folder, "a")
+    assert json.loads(owner_file(folder).read_text())["run_id"] == "a"
+    claim.release()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_that_outlives_the_lead_does_not_hold_its_lock(root: Path) -> None:
+    ledger = Ledger(root, run_id="a")
+    folder = ledger.open("1")
+    ours, childs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        childs.send(b"forked")
+        childs.recv(1)
+        os._exit(0)
+    childs.close()
+    assert ours.recv(6) == b"forked"
+    die(ledger)
+    after = Ledger(root, run_id="a")
+    after.discard(after.open("2"))
+    assert not folder.exists()
+    ours.close()
+    os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_lead_killed_for_real_leaves_its_lock_free(root: Path, clock: Clock) -> None:
+    save(Ledger(root, run_id="a"), clock, "1")
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        folder = Ledger(root, run_id="a").open("1")
+        clock.fill(folder)
+        os.write(write, b"x")
+        time.sleep(60)
+        os._exit(0)
+    os.read(read, 1)
+    ledger = Ledger(root, run_id="a")
+    ledger.discard(ledger.open("2"))
+    assert len(hidden(root, "unpublished")) == 2  # alive: the folder and its owner stay
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(write)
+    os.close(read)
+    ledger.discard(ledger.open("2"))
+    assert os.listdir(root) == ["checkpoint-1"]
+    assert versions(ledger) == {"1": 1}
+
+
+# publishing
+
+
+def test_publishing_without_a_manifest_is_refused_and_commits_nothing(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    save(ledger, clock, "1")
+    unpublished = ledger.open("1")
+    with pytest.raises(StorageError, match=r"cannot be published as .*checkpoint-1: it holds no manifest"):
+        ledger.publish(unpublished, "1")
+    ledger.discard(unpublished)
+    assert versions(ledger) == {"1": 1}
+
+
+def test_a_folder_that_another_run_swept_away_cannot_be_published(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    unpublished = ledger.open("1")
+    clock.fill(unpublished)
+    shutil.rmtree(unpublished)
+    with pytest.raises(StorageError, match="cannot be published"):
+        ledger.publish(unpublished, "1")
+    ledger.discard(unpublished)
+    assert os.listdir(root) == []
+
+
+def test_saving_a_committed_id_again_replaces_it(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    save(ledger, clock, "1")
+    save(ledger, clock, "2")
+    save(ledger, clock, "1")
+    assert versions(ledger) == {"2": 2, "1": 3}
+    assert sorted(os.listdir(root)) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_the_root_is_synced_after_the_rename_that_commits(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(root, run_id="a")
+    unpublished = ledger.open("1")
+    clock.fill(unpublished)
+    synced: list[tuple[str, bool]] = []
+    sync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), (root / "checkpoint-1").exists()))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    ledger.publish(unpublished, "1")
+    assert synced == [(str(unpublished), False), (str(root), True)]
+
+
+@pytest.mark.parametrize("fails", ["rename", "fsync"])
+def test_a_file_system_that_refuses_the_commit_leaves_the_old_checkpoint_in_place(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    ledger = Ledger(root, run_id="a")
+    save(ledger, clock, "1")
+    unpublished = ledger.open("1")
+    clock.fill(unpublished)
+    with monkeypatch.context() as patch:
+        if fails == "rename":
+            refuse_when(patch, "rename", lambda source, target: source == unpublished)
+        else:
+            refuse_when(patch, "fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}") == str(root))
+        with pytest.raises(StorageError, match=r"cannot be published as .*checkpoint-1: Input/output error"):
+            ledger.publish(unpublished, "1")
+    ledger.discard(unpublished)
+    assert versions(ledger) == {"1": 1}
+    assert os.listdir(root) == ["checkpoint-1"]
+
+
+def test_a_file_system_that_cannot_sync_folders_still_commits(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_when(monkeypatch, "fsync", lambda fd: True, error=errno.EINVAL)
+    ledger = Ledger(root, run_id="a")
+    save(ledger, clock, "1")
+    assert versions(ledger) == {"1": 1}
+
+
+def test_what_cannot_be_deleted_is_told_and_does_not_fail_the_save(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(root, run_id="a")
+    save(ledger, clock, "1")
+    with monkeypatch.context() as patch:
+        refuse_when(patch, "rmdir", lambda *args, **options: True, error=errno.ENOTEMPTY)
+        save(ledger, clock, "1")
+    assert versions(ledger) == {"1": 2}
+    assert "cannot delete" in caplog.text and "the next save tries again" in caplog.text
+    assert len(hidden(root, "removed")) == 1
+    save(ledger, clock, "2")
+    assert sorted(os.listdir(root)) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_replacement_killed_between_its_renames_still_reads_as_the_old_checkpoint(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    save(ledger, clock, "1")
+    save(ledger, clock, "2")
+    (root / "checkpoint-2").rename(root / ".replaced-2-0123abcd")
+    newest = ledger.newest()
+    assert newest is not None
+    assert (newest.id, newest.path.name) == ("2", ".replaced-2-0123abcd")
+    assert versions(ledger) == {"1": 1, "2": 2}
+
+    ledger.discard(ledger.open("3"))
+    assert sorted(os.listdir(root)) == ["checkpoint-1", "checkpoint-2"]
+    assert versions(ledger) == {"1": 1, "2": 2}
+
+
+def test_a_replacement_killed_before_the_old_one_was_removed_reads_as_the_new_one(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    save(ledger, clock, "1").rename(root / ".replaced-1-0123abcd")
+    save_without_cleaning(root, clock, "1")
+    assert versions(ledger) == {"1": 2}
+    ledger.discard(ledger.open("3"))
+    assert os.listdir(root) == ["checkpoint-1"]
+    assert versions(ledger) == {"1": 2}
+
+
+def test_of_two_left_aside_the_later_commit_is_the_checkpoint(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    save(ledger, clock, "1").rename(root / ".replaced-1-ffffffff")
+    save_without_cleaning(root, clock, "1").rename(root / ".replaced-1-00000000")
+    assert versions(ledger) == {"1": 2}
+    ledger.discard(ledger.open("3"))
+    assert os.listdir(root) == ["checkpoint-1"]
+    assert versions(ledger) == {"1": 2}
+
+
+def test_readers_never_miss_a_checkpoint_that_is_being_replaced(root: Path, clock: Clock) -> None:
+    writer, reader = Ledger(root, run_id="a"), Ledger(root, run_id="b")
+    save(writer, clock, "1")
+    stop = threading.Event()
+    missed: list[str] = []
+
+    def read() -> None:
+        while not stop.is_set():
+            if [one.id for one in reader.committed()] != ["1"]:
+                missed.append("missed")
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(50):
+        save(writer, clock, "1")
+    stop.set()
+    thread.join()
+    assert missed == []
+
+
+# quarantine
+
+
+def test_a_checkpoint_that_was_refused_is_kept_in_quarantine_with_the_reason(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    save(ledger, clock, "1")
+    damaged = save(ledger, clock, "2")
+    save(ledger, clock, "2", refused={damaged: "model: block 3 of h.0 is bad"})
+    assert versions(ledger) == {"1": 1, "2": 3}
+    folder, reason = hidden(root, "quarantined")
+    assert (root / folder / "model" / "payload").read_text() == "2"
+    assert reason == f"{folder}.reason.txt"
+    text = (root / reason).read_text()
+    assert text.startswith("model: block 3 of h.0 is bad\n")
+    assert "checkpoint-2 by run a" in text
+
+
+def test_only_the_refused_checkpoint_whose_name_is_needed_is_quarantined(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    damaged = save(ledger, clock, "2")
+    save(ledger, clock, "3", refused={damaged: "model: damaged"})
+    assert versions(ledger) == {"2": 1, "3": 2}
+    save(ledger, clock, "2", refused={damaged: "model: damaged"})
+    assert versions(ledger) == {"3": 2, "2": 3}
+    assert "model: damaged" in (root / hidden(root, "quarantined")[1]).read_text()
+
+
+def test_a_refused_checkpoint_that_was_read_from_aside_is_quarantined_under_its_new_name(
+    root: Path, clock: Clock
+) -> None:
+    ledger = Ledger(root, run_id="a")
+    aside = save(ledger, clock, "1").rename(root / ".replaced-1-0123abcd")
+    save(ledger, clock, "1", refused={aside: "damaged"})
+    assert versions(ledger) == {"1": 2}
+    assert len(hidden(root, "quarantined")) == 2
+    assert hidden(root, "replaced") == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_is_no_checkpoint_but_has_the_name_is_kept_in_quarantine(root: Path, clock: Clock, kind: str) -> None:
+    root.mkdir(parents=True)
+    in_the_way = root / "checkpoint-1"
+    if kind == "folder":
+        in_the_way.mkdir()
+        (in_the_way / "model_state.pt").write_text("an older program's")
+    elif kind == "file":
+        in_the_way.write_text("a file")
+    else:
+        in_the_way.symlink_to("nowhere")
+    ledger = Ledger(root, run_id="a")
+    save(ledger, clock, "1")
+    assert versions(ledger) == {"1": 1}
+    folder, reason = hidden(root, "quarantined")
+    assert os.path.lexists(root / folder)
+    assert "it is no checkpoint" in (root / reason).read_text()
+
+
+# retention
+
+
+def test_retention_keeps_the_newest_and_says_what_it_removed(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a", keep_last=2)
+    for checkpoint_id in ("1", "2", "3", "4"):
+        kept = save(ledger, clock, checkpoint_id)
+    assert ledger.retain(keep=kept) == [root / "checkpoint-1", root / "checkpoint-2"]
+    assert versions(ledger) == {"3": 3, "4": 4}
+    assert hidden(root, "removed") == []
+
+
+def test_without_a_limit_nothing_is_removed(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    for checkpoint_id in ("1", "2", "3"):
+        kept = save(ledger, clock, checkpoint_id)
+    assert ledger.retain(keep=kept) == []
+    assert list(versions(ledger)) == ["1", "2", "3"]
+
+
+def test_what_was_just_committed_is_kept_even_if_a_clock_went_backwards(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a", keep_last=2)
+    kept = save(ledger, clock, "1")
+    for checkpoint_id in ("2", "3"):
+        save(ledger, clock, checkpoint_id)
+    assert ledger.retain(keep=kept) == [root / "checkpoint-2"]
+    assert versions(ledger) == {"1": 1, "3": 3}
+
+
+def test_retention_neither_counts_nor_removes_links_and_other_folders(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a", keep_last=2)
+    for checkpoint_id in ("1", "2"):
+        kept = save(ledger, clock, checkpoint_id)
+    (root / "checkpoint-latest").symlink_to("checkpoint-2")
+    (root / "checkpoint-notes").mkdir()
+    assert ledger.retain(keep=kept) == []
+    assert sorted(os.listdir(root)) == ["checkpoint-1", "checkpoint-2", "checkpoint-latest", "checkpoint-notes"]
+
+
+def test_an_old_copy_left_aside_does_not_come_back_when_retention_removes_its_successor(
+    root: Path, clock: Clock
+) -> None:
+    ledger = Ledger(root, run_id="a", keep_last=1)
+    save(ledger, clock, "1").rename(root / ".replaced-1-0123abcd")
+    save_without_cleaning(root, clock, "1")
+    kept = save_without_cleaning(root, clock, "2")
+    assert ledger.retain(keep=kept) == [root / "checkpoint-1"]
+    assert versions(ledger) == {"2": 3}
+
+
+def test_a_removal_that_was_killed_is_finished_by_the_next_save(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a", keep_last=1)
+    save(ledger, clock, "1").rename(root / ".removed-1-0123abcd")
+    (root / ".removed-1-0123abcd" / "model" / "payload").unlink()
+    assert ledger.committed() == []
+    save(ledger, clock, "2")
+    assert os.listdir(root) == ["checkpoint-2"]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_told_and_not_reported_as_removed(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(root, run_id="a", keep_last=1)
+    save(ledger, clock, "1")
+    kept = save(ledger, clock, "2")
+    refuse_when(monkeypatch, "rename", lambda source, target: source.name == "checkpoint-1", error=errno.EACCES)
+    assert ledger.retain(keep=kept) == []
+    assert "cannot remove" in caplog.text
+    assert versions(ledger) == {"1": 1, "2": 2}
+
+
+# killed anywhere
+
+
+def test_a_save_killed_before_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
+    survivors = []
+    for step in range(100):
+        root, clock = tmp_path / str(step), Clock()
+        first = Ledger(root, run_id="a", keep_last=1)
+        save(first, clock, "1")
+        killed = not survives(first, step, lambda ledger, clock=clock: replace_and_retain(ledger, clock))
+        survivors.append(versions(Ledger(root, run_id="b"))["1"])
+        after = Ledger(root, run_id="a", keep_last=1)
+        after.discard(after.open("9"))
+        assert os.listdir(root) == ["checkpoint-1"]
+        assert versions(after) == {"1": survivors[-1]}
+        if not killed:
+            break
+    assert survivors == sorted(survivors)
+    assert set(survivors) == {1, 2}
+    assert len(survivors) > 8
+
+
+SAVE = st.tuples(st.just("save"), st.sampled_from(["1", "2", "3"]))
+EVENT = st.tuples(st.one_of(SAVE, st.tuples(st.just("retain"), st.just(""))), st.none() | st.integers(0, 25))
+
+
+@given(events=st.lists(EVENT, min_size=1, max_size=8), keep_last=st.none() | st.integers(1, 3))
+def test_no_sequence_of_saves_kills_and_retentions_loses_the_newest_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[tuple[str, str], int | None]], keep_last: int | None
+) -> None:
+    """After any kill a reader finds the state before the event or the one after it, each payload whole.
+
+    Retention may have come part of the way: it removes the oldest first, so what is left is the end of what was there.
+    """
+    root, clock = tmp_path_factory.mktemp("ledger"), Clock()
+    known: dict[str, int] = {}
+    for (what, checkpoint_id), kill_at in events:
+        ledger = Ledger(root, run_id="a", keep_last=keep_last)
+        before = dict(known)
+        if what == "save":
+            version = clock.version + 1
+            survives(ledger, kill_at, lambda ledger, id=checkpoint_id: save(ledger, clock, id))
+            clock.version = version
+            after = {id: v for id, v in before.items() if id != checkpoint_id} | {checkpoint_id: version}
+            known = versions(Ledger(root, run_id="b"))
+            assert known in (before, after)
+            assert list(known) == sorted(known, key=known.__getitem__)
+        elif before:
+            newest = ledger.newest()
+            assert newest is not None
+            survives(ledger, kill_at, lambda ledger, keep=newest.path: ledger.retain(keep=keep))
+            known = versions(Ledger(root, run_id="b"))
+            assert list(known.items()) == list(before.items())[len(before) - len(known) :]
+            assert len(known) >= min(len(before), keep_last or len(before))
+            if kill_at is None and keep_last is not None:
+                assert len(known) <= keep_last
+    shutil.rmtree(root)
+
+
+def replace_and_retain(ledger: Ledger, clock: Clock) -> None:
+    ledger.retain(keep=save(ledger, clock, "1"))
+
+
+def survives(ledger: Ledger, steps: int | None, work: Callable[[Ledger], object]) -> bool:
+    """Run `work`, killed before its step number `steps` that changes the disk; False if it was killed."""
+    left = [10**9 if steps is None else steps]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rename", "unlink", "rmdir", "mkdir", "utime", "fsync"):
+            patch.setattr(os, name, killing(getattr(os, name), left))
+        try:
+            work(ledger)
+        except Killed:
+            return False
+        finally:
+            patch.undo()
+            die(ledger)
+    return True
+
+
+def killing(step: Callable[..., object], left: list[int]) -> Callable[..., object]:
+    def counted(*args: object, **options: object) -> object:
+        if threading.current_thread() is threading.main_thread():
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+        return step(*args, **options)
+
+    return counted
+
+
+def refuse_when(patch: pytest.MonkeyPatch, name: str, when: Callable[..., bool], error: int = errno.EIO) -> None:
+    """Make one function of `os` fail with this error for the arguments that `when` picks."""
+    real = getattr(os, name)
+
+    def refusing(*args: object, **options: object) -> object:
+        if when(*args, **options):
+            raise OSError(error, os.strerror(error))
+        return real(*args, **options)
+
+    patch.setattr(os, name, refusing)
+
+
+def abandon(root: Path, run_id: str, silent_s: float) -> Path:
+    """Leave what a process of `run_id` leaves that was killed while saving, `silent_s` ago."""
+    folder = root / f".unpublished-1-{secrets.token_hex(4)}"
+    folder.mkdir(parents=True)
+    owner_file(folder).write_text(json.dumps({"run_id": run_id, "host": "elsewhere", "pid": 1}))
+    age(owner_file(folder), silent_s)
+    return folder
+
+
+def save_without_cleaning(root: Path, clock: Clock, checkpoint_id: str) -> Path:
+    folder = root / f"checkpoint-{checkpoint_id}"
+    folder.mkdir()
+    clock.fill(folder)
+    return folder
