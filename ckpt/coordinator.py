@@ -1,0 +1,183 @@
+"""The one object that saves and loads a training run: a table of contents of the steps in saving.py and loading.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ckpt.backends.base import Backend
+from ckpt.device import Device
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.loading import Loader, LoadReport, committed_newest_first
+from ckpt.saving import Saver, SaveReport
+from ckpt.sharing import SharingPattern, StateComponent
+from ckpt.statefuls import as_stateful
+from ckpt.strategies.base import LoadingStrategy
+from ckpt.topology import Topology
+
+_log = logging.getLogger("ckpt")
+
+
+class CheckpointCoordinator:
+    """Saves and loads state components over all ranks, or on none.
+
+    Every method is called by all ranks in the same order; an error of one rank is raised by all of them.
+
+    Args:
+        state_components: what a checkpoint holds. Bare modules and optimizers are wrapped.
+        process_groups: name -> torch process group, or the global ranks of this rank's instance of it.
+        topology: ranks, nodes and the agreement between them.
+        output_dir: the checkpoint root; made when the first save needs it.
+        backend: writes the storage format.
+        strategy: spreads a load over ranks.
+        device: where the tensors live.
+        keep_last: how many checkpoints stay after a save; None keeps all.
+        verify: check every byte that a load reads.
+        config_text: stored as config.yaml in each checkpoint; its hash goes into the manifest.
+        overwrite: checkpoints that lie in the root already are removed once the first new one is committed.
+        stale_s: silence after which another run's unfinished save counts as abandoned, in seconds.
+
+    Raises:
+        ConfigurationError: two components share a key, or one names a group that does not exist.
+    """
+
+    def __init__(
+        self,
+        state_components: Sequence[StateComponent],
+        process_groups: Mapping[str, Any],
+        topology: Topology,
+        output_dir: str | Path,
+        *,
+        backend: Backend,
+        strategy: LoadingStrategy,
+        device: Device,
+        keep_last: int | None = None,
+        verify: bool = True,
+        config_text: str | None = None,
+        overwrite: bool = False,
+        stale_s: float = 60.0,
+    ) -> None:
+        if process_groups:
+            topology.name_groups(process_groups)
+        components = [dataclasses.replace(c, stateful=as_stateful(c.stateful)) for c in state_components]
+        _require_distinct(components)
+        _require_groups(components, topology)
+        self.output_dir = Path(output_dir)
+        self.last_save: SaveReport | None = None
+        self.last_load: LoadReport | None = None
+        self._topology = topology
+        self._keep_last = keep_last
+        self._overwrite = overwrite
+        self._refused: dict[Path, str] = {}
+        self._saver = Saver(
+            components, topology, backend, device, config_text=config_text, stale_s=stale_s, run_id=str(self.output_dir.absolute())
+        )
+        self._loader = Loader(components, topology, strategy, device, verify=verify)
+
+    def save_checkpoint(
+        self, checkpoint_path: str | Path | None = None, checkpoint_id: str | None = None, validate: bool = False
+    ) -> str:
+        """Save all components and return the path of the committed checkpoint.
+
+        The checkpoint is `<output_dir>/checkpoint-<checkpoint_id>`; an existing one of that name is replaced at the moment of the
+        commit. Until then, and if anything fails on any rank, the newest checkpoint is the one before.
+
+        Args:
+            checkpoint_path: the folder to save to, instead of a name in output_dir; its last part is `checkpoint-<id>`.
+            checkpoint_id: default: the time of day, UTC, as the lead reads it.
+            validate: compare all copies that should be equal, and read everything back, before the commit.
+
+        Raises:
+            CheckpointError: the same on every rank; nothing was committed.
+        """
+        root, checkpoint_id = self._target(checkpoint_path, checkpoint_id)
+        keep_last = 1 if self._overwrite else self._keep_last
+        self.last_save = self._saver.save(
+            root, checkpoint_id, validate=validate, refused=self._refused, keep_last=keep_last
+        )
+        self._overwrite = False
+        self._refused.pop(Path(self.last_save.path), None)
+        return self.last_save.path
+
+    def load_checkpoint(self, checkpoint_path: str | Path | None = None, strict: bool = True) -> None:
+        """Load all components, straight into the memory they hold; random generators last.
+
+        Args:
+            checkpoint_path: a checkpoint folder, which is loaded or refused; None: the newest committed one below output_dir that
+                is sound, falling back, loudly, over damaged ones.
+            strict: a missing required component and keys on one side alone are errors; otherwise they are skipped and
+                reported.
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint.
+            CorruptCheckpointError: the named one, or all of them, are damaged.
+            CheckpointError: anything else, the same on every rank.
+        """
+        if checkpoint_path is not None:
+            self.last_load = self._loader.load(Path(checkpoint_path), strict=strict)
+            return
+        self.last_load = self._load_newest(strict)
+
+    def _load_newest(self, strict: bool) -> LoadReport:
+        with (
+            self._topology.operation(f"search for checkpoints in {self.output_dir}"),
+            self._topology.phase("find") as phase,
+        ):
+            if self._topology.is_lead:
+                phase.payload = [str(path) for path in committed_newest_first(self.output_dir)]
+        paths = [Path(path) for path in phase.payloads[0]]
+        if not paths:
+            raise CheckpointNotFoundError(f"there is no committed checkpoint in {self.output_dir}")
+        passed_over: dict[Path, str] = {}
+        for path in paths:
+            try:
+                report = self._loader.load(path, strict=strict)
+            except CorruptCheckpointError as error:
+                passed_over[path] = str(error)
+                if self._topology.is_lead:
+                    _log.warning("%s is damaged and passed over: %s", path, error)
+                continue
+            self._refused.update(passed_over)
+            return dataclasses.replace(report, fell_back_from=tuple(map(str, passed_over)))
+        reasons = "; ".join(passed_over.values())
+        raise CorruptCheckpointError(f"every checkpoint in {self.output_dir} is damaged: {reasons}")
+
+    def _target(self, checkpoint_path: str | Path | None, checkpoint_id: str | None) -> tuple[Path, str]:
+        if checkpoint_path is None:
+            return self.output_dir, checkpoint_id or self._id_of_now()
+        path = Path(checkpoint_path)
+        start, _, rest = path.name.partition("checkpoint-")
+        if start or not rest or checkpoint_id not in (None, rest):
+            raise ConfigurationError(
+                f"checkpoint_path {path} with checkpoint_id {checkpoint_id}: the last part of the path must be checkpoint-<id>, and agree "
+                "with the id where both are given"
+            )
+        return path.parent, rest
+
+    def _id_of_now(self) -> str:
+        with self._topology.phase("name") as phase:
+            phase.payload = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+        return str(phase.payloads[0])
+
+
+def _require_distinct(components: Sequence[StateComponent]) -> None:
+    seen: set[str] = set()
+    for component in components:
+        if component.key in seen:
+            raise ConfigurationError(
+                f"two state components have the key {component.key!r}; a checkpoint holds one of each name"
+            )
+        seen.add(component.key)
+
+
+def _require_groups(components: Sequence[StateComponent], topology: Topology) -> None:
+    for component in components:
+        if component.pattern is SharingPattern.PER_GROUP and component.process_group_name not in topology.groups:
+            known = ", ".join(sorted(topology.groups)) or "none"
+            raise ConfigurationError(
+                f"component {component.key}: there is no process group {component.process_group_name!r}; this run has: {known}"
+            )

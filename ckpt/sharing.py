@@ -1,0 +1,267 @@
+"""Who holds a component. A sharing pattern is nothing but the rule that gives every leaf its address."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ckpt.errors import ConfigurationError, ShardingError
+from ckpt.flatten import Leaves, TensorLeaf
+from ckpt.mapping import Address, ShardedTensor, address_of, is_dtensor
+from ckpt.topology import Topology
+
+
+class SharingPattern(Enum):
+    """How a component is spread over the ranks. The strings are the ones of the manifest and of the config files."""
+
+    GLOBAL = "global"
+    """One copy; rank 0 gives it, everybody loads it."""
+    PER_RANK = "per_rank"
+    """Every rank has its own."""
+    REPLICATED = "replicated"
+    """Every rank has the same bits."""
+    PER_GROUP = "per_group"
+    """The members of an instance of the named process group have the same bits; instances differ."""
+    PER_NODE = "per_node"
+    """The ranks of a host have the same bits; hosts differ."""
+    SHARDED = "sharded"
+    """Together the ranks hold one global state: boxes of tensors, or different keys, or both."""
+
+
+OWN_COPIES = (SharingPattern.PER_RANK, SharingPattern.PER_GROUP, SharingPattern.PER_NODE)
+"""Patterns under which the checkpoint holds several states of one component, each under a prefix."""
+EQUAL_COPIES = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP, SharingPattern.PER_NODE)
+"""Patterns under which several ranks promise equal bits."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """The torch protocol: what a component's object must offer."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass
+class StateComponent:
+    """One part of a training run that a checkpoint holds.
+
+    Attributes:
+        key: its name in the checkpoint, in the config and on the command line; letters, digits, `_` and `-`.
+        stateful: the object; its state_dict() may be nested and hold tensors and plain values.
+        sharing_pattern: a `SharingPattern` or its string.
+        process_group_name: which of the coordinator's process groups, for PER_GROUP; its *members* hold equal bits.
+        required: if False, a failure to save it, or its absence on load, is a warning.
+        validate_replication: compare the equal copies, tensor by tensor, at every save.
+        metadata: the caller's own notes; not stored.
+        validation_level: how closely; "tensor" (a digest per tensor) is the level there is.
+        elastic: what a change of ranks means; None takes what follows from the pattern.
+
+    Raises:
+        ConfigurationError: the parts contradict each other.
+    """
+
+    key: str
+    stateful: Stateful
+    sharing_pattern: SharingPattern | str
+    process_group_name: str | None = None
+    required: bool = True
+    validate_replication: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    validation_level: str | None = None
+    elastic: str | None = None
+
+    def __post_init__(self) -> None:
+        self.sharing_pattern = check_component(
+            self.key,
+            self.sharing_pattern,
+            process_group_name=self.process_group_name,
+            validate_replication=self.validate_replication,
+            validation_level=self.validation_level,
+            elastic=self.elastic,
+        )
+        if not isinstance(self.stateful, Stateful):
+            raise ConfigurationError(
+                f"component {self.key}: {type(self.stateful).__name__} has no state_dict/load_state_dict pair; wrap it in one"
+            )
+
+    @property
+    def pattern(self) -> SharingPattern:
+        """The pattern as the enum, whatever it was given as."""
+        return SharingPattern(self.sharing_pattern)
+
+
+def check_component(
+    key: str,
+    sharing_pattern: SharingPattern | str,
+    *,
+    process_group_name: str | None = None,
+    validate_replication: bool = False,
+    validation_level: str | None = None,
+    elastic: str | None = None,
+) -> SharingPattern:
+    """Refuse a declaration that contradicts itself; return its pattern. Needs no object and no ranks.
+
+    Raises:
+        ConfigurationError: naming the component, both choices and the way out.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", key):
+        raise ConfigurationError(f"component key {key!r} may hold letters, digits, '_' and '-' only: it names a folder")
+    try:
+        pattern = SharingPattern(sharing_pattern)
+    except ValueError:
+        known = ", ".join(p.value for p in SharingPattern)
+        raise ConfigurationError(f"component {key}: sharing_pattern {sharing_pattern!r} is none of {known}") from None
+    if pattern is SharingPattern.PER_GROUP and not process_group_name:
+        raise ConfigurationError(
+            f"component {key}: sharing_pattern=per_group needs process_group_name, the group whose members hold equal "
+            f"state; set components.{key}.process_group_name=... or choose another pattern"
+        )
+    if process_group_name and pattern is not SharingPattern.PER_GROUP:
+        raise ConfigurationError(
+            f"component {key}: process_group_name={process_group_name} goes with sharing_pattern=per_group, not with "
+            f"{pattern.value}; drop one of the two"
+        )
+    if validate_replication and pattern not in EQUAL_COPIES:
+        allowed = ", ".join(p.value for p in EQUAL_COPIES)
+        raise ConfigurationError(
+            f"component {key}: validate_replication compares copies that should be equal, which {pattern.value} does not "
+            f"have; it goes with {allowed}"
+        )
+    if validation_level not in (None, "none", "tensor"):
+        raise ConfigurationError(f"component {key}: validation_level {validation_level!r} is none of none, tensor")
+    default = default_elastic(pattern)
+    if elastic not in (None, default):
+        raise ConfigurationError(
+            f"component {key}: elastic={elastic} is not what {pattern.value} components do when the ranks change; leave it "
+            f"null or set it to {default}"
+        )
+    return pattern
+
+
+def default_elastic(pattern: SharingPattern) -> str:
+    """What happens to a component when it is loaded by other ranks than saved it."""
+    if pattern in OWN_COPIES:
+        return "refuse"
+    return "reshard" if pattern is SharingPattern.SHARDED else "replica"
+
+
+def prefix_of(component: StateComponent, topology: Topology) -> str:
+    """The folder, below the component's, of this rank's own copy; "" where all ranks share one state.
+
+    Raises:
+        ConfigurationError: the component names a process group that this run does not have.
+    """
+    match component.pattern:
+        case SharingPattern.PER_RANK:
+            return f"rank-{topology.rank:05d}/"
+        case SharingPattern.PER_NODE:
+            return f"node-{topology.node_rank:04d}/"
+        case SharingPattern.PER_GROUP:
+            name = component.process_group_name
+            assert name is not None
+            if name not in topology.groups:
+                known = ", ".join(sorted(topology.groups)) or "none"
+                raise ConfigurationError(
+                    f"component {component.key}: there is no process group {name!r}; this run has: {known}"
+                )
+            return f"{name}-{topology.groups[name].instance:04d}/"
+        case _:
+            return ""
+
+
+def holders_of(component: StateComponent, topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """The sets of ranks that hold one state of a component: one set per prefix, in the order of the prefixes."""
+    match component.pattern:
+        case SharingPattern.GLOBAL:
+            return ((0,),)
+        case SharingPattern.PER_RANK:
+            return tuple((rank,) for rank in range(topology.world_size))
+        case SharingPattern.PER_NODE:
+            return topology.nodes
+        case SharingPattern.PER_GROUP:
+            return topology.groups[component.process_group_name or ""].instances
+        case _:
+            return (tuple(range(topology.world_size)),)
+
+
+def gives(component: StateComponent, topology: Topology) -> bool:
+    """Whether this rank's plain tensors and plain values of a component belong in the checkpoint at all."""
+    return component.pattern is not SharingPattern.GLOBAL or topology.rank == 0
+
+
+def addresses(component: StateComponent, leaves: Leaves, topology: Topology) -> dict[str, Address]:
+    """Give every tensor of a component its address on this rank; aliases are the caller's to leave out.
+
+    A DTensor or ShardedTensor of a GLOBAL or REPLICATED component is sharded all the same, so rank 0 does not speak for it.
+
+    Returns:
+        key -> address, for the leaves this rank contributes.
+
+    Raises:
+        ShardingError: a DTensor reaches across the ranks, nodes or groups that each should have a copy of their own.
+    """
+    prefix = prefix_of(component, topology)
+    found = {}
+    for key, leaf in leaves.tensors.items():
+        sharded = isinstance(leaf, ShardedTensor) or is_dtensor(leaf)
+        if not sharded and not gives(component, topology):
+            continue
+        if sharded and component.pattern in OWN_COPIES:
+            _require_inside(component, key, leaf, topology)
+        found[key] = address_of(leaf, f"{component.key}/{prefix}{key}")
+    return found
+
+
+def find_aliases(tensors: dict[str, TensorLeaf], declared: dict[str, str]) -> dict[str, str]:
+    """Return {alias: first name} of tied tensors: found by storage on this rank, or declared by the model.
+
+    The first name is the one that comes first in the state dict (the whole model's registration order for a declared pair,
+    where a pipeline stage may hold only the alias).
+    """
+    aliases = {}
+    first_at: dict[tuple[Any, ...], str] = {}
+    for key, leaf in tensors.items():
+        if isinstance(leaf, ShardedTensor) or leaf.numel() == 0:
+            continue
+        memory = leaf.to_local() if is_dtensor(leaf) else leaf  # type: ignore[attr-defined]
+        if memory.device.type == "meta" or memory.numel() == 0:
+            continue
+        where = (
+            memory.device,
+            memory.data_ptr(),
+            memory.dtype,
+            tuple(leaf.shape),
+            tuple(memory.shape),
+            memory.stride(),
+        )
+        if where in first_at:
+            aliases[key] = first_at[where]
+        else:
+            first_at[where] = key
+    aliases.update({alias: first for alias, first in declared.items() if alias in tensors})
+    return aliases
+
+
+def _require_inside(
+    component: StateComponent, key: str, leaf: torch.Tensor | ShardedTensor, topology: Topology
+) -> None:
+    mine: Sequence[int] = next(ranks for ranks in holders_of(component, topology) if topology.rank in ranks)
+    if isinstance(leaf, ShardedTensor):
+        inside = leaf.box.shape == tuple(leaf.global_shape)
+        across = "is a shard of a larger tensor"
+    else:
+        ranks = leaf.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        inside = set(ranks) <= set(mine)
+        across = f"is a DTensor over the ranks {ranks}"
+    if not inside:
+        raise ShardingError(
+            f"component {component.key} is {component.pattern.value}, but {key} {across}, beyond {list(mine)} which should "
+            f"have a state of their own; set components.{component.key}.sharing_pattern=sharded"
+        )

@@ -1,0 +1,153 @@
+"""What every loading strategy works with: the boxes a rank wants, and a committed checkpoint that knows where they lie."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ckpt.backends.base import ArraySpec, ChunkExtent
+from ckpt.box import Box, overlap
+from ckpt.device import Device
+from ckpt.dtypes import item_bytes
+from ckpt.errors import CorruptCheckpointError
+from ckpt.extents import Part
+from ckpt.manifest import ArrayEntry, CheckpointManifest, Index
+from ckpt.plan import needed_chunks
+from ckpt.stored import read_index
+from ckpt.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """One box of one array, wanted in memory that exists already.
+
+    Attributes:
+        name: of the array in the manifest; never an alias.
+        label: of the tensor for messages, such as "model: h.0.attn.weight".
+        box: in global coordinates.
+        out: shape `box.shape`, the stored data type, any device, any strides.
+    """
+
+    name: str
+    label: str
+    box: Box
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part of a request, and the chunk it lies in.
+
+    Attributes:
+        chunk: where the chunk's bytes are.
+        part: which of them are wanted, and where they go.
+        array, store, source: how the format's own library finds them: `source` is a box of `array`, and has the shape of
+            `part.out` or, in a packed array, the 1-D extent of `part.region`.
+    """
+
+    chunk: ChunkExtent
+    part: Part
+    array: ArraySpec
+    store: str
+    source: Box
+
+
+class StoredCheckpoint:
+    """A committed checkpoint, open for reading by one rank. Indexes are read, and checked, when they are first needed."""
+
+    def __init__(self, root: Path, manifest: CheckpointManifest) -> None:
+        self.root = root
+        self.manifest = manifest
+        self._indexes: dict[int, Index] = {}
+
+    def index(self, rank: int) -> Index:
+        """The index of a writing rank.
+
+        Raises:
+            CorruptCheckpointError: it is missing or not as it was written.
+        """
+        if rank not in self._indexes:
+            self._indexes[rank] = read_index(self.root, self.manifest, rank)
+        return self._indexes[rank]
+
+    def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
+        """Yield where the wanted box lies, part by part, in storage order.
+
+        Raises:
+            CorruptCheckpointError: an index does not know what the manifest says it wrote.
+        """
+        entry = self.manifest.arrays[request.name]
+        if 0 in request.box.shape:
+            return
+        if entry.grid is None:
+            yield from self._packed_parts(request, entry)
+            return
+        assert entry.path is not None and entry.store is not None
+        spec = ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid)
+        for number, chunk_box, wanted in needed_chunks(entry.shape, entry.grid, request.box):
+            rank = entry.writer_of(number)
+            chunk = self.index(rank).chunks.get(entry.path, {}).get(number)
+            if chunk is None:
+                raise CorruptCheckpointError(f"{request.label}: the index of rank {rank} does not list chunk {number}")
+            out = request.out[wanted.relative_to(request.box).slices]
+            part = Part(0, entry.grid, wanted.relative_to(chunk_box), out, request.label)
+            yield StoredPart(chunk, part, spec, entry.store, wanted)
+
+    def _packed_parts(self, request: ReadRequest, entry: ArrayEntry) -> Iterator[StoredPart]:
+        assert entry.store is not None
+        found = 0
+        for rank in entry.packed_in:
+            index = self.index(rank)
+            for piece in index.pieces.get(request.name, ()):
+                wanted = overlap(piece.box, request.box)
+                if wanted is None:
+                    continue
+                chunk = index.chunks[piece.packed][0]
+                item = item_bytes(entry.dtype)
+                out = request.out[wanted.relative_to(request.box).slices]
+                part = Part(piece.first * item, piece.box.shape, wanted.relative_to(piece.box), out, request.label)
+                found += wanted.num_elements
+                length = index.packed[piece.packed]
+                spec = ArraySpec(piece.packed, entry.dtype, (length,), (length,))
+                source = Box((piece.first,), (piece.box.num_elements,))
+                yield StoredPart(chunk, part, spec, entry.store, source)
+        if found != request.box.num_elements:
+            raise CorruptCheckpointError(
+                f"{request.label}: the indexes of ranks {list(entry.packed_in)} list {found} of its {request.box.num_elements} elements"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """Bytes that one rank read from storage, and bytes it needed."""
+
+    bytes_read: int
+    bytes_needed: int
+
+
+class LoadingStrategy(Protocol):
+    """Who reads, and how it spreads."""
+
+    def load(
+        self,
+        requests: Sequence[ReadRequest],
+        checkpoint: StoredCheckpoint,
+        topology: Topology,
+        device: Device,
+        *,
+        verify: bool,
+    ) -> ReadStats:
+        """Fill every request's `out`. All ranks call it, each with its own requests, which may be none."""
+
+
+def by_chunk(parts: Sequence[StoredPart]) -> list[list[StoredPart]]:
+    """Group parts that lie in one chunk, and sort the groups as they lie in their files."""
+    groups: dict[tuple[str, int], list[StoredPart]] = defaultdict(list)
+    for part in parts:
+        groups[part.chunk.file, part.chunk.offset].append(part)
+    return [groups[at] for at in sorted(groups)]

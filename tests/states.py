@@ -1,0 +1,83 @@
+"""States and coordinators for tests of whole saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.backends.base import Backend
+from ckpt.backends.tensorstore import TensorStoreBackend
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.device import Device
+from ckpt.dtypes import raw_bytes
+from ckpt.strategies.direct import DirectLoad
+from ckpt.topology import Topology
+
+BACKENDS = ("zarr", "ocdbt", "file")
+ALL_DTYPES = (
+    torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
+    torch.complex128,
+)  # fmt: skip
+
+
+class Held:
+    """A stateful that holds a nested dict, and remembers what it was given."""
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self.state = state
+        self.loaded: dict[Any, Any] | None = None
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+        self.loaded = state_dict
+
+
+def backend_named(name: str) -> Backend:
+    return ZarrBackend() if name == "zarr" else TensorStoreBackend(kvstore=name)
+
+
+def cpu() -> Device:
+    return Device(type="cpu", collectives="gloo")
+
+
+def coordinator(
+    topology: Topology,
+    root: Path,
+    components: Sequence[StateComponent],
+    *,
+    backend: str | Backend = "zarr",
+    process_groups: dict[str, Any] | None = None,
+    **options: Any,
+) -> CheckpointCoordinator:
+    made = backend_named(backend) if isinstance(backend, str) else backend
+    return CheckpointCoordinator(
+        components, process_groups or {}, topology, root, backend=made, strategy=DirectLoad(), device=cpu(), **options
+    )
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Any bits at all of a type, NaN payloads and negative zeros included; a bool is 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    bits = torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8)
+    return bits.view(dtype).view(shape)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool(
+        torch.equal(raw_bytes(a.contiguous()), raw_bytes(b.contiguous()))
+    )  # fmt: skip
+
+
+def global_index(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An array whose value is its own row-major index: an element in the wrong place names the place it came from."""
+    return torch.arange(torch.Size(shape).numel()).to(dtype).view(shape)

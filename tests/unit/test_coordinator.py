@@ -1,0 +1,369 @@
+"""Saving and loading on one rank: names, strictness, tied weights, optimizers, replacement, what a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt import StateComponent
+from ckpt.digest import state_digest
+from ckpt.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    MissingStateError,
+    ShapeMismatchError,
+    StorageError,
+)
+from ckpt.statefuls import ModelState, OptimizerState, RNGState
+from ckpt.stored import read_manifest
+from ckpt.topology import Topology
+from tests.states import BACKENDS, Held, coordinator, cpu, global_index, random_bits, same_bits
+
+ALONE = Topology.alone()
+
+
+def save(root: Path, state: dict, checkpoint_id: str = "1", **options: object) -> str:
+    made = coordinator(ALONE, root, [StateComponent("model", Held(state), "global")], **options)
+    return made.save_checkpoint(checkpoint_id=checkpoint_id)
+
+
+def load(root: Path, state: dict, *, strict: bool = True, path: Path | None = None) -> Held:
+    held = Held(state)
+    coordinator(ALONE, root, [StateComponent("model", held, "global")]).load_checkpoint(path, strict=strict)
+    return held
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tensors_name_is_data_and_never_a_path(tmp_path: Path, backend: str) -> None:
+    names = [
+        "../x",
+        "a/b",
+        "",
+        "ünï cödé",
+        "x" * 400,
+        "x" * 400 + "y",
+        "packed-float32-00000",
+        ".hidden",
+        "a.b",
+        "..",
+        "c/0",
+        "zarr.json",
+    ]
+    state = {name: global_index((200, 100)) + i for i, name in enumerate(names)}
+    save(tmp_path / "root", state, backend=backend)
+    got = load(tmp_path / "root", {name: torch.zeros(200, 100) for name in names})
+    for name, tensor in state.items():
+        assert same_bits(got.state[name], tensor), name
+    assert [p.name for p in tmp_path.iterdir()] == ["root"]
+    assert [p.name for p in (tmp_path / "root").iterdir()] == ["checkpoint-1"]
+
+
+def test_a_component_whose_key_would_be_a_path_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="letters, digits"):
+        StateComponent("../x", Held({}), "global")
+
+
+def test_non_contiguous_tensors_are_saved_and_filled_through_their_strides(tmp_path: Path) -> None:
+    base = global_index((300, 200))
+    save(tmp_path, {"t": base.t(), "s": base[::3, ::2]})
+    target = torch.full((300, 200), -1.0)
+    strided = torch.full((200, 400), -1.0)
+    load(tmp_path, {"t": target.t(), "s": strided[::2, ::4]})
+    assert same_bits(target, base)
+    assert same_bits(strided[::2, ::4].contiguous(), base[::3, ::2].contiguous())
+    assert torch.all(strided[1::2] == -1)
+
+
+def test_an_object_that_holds_nothing_yet_is_given_all_that_was_saved(tmp_path: Path) -> None:
+    state = {
+        "seen": {"doc": 3, "of": [1, (2, 3)]},
+        "ema": {0: random_bits((100, 300), torch.bfloat16, 1)},
+        "list": [torch.arange(3), "x"],
+    }
+    save(tmp_path, state)
+    got = load(tmp_path, {"seen": {}}).loaded
+    assert got["seen"] == state["seen"]
+    assert same_bits(got["ema"][0], state["ema"][0])
+    assert got["list"][0].tolist() == [0, 1, 2]
+    assert got["list"][1] == "x"
+
+
+def model(seed: int = 0, *, tied: bool = False) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    made = torch.nn.ModuleDict(
+        {
+            "wte": torch.nn.Embedding(90, 200),
+            "h": torch.nn.Linear(200, 200),
+            "head": torch.nn.Linear(200, 90, bias=False),
+        }
+    )
+    if tied:
+        made["head"].weight = made["wte"].weight
+        made.tied_names = {"head.weight": "wte.weight"}
+    return made
+
+
+def step(made: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    made["head"](made["h"](made["wte"](torch.randint(0, 90, (8,))))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_optimizer_state_follows_parameter_names_through_another_order_and_other_groups(
+    tmp_path: Path, tied: bool
+) -> None:
+    trained = model(tied=tied)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01, betas=(0.8, 0.95))
+    for _ in range(3):
+        step(trained, optimizer)
+    components = [
+        StateComponent("model", trained, "replicated"),
+        StateComponent("optimizer", OptimizerState(optimizer, trained), "replicated"),
+    ]
+    coordinator(ALONE, tmp_path, components).save_checkpoint(checkpoint_id="1")
+    fresh = model(1, tied=tied)
+    parameters = list(fresh.parameters())[::-1]
+    other = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.5)
+    components = [
+        StateComponent("model", fresh, "replicated"),
+        StateComponent("optimizer", OptimizerState(other, fresh), "replicated"),
+    ]
+    coordinator(ALONE, tmp_path, components).load_checkpoint()
+    assert [group["lr"] for group in other.param_groups] == [0.01, 0.01]
+    assert other.param_groups[0]["betas"] == (0.8, 0.95)
+    names = dict(fresh.named_parameters())
+    for name, parameter in trained.named_parameters():
+        assert same_bits(parameter.detach(), names[name].detach())
+        for state_field, value in optimizer.state[parameter].items():
+            assert same_bits(other.state[names[name]][state_field], value), (name, state_field)
+    assert state_of(trained, optimizer) == state_of(fresh, other)
+    if tied:
+        assert fresh["head"].weight is fresh["wte"].weight
+        arrays = read_manifest(tmp_path / "checkpoint-1").arrays
+        assert arrays["model/head.weight"].alias_of == "model/wte.weight"
+        assert not any("head.weight" in name for name in arrays if name.startswith("optimizer"))
+
+
+def state_of(made: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    return state_digest({"model": ModelState(made), "optimizer": OptimizerState(optimizer, made)}, ALONE)
+
+
+def test_a_tied_checkpoint_fills_both_copies_of_an_untied_model(tmp_path: Path) -> None:
+    tied = model(tied=True)
+    coordinator(ALONE, tmp_path, [StateComponent("model", tied, "replicated")]).save_checkpoint(checkpoint_id="1")
+    untied = model(1)
+    coordinator(ALONE, tmp_path, [StateComponent("model", untied, "replicated")]).load_checkpoint()
+    assert same_bits(untied["head"].weight.detach(), tied["wte"].weight.detach())
+    assert same_bits(untied["wte"].weight.detach(), tied["wte"].weight.detach())
+
+
+def test_an_untied_checkpoint_is_refused_by_a_tied_model_rather_than_losing_a_weight(tmp_path: Path) -> None:
+    coordinator(ALONE, tmp_path, [StateComponent("model", model(), "replicated")]).save_checkpoint(checkpoint_id="1")
+    with pytest.raises(MissingStateError, match=r"in the checkpoint only: head\.weight"):
+        coordinator(ALONE, tmp_path, [StateComponent("model", model(tied=True), "replicated")]).load_checkpoint()
+
+
+def test_a_bare_optimizer_without_names_is_refused_and_one_with_names_is_fine(tmp_path: Path) -> None:
+    made = model()
+    with pytest.raises(ConfigurationError, match="without a name"):
+        coordinator(
+            ALONE, tmp_path, [StateComponent("optimizer", torch.optim.SGD(made.parameters(), lr=1.0), "global")]
+        )
+    named = torch.optim.SGD(made.named_parameters(), lr=1.0, momentum=0.9)
+    step(made, named)
+    coordinator(ALONE, tmp_path, [StateComponent("optimizer", named, "global")]).save_checkpoint(checkpoint_id="1")
+    assert "optimizer/state.h.weight.momentum_buffer" in read_manifest(tmp_path / "checkpoint-1").arrays
+
+
+def test_groups_that_were_saved_apart_are_not_merged_silently(tmp_path: Path) -> None:
+    made = model()
+    parameters = list(made.parameters())
+    apart = torch.optim.SGD([{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": 0.2}])
+    coordinator(ALONE, tmp_path, [StateComponent("o", OptimizerState(apart, made), "global")]).save_checkpoint(
+        checkpoint_id="1"
+    )
+    together = OptimizerState(torch.optim.SGD(parameters, lr=1.0), made)
+    with pytest.raises(ConfigurationError, match=r"wte\.weight and h\.weight share a parameter group"):
+        coordinator(ALONE, tmp_path, [StateComponent("o", together, "global")]).load_checkpoint()
+
+
+def test_every_random_generator_goes_on_where_it_was_and_is_restored_last(tmp_path: Path) -> None:
+    class Drawing(Held):
+        def load_state_dict(self, state_dict: dict) -> None:
+            random.random(), np.random.rand(), torch.rand(1)
+
+    components = [StateComponent("rng", RNGState(cpu()), "per_rank"), StateComponent("x", Drawing({"a": 1}), "global")]
+    made = coordinator(ALONE, tmp_path, components)
+    random.gauss(0, 1), np.random.randn()  # both keep half a pair for the next draw
+    made.save_checkpoint(checkpoint_id="1")
+    wanted = (random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(3).tolist())
+    made.load_checkpoint()
+    assert (random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(3).tolist()) == wanted
+
+
+def test_keys_on_one_side_only_are_errors_when_strict_and_reported_when_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator(ALONE, tmp_path, [StateComponent("model", model(), "global")]).save_checkpoint(checkpoint_id="1")
+    other = torch.nn.ModuleDict({"wte": torch.nn.Embedding(90, 200), "new": torch.nn.Linear(3, 3)})
+    before = other["new"].weight.detach().clone()
+    made = coordinator(ALONE, tmp_path, [StateComponent("model", other, "global")])
+    with pytest.raises(MissingStateError, match=r"in the checkpoint only: h\.bias, h\.weight, head\.weight"):
+        made.load_checkpoint()
+    with caplog.at_level(logging.WARNING):
+        made.load_checkpoint(strict=False)
+    assert same_bits(other["wte"].weight.detach(), model()["wte"].weight.detach())
+    assert same_bits(other["new"].weight.detach(), before)
+    assert "wanted only: new.weight, new.bias" in caplog.text
+
+
+def test_a_missing_component_is_an_error_if_required_and_strict(tmp_path: Path) -> None:
+    save(tmp_path, {"w": torch.arange(3)})
+    for required, strict, fails in ((True, True, True), (True, False, False), (False, True, False)):
+        held = Held({"w": torch.zeros(3, dtype=torch.int64)})
+        components = [
+            StateComponent("model", held, "global"),
+            StateComponent("ema", Held({}), "global", required=required),
+        ]
+        made = coordinator(ALONE, tmp_path, components)
+        if fails:
+            with pytest.raises(
+                MissingStateError, match=r"component ema is not in the checkpoint, which has: model.*~components\.ema"
+            ):
+                made.load_checkpoint(strict=strict)
+        else:
+            made.load_checkpoint(strict=strict)
+            assert held.state["w"].tolist() == [0, 1, 2]
+
+
+def test_another_shape_or_type_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    save(tmp_path, {"a": torch.arange(4.0), "w": global_index((6, 5))})
+    target = {"a": torch.full((4,), -1.0), "w": torch.zeros(5, 6)}
+    with pytest.raises(
+        ShapeMismatchError, match=r"model: w: the checkpoint holds global shape \[6, 5\], this run asks for \[5, 6\]"
+    ):
+        load(tmp_path, target)
+    with pytest.raises(ShapeMismatchError, match="holds float32, this run asks for float64"):
+        load(tmp_path, {"a": target["a"], "w": torch.zeros(6, 5, dtype=torch.float64)})
+    assert torch.all(target["a"] == -1)
+
+
+def test_the_manifest_snippet_of_the_third_reference_runs_unchanged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, {"w": global_index((200, 100)), "n": 1})
+    with open(tmp_path / "checkpoint-1" / "checkpoint_manifest.json") as f:
+        manifest = json.load(f)
+    print(f"World size: {manifest['world_size']}")
+    print(f"Timestamp: {manifest['timestamp']}")
+    print("Components:")
+    for key, comp in manifest["components"].items():
+        print(f"  {key}:")
+        print(f"    Pattern: {comp['sharing_pattern']}")
+        print(f"    Ranks: {comp['ranks']}")
+        print(f"    Size: {comp['size_bytes']} bytes")
+    printed = capsys.readouterr().out
+    assert "World size: 1\n" in printed
+    assert "  model:\n    Pattern: global\n    Ranks: [0]\n    Size: 800" in printed
+
+
+def test_a_renamed_or_copied_checkpoint_stays_whole(tmp_path: Path) -> None:
+    path = Path(save(tmp_path, {"w": global_index((200, 100))}, backend="ocdbt"))
+    moved = tmp_path / "elsewhere" / "my favourite"
+    moved.parent.mkdir()
+    path.rename(moved)
+    assert same_bits(load(tmp_path, {"w": torch.zeros(200, 100)}, path=moved).state["w"], global_index((200, 100)))
+
+
+def test_saving_an_id_again_replaces_it_and_retention_keeps_the_newest(tmp_path: Path) -> None:
+    components = [StateComponent("model", held := Held({"w": torch.arange(3)}), "global")]
+    made = coordinator(ALONE, tmp_path, components, keep_last=2)
+    for checkpoint_id in ("1", "2", "2", "3", "1"):
+        held.state["w"] += 10
+        made.save_checkpoint(checkpoint_id=checkpoint_id)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
+    got = load(tmp_path, {"w": torch.zeros(3, dtype=torch.int64)})
+    assert got.state["w"].tolist() == [50, 51, 52], "the newest is the one committed last, not the largest number"
+
+
+def test_overwrite_removes_what_was_there_once_the_first_new_one_is_committed(tmp_path: Path) -> None:
+    for checkpoint_id in ("1", "2"):
+        save(tmp_path, {"w": torch.arange(3)}, checkpoint_id)
+    made = coordinator(
+        ALONE, tmp_path, [StateComponent("model", Held({"w": torch.arange(4)}), "global")], overwrite=True
+    )
+    made.save_checkpoint(checkpoint_id="7")
+    made.save_checkpoint(checkpoint_id="8")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-7", "checkpoint-8"]
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_loudly_then_quarantined_by_the_save_that_needs_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"w": global_index((200, 100)), "n": 1}
+    for checkpoint_id in ("1", "2"):
+        save(tmp_path, {**state, "n": int(checkpoint_id)}, checkpoint_id)
+    chunk = tmp_path / "checkpoint-2" / "model" / "w" / "c" / "0" / "0"
+    data = bytearray(chunk.read_bytes())
+    data[777] ^= 1
+    chunk.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"model: w: bytes .*c/0/0"):
+        load(tmp_path, {"w": torch.zeros(200, 100)}, path=tmp_path / "checkpoint-2")
+    held = Held({"w": torch.zeros(200, 100), "n": 0})
+    made = coordinator(ALONE, tmp_path, [StateComponent("model", held, "global")])
+    made.load_checkpoint()
+    assert held.loaded["n"] == 1
+    assert made.last_load.fell_back_from == (str(tmp_path / "checkpoint-2"),)
+    assert "checkpoint-2 is damaged and passed over" in caplog.text
+    made.save_checkpoint(checkpoint_id="2")
+    quarantined = [p for p in tmp_path.iterdir() if p.name.startswith(".quarantined-2-")]
+    assert len(quarantined) == 2, "the folder and the reason"
+    assert load(tmp_path, {"w": torch.zeros(200, 100), "n": 0}).loaded["n"] == 0
+
+
+def test_when_every_checkpoint_is_damaged_nothing_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+        load(tmp_path, {})
+    save(tmp_path, {"w": torch.arange(3)})
+    manifest = tmp_path / "checkpoint-1" / "checkpoint_manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-3])
+    with pytest.raises(CorruptCheckpointError, match="every checkpoint in .* is damaged.*its own digest"):
+        load(tmp_path, {})
+
+
+def test_a_root_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="/proc/nowhere"):
+        save(Path("/proc/nowhere"), {"w": torch.arange(3)})
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="in the way|Not a directory|File exists"):
+        save(tmp_path / "file", {"w": torch.arange(3)})
+
+
+def test_a_path_given_for_a_save_names_the_folder_and_the_id(tmp_path: Path) -> None:
+    made = coordinator(ALONE, tmp_path / "root", [StateComponent("model", Held({"w": torch.arange(3)}), "global")])
+    assert made.save_checkpoint(tmp_path / "other" / "checkpoint-x7") == str(tmp_path / "other" / "checkpoint-x7")
+    with pytest.raises(ConfigurationError, match="must be checkpoint-<id>"):
+        made.save_checkpoint(tmp_path / "other" / "x7")
+    with pytest.raises(ConfigurationError, match="agree"):
+        made.save_checkpoint(tmp_path / "other" / "checkpoint-x7", checkpoint_id="8")
+    assert Path(made.save_checkpoint()).name.startswith("checkpoint-20")
+
+
+def test_what_a_killed_save_of_the_same_run_left_is_cleared_by_its_next_save(tmp_path: Path) -> None:
+    made = coordinator(ALONE, tmp_path, [StateComponent("model", Held({"w": torch.arange(3)}), "global")])
+    made.save_checkpoint(checkpoint_id="1")
+    left = tmp_path / ".unpublished-2-0123abcd"
+    left.mkdir()
+    (left / "index-00000.json").write_text("{")
+    owner = {"host": "h", "pid": 1, "run_id": str(tmp_path)}
+    (tmp_path / ".unpublished-2-0123abcd.owner.json").write_text(json.dumps(owner))
+    made.save_checkpoint(checkpoint_id="3")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]

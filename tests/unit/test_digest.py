@@ -1,0 +1,76 @@
+"""The digest of a state: the same on any layout, another after any change."""
+
+from __future__ import annotations
+
+import torch
+
+from ckpt import ShardedTensor
+from ckpt.digest import state_digest
+from ckpt.topology import Topology
+from tests.ranks import run_ranks
+from tests.states import ALL_DTYPES, Held, random_bits
+
+SHAPE = (37, 60)
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {str(d): random_bits(SHAPE, d, i) for i, d in enumerate(ALL_DTYPES)} | {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+    }
+
+
+def _replicated(topology: Topology) -> str:
+    return state_digest({"model": Held(state())}, topology)
+
+
+def _by_columns(topology: Topology) -> str:
+    """Every tensor cut unevenly along its columns; the last rank holds none of them."""
+    edges = [0, 17, 60, 60] if topology.world_size == 3 else [0, 60]
+    start, stop = edges[topology.rank], edges[topology.rank + 1]
+    cut = {}
+    for key, tensor in state().items():
+        if tuple(tensor.shape) != SHAPE:
+            cut[key] = tensor
+            continue
+        piece = tensor[:, start:stop].clone()
+        cut[key] = ShardedTensor(key, piece, tuple(piece.shape), SHAPE, (0, start))
+    return state_digest({"model": Held(cut)}, topology)
+
+
+def test_the_digest_is_equal_on_every_layout() -> None:
+    alone = state_digest({"model": Held(state())}, Topology.alone())
+    assert set(run_ranks(2, _replicated)) == {alone}
+    assert set(run_ranks(3, _by_columns)) == {alone}
+
+
+def test_any_changed_bit_moved_element_or_renamed_tensor_changes_the_digest() -> None:
+    def digest(changed: dict[str, torch.Tensor]) -> str:
+        return state_digest({"model": Held(changed)}, Topology.alone())
+
+    reference = digest(state())
+    seen = {reference}
+    for key, tensor in state().items():
+        if tensor.numel() == 0:
+            continue
+        changed = tensor.clone().contiguous()
+        flat = changed.view(-1)
+        flat.view(torch.uint8)[flat.element_size() - 1] ^= 1
+        seen.add(digest({**state(), key: changed}))
+    key = str(torch.float32)
+    swapped = state()[key].clone()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    seen.add(digest({**state(), key: swapped}))
+    seen.add(digest({**state(), key: state()[key].view(60, 37)}))
+    renamed = state()
+    renamed["other"] = renamed.pop(key)
+    seen.add(digest(renamed))
+    assert len(seen) == 1 + len(ALL_DTYPES) + 1 + 3
+    assert digest(dict(reversed(state().items()))) == reference, "the order of the names does not count"
+
+
+def test_tied_tensors_count_once_and_plain_values_do_not() -> None:
+    w = torch.arange(6.0)
+    one = state_digest({"model": Held({"a": w})}, Topology.alone())
+    assert state_digest({"model": Held({"a": w, "b": w, "n": 5})}, Topology.alone()) == one
+    assert state_digest({"model": Held({"a": w, "b": w.clone()})}, Topology.alone()) != one

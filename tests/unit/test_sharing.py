@@ -1,0 +1,119 @@
+"""Declarations of components, and the addresses that follow from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt import ShardedTensor, SharingPattern, StateComponent
+from ckpt.box import Box, whole
+from ckpt.errors import ConfigurationError, ShardingError
+from ckpt.flatten import flatten
+from ckpt.mapping import Address, address_of
+from ckpt.sharing import addresses, find_aliases
+from ckpt.topology import Topology
+from tests.states import Held, coordinator
+
+ALONE = Topology.alone()
+
+
+def test_the_patterns_have_the_strings_of_the_manifest() -> None:
+    assert [p.value for p in SharingPattern] == ["global", "per_rank", "replicated", "per_group", "per_node", "sharded"]
+
+
+@pytest.mark.parametrize(
+    ("declared", "says"),
+    [
+        ({"sharing_pattern": "per_group"}, r"components\.x\.process_group_name=\.\.\."),
+        (
+            {"sharing_pattern": "replicated", "process_group_name": "dp"},
+            "goes with sharing_pattern=per_group, not with replicated",
+        ),
+        ({"sharing_pattern": "per_rank", "validate_replication": True}, "it goes with replicated, per_group, per_node"),
+        ({"sharing_pattern": "everywhere"}, "'everywhere' is none of global, per_rank"),
+        ({"sharing_pattern": "global", "validation_level": "deep"}, "'deep' is none of none, tensor"),
+        ({"sharing_pattern": "per_rank", "elastic": "reshard"}, "leave it null or set it to refuse"),
+        ({"sharing_pattern": "global", "key": "a/b"}, "it names a folder"),
+    ],
+)
+def test_a_declaration_that_contradicts_itself_is_refused_with_the_way_out(declared: dict, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        StateComponent(**{"key": "x", "stateful": Held({}), **declared})
+
+
+def test_an_object_without_the_stateful_protocol_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="component x: list has no state_dict/load_state_dict pair"):
+        StateComponent("x", [], "global")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("global", "x/w"),
+        ("replicated", "x/w"),
+        ("sharded", "x/w"),
+        ("per_rank", "x/rank-00000/w"),
+        ("per_node", "x/node-0000/w"),
+    ],
+)
+def test_a_pattern_decides_the_name_and_a_plain_tensor_is_whole(pattern: str, name: str) -> None:
+    component = StateComponent("x", Held({"w": torch.arange(6).view(2, 3)}), pattern)
+    found = addresses(component, flatten(component.stateful.state_dict(), "x"), ALONE)
+    assert found == {"w": Address(name, "int64", (2, 3), whole((2, 3)))}
+
+
+def test_a_sharded_tensor_speaks_for_itself() -> None:
+    piece = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (1, 2, 4), replica_id=5)
+    assert address_of(piece, "m/w") == Address("m/w", "float32", (2, 12), Box((0, 6), (2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (((2, 4), (4, 4), (0, 0)), "data has shape"),
+        (((2, 3), (4,), (0, 0)), "differ in number of dimensions"),
+        (((2, 3), (4, 3), (3, 0)), "leaves the global shape"),
+        (((2, 3), (4, 3), (-1, 0)), "leaves the global shape"),
+    ],
+)
+def test_a_sharded_tensor_that_does_not_fit_itself_is_refused(fields: tuple, says: str) -> None:
+    with pytest.raises(ShardingError, match=says):
+        ShardedTensor("w", torch.zeros(2, 3), *fields)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "says"), [([(0, 0, 2), (0, 1, 2)], "given twice"), ([(0, 2, 2)], r"outside of 0\.\.1")]
+)
+def test_rank_offsets_that_make_no_sense_are_refused(offsets: list, says: str) -> None:
+    with pytest.raises(ShardingError, match=says):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(2), *offsets)
+
+
+def test_tied_tensors_are_found_by_memory_and_the_first_name_wins() -> None:
+    w = torch.arange(12.0).view(3, 4)
+    tensors = {
+        "first": w,
+        "again": w.view(3, 4),
+        "transposed": w.t(),
+        "part": w[:2],
+        "copy": w.clone(),
+        "none": w[:0],
+        "none2": w[:0],
+    }
+    assert find_aliases(tensors, {}) == {"again": "first"}
+
+
+def test_a_stage_that_holds_only_the_second_name_of_a_tied_weight_does_not_save_it_again() -> None:
+    assert find_aliases({"head.weight": torch.arange(3)}, {"head.weight": "wte.weight", "other": "x"}) == {
+        "head.weight": "wte.weight"
+    }
+
+
+def test_a_bare_list_of_components_is_enough_to_save_without_groups(tmp_path: Path) -> None:
+    made = coordinator(ALONE, tmp_path, [])
+    path = made.save_checkpoint(checkpoint_id="empty")
+    made.load_checkpoint(path)
+    assert made.last_load is not None
+    assert made.last_load.bytes_read == 0
