@@ -1,0 +1,312 @@
+"""The config's schema. Everything that can be wrong with a command line is found here, before any process starts.
+
+Keys of the recipe are the dataclasses below. Keys of a node with a `_target_` are the keywords of what it names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ckpt.errors import ConfigurationError
+from ckpt.sharing import check_component
+
+OWN_COMPONENTS = ("model", "optimizer", "scheduler", "dataset", "rng")
+"""The components that the recipe itself has; any other brings its object, by `_target_`."""
+
+AT_RUN_TIME: dict[str, tuple[str, ...]] = {
+    "ckpt": (),
+    "strategy": (),
+    "device": (),
+    "parallel": (),
+    "data": (),
+    "model": ("seed",),
+    "optimizer": ("params",),
+    "coordinator": ("state_components", "process_groups", "topology", "config_text"),
+}
+"""The nodes with a `_target_`, and the arguments that each is given only once the ranks run."""
+
+_HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
+
+
+@dataclass
+class TrainKeys:
+    steps: int = MISSING
+    seed: int = MISSING
+    batch_size: int = MISSING
+
+
+@dataclass
+class SaveKeys:
+    every: int = MISSING
+    keep_last: int | None = MISSING
+    grace_s: float = MISSING
+
+
+@dataclass
+class LoadKeys:
+    verify: bool = MISSING
+    strict: bool = MISSING
+    reread: bool | None = MISSING
+
+
+@dataclass
+class AgreeKeys:
+    timeout_s: float = MISSING
+
+
+@dataclass
+class LedgerKeys:
+    stale_s: float = MISSING
+
+
+@dataclass
+class LaunchKeys:
+    nproc_per_node: int = MISSING
+
+
+@dataclass
+class ComponentKeys:
+    sharing_pattern: str | None = None
+    process_group_name: str | None = None
+    required: bool = True
+    validate_replication: bool = False
+    validation_level: str | None = None
+    elastic: str | None = None
+
+
+COMPONENT_KEYS = tuple(f.name for f in fields(ComponentKeys))
+
+
+@dataclass
+class RunKeys:
+    run_name: str = MISSING
+    output_dir: str = MISSING
+    run_dir: str = MISSING
+    checkpoint_root: str = MISSING
+    resume: str | None = MISSING
+    overwrite: bool = MISSING
+    train: TrainKeys = field(default_factory=TrainKeys)
+    save: SaveKeys = field(default_factory=SaveKeys)
+    load: LoadKeys = field(default_factory=LoadKeys)
+    agree: AgreeKeys = field(default_factory=AgreeKeys)
+    ledger: LedgerKeys = field(default_factory=LedgerKeys)
+    launch: LaunchKeys = field(default_factory=LaunchKeys)
+    ckpt: dict[str, Any] = MISSING
+    strategy: dict[str, Any] = MISSING
+    device: dict[str, Any] = MISSING
+    parallel: dict[str, Any] = MISSING
+    model: dict[str, Any] = MISSING
+    data: dict[str, Any] = MISSING
+    optimizer: dict[str, Any] = MISSING
+    coordinator: dict[str, Any] = MISSING
+    components: dict[str, Any] = MISSING
+
+
+def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
+    """Return the run's config as a plain dictionary, resolved, with absolute paths and right types.
+
+    What costs next to nothing is made once for its own checks: device, backend, strategy, layout, data.
+
+    Args:
+        num_ranks: of the run, if known; otherwise `launch.nproc_per_node`.
+
+    Raises:
+        ConfigurationError, OmegaConfBaseException: naming the key, what was found and the way out.
+        DeviceUnavailableError: this machine does not have the device.
+    """
+    typed = OmegaConf.merge(OmegaConf.structured(RunKeys), cfg)
+    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    _check_numbers(run)
+    _check_start(run)
+    for name, given in AT_RUN_TIME.items():
+        bind(run[name], name, given)
+    made(run["device"]).require()
+    made(run["ckpt"])
+    made(run["strategy"])
+    made(run["data"])
+    layout = made(run["parallel"])
+    ranks = num_ranks or run["launch"]["nproc_per_node"]
+    layout.check(ranks)
+    check_batch(run, ranks)
+    if run["load"]["reread"] is None:
+        run["load"]["reread"] = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    run["components"] = {key: _component(key, node, layout.group_names) for key, node in run["components"].items()}
+    return run
+
+
+def made(node: Mapping[str, Any], **given: Any) -> Any:
+    """Make the object of a node with `_target_`, with arguments that exist only at run time.
+
+    The call is ours, not Hydra's, which would copy lists and dictionaries and wrap what the target raises.
+    """
+    make: partial[Any] = instantiate({**node, "_partial_": True, "_convert_": "all"})
+    return make(**given)
+
+
+def check_batch(run: Mapping[str, Any], num_ranks: int) -> None:
+    """Refuse a batch that the ranks cannot share evenly: the loss is a mean of means."""
+    size = run["train"]["batch_size"]
+    if size % num_ranks:
+        raise ConfigurationError(
+            f"train.batch_size={size} does not divide by the {num_ranks} ranks that share a batch: "
+            f"give a multiple of {num_ranks}, such as train.batch_size={-(-size // num_ranks) * num_ranks}"
+        )
+
+
+def bind(node: Mapping[str, Any], name: str, given: Collection[str] = ()) -> None:
+    """Hold a node with a `_target_` against the signature of what it names; nodes inside it too.
+
+    Values are converted to the types that the signature asks for, in place.
+
+    Args:
+        name: the node's key, for messages.
+        given: arguments that it gets at run time.
+
+    Raises:
+        ConfigurationError: there is no such target, its package is missing, or its keywords are others.
+    """
+    if "_target_" not in node:
+        raise ConfigurationError(f"{name} has no _target_, the class it should make; choose one with {name}=<choice>")
+    target = _located(str(node["_target_"]), name)
+    keys = [str(key) for key in node if key not in _HYDRAS_OWN]
+    parameters = inspect.signature(target).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for key in [*keys, *given]:
+        if key not in known and not open_ended:
+            takes = ", ".join(k for k in known if k not in given) or "no keys at all"
+            raise ConfigurationError(f"{name}.{key}: {node['_target_']} takes no {key}; it takes {takes}")
+    for parameter in (parameters[key] for key in known):
+        if parameter.default is parameter.empty and parameter.name not in (*keys, *given):
+            raise ConfigurationError(
+                f"{name}: {node['_target_']} needs {parameter.name}; give it with +{name}.{parameter.name}=<value>"
+            )
+    for key in keys:
+        if isinstance(node[key], Mapping) and "_target_" in node[key]:
+            bind(node[key], f"{name}.{key}")
+    _convert(node, target, name)
+
+
+def _located(path: str, name: str) -> Any:
+    module, _, attribute = path.rpartition(".")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            raise ConfigurationError(f"{name}._target_={path}: there is no module {error.name}") from error
+        raise ConfigurationError(
+            f"{name}: {path} needs the package {error.name}, which is not installed: pip install {error.name}"
+        ) from error
+    except (AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{name}._target_={path}: there is no {attribute} in {module or 'no module'}"
+        ) from error
+
+
+def _convert(node: Mapping[str, Any], target: Any, name: str) -> None:
+    """Turn each value into the annotated type of its argument, where OmegaConf knows that type."""
+    try:
+        hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except (NameError, TypeError):  # annotations that exist for type checkers only
+        return
+    for key in [key for key in node if key in hints and not isinstance(node[key], Mapping)]:
+        try:
+            schema = OmegaConf.structured(make_dataclass("Argument", [(str(key), hints[key])]))
+        except (OmegaConfBaseException, TypeError):  # a type of the target's own
+            continue
+        try:
+            value = OmegaConf.merge(schema, {key: node[key]})
+        except OmegaConfBaseException as error:
+            raise ConfigurationError(f"{name}.{key}={node[key]}: {str(error).strip().splitlines()[0]}") from error
+        node[key] = OmegaConf.to_container(value)[key]  # type: ignore[index,call-overload]
+
+
+def _component(key: str, node: Any, group_names: Collection[str]) -> dict[str, Any]:
+    """Return one component's node with all its keys, having checked it as far as that goes without its object."""
+    where = f"components.{key}"
+    if not isinstance(node, Mapping):
+        raise ConfigurationError(
+            f"{where}={node}: expected its keys, as in {where}.sharing_pattern=replicated; leave it out with ~{where}"
+        )
+    rest = {k: v for k, v in node.items() if k not in COMPONENT_KEYS}
+    if "_target_" in rest:
+        bind(rest, where, ("model",))
+    elif key not in OWN_COMPONENTS:
+        raise ConfigurationError(
+            f"{where} has no object: the recipe has {', '.join(OWN_COMPONENTS)}; any other is given with "
+            f"+{where}={{_target_: <class>, sharing_pattern: <pattern>}}"
+        )
+    elif rest:
+        raise ConfigurationError(
+            f"{where}.{next(iter(rest))}: there is no such key; a component has {', '.join(COMPONENT_KEYS)}"
+        )
+    try:
+        own = {k: v for k, v in node.items() if k in COMPONENT_KEYS}
+        typed = OmegaConf.merge(OmegaConf.structured(ComponentKeys), own)
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(f"{where}.{error.full_key}: {str(error).strip().splitlines()[0]}") from error
+    keys: dict[str, Any] = OmegaConf.to_container(typed)  # type: ignore[assignment]
+    _check_sharing(key, keys, group_names)
+    return keys | rest
+
+
+def _check_sharing(key: str, keys: Mapping[str, Any], group_names: Collection[str]) -> None:
+    pattern, group = keys["sharing_pattern"], keys["process_group_name"]
+    if pattern is None:
+        if key in OWN_COMPONENTS and key != "dataset":
+            raise ConfigurationError(
+                f"components.{key}.sharing_pattern=null leaves it to the object, but only the dataset decides at run "
+                "time; give a pattern, such as replicated"
+            )
+        return
+    check_component(key, **{k: v for k, v in keys.items() if k != "required"})
+    if group is not None and group not in group_names:
+        has = f"has {', '.join(group_names)}" if group_names else "has none"
+        raise ConfigurationError(
+            f"components.{key}.process_group_name={group}: there is no such process group; the layout chosen with "
+            f"parallel= {has}"
+        )
+
+
+def _check_numbers(run: Mapping[str, Any]) -> None:
+    for key, least in {
+        "train.steps": 1,
+        "train.seed": 0,
+        "train.batch_size": 1,
+        "save.every": 1,
+        "save.keep_last": 1,
+        "save.grace_s": 0,
+        "launch.nproc_per_node": 1,
+    }.items():
+        section, name = key.split(".")
+        value = run[section][name]
+        if value is not None and value < least:
+            raise ConfigurationError(f"{key}={value}: expected at least {least}")
+    for key in ("agree.timeout_s", "ledger.stale_s"):
+        section, name = key.split(".")
+        if not run[section][name] > 0:
+            raise ConfigurationError(f"{key}={run[section][name]}: expected more than 0 seconds")
+
+
+def _check_start(run: dict[str, Any]) -> None:
+    """Make the paths absolute: ranks may live elsewhere. Refuse two answers to where a run begins."""
+    run["run_dir"] = str(Path(run["run_dir"]).absolute())
+    run["checkpoint_root"] = str(Path(run["checkpoint_root"]).absolute())
+    if run["resume"] is not None and run["overwrite"]:
+        raise ConfigurationError(
+            f"resume={run['resume']} goes on from a checkpoint and overwrite=true starts anew: give one of the two"
+        )
+    if run["resume"] not in (None, "latest"):
+        run["resume"] = str(Path(run["resume"]).absolute())

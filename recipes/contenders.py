@@ -1,0 +1,277 @@
+"""Who takes part in the benchmark, and how each round is measured. Equal bytes, equal durability, the same memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.table import Table
+
+from ckpt import CheckpointCoordinator
+from ckpt.backends.tensorstore import TensorStoreBackend
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.topology import Topology
+from recipes.training import Training
+
+READ_BYTES = 8 << 20
+COLUMNS = ("save_s", "load_cold_s", "load_warm_s", "save_peak_mib", "load_peak_mib")
+
+
+@dataclass
+class BenchmarkKeys:
+    repeats: int
+    contenders: list[str]
+
+
+class Contender(Protocol):
+    """One way to save the training state to a folder and load it back into the same memory. Collective."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class Ours:
+    """The coordinator with one of our backends: every tensor and plain value, digests computed and checked."""
+
+    def __init__(self, coordinator: CheckpointCoordinator) -> None:
+        self._coordinator = coordinator
+
+    def save(self, folder: Path) -> None:
+        self._coordinator.save_checkpoint(folder / "checkpoint-1")
+
+    def load(self, folder: Path) -> None:
+        self._coordinator.load_checkpoint(folder / "checkpoint-1")
+
+
+class Dcp:
+    """torch.distributed.checkpoint with its defaults: replicas deduplicated, one file per rank, fsync; no digests."""
+
+    def __init__(self, training: Training) -> None:
+        optimizer = training.optimizer_state.state_dict()["state"]
+        self._state = {"model": training.model_state.state_dict(), "optimizer": optimizer}
+
+    def save(self, folder: Path) -> None:
+        dcp.save(self._state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+
+    def load(self, folder: Path) -> None:
+        dcp.load(self._state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+
+
+class Raw:
+    """What the machine allows: every rank writes its share of the bytes to one file, with fsync, and reads all files."""
+
+    def __init__(self, training: Training) -> None:
+        tensors = [*training.model_state.state_dict().values()]
+        tensors += [t for state in training.optimizer_state.state_dict()["state"].values() for t in state.values()]
+        views = [tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors]
+        self._rank, self._ranks = training.topology.rank, training.topology.world_size
+        self._shares: list[list[np.ndarray]] = [[] for _ in range(self._ranks)]
+        for view in sorted(views, key=lambda view: -view.nbytes):
+            min(self._shares, key=lambda share: sum(v.nbytes for v in share)).append(view)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / str(self._rank)).open("wb", buffering=0) as file:
+            for view in self._shares[self._rank]:
+                for at in range(0, view.nbytes, READ_BYTES):
+                    file.write(view[at : at + READ_BYTES].data)
+            os.fsync(file.fileno())
+
+    def load(self, folder: Path) -> None:
+        for turn in range(self._ranks):
+            rank = (self._rank + turn) % self._ranks
+            with (folder / str(rank)).open("rb", buffering=0) as file:
+                for view in self._shares[rank]:
+                    for at in range(0, view.nbytes, READ_BYTES):
+                        file.readinto(view[at : at + READ_BYTES].data)
+
+
+def check_benchmark(wanted: Any) -> dict[str, Any]:
+    """Return the benchmark's own keys with their right types.
+
+    Raises:
+        ConfigurationError: there is no such key or contender.
+    """
+    try:
+        typed = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(BenchmarkKeys), wanted))
+    except OmegaConfBaseException as error:
+        known = ", ".join(f"benchmark.{f.name}" for f in fields(BenchmarkKeys))
+        raise ConfigurationError(f"{str(error).splitlines()[0]}; the benchmark has {known}") from error
+    assert isinstance(typed, dict)
+    unknown = set(typed["contenders"]) - set(_CONTENDERS)
+    if unknown or typed["repeats"] < 1:
+        raise ConfigurationError(
+            f"benchmark.contenders={typed['contenders']} benchmark.repeats={typed['repeats']}: expected some of {', '.join(_CONTENDERS)}, "
+            "and at least one repeat"
+        )
+    return {str(key): value for key, value in typed.items()}
+
+
+def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """Run all rounds and return the figures. Every rank calls it."""
+    training = Training(cfg, topology, instantiate(cfg["device"]))
+    training.join()
+    _fill_optimizer(training)
+    reference = training.digest()
+    contenders = {name: _CONTENDERS[name](training, cfg) for name in cfg["benchmark"]["contenders"]}
+    scratch = Path(cfg["run_dir"]) / "scratch"
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+    try:
+        for number in range(cfg["benchmark"]["repeats"]):
+            for name, contender in contenders.items():
+                folder = scratch / f"{name}-{number}"
+                rounds[name].append(_measure(contender, folder, training))
+                if training.digest() != reference:
+                    raise CorruptCheckpointError(f"{name}: what was loaded is not what was saved")
+                _together(topology)
+                if topology.is_lead:
+                    print(f"round {number + 1} {name}: {_line(rounds[name][-1])}", flush=True)
+                    shutil.rmtree(folder)
+    finally:
+        if topology.is_lead:
+            shutil.rmtree(scratch, ignore_errors=True)
+    state_bytes = sum(t.numel() * t.element_size() for t in _tensors(training))
+    result = {
+        "ranks": topology.world_size,
+        "state_bytes": state_bytes,
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "device": str(training.device.torch_device),
+        "rounds": rounds,
+        "medians": {name: {c: statistics.median(r[c] for r in rows) for c in COLUMNS} for name, rows in rounds.items()},
+    }
+    if topology.is_lead:
+        (Path(cfg["run_dir"]) / "benchmark.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the medians as a table."""
+    table = Table(
+        title=f"{result['state_bytes'] / 1e9:.2f} GB of state on {result['ranks']} ranks, {result['cores']} cores, medians of "
+        f"{len(next(iter(result['rounds'].values())))} rounds"
+    )
+    table.add_column("")
+    for heading in ("save s", "load s, cold", "load s, warm", "save peak MiB", "load peak MiB"):
+        table.add_column(heading, justify="right")
+    for name, medians in result["medians"].items():
+        table.add_row(name, *(f"{medians[c]:.2f}" if c.endswith("_s") else f"{medians[c]:.0f}" for c in COLUMNS))
+    Console().print(table)
+
+
+def _measure(contender: Contender, folder: Path, training: Training) -> dict[str, float]:
+    """One save and two loads: seconds of the slowest rank, and the most memory that any rank took on top of the state."""
+    topology = training.topology
+    figures = {}
+    _together(topology)
+    memory = PeakMemory()
+    figures["save_s"] = _timed(lambda: contender.save(folder), topology)
+    figures["save_peak_mib"] = memory.mib()
+    _forget_cache(folder, topology)
+    training.scramble()
+    memory = PeakMemory()
+    figures["load_cold_s"] = _timed(lambda: contender.load(folder), topology)
+    figures["load_peak_mib"] = memory.mib()
+    training.scramble()
+    figures["load_warm_s"] = _timed(lambda: contender.load(folder), topology)
+    with topology.phase("figures") as phase:
+        phase.payload = figures
+    return {name: max(rank[name] for rank in phase.payloads) for name in figures}
+
+
+def _timed(work: Callable[[], None], topology: Topology) -> float:
+    _together(topology)
+    started = time.perf_counter()
+    work()
+    _together(topology)
+    return time.perf_counter() - started
+
+
+def _together(topology: Topology) -> None:
+    with topology.phase("round"):
+        pass
+
+
+def _forget_cache(folder: Path, topology: Topology) -> None:
+    """Drop the files from the page cache, so that the next read comes from the disk (as far as the host lets it)."""
+    if topology.is_lead:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+    _together(topology)
+
+
+class PeakMemory:
+    """The most memory this process took on top of what it had when this object was made, by the kernel's own count."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before_kib = _status_kib("VmRSS")
+
+    def mib(self) -> float:
+        return max(0.0, _status_kib("VmHWM") - self._before_kib) / 1024
+
+
+def _status_kib(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(name + ":")))
+
+
+def _tensors(training: Training) -> list[torch.Tensor]:
+    state = training.optimizer_state.state_dict()["state"]
+    return [*training.model_state.state_dict().values(), *(t for fields in state.values() for t in fields.values())]
+
+
+def _fill_optimizer(training: Training) -> None:
+    """Give the optimizer its state by one step on made-up gradients, equal on all ranks."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in training.model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=True)
+
+
+def _ours(training: Training, cfg: Mapping[str, Any], backend: Any) -> Ours:
+    make = instantiate(cfg["coordinator"])
+    return Ours(
+        make(
+            state_components=training.components(),
+            process_groups=training.layout.process_groups(training.topology),
+            topology=training.topology,
+            backend=backend,
+            overwrite=False,
+            config_text=OmegaConf.to_yaml(OmegaConf.create(dict(cfg))),
+        )
+    )
+
+
+_CONTENDERS: dict[str, Callable[[Training, Mapping[str, Any]], Contender]] = {
+    "raw": lambda training, cfg: Raw(training),
+    "dcp": lambda training, cfg: Dcp(training),
+    "zarr": lambda training, cfg: _ours(training, cfg, ZarrBackend()),
+    "tensorstore": lambda training, cfg: _ours(training, cfg, TensorStoreBackend(kvstore="ocdbt")),
+    "tensorstore-file": lambda training, cfg: _ours(training, cfg, TensorStoreBackend(kvstore="file")),
+}
+
+
+def _line(figures: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in figures.items())

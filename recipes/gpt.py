@@ -1,0 +1,144 @@
+"""A GPT in plain torch: learned positions, pre-norm blocks, GELU, parameters named as in GPT-2."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ckpt.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Size:
+    """The numbers of one model.
+
+    Attributes:
+        vocabulary: token ids it can tell apart; the recipe's text is bytes, so at least 256.
+        context: longest sequence, in tokens.
+    """
+
+    vocabulary: int
+    context: int
+    layers: int
+    heads: int
+    width: int
+
+
+SIZES = {
+    "tiny": Size(vocabulary=256, context=64, layers=5, heads=4, width=128),
+    "gpt2": Size(vocabulary=50257, context=1024, layers=12, heads=12, width=768),
+}
+
+
+class GPT(nn.Module):
+    """The model of the training recipe.
+
+    Its initial values follow from `seed` alone, drawn from a generator of its own: they are equal on every rank, and
+    the global generators stay as they were.
+
+    Args:
+        size: a name in `SIZES`.
+        tie_embeddings: use the token embedding as output head, as GPT-2 does. The tie is declared in `tied_names`,
+            because a rank that holds only one of the two names could not see it.
+        dropout: probability, after the embedding and after attention and MLP of every block.
+    """
+
+    def __init__(
+        self, *, size: str = "tiny", tie_embeddings: bool = False, dropout: float = 0.1, seed: int = 0
+    ) -> None:
+        super().__init__()
+        if size not in SIZES:
+            raise ConfigurationError(f"model.size={size}: there is no such size; it is one of {', '.join(SIZES)}")
+        if not 0.0 <= dropout < 1.0:
+            raise ConfigurationError(f"model.dropout={dropout}: expected a probability from 0 to below 1")
+        self.size = SIZES[size]
+        self.context = self.size.context
+        with torch.device("meta"):  # where torch's own initial values cost nothing and draw no random numbers
+            self.wte = nn.Embedding(self.size.vocabulary, self.size.width)
+            self.wpe = nn.Embedding(self.size.context, self.size.width)
+            self.drop = nn.Dropout(dropout)
+            self.h = nn.ModuleList(Block(self.size, dropout) for _ in range(self.size.layers))
+            self.ln_f = nn.LayerNorm(self.size.width)
+            self.lm_head = nn.Linear(self.size.width, self.size.vocabulary, bias=False)
+        self.to_empty(device="cpu")
+        self.tied_names: dict[str, str] = {}
+        if tie_embeddings:
+            self.lm_head.weight = self.wte.weight
+            self.tied_names = {"lm_head.weight": "wte.weight"}
+        self._initialize(seed)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy, in nats per token, of `targets` after `tokens`, both (batch, length)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self.drop(self.wte(tokens) + self.wpe(positions))
+        for block in self.h:
+            hidden = block(hidden)
+        logits = self.lm_head(self.ln_f(hidden))
+        loss: torch.Tensor = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss
+
+    @torch.no_grad()
+    def _initialize(self, seed: int) -> None:
+        """GPT-2's scheme: normal 0.02, and less for the layers that end in the residual stream."""
+        generator = torch.Generator().manual_seed(seed)
+        residual = 0.02 / math.sqrt(2 * self.size.layers)
+        for name, parameter in self.named_parameters():  # a tied parameter comes once, under its first name
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif ".ln_" in f".{name}":
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, residual if name.endswith("c_proj.weight") else 0.02, generator=generator)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a layer norm and beside the residual stream."""
+
+    def __init__(self, size: Size, dropout: float) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(size.width)
+        self.attn = Attention(size, dropout)
+        self.ln_2 = nn.LayerNorm(size.width)
+        self.mlp = MLP(size, dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.attn(self.ln_1(hidden))
+        out: torch.Tensor = hidden + self.mlp(self.ln_2(hidden))
+        return out
+
+
+class Attention(nn.Module):
+    """Causal self-attention over all heads."""
+
+    def __init__(self, size: Size, dropout: float) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.c_attn = nn.Linear(size.width, 3 * size.width)
+        self.c_proj = nn.Linear(size.width, size.width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(hidden).chunk(3, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: torch.Tensor = self.drop(self.c_proj(attended.transpose(1, 2).flatten(2)))
+        return out
+
+
+class MLP(nn.Module):
+    """Two layers, four times as wide between them."""
+
+    def __init__(self, size: Size, dropout: float) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(size.width, 4 * size.width)
+        self.c_proj = nn.Linear(4 * size.width, size.width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.drop(self.c_proj(F.gelu(self.c_fc(hidden), approximate="tanh")))
+        return out

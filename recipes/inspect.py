@@ -1,0 +1,22 @@
+"""python -m recipes.inspect path=<checkpoint or folder of checkpoints>: show what is in it."""
+
+if not __package__:  # run by path: this folder comes first, and this file would hide the standard library's inspect
+    import sys
+    from os.path import abspath, dirname
+
+    sys.path[0] = dirname(dirname(abspath(__file__)))
+
+from omegaconf import DictConfig
+
+from recipes.cli import recipe
+
+
+@recipe("inspect", writes=False)
+def main(cfg: DictConfig) -> None:
+    from recipes.reading import keys_of, show
+
+    show(keys_of(cfg))
+
+
+if __name__ == "__main__":
+    main()

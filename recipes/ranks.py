@@ -1,0 +1,160 @@
+"""One rank of a run: what the environment says of it, and what it needs before its job begins.
+
+The only reader of RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError
+from ckpt.topology import Topology
+
+Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
+
+RANK_VARIABLES = frozenset(
+    (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+)
+"""What launchers set for each rank, and nobody passes on."""
+
+
+def ranks_exist() -> bool:
+    """Is this process one rank of several that somebody else started?"""
+    return "RANK" in os.environ
+
+
+def rank_of_environment() -> int:
+    """Return this process's rank among those that exist; 0 if none do."""
+    return number_of("RANK", default=0)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the launcher of the existing ranks tells each of them.
+
+    Attributes:
+        host: this rank's host; the agents of one torchrun on one machine count as hosts of their own.
+        address, port: of the store.
+        store_is_held: by the launcher, so that it outlives any rank; otherwise rank 0 holds it.
+        attempt: how often the launcher has restarted the ranks over this store.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    host: str
+    address: str
+    port: int
+    store_is_held: bool
+    attempt: int
+
+    @classmethod
+    def read(cls) -> Environment:
+        host = socket.gethostname()
+        if number_of("GROUP_WORLD_SIZE", default=1) > 1:
+            host = f"{host}/{number_of('GROUP_RANK')}"
+        return cls(
+            rank=number_of("RANK"),
+            world_size=number_of("WORLD_SIZE"),
+            local_rank=number_of("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None,
+            host=host,
+            address=os.environ.get("MASTER_ADDR", "localhost"),
+            port=number_of("MASTER_PORT"),
+            store_is_held=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=number_of("TORCHELASTIC_RESTART_COUNT", default=0),
+        )
+
+
+def number_of(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise ConfigurationError(
+            f"the environment says RANK={os.environ.get('RANK')}, but {name} is {text!r}: start all ranks with torchrun, or "
+            "give each RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or unset RANK to start them here"
+        )
+    return int(text)
+
+
+def run_job(
+    job: Job, cfg: dict[str, Any], store: dist.Store, environment: Environment, *, take_from_lead: bool
+) -> dict[str, Any] | None:
+    """Join the other ranks in `store`, which this job alone uses, and run the job. Every rank calls it.
+
+    Args:
+        take_from_lead: run rank 0's `cfg` in place of this rank's own.
+    """
+    with Topology.join(
+        dist.PrefixStore("topology", store),
+        environment.rank,
+        environment.world_size,
+        local_rank=environment.local_rank,
+        host=environment.host,
+        timeout_s=cfg["agree"]["timeout_s"],
+        grace_s=cfg["save"]["grace_s"],
+    ) as topology:
+        if take_from_lead:
+            with topology.phase("take rank 0's configuration") as phase:
+                phase.payload = cfg if topology.is_lead else None
+            cfg = phase.payloads[0]
+        with topology.phase("take a device"):
+            _use_device(cfg["device"], topology.local_rank)
+        with _process_group(cfg["device"]["collectives"], dist.PrefixStore("process group", store), topology):
+            result = job(cfg, topology)
+    return result if environment.rank == 0 else None
+
+
+def _use_device(node: dict[str, Any], local_rank: int) -> None:
+    """Make this process work on its device, whose plugin may also bring the collectives."""
+    module, _, name = node["_target_"].rpartition(".")
+    keywords = {key: value for key, value in node.items() if not key.startswith("_")}
+    getattr(import_module(module), name)(**keywords).use(local_rank)
+
+
+@contextmanager
+def _process_group(collectives: str, store: dist.Store, topology: Topology) -> Iterator[None]:
+    if dist.is_initialized():
+        raise CheckpointError("a default process group exists already, left over from something before this job")
+    dist.init_process_group(collectives, store=store, rank=topology.rank, world_size=topology.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def tracebacks_of_bugs() -> Iterator[None]:
+    """Print where an unforeseen error came from, on the rank that met it: the agreed one that goes on is a sentence."""
+    try:
+        yield
+    except CheckpointError as error:
+        if (bug := bug_beneath(error)) is not None:
+            traceback.print_exception(bug)
+        raise
+
+
+def bug_beneath(error: BaseException) -> BaseException | None:
+    """Return the error that nobody foresaw, which made this one or is it; None if all of it was foreseen."""
+    cause: BaseException | None = error
+    while isinstance(cause, CheckpointError):
+        if isinstance(cause, RankAbsentError):
+            return None
+        cause = cause.__cause__
+    return None if isinstance(cause, (OSError, SystemExit, dist.DistError)) else cause

@@ -1,0 +1,242 @@
+"""What `inspect` and `verify` show of a checkpoint, or of a folder of checkpoints. Nothing here writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from ckpt.dtypes import item_bytes
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, sentence
+from ckpt.ledger import Committed, Ledger
+from ckpt.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
+from ckpt.stored import read_manifest
+from ckpt.verify import examine
+
+_PIPE_WIDTH = 160
+
+
+@dataclass
+class ReadingKeys:
+    """The keys of a command that only reads."""
+
+    path: str = MISSING
+    json: bool = False
+
+
+def keys_of(cfg: DictConfig) -> ReadingKeys:
+    """Return the config of such a command, its types checked.
+
+    Raises:
+        ConfigurationError: no path is given.
+    """
+    if OmegaConf.is_missing(cfg, "path"):
+        raise ConfigurationError("no path is given; add path=<a checkpoint or a folder of checkpoints>")
+    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ReadingKeys), cfg))
+    assert isinstance(keys, ReadingKeys)
+    return keys
+
+
+def verify(keys: ReadingKeys) -> int:
+    """Read every byte of every checkpoint at the path, tell what is wrong, and return the exit code."""
+    results = []
+    for path in checkpoints_at(Path(keys.path)):
+        try:
+            found = examine(path)
+            problems, num_files, num_bytes = found.problems, found.num_files, found.num_bytes
+        except CheckpointError as error:
+            problems, num_files, num_bytes = [str(error)], 0, 0
+        results.append({"path": str(path), "problems": problems, "num_files": num_files, "num_bytes": num_bytes})
+        if not keys.json:
+            _tell_result(path, problems, f"{num_files} files, {num_bytes} bytes")
+    is_sound = not any(result["problems"] for result in results)
+    if keys.json:
+        print(json.dumps({"ok": is_sound, "checkpoints": results}, indent=2))
+    return 0 if is_sound else 1
+
+
+def show(keys: ReadingKeys) -> None:
+    """Show what a checkpoint holds, or which checkpoints a folder holds."""
+    path = Path(keys.path)
+    if is_checkpoint(path):
+        manifest = read_manifest(path)
+        if keys.json:
+            print(json.dumps(_checkpoint_as_json(path, manifest), indent=2))
+        else:
+            _show_checkpoint(path, manifest)
+        return
+    rows = [_row(one) for one in committed_below(path)]
+    if keys.json:
+        print(json.dumps({"path": str(path), "checkpoints": rows}, indent=2))
+    else:
+        _show_root(path, rows)
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST_NAME).is_file()
+
+
+def committed_below(root: Path) -> list[Committed]:
+    """Return the checkpoints of a folder, the oldest commit first.
+
+    Raises:
+        CheckpointNotFoundError: there are none, or no such folder.
+    """
+    committed = Ledger(root, run_id="reader").committed() if root.is_dir() else []
+    if committed:
+        return committed
+    if not root.exists():
+        raise CheckpointNotFoundError(f"{root} does not exist; give a checkpoint or a folder of checkpoints as path=")
+    below = root / "checkpoints"
+    hint = f"path={below}" if below.is_dir() else "a checkpoint or a folder of checkpoints as path="
+    raise CheckpointNotFoundError(
+        f"{root} is no checkpoint, it has no {MANIFEST_NAME}, and it holds no committed checkpoint-*; give {hint}"
+    )
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint at a path, or all below it: those that are committed, and what is named like one but is not."""
+    if is_checkpoint(path):
+        return [path]
+    committed = [one.path for one in committed_below(path)]
+    return committed + sorted(one for one in path.glob("checkpoint-*") if one.is_dir() and one not in committed)
+
+
+def printable(text: str) -> str:
+    """Return text that any terminal shows as it is: names in a checkpoint are data, control characters included."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _tell_result(path: Path, problems: Sequence[str], counts: str) -> None:
+    if not problems:
+        print(printable(f"{path}: ok, {counts}"))
+        return
+    print(printable(f"{path}: {len(problems)} {'problem' if len(problems) == 1 else 'problems'}"))
+    for problem in problems:
+        print(printable(f"  {problem}"))
+
+
+def _row(one: Committed) -> dict[str, Any]:
+    row: dict[str, Any] = {"id": one.id, "path": str(one.path), "timestamp": one.timestamp.isoformat()}
+    try:
+        manifest = read_manifest(one.path)
+    except (CheckpointError, OSError) as error:
+        return row | {"problem": sentence(error)}
+    return row | {
+        "problem": None,
+        "world_size": manifest.world_size,
+        "components": list(manifest.components),
+        "num_arrays": len(manifest.arrays),
+        "size_bytes": sum(component.size_bytes for component in manifest.components.values()),
+    }
+
+
+def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "checkpoint_id": manifest.checkpoint_id,
+        "format_version": manifest.format_version,
+        "ckpt_version": manifest.ckpt_version,
+        "pytorch_version": manifest.pytorch_version,
+        "timestamp": manifest.timestamp.isoformat(),
+        "world_size": manifest.world_size,
+        "topology": manifest.topology,
+        "training_args_hash": manifest.training_args_hash,
+        "components": {key: component.to_json() for key, component in manifest.components.items()},
+        "arrays": {
+            name: entry.to_json() | {"size_bytes": _size_bytes(entry)} for name, entry in manifest.arrays.items()
+        },
+    }
+
+
+def _show_root(root: Path, rows: Sequence[dict[str, Any]]) -> None:
+    table = _table("checkpoint", "committed (UTC)", "ranks", "components", "arrays", "size", right=(2, 4, 5))
+    for row in rows:
+        start = Path(row["path"]).name, row["timestamp"][:19].replace("T", " ")
+        if row["problem"] is not None:
+            _add(table, *start, "", row["problem"], "", "")
+            continue
+        size = decimal(row["size_bytes"])
+        _add(table, *start, str(row["world_size"]), ", ".join(row["components"]), str(row["num_arrays"]), size)
+    _console().print(Text(printable(f"{root}: {len(rows)} checkpoints, the oldest commit first")), table, sep="\n")
+
+
+def _show_checkpoint(path: Path, manifest: CheckpointManifest) -> None:
+    when = manifest.timestamp.isoformat(timespec="seconds")
+    head = (
+        f"{path}: id {manifest.checkpoint_id}, committed {when} by {_counted(manifest.world_size, 'rank')}, format "
+        f"version {manifest.format_version}, ckpt {manifest.ckpt_version}, torch {manifest.pytorch_version}"
+    )
+    components = _table("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
+    for key, component in manifest.components.items():
+        num_arrays, size = str(len(manifest.arrays_of(key))), decimal(component.size_bytes)
+        _add(components, key, *_component_cells(component), num_arrays, size)
+    arrays = _table("array", "dtype", "shape", "size", "where", right=(3,))
+    for name, entry in manifest.arrays.items():
+        _add(arrays, name, entry.dtype, _shape(entry.shape), decimal(_size_bytes(entry)), _where(entry))
+    _console().print(Text(printable(head)), components, arrays, sep="\n")
+
+
+def _component_cells(component: ComponentManifest) -> tuple[str, str, str, str]:
+    equal_on = "" if component.replicated_across is None else _ranks(component.replicated_across)
+    return component.sharing_pattern, component.group_name or "", _ranks(component.ranks), equal_on
+
+
+def _where(entry: ArrayEntry) -> str:
+    if entry.alias_of is not None:
+        return f"is {entry.alias_of}"
+    if entry.packed_in:
+        return f"packed by {_ranks(entry.packed_in)}"
+    writers = _ranks(rank for rank, _, _ in entry.writers)
+    return f"{entry.store} {entry.path} in chunks of {_shape(entry.grid or ())} by {writers}"
+
+
+def _size_bytes(entry: ArrayEntry) -> int:
+    return math.prod(entry.shape) * item_bytes(entry.dtype)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-3, 6`, or `nobody`."""
+    distinct = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in distinct:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'' if len(distinct) == 1 else 's'} {listed}" if runs else "nobody"
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _table(*columns: str, right: Sequence[int] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number in right else "left", overflow="fold")
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*(Text(printable(cell)) for cell in cells))
+
+
+def _console() -> Console:
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)

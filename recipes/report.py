@@ -1,0 +1,193 @@
+"""What a run tells: lines or a bar on the terminal while it goes, and summary.json at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from ckpt.loading import LoadReport
+from ckpt.saving import SaveReport
+
+SUMMARY_NAME = "summary.json"
+
+_LINES = 12
+"""About how many lines of progress a run prints where there is no bar."""
+
+
+@dataclass
+class Summary:
+    """What `summary.json` holds. Bytes are summed over the ranks, seconds are the slowest rank's, paths are absolute.
+
+    Attributes:
+        losses: of this process's steps only: `losses[i]` belongs to step `first_step + i`; mean over the global batch.
+        fell_back_from: damaged checkpoints passed over by resume=latest, newest first.
+        loaded_digest: of the state right after the load that resumed the run.
+        checkpoints: this process's saves.
+        load_s: of the last load of this process, the one of `load.reread` included.
+    """
+
+    world_size: int
+    first_step: int = 1
+    final_step: int = 0
+    losses: list[float] = field(default_factory=list)
+    resumed_from: str | None = None
+    fell_back_from: list[str] = field(default_factory=list)
+    loaded_digest: str | None = None
+    state_digest: str | None = None
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    load_s: float | None = None
+    bytes_read: int | None = None
+    bytes_needed: int | None = None
+
+    def add_resume(self, loaded: LoadReport, digest: str) -> None:
+        step = int(loaded.checkpoint_id)
+        self.first_step, self.final_step = step + 1, step
+        self.resumed_from = str(loaded.path)
+        self.fell_back_from = [str(path) for path in loaded.fell_back_from]
+        self.loaded_digest = digest
+        self.add_load(loaded)
+
+    def add_load(self, loaded: LoadReport) -> None:
+        self.load_s, self.bytes_read, self.bytes_needed = loaded.load_s, loaded.bytes_read, loaded.bytes_needed
+
+    def add_step(self, step: int, loss: float) -> None:
+        self.losses.append(loss)
+        self.final_step = step
+
+    def add_save(self, step: int, saved: SaveReport) -> None:
+        self.checkpoints.append(
+            {
+                "path": str(saved.path),
+                "step": step,
+                "bytes": saved.bytes,
+                "save_s": saved.save_s,
+                "blocked_s": saved.blocked_s,
+            }
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def remove(run_dir: Path) -> None:
+        """Remove what an earlier run left, so that a run that is killed leaves no summary at all."""
+        (run_dir / SUMMARY_NAME).unlink(missing_ok=True)
+
+    def write(self, run_dir: Path) -> Path:
+        """Write summary.json, whole or not at all, and return its path."""
+        path = run_dir / SUMMARY_NAME
+        unfinished = run_dir / f".{SUMMARY_NAME}.unfinished"
+        unfinished.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+        return path
+
+
+class Report:
+    """What the user sees of a run: a progress bar on a terminal, lines elsewhere.
+
+    Args:
+        shown: False on every rank but one.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any], *, shown: bool) -> None:
+        self.cfg = cfg
+        self.steps: int = cfg["train"]["steps"]
+        self.console = Console(quiet=not shown, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._started = time.monotonic()
+        self._is_first = True
+
+    @contextmanager
+    def running(self, first_step: int) -> Iterator[None]:
+        """Show the steps from `first_step` on."""
+        self._started = time.monotonic()
+        if first_step > self.steps:
+            self._say(f"the run is at step {first_step - 1} already; nothing to do up to train.steps={self.steps}")
+        if not self.console.is_terminal or self.console.quiet:
+            yield
+            return
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"))
+        # No thread of its own: a debugger in the training loop keeps the terminal to itself.
+        with Progress(*columns, TimeRemainingColumn(), console=self.console, auto_refresh=False) as self._bar:
+            self._task = self._bar.add_task("", total=self.steps, completed=first_step - 1, loss=float("nan"))
+            yield
+        self._bar = None
+
+    def step(self, step: int, loss: float, saved: SaveReport | None) -> None:
+        """Show one step, and the save that followed it, if one did."""
+        line = f"step {step:>6}/{self.steps}  loss {loss:.4f}"
+        if saved is not None:
+            self._say(f"{line}  saved {Path(saved.path).name}: {_speed(saved.bytes, saved.save_s)}")
+        elif self._bar is None and (self._is_first or step % max(1, self.steps // _LINES) == 0):
+            self._say(line)
+        self._is_first = False
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, loss=loss, refresh=True)
+
+    def resumed(self, loaded: LoadReport) -> None:
+        """Say from where the run goes on, what was passed over, and what is configured otherwise than it was."""
+        if loaded.fell_back_from:
+            damaged = ", ".join(loaded.fell_back_from)
+            self._say(f"WARNING: resume=latest FELL BACK to {loaded.path}: damaged is {damaged}", style="bold red")
+        step = int(loaded.checkpoint_id)
+        self._say(f"resumed {loaded.path} at step {step}: {_speed(loaded.bytes_read, loaded.load_s)}")
+        for line in config_differences(loaded.config_text, self.cfg):
+            self._say(f"  config differs: {line}")
+
+    def reread(self, loaded: LoadReport) -> None:
+        self._say(f"read back {Path(loaded.path).name}, bit for bit: {_speed(loaded.bytes_read, loaded.load_s)}")
+
+    def done(self, summary: Summary, path: Path) -> None:
+        took = time.monotonic() - self._started
+        if summary.losses:
+            first, last = summary.losses[0], summary.losses[-1]
+            self._say(
+                f"trained {len(summary.losses)} of {self.steps} steps in {took:.1f} s, loss {first:.4f} -> {last:.4f}"
+            )
+        self._say(f"state digest {summary.state_digest}, summary in {path}")
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style)
+
+
+def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
+    """Return one line for each key whose value is not the one that a checkpoint's config.yaml holds."""
+    before = dict(_flat(OmegaConf.to_container(OmegaConf.create(saved), resolve=False)))
+    after = dict(_flat(now))
+    absent = object()
+    return [
+        f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
+        for key in sorted({*before, *after})
+        if before.get(key, absent) != after.get(key, absent)
+    ]
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return "(not there)"
+    value = values[key]
+    return str(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+def _speed(num_bytes: int, seconds: float) -> str:
+    rate = num_bytes / seconds / 1e9 if seconds > 0 else 0.0
+    return f"{seconds:.3f} s, {num_bytes / 1e6:.1f} MB, {rate:.2f} GB/s"

@@ -1,0 +1,93 @@
+"""What Hydra and OmegaConf have to say about a wrong command line, in one sentence with the way out."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+
+def sentence_of(error: BaseException, conf: Path, config_name: str) -> str:
+    """Return what the user should read of an error that is theirs to mend, in one line.
+
+    Args:
+        conf: the folder of the config files, where a mistyped key is compared with the existing ones.
+        config_name: the file there that the command composes.
+    """
+    if isinstance(error, MissingConfigException):
+        return _no_such_choice(error)
+    if isinstance(error, InstantiationException) and error.__cause__ is not None:
+        return sentence_of(error.__cause__, conf, config_name)
+    if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
+        return _no_such_key(str(error.full_key or error.key), conf, config_name)
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} has no value: give it with {error.full_key}=<value>"
+    if isinstance(error, OmegaConfBaseException):
+        return _wrong_value(error)
+    if isinstance(error, HydraException):
+        return _of_hydra(error, conf, config_name)
+    from ckpt.errors import sentence
+
+    return sentence(error)
+
+
+def _of_hydra(error: HydraException, conf: Path, config_name: str) -> str:
+    refused = re.match(r"Could not (?:override|delete(?: from config\.)?) '([^']+)'", str(error))
+    if refused is not None:
+        return _no_such_key(refused[1], conf, config_name)
+    merging = re.match(r"Error merging override (.*)", str(error))
+    if merging is not None and isinstance(error.__cause__, OmegaConfBaseException):
+        return f"{merging[1]}: {_first_line(error.__cause__)}"
+    text = " ".join(re.sub(r"See https://hydra\.cc\S* for details", "", str(error)).split())
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be read as key=value: {text}"
+    return text or type(error).__name__
+
+
+def _no_such_choice(error: MissingConfigException) -> str:
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    if not group or not error.options:
+        return " ".join(str(error).split("Config search path")[0].split())
+    return f"{group}={choice}: there is no such choice; {group} is one of {', '.join(sorted(error.options))}"
+
+
+def _no_such_key(key: str, conf: Path, config_name: str) -> str:
+    near = difflib.get_close_matches(key, _keys(conf, config_name), n=1)
+    hint = f"did you mean {near[0]}?" if near else "--help shows the keys there are"
+    return f"{key}: there is no such key; {hint}"
+
+
+def _keys(conf: Path, config_name: str) -> list[str]:
+    """Every dotted key of the command's own config, as composed without overrides; none if it does not compose so."""
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            cfg = compose(config_name)
+    except HydraException:  # the user's --config-dir or --config-name: the keys would only have been a hint
+        return []
+    return list(_dotted(OmegaConf.to_container(cfg, resolve=False)))
+
+
+def _dotted(node: Any, prefix: str = "") -> Iterator[str]:
+    if prefix:
+        yield prefix
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _dotted(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _wrong_value(error: OmegaConfBaseException) -> str:
+    text = _first_line(error)
+    return f"{error.full_key}: {text}" if error.full_key and error.full_key not in text else text
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

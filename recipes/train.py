@@ -1,0 +1,25 @@
+"""Compose a run, train, save, resume: python -m recipes.train"""
+
+if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+    import sys
+    from os.path import abspath, dirname
+
+    sys.path[0] = dirname(dirname(abspath(__file__)))
+
+from omegaconf import DictConfig
+
+from recipes.cli import recipe
+
+
+@recipe("train")
+def main(cfg: DictConfig) -> None:
+    from recipes.config import checked
+    from recipes.launch import launch
+    from recipes.ranks import rank_of_environment
+    from recipes.training import settle_start, train
+
+    launch(train, settle_start(checked(cfg), quiet=rank_of_environment() != 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""The training run on one rank: what it is made of, which of it a checkpoint holds, and the loop."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.device import Device
+from ckpt.digest import state_digest
+from ckpt.errors import (
+    CheckpointExistsError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    StorageError,
+    sentence,
+)
+from ckpt.ledger import Ledger
+from ckpt.loading import LoadReport
+from ckpt.saving import SaveReport
+from ckpt.statefuls import ModelState, OptimizerState, RNGState
+from ckpt.topology import Topology
+from recipes.config import COMPONENT_KEYS, check_batch, made
+from recipes.parallel import Layout
+from recipes.report import Report, Summary
+
+WARMUP_STEPS = 20
+
+
+def settle_start(cfg: dict[str, Any], *, quiet: bool = False) -> dict[str, Any]:
+    """Decide what `resume` means over the checkpoints there are, before any rank starts.
+
+    Returns:
+        the config, whose `resume=latest` has become null if there is nothing to go on from.
+
+    Raises:
+        CheckpointExistsError: a fresh run would save among the checkpoints of an earlier one.
+        StorageError: there cannot be a checkpoint root, which better shows now than at the first save.
+    """
+    root = cfg["checkpoint_root"]
+    committed = Ledger(Path(root), run_id="reader").committed()
+    if cfg["resume"] is None and committed and not cfg["overwrite"]:
+        raise CheckpointExistsError(
+            f"{root} holds the checkpoints of an earlier run, the newest is {committed[-1].path.name}: go on from it "
+            "with resume=latest, leave it and write elsewhere with run_name=<another>, or start anew over it with "
+            "overwrite=true"
+        )
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"the checkpoint root cannot be made: {sentence(error)}; choose another with checkpoint_root=<folder>"
+        ) from error
+    if cfg["resume"] == "latest" and not committed:
+        if not quiet:
+            print(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1", flush=True)
+        return cfg | {"resume": None}
+    return cfg
+
+
+def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """Train from where `resume` says to `train.steps`, saving on the way; return the summary. Every rank calls it."""
+    make_coordinator = instantiate(cfg["coordinator"])
+    with topology.operation("the set-up of the run"), topology.phase("build"):
+        training = Training(cfg, topology, make_coordinator.keywords["device"])
+    training.join()
+    coordinator: CheckpointCoordinator = make_coordinator(
+        state_components=training.components(),
+        process_groups=training.layout.process_groups(topology),
+        topology=topology,
+        config_text=OmegaConf.to_yaml(OmegaConf.create(cfg)),
+    )
+    if topology.is_lead:
+        Summary.remove(Path(cfg["run_dir"]))
+    report = Report(cfg, shown=topology.is_lead)
+    summary = Summary(world_size=topology.world_size)
+    if cfg["resume"] is not None:
+        _resume(training, coordinator, summary, report)
+    with report.running(summary.first_step):
+        for step in range(summary.first_step, cfg["train"]["steps"] + 1):
+            summary.add_step(step, training.step())
+            is_due = step % cfg["save"]["every"] == 0 or step == cfg["train"]["steps"]
+            saved = _save(coordinator, step) if is_due else None
+            if saved is not None:
+                summary.add_save(step, saved)
+            report.step(step, summary.losses[-1], saved)
+    summary.state_digest = training.digest()
+    if cfg["load"]["reread"] and summary.checkpoints:
+        _reread(training, coordinator, summary, report)
+    if topology.is_lead:
+        report.done(summary, summary.write(Path(cfg["run_dir"])))
+    return summary.as_dict()
+
+
+class Training:
+    """Model, optimizer, schedule and data of one rank.
+
+    Making one moves nothing between ranks and draws from no global random generator but its own seeding; `join` comes
+    after it on every rank.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any], topology: Topology, device: Device) -> None:
+        self.cfg = cfg
+        self.topology = topology
+        self.device = device
+        device.use(topology.local_rank)
+        self.layout: Layout = made(cfg["parallel"])
+        self.layout.check(topology.world_size)
+        check_batch(cfg, topology.world_size)
+        seed = cfg["train"]["seed"]
+        self.model: torch.nn.Module = made(cfg["model"], seed=seed).to(device.torch_device)
+        self.wrapped = self.model
+        self.optimizer: torch.optim.Optimizer = made(cfg["optimizer"], params=self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor)
+        self.loader = made(cfg["data"]).loader(
+            context=self.model.context,
+            batch_size=cfg["train"]["batch_size"],
+            seed=seed,
+            topology=topology,
+            device=device.torch_device,
+        )
+        self.model_state = ModelState(self.model)
+        self.optimizer_state = OptimizerState(self.optimizer, self.model)
+        self.added = {
+            key: made(_without_component_keys(node), model=self.model)
+            for key, node in cfg["components"].items()
+            if "_target_" in node
+        }
+        seed_generators(seed, topology.rank)
+
+    def join(self) -> None:
+        """Arrange the model over the ranks. Collective."""
+        self.wrapped = self.layout.wrap(self.model, self.topology.world_size)
+
+    def components(self) -> list[StateComponent]:
+        """Return what a checkpoint holds by the config: the recipe's own, then added ones, the generators last."""
+        own = {
+            "model": self.model_state,
+            "optimizer": self.optimizer_state,
+            "scheduler": self.scheduler,
+            "dataset": self.loader,
+            "rng": RNGState(self.device),
+        }
+        objects = own | self.added
+        nodes = self.cfg["components"]
+        order = [*(key for key in objects if key != "rng"), "rng"]
+        return [_component(key, objects[key], nodes[key]) for key in order if key in nodes]
+
+    def step(self) -> float:
+        """Make one step on the next batch and return its loss, the mean over the global batch. Collective."""
+        batch = self.loader.next_batch()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.wrapped(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        return self._mean(loss.detach())
+
+    def digest(self) -> str:
+        """Return the digest of model and optimizer, equal on any layout that holds the same values. Collective."""
+        with self.topology.operation("the digest of the state"):
+            return state_digest({"model": self.model_state, "optimizer": self.optimizer_state}, self.topology)
+
+    def scramble(self) -> None:
+        """Overwrite every tensor of model and optimizer, so that a load which misses an element is seen."""
+        for tensor in self.model.state_dict().values():
+            _scramble(tensor)
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    _scramble(value)
+
+    def _mean(self, loss: torch.Tensor) -> float:
+        """The mean of the ranks' losses, added up in the order of the ranks: always the same bits."""
+        num_ranks = self.topology.world_size
+        if num_ranks == 1:
+            return float(loss)
+        losses = [torch.empty_like(loss) for _ in range(num_ranks)]
+        torch.distributed.all_gather(losses, loss)
+        return sum(float(part) for part in losses) / num_ranks
+
+
+def learning_rate_factor(step: int) -> float:
+    """Rise over the first steps, then fall with the square root. Of the step alone: any run can be made longer."""
+    return min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
+
+
+def seed_generators(seed: int, rank: int) -> None:
+    """Give every rank its own random numbers: dropout masks must differ where the samples do."""
+    own = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)
+
+
+def _resume(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:
+    """Load what `resume` names. Nothing after it draws a random number before the next step does."""
+    cfg = training.cfg
+    path = None if cfg["resume"] == "latest" else cfg["resume"]
+    loaded = _load(coordinator, path, strict=cfg["load"]["strict"])
+    if not loaded.checkpoint_id.isdecimal():
+        raise ConfigurationError(
+            f"{loaded.path} has the id {loaded.checkpoint_id!r}, which is no step: it was not saved by this recipe"
+        )
+    summary.add_resume(loaded, training.digest())
+    report.resumed(loaded)
+
+
+def _reread(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:
+    """Load the checkpoint saved last over scrambled tensors, and make sure that the state is the one that was saved."""
+    path = summary.checkpoints[-1]["path"]
+    training.scramble()
+    loaded = _load(coordinator, path, strict=True)
+    digest = training.digest()
+    if digest != summary.state_digest:
+        raise CorruptCheckpointError(
+            f"load.reread: {path} was saved with the state digest {summary.state_digest}, but {digest} came back"
+        )
+    summary.add_load(loaded)
+    report.reread(loaded)
+
+
+def _save(coordinator: CheckpointCoordinator, step: int) -> SaveReport:
+    coordinator.save_checkpoint(checkpoint_id=f"{step:08d}")
+    assert coordinator.last_save is not None
+    return coordinator.last_save
+
+
+def _load(coordinator: CheckpointCoordinator, path: str | None, *, strict: bool) -> LoadReport:
+    coordinator.load_checkpoint(path, strict=strict)
+    assert coordinator.last_load is not None
+    return coordinator.last_load
+
+
+def _component(key: str, stateful: Any, node: Mapping[str, Any]) -> StateComponent:
+    pattern = node["sharing_pattern"] or getattr(stateful, "sharing_pattern", None)
+    if pattern is None:
+        raise ConfigurationError(
+            f"components.{key}.sharing_pattern=null leaves it to the object, but {type(stateful).__name__} has no "
+            f"attribute sharing_pattern: give components.{key}.sharing_pattern=<pattern>"
+        )
+    return StateComponent(
+        key,
+        stateful,
+        pattern,
+        process_group_name=node["process_group_name"],
+        required=node["required"],
+        validate_replication=node["validate_replication"],
+        validation_level=node["validation_level"],
+        elastic=node["elastic"],
+    )
+
+
+def _without_component_keys(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if key not in COMPONENT_KEYS}
+
+
+def _scramble(tensor: torch.Tensor) -> None:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.detach().fill_(float("nan"))
+    elif tensor.dtype != torch.bool:
+        tensor.detach().fill_(torch.iinfo(tensor.dtype).max)
+    else:
+        tensor.detach().logical_not_()

@@ -1,0 +1,22 @@
+"""python -m recipes.verify path=<checkpoint or folder of checkpoints>: read every byte and say what is wrong."""
+
+if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+    import sys
+    from os.path import abspath, dirname
+
+    sys.path[0] = dirname(dirname(abspath(__file__)))
+
+from omegaconf import DictConfig
+
+from recipes.cli import recipe
+
+
+@recipe("verify", writes=False)
+def main(cfg: DictConfig) -> int:
+    from recipes.reading import keys_of, verify
+
+    return verify(keys_of(cfg))
+
+
+if __name__ == "__main__":
+    main()

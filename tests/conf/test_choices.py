@@ -1,0 +1,81 @@
+"""Every answer in conf/ composes, and every `_target_` in it takes the keys that the file gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipes.cli import CONF
+from recipes.config import AT_RUN_TIME, RunKeys, bind
+from tests.conf.configs import composed
+
+GROUPS = {
+    "ckpt": {"zarr", "tensorstore"},
+    "strategy": {"direct"},
+    "device": {"cpu", "cuda", "npu"},
+    "parallel": {"single", "ddp"},
+    "sharing": {"single", "ddp"},
+    "model": {"gpt"},
+    "data": {"text"},
+    "optimizer": {"adamw"},
+    "launch": {"local"},
+    "coordinator": {"default"},
+    "hydra": {"default"},
+}
+CHOICES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
+ROOTS = {"train", "inspect", "verify", "benchmark"}
+
+
+def plain(run_dir: Path, *overrides: str) -> dict[str, Any]:
+    typed = OmegaConf.merge(OmegaConf.structured(RunKeys), composed(run_dir, *overrides))
+    run = OmegaConf.to_container(typed, resolve=True)
+    assert isinstance(run, dict)
+    return {str(key): value for key, value in run.items()}
+
+
+def test_conf_holds_these_files_and_no_others() -> None:
+    found = {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
+    assert found == {f"{group}/{name}.yaml" for group, name in CHOICES} | {f"{root}.yaml" for root in ROOTS}
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES)
+def test_every_choice_composes_and_binds_to_the_signatures_it_targets(group: str, name: str, tmp_path: Path) -> None:
+    run = plain(tmp_path, f"{group}={name}")
+    for node, given in AT_RUN_TIME.items():
+        bind(run[node], node, given)
+
+
+@pytest.mark.parametrize(("group", "name"), [choice for choice in CHOICES if choice[0] in AT_RUN_TIME])
+def test_no_file_leaves_a_key_of_its_target_unsaid(group: str, name: str, tmp_path: Path) -> None:
+    """What `--help` does not show, nobody finds. Torch's own optimizers have options that a run does not need."""
+    import inspect
+    from importlib import import_module
+
+    node = plain(tmp_path, f"{group}={name}")[group]
+    module, _, attribute = node["_target_"].rpartition(".")
+    if not module.startswith("torch"):
+        keys = set(inspect.signature(getattr(import_module(module), attribute)).parameters)
+        assert keys == {key for key in node if not key.startswith("_")} | set(AT_RUN_TIME[group])
+
+
+def test_the_wiring_hands_each_choice_on_exactly_once() -> None:
+    wiring = (CONF / "coordinator" / "default.yaml").read_text()
+    assert [wiring.count(f"${{{node}}}") for node in ("ckpt", "strategy", "device")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", sorted(GROUPS["sharing"]))
+def test_a_sharing_file_writes_all_six_keys_of_all_five_components(name: str, tmp_path: Path) -> None:
+    components = plain(tmp_path, f"sharing={name}")["components"]
+    assert list(components) == ["model", "optimizer", "scheduler", "dataset", "rng"]
+    keys = ["sharing_pattern", "process_group_name", "required", "validate_replication", "validation_level", "elastic"]
+    assert all(list(component) == keys for component in components.values())
+
+
+def test_the_run_folder_has_no_time_in_it_and_is_asked_for_in_one_place() -> None:
+    """Ranks that start seconds apart must agree on it, and `${hydra:...}` does not resolve in tests."""
+    text = {path: path.read_text() for path in CONF.rglob("*.yaml")}
+    assert not [path for path, content in text.items() if "${now:" in content]
+    assert sum(content.count("${hydra:runtime.output_dir}") for content in text.values()) == 1

@@ -1,0 +1,295 @@
+"""The training command as a user types it: what it prints, leaves behind and exits with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import recipes.train
+import recipes.verify
+
+SMALL = ["train.batch_size=2", "launch.nproc_per_node=1"]
+REPO = Path(recipes.train.__file__).parent.parent
+
+
+@dataclass
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+class Broken:
+    """A component of the user's own with a bug in it."""
+
+    def __init__(self, model: object) -> None:
+        raise KeyError("a bug of ours")
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """Run `python -m recipes.train <overrides>` in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["recipes/train.py", *arguments])
+        code = 0
+        try:
+            recipes.train.main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        return Outcome(code, *capsys.readouterr())
+
+    yield run
+    for handler in logging.root.handlers[:]:  # Hydra's, the log file of the last run among them
+        if type(handler).__module__.startswith("logging"):
+            logging.root.removeHandler(handler)
+            handler.close()
+
+
+def summary(run_dir: str = "outputs/dev") -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(Path(run_dir, "summary.json").read_text())
+    return loaded
+
+
+def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(REPO)} | environment
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["ckpt=nope"], "ckpt=nope: there is no such choice; ckpt is one of tensorstore, zarr"),
+        (["parallel=nope"], "parallel=nope: there is no such choice; parallel is one of ddp, single"),
+        (["trian.steps=3"], "trian.steps: there is no such key; did you mean train.steps?"),
+        (["train.stpes=3"], "train.stpes: there is no such key; did you mean train.steps?"),
+        (["chkpt=zarr"], "chkpt: there is no such key; did you mean ckpt?"),
+        (["~components.rgn"], "components.rgn: there is no such key; did you mean components.rng?"),
+        (["train.steps=[1"], "train.steps=[1: cannot be read as key=value: no viable alternative at input '[1'"),
+        (["ckpt=null"], "Config group override must be a string or a list. Got NoneType"),
+        (["train.steps=-1"], "train.steps=-1: expected at least 1"),
+        (["train.steps=three"], "train.steps: Value 'three' of type 'str' could not be converted to Integer"),
+        (
+            ["parallel=single", "launch.nproc_per_node=2"],
+            "parallel=single trains on one rank, but there are 2: choose ",
+        ),
+        (
+            ["components.model.sharing_pattern=per_group"],
+            "component model: sharing_pattern=per_group needs process_group_name",
+        ),
+        (["data.path=/no/such"], "data.path=/no/such: there is no such file or folder"),
+        (
+            ["output_dir=/proc/x"],
+            "the folder of the run cannot be made: No such file or directory: '/proc/x'; choose another with output_dir=",
+        ),
+        (
+            ["-m", "output_dir=/proc/x", "train.steps=1,2"],
+            "the folder of the run cannot be made: No such file or directory: '/proc/x'; ",
+        ),
+        (["-m", "ckpt=zarr,nope"], "ckpt=nope: there is no such choice; ckpt is one of tensorstore, zarr"),
+        (["-m", "trian.steps=3,4"], "trian.steps: there is no such key; did you mean train.steps?"),
+        (["resume=/no/such/checkpoint-3"], "load of "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence_and_exit_code_1(command: Command, arguments: list[str], sentence: str) -> None:
+    outcome = command(*arguments)
+    assert outcome.code == 1
+    assert outcome.err.startswith(sentence) and outcome.err.count("\n") == 1, outcome.err
+    assert not list(Path().rglob("checkpoint-*"))
+
+
+def test_a_run_tells_its_progress_and_leaves_a_summary(command: Command, tmp_path: Path) -> None:
+    outcome = command(*SMALL, "train.steps=5", "save.every=2")
+    assert outcome.code == 0 and outcome.err == ""
+    saves = [line for line in outcome.out.splitlines() if "saved checkpoint-" in line]
+    assert [line.split()[1] for line in saves] == ["2/5", "4/5", "5/5"]
+    assert all("GB/s" in line and " MB," in line and "loss" in line for line in saves)
+    found = summary()
+    assert list(found) == [
+        "world_size",
+        "first_step",
+        "final_step",
+        "losses",
+        "resumed_from",
+        "fell_back_from",
+        "loaded_digest",
+        "state_digest",
+        "checkpoints",
+        "load_s",
+        "bytes_read",
+        "bytes_needed",
+    ]
+    assert (found["world_size"], found["first_step"], found["final_step"], len(found["losses"])) == (1, 1, 5, 5)
+    assert [found[key] for key in ("resumed_from", "loaded_digest", "load_s", "bytes_read", "bytes_needed")] == [
+        None
+    ] * 5
+    assert found["fell_back_from"] == []
+    root = tmp_path / "outputs" / "dev" / "checkpoints"
+    assert [(save["step"], save["path"]) for save in found["checkpoints"]] == [
+        (step, f"{root}/checkpoint-{step:08d}") for step in (2, 4, 5)
+    ]
+    assert all(save["bytes"] > 12e6 and save["save_s"] >= save["blocked_s"] > 0 for save in found["checkpoints"])
+
+
+def test_a_resumed_run_equals_the_straight_one_bit_for_bit_and_says_what_has_changed(command: Command) -> None:
+    command(*SMALL, "run_name=straight", "train.steps=6", "save.every=3")
+    command(*SMALL, "train.steps=3", "save.every=3")
+    outcome = command(*SMALL, "resume=latest", "train.steps=6", "save.every=2")
+    assert outcome.code == 0
+    differences = [line.strip() for line in outcome.out.splitlines() if "config differs" in line]
+    assert differences == [
+        "config differs: resume: null -> latest",
+        "config differs: save.every: 3 -> 2",
+        "config differs: train.steps: 3 -> 6",
+    ]
+    straight, resumed = summary("outputs/straight"), summary()
+    assert resumed["losses"] == straight["losses"][3:]
+    assert resumed["state_digest"] == straight["state_digest"]
+    assert (resumed["first_step"], resumed["final_step"]) == (4, 6)
+    assert resumed["resumed_from"].endswith("outputs/dev/checkpoints/checkpoint-00000003")
+    assert resumed["loaded_digest"] is not None and resumed["bytes_read"] == resumed["bytes_needed"] > 12e6
+
+
+def test_a_run_resumed_at_its_last_step_changes_nothing_but_the_summary(command: Command) -> None:
+    command(*SMALL, "train.steps=2")
+    before = summary()
+    outcome = command(*SMALL, "resume=latest", "train.steps=2")
+    after = summary()
+    assert outcome.code == 0 and "nothing to do" in outcome.out
+    assert (after["first_step"], after["final_step"], after["losses"], after["checkpoints"]) == (3, 2, [], [])
+    assert after["state_digest"] == after["loaded_digest"] == before["state_digest"]
+
+
+def test_resuming_where_there_is_nothing_says_so_and_begins(command: Command) -> None:
+    outcome = command(*SMALL, "resume=latest", "train.steps=1")
+    assert outcome.code == 0 and "resume=latest: there is no checkpoint in " in outcome.out
+    assert (summary()["first_step"], summary()["resumed_from"]) == (1, None)
+
+
+def test_the_same_command_twice_is_refused_with_three_ways_out(command: Command) -> None:
+    command(*SMALL, "train.steps=1")
+    before = Path("outputs/dev/summary.json").read_bytes()
+    outcome = command(*SMALL, "train.steps=1")
+    assert outcome.code == 1 and outcome.err.count("\n") == 1
+    assert all(way in outcome.err for way in ("resume=latest", "run_name=", "overwrite=true"))
+    assert Path("outputs/dev/summary.json").read_bytes() == before
+    assert command(*SMALL, "train.steps=1", "overwrite=true").code == 0
+    assert command(*SMALL, "train.steps=1", "run_name=another").code == 0
+
+
+def test_a_damaged_checkpoint_is_passed_over_loudly_unless_it_was_named(command: Command) -> None:
+    command(*SMALL, "train.steps=3", "save.every=1", "~components.rng")
+    newest = Path("outputs/dev/checkpoints/checkpoint-00000003").resolve()
+    victim = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    flipped = bytearray(victim.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    victim.write_bytes(flipped)
+    named = command(*SMALL, f"resume={newest}", "train.steps=4", "~components.rng")
+    assert named.code == 1 and named.err.count("\n") == 1 and newest.name in named.err
+    outcome = command(*SMALL, "resume=latest", "train.steps=4", "~components.rng")
+    assert outcome.code == 0 and "FELL BACK" in outcome.out
+    assert summary()["fell_back_from"] == [str(newest)]
+    assert summary()["first_step"] == 3
+
+
+def test_reading_back_finds_the_state_that_was_saved(command: Command) -> None:
+    outcome = command(*SMALL, "train.steps=2", "load.reread=true")
+    found = summary()
+    assert outcome.code == 0 and "read back checkpoint-00000002, bit for bit" in outcome.out
+    assert found["load_s"] > 0 and found["bytes_read"] == found["bytes_needed"] > 12e6
+    assert found["resumed_from"] is None and found["loaded_digest"] is None
+
+
+def test_a_sweep_ends_with_one_table_in_which_a_failed_job_is_a_row(command: Command, tmp_path: Path) -> None:
+    outcome = command(*SMALL, "-m", "ckpt=zarr,tensorstore", "train.steps=2,-1", "save.every=1")
+    assert outcome.code == 1 and outcome.err == "train.steps=-1: expected at least 1\n"
+    rows = json.loads(Path("outputs/dev/sweep.json").read_text())
+    assert [row["overrides"][-3:-1] for row in rows] == [
+        [f"ckpt={ckpt}", f"train.steps={steps}"] for ckpt in ("zarr", "tensorstore") for steps in (2, -1)
+    ]
+    good, bad = [rows[0], rows[2]], [rows[1], rows[3]]
+    assert [row["error"] for row in bad] == ["train.steps=-1: expected at least 1"] * 2
+    assert good[0]["state_digest"] == good[1]["state_digest"]
+    assert all(row["save_s"] > 0 and row["load_s"] > 0 and row["blocked_s"] > 0 for row in good)
+    assert all(row["bytes_written"] > 12e6 and row["bytes_read"] > 12e6 for row in good)
+    for text in (outcome.out, Path("outputs/dev/sweep.txt").read_text()):
+        assert good[0]["state_digest"] in text and "ckpt=tensorstore" in text
+    assert Path("outputs/dev/sweep.svg").read_text().startswith("<svg")
+    assert sorted(path.name for path in (tmp_path / "outputs" / "dev").iterdir() if path.is_dir()) == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
+
+
+def test_a_bug_keeps_its_traceback(command: Command) -> None:
+    outcome = command(*SMALL, f"+components.bad={{_target_: {__name__}.Broken, sharing_pattern: global}}")
+    assert outcome.code == 1
+    assert "Traceback" in outcome.err and 'raise KeyError("a bug of ours")' in outcome.err
+
+
+def test_a_command_leaves_the_environment_as_it_was(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    before = dict(os.environ)
+    command("ckpt=nope")
+    assert os.environ == before
+    assert sys.argv == ["recipes/train.py", "ckpt=nope"]
+
+
+def test_a_recipe_can_be_run_by_its_path_from_anywhere(tmp_path: Path) -> None:
+    done = python(str(REPO / "recipes" / "train.py"), "--cfg", "job", cwd=tmp_path, PYTHONPATH="")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ckpt:\n")
+
+
+def test_help_shows_choices_and_keys_to_a_newcomer(tmp_path: Path) -> None:
+    done = python("-m", "recipes.train", "--help", cwd=tmp_path)
+    assert done.returncode == 0 and not list(tmp_path.iterdir())
+    assert all(line in done.stdout for line in ("ckpt: tensorstore, zarr", "device: cpu, cuda, npu", "  steps: "))
+
+
+@pytest.mark.parametrize("device", ["npu", pytest.param("cpu", marks=pytest.mark.full)])
+def test_a_device_plugin_without_its_driver_stops_only_those_who_ask_for_it(tmp_path: Path, device: str) -> None:
+    """Torch imports every plugin that is installed, and a plain `import torch` would end in a traceback here."""
+    site = tmp_path / "site"
+    (site / "torch_npu").mkdir(parents=True)
+    refusal = "libascendcl.so: cannot open shared object file: No such file or directory"
+    (site / "torch_npu" / "__init__.py").write_text(f"raise ImportError({refusal!r})\n")
+    (site / "torch_npu-2.0.dist-info").mkdir()
+    (site / "torch_npu-2.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.0\n")
+    (site / "torch_npu-2.0.dist-info" / "entry_points.txt").write_text(
+        "[torch.backends]\ntorch_npu = torch_npu:autoload\n"
+    )
+    path = f"{REPO}{os.pathsep}{site}"
+    done = python("-m", "recipes.train", *SMALL, f"device={device}", "train.steps=1", cwd=tmp_path, PYTHONPATH=path)
+    if device == "cpu":
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("device=npu: torch_npu is installed without CANN (libascendcl.so cannot be loaded): ")
+
+
+def test_a_command_that_only_reads_refuses_a_sweep_and_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["recipes/verify.py", "-m", "path=a,b"])
+    with pytest.raises(SystemExit, match="1"):
+        recipes.verify.main()
+    assert capsys.readouterr().err == "verify only reads, one path at a time: leave out -m\n"
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,252 @@
+"""What is wrong with a config is said before any process starts, in one sentence with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf.errors import OmegaConfBaseException
+
+from ckpt.errors import CheckpointError, ConfigurationError
+from recipes.cli import CONF
+from recipes.sentences import sentence_of
+from tests.conf.configs import config
+
+
+class Ema:
+    """A component of the user's own."""
+
+    def __init__(self, model: object, *, decay: float = 0.99) -> None:
+        self.decay = decay
+
+    def state_dict(self) -> dict[str, float]:
+        return {"decay": self.decay}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.decay = state["decay"]
+
+
+class Needy:
+    def __init__(self, *, model: object, must: int) -> None: ...
+
+
+def complaint(tmp_path: Path, *overrides: str) -> str:
+    with pytest.raises((CheckpointError, OmegaConfBaseException)) as raised:
+        config(tmp_path, *overrides)
+    sentence = sentence_of(raised.value, CONF, "train")
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_the_default_config_is_in_order_and_plain(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    assert type(run) is dict and all(type(run[key]) is dict for key in ("train", "ckpt", "components", "coordinator"))
+    assert run["checkpoint_root"] == f"{tmp_path}/checkpoints"
+    assert run["coordinator"]["output_dir"] == run["checkpoint_root"]
+    assert run["coordinator"]["backend"] == run["ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.steps=-1", "train.steps=-1: expected at least 1"),
+        ("train.seed=-1", "train.seed=-1: expected at least 0"),
+        ("train.batch_size=0", "train.batch_size=0: expected at least 1"),
+        ("save.every=0", "save.every=0: expected at least 1"),
+        ("save.keep_last=0", "save.keep_last=0: expected at least 1"),
+        ("save.grace_s=-1", "save.grace_s=-1.0: expected at least 0"),
+        ("launch.nproc_per_node=0", "launch.nproc_per_node=0: expected at least 1"),
+        ("agree.timeout_s=0", "agree.timeout_s=0.0: expected more than 0 seconds"),
+        ("ledger.stale_s=-3", "ledger.stale_s=-3.0: expected more than 0 seconds"),
+        ("parallel.dp=0", "parallel.dp=0: expected at least 1, or null for all ranks"),
+    ],
+)
+def test_a_number_out_of_range_is_named_with_its_range(tmp_path: Path, override: str, expected: str) -> None:
+    assert complaint(tmp_path, override) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.steps=many", "train.steps: Value 'many' of type 'str' could not be converted to Integer"),
+        ("train.steps=null", "train.steps: "),
+        ("overwrite=perhaps", "overwrite: Value 'perhaps' is not a valid bool"),
+        ("parallel.exact_resume=perhaps", "parallel.exact_resume=perhaps: Value 'perhaps' is not a valid bool"),
+        ("parallel.dp=some", "parallel.dp=some: Value 'some' of type 'str' could not be converted to Integer"),
+        ("model.dropout=much", "model.dropout=much: Value 'much' of type 'str' could not be converted to Float"),
+        ("components.model.required=7up", "components.model.required: Value '7up' is not a valid bool"),
+        ("components.model=replicated", "components.model=replicated: expected its keys"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expected: str) -> None:
+    assert complaint(tmp_path, override).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("+train.step=3", "train.step: there is no such key; did you mean train.steps?"),
+        ("+foo=3", "foo: there is no such key; --help shows the keys there are"),
+        (
+            "+components.model.pattern=global",
+            "components.model.pattern: there is no such key; a component has sharing_pattern, ",
+        ),
+        ("+model.sise=tiny", "model.sise: recipes.gpt.GPT takes no sise; it takes size, tie_embeddings, dropout"),
+        ("+parallel.tp=2", "parallel.tp: recipes.parallel.DataParallel takes no tp; it takes dp, exact_resume"),
+        ("+device.index=2", "device.index: ckpt.device.Device takes no index; it takes type, collectives, plugin"),
+        ("+strategy.max_in_flight_mib=2", "strategy.max_in_flight_mib: ckpt.strategies.direct.DirectLoad takes no "),
+        (
+            "+coordinator.vrify=true",
+            "coordinator.vrify: ckpt.coordinator.CheckpointCoordinator takes no vrify; it takes ",
+        ),
+        (
+            "~device.collectives",
+            "device: ckpt.device.Device needs collectives; give it with +device.collectives=<value>",
+        ),
+        ("~train.steps", "train.steps has no value: give it with train.steps=<value>"),
+        ("~model._target_", "model has no _target_"),
+        ("model._target_=recipes.gpt.GTP", "model._target_=recipes.gpt.GTP: there is no GTP in recipes.gpt"),
+        ("model._target_=recipes.gtp.GPT", "model._target_=recipes.gtp.GPT: there is no module recipes.gtp"),
+        ("model._target_=GPT", "model._target_=GPT: there is no GPT in no module"),
+    ],
+)
+def test_a_key_too_many_or_too_few_is_named(tmp_path: Path, override: str, expected: str) -> None:
+    assert complaint(tmp_path, override).startswith(expected)
+
+
+def test_a_choice_whose_package_is_not_installed_names_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wants_a_package.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = complaint(tmp_path, "model._target_=wants_a_package.GPT")
+    assert (
+        said
+        == "model: wants_a_package.GPT needs the package no_such_package, which is not installed: pip install no_such_package"
+    )
+
+
+def test_one_rank_layouts_refuse_several_ranks_and_name_both_ways_out(tmp_path: Path) -> None:
+    said = complaint(tmp_path, "parallel=single", "launch.nproc_per_node=2")
+    assert said.startswith("parallel=single trains on one rank, but there are 2: choose parallel=ddp")
+    assert said.endswith("or launch.nproc_per_node=1")
+
+
+def test_a_number_of_data_parallel_ranks_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    said = complaint(tmp_path, "parallel.dp=3", "launch.nproc_per_node=2")
+    assert said.startswith("parallel.dp=3 asks for 3 ranks, but there are 2: give launch.nproc_per_node=3")
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused_with_one_that_they_can(tmp_path: Path) -> None:
+    said = complaint(tmp_path, "train.batch_size=10", "launch.nproc_per_node=4")
+    assert said == (
+        "train.batch_size=10 does not divide by the 4 ranks that share a batch: give a multiple of 4, such as "
+        "train.batch_size=12"
+    )
+    assert config(tmp_path, "launch.nproc_per_node=4")["train"]["batch_size"] == 12
+
+
+def test_ranks_that_somebody_else_started_count_instead_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="but there are 2"):
+        config(tmp_path, "parallel=single", num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("device=cuda", "device=cuda: torch "),
+        ("device=npu", "device=npu: torch_npu is not installed: pip install "),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused(tmp_path: Path, override: str, expected: str) -> None:
+    import torch
+
+    if torch.cuda.is_available() and "cuda" in override:
+        pytest.skip("there is a CUDA device")
+    assert complaint(tmp_path, override).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["sharing_pattern=per_group"], "component model: sharing_pattern=per_group needs process_group_name"),
+        (
+            ["sharing_pattern=per_group", "process_group_name=tp"],
+            "components.model.process_group_name=tp: there is no such process group; ",
+        ),
+        (["sharing_pattern=everywhere"], "component model: sharing_pattern 'everywhere' is none of global, per_rank, "),
+        (
+            ["sharing_pattern=null"],
+            "components.model.sharing_pattern=null leaves it to the object, but only the dataset",
+        ),
+        (["process_group_name=dp"], "component model: process_group_name=dp goes with sharing_pattern=per_group"),
+        (["elastic=rubber"], "component model: elastic"),
+        (["validation_level=much"], "component model: validation_level 'much' is none of "),
+    ],
+)
+def test_a_component_that_contradicts_itself_is_refused(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    assert complaint(tmp_path, *(f"components.model.{override}" for override in overrides)).startswith(expected)
+
+
+def test_a_group_that_the_layout_has_can_be_named(tmp_path: Path) -> None:
+    overrides = ["components.model.sharing_pattern=per_group", "components.model.process_group_name=dp"]
+    assert config(tmp_path, *overrides)["components"]["model"]["process_group_name"] == "dp"
+    assert complaint(tmp_path, *overrides, "parallel=single").endswith("the layout chosen with parallel= has none")
+
+
+def test_a_component_can_be_left_out(tmp_path: Path) -> None:
+    assert list(config(tmp_path, "~components.rng")["components"]) == ["model", "optimizer", "scheduler", "dataset"]
+
+
+def test_a_component_can_be_added_with_its_object(tmp_path: Path) -> None:
+    target = f"{__name__}.Ema"
+    run = config(tmp_path, f"+components.ema={{_target_: {target}, sharing_pattern: replicated, decay: 0.5}}")
+    assert run["components"]["ema"] == {
+        "sharing_pattern": "replicated",
+        "process_group_name": None,
+        "required": True,
+        "validate_replication": False,
+        "validation_level": None,
+        "elastic": None,
+        "_target_": target,
+        "decay": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        ("{sharing_pattern: replicated}", "components.ema has no object: the recipe has model, optimizer, "),
+        (
+            f"{{_target_: {__name__}.Ema, sharing_pattern: replicated, dcay: 1}}",
+            f"components.ema.dcay: {__name__}.Ema takes no dcay; it takes decay",
+        ),
+        (
+            f"{{_target_: {__name__}.Needy, sharing_pattern: replicated}}",
+            f"components.ema: {__name__}.Needy needs must; give it with +components.ema.must=",
+        ),
+        (f"{{_target_: {__name__}.Ema, sharing_pattern: per_group}}", "component ema: sharing_pattern=per_group needs"),
+        ("{_target_: builtins.float, sharing_pattern: global}", "components.ema.model: builtins.float takes no model"),
+    ],
+)
+def test_an_added_component_without_what_it_needs_is_refused(tmp_path: Path, node: str, expected: str) -> None:
+    assert complaint(tmp_path, f"+components.ema={node}").startswith(expected)
+
+
+def test_going_on_and_starting_anew_exclude_each_other(tmp_path: Path) -> None:
+    said = complaint(tmp_path, "resume=latest", "overwrite=true")
+    assert said == "resume=latest goes on from a checkpoint and overwrite=true starts anew: give one of the two"
+
+
+def test_a_checkpoint_named_relative_to_here_is_made_absolute(tmp_path: Path) -> None:
+    assert config(tmp_path, "resume=somewhere/checkpoint-3")["resume"] == str(Path.cwd() / "somewhere" / "checkpoint-3")
+
+
+def test_a_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert complaint(tmp_path, "data.path=/no/such/text") == "data.path=/no/such/text: there is no such file or folder"
+
+
+def test_a_value_is_turned_into_the_type_that_its_target_asks_for(tmp_path: Path) -> None:
+    (tmp_path / "7").write_bytes(b"seven")
+    run = config(tmp_path, "model.dropout=0", "data.path=7" if Path.cwd() == tmp_path else f"data.path={tmp_path}/7")
+    assert run["model"]["dropout"] == 0.0 and type(run["model"]["dropout"]) is float

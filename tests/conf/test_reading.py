@@ -1,0 +1,183 @@
+"""The two commands that only read: what they print, what they exit with, and that they leave no trace."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt import StateComponent
+from ckpt.manifest import MANIFEST_NAME
+from ckpt.topology import Topology
+from tests.states import Held, coordinator
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("run") / "checkpoints"
+    model = {
+        "big[red]": torch.arange(60_000, dtype=torch.bfloat16).reshape(300, 200),
+        "small\n": torch.arange(6).reshape(2, 3),
+        "step": 3,
+    }
+    run = coordinator(Topology.alone(), root, [StateComponent("model", Held(model), "replicated")])
+    for checkpoint_id in ("00000001", "00000002"):
+        run.save_checkpoint(checkpoint_id=checkpoint_id)
+    return root
+
+
+@pytest.fixture
+def root(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a root with two checkpoints, which a command is run beside, in an empty folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return shutil.copytree(saved, tmp_path / "run" / "checkpoints")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, recipe: str, *overrides: str) -> int:
+    """Call a recipe as the command line would; return its exit code, and check that it wrote nothing where it ran."""
+    monkeypatch.setattr(sys, "argv", [recipe, *overrides])
+    try:
+        importlib.import_module(f"recipes.{recipe}").main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert list(Path.cwd().iterdir()) == []
+    return code
+
+
+def names(root: Path) -> list[str]:
+    return sorted(str(path) for path in root.rglob("*"))
+
+
+@pytest.mark.parametrize("recipe", ["verify", "inspect"])
+def test_reading_leaves_no_trace(root: Path, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    before = names(root)
+    for path in (root, root / "checkpoint-00000001"):
+        for json_only in ("false", "true"):
+            assert run(monkeypatch, recipe, f"path={path}", f"json={json_only}") == 0
+    assert names(root) == before
+
+
+def test_verify_says_ok_with_counts_for_every_checkpoint_of_a_root(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "verify", f"path={root}") == 0
+    out, err = capsys.readouterr()
+    first, second = out.splitlines()
+    num_files = sum(path.is_file() for path in (root / "checkpoint-00000001").rglob("*"))
+    assert first.startswith(f"{root}/checkpoint-00000001: ok, {num_files} files, ")
+    assert second.startswith(f"{root}/checkpoint-00000002: ok, ")
+    assert err == ""
+
+
+def test_verify_names_what_is_wrong_and_exits_with_1(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (chunk,) = (root / "checkpoint-00000002" / "model").glob("big*/c/0/0")
+    chunk.write_bytes(bytes(chunk.stat().st_size))
+    (root / "checkpoint-00000002" / "extra").write_text("x")
+    assert run(monkeypatch, "verify", f"path={root}") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
+        f"{root}/checkpoint-00000002: 2 problems",
+        "  model: big[red]: bytes 0 to 120000 of model/big%5Bred%5D/c/0/0 are not those that were saved",
+        "  extra does not belong to the checkpoint",
+    ]
+    assert run(monkeypatch, "verify", f"path={root}/checkpoint-00000001") == 0
+
+
+def test_verify_as_json_prints_only_json(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "checkpoint-00000002" / "extra").write_text("x")
+    assert run(monkeypatch, "verify", f"path={root}", "json=true") == 1
+    out, err = capsys.readouterr()
+    tree = json.loads(out)
+    assert err == ""
+    assert tree["ok"] is False
+    assert [one["problems"] for one in tree["checkpoints"]] == [[], ["extra does not belong to the checkpoint"]]
+
+
+def test_a_damaged_manifest_is_a_sentence_in_both_commands(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = root / "checkpoint-00000002"
+    (checkpoint / MANIFEST_NAME).write_text("{ nothing")
+    for recipe, path in (("verify", root), ("verify", checkpoint), ("inspect", checkpoint)):
+        assert run(monkeypatch, recipe, f"path={path}") == 1
+        out, err = capsys.readouterr()
+        assert "the manifest does not match its own digest" in out + err
+        assert "Traceback" not in err
+    assert run(monkeypatch, "inspect", f"path={root}", "json=true") == 0
+    first, second = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert first["problem"] is None
+    assert "does not match its own digest" in second["problem"]
+
+
+def test_a_checkpoint_folder_without_manifest_is_a_problem_of_its_root(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "checkpoint-00000002" / MANIFEST_NAME).unlink()
+    assert run(monkeypatch, "verify", f"path={root}") == 1
+    assert f"  {root}/checkpoint-00000002 is not a checkpoint" in capsys.readouterr().out
+    assert run(monkeypatch, "verify", f"path={root}/checkpoint-00000002") == 1
+    assert "it has no checkpoint_manifest.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["verify", "inspect"])
+def test_a_path_that_is_neither_checkpoint_nor_root_is_one_sentence(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    for given, said in (
+        (f"path={root}/nope", f"{root}/nope does not exist; give a checkpoint or a folder of checkpoints as path="),
+        (f"path={root.parent}", f"give path={root}"),
+        (f"path={root}/checkpoint-00000001/{MANIFEST_NAME}", "is no checkpoint"),
+        ("json=true", "no path is given; add path="),
+        ("json=maybe", "path"),
+        (f"pth={root}", "did you mean path?"),
+    ):
+        assert run(monkeypatch, recipe, given) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert said in err
+        assert len(err.splitlines()) == 1
+
+
+def test_inspect_lists_the_checkpoints_of_a_root_in_commit_order(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "inspect", f"path={root}") == 0
+    out = capsys.readouterr().out
+    assert 0 < out.index("checkpoint-00000001") < out.index("checkpoint-00000002")
+    assert run(monkeypatch, "inspect", f"path={root}", "json=true") == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [row["id"] for row in rows] == ["00000001", "00000002"]
+    assert [row["num_arrays"] for row in rows] == [2, 2]
+    assert rows[0]["timestamp"] < rows[1]["timestamp"]
+
+
+def test_inspect_shows_components_and_arrays_with_names_as_they_are(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "inspect", f"path={root}/checkpoint-00000001") == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("model replicated rank 0 rank 0 2 120") for line in lines)
+    assert any(line.startswith("model/big[red] bfloat16 300 x 200 120.0 kB zarr model/big%5Bred%5D") for line in lines)
+    assert "model/small\\n int64 2 x 3 48 bytes packed by rank 0" in lines
+
+
+def test_inspect_as_json_gives_every_number_exactly(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "inspect", f"path={root}/checkpoint-00000001", "json=true") == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["components"]["model"]["sharing_pattern"] == "replicated"
+    big, small = tree["arrays"]["model/big[red]"], tree["arrays"]["model/small\n"]
+    assert (big["dtype"], big["shape"], big["size_bytes"], big["store"]) == ("bfloat16", [300, 200], 120_000, "zarr")
+    assert (small["packed_in"], small["size_bytes"]) == ([0], 48)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt.device import Device
+from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError
+from ckpt.sharing import SharingPattern
+from ckpt.topology import Topology
+from recipes.ranks import tracebacks_of_bugs
+from recipes.training import Training, learning_rate_factor, seed_generators
+from tests.conf.configs import config
+
+
+class Ema:
+    """A component of the user's own, which decides its pattern itself."""
+
+    sharing_pattern = "global"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Undecided(Ema):
+    sharing_pattern = None  # type: ignore[assignment]
+
+
+def training(tmp_path: Path, *overrides: str) -> Training:
+    cfg = config(tmp_path, "train.batch_size=2", *overrides)
+    made = Training(cfg, Topology.alone(), Device(type="cpu", collectives="gloo"))
+    made.join()
+    return made
+
+
+def ema(name: str) -> str:
+    return f"+components.ema={{_target_: {__name__}.{name}, sharing_pattern: null}}"
+
+
+def test_a_checkpoint_holds_the_configured_components_and_restores_the_generators_last(tmp_path: Path) -> None:
+    run = training(tmp_path, ema("Ema"), "~components.scheduler", "components.model.validate_replication=true")
+    components = run.components()
+    assert [component.key for component in components] == ["model", "optimizer", "dataset", "ema", "rng"]
+    assert [component.validate_replication for component in components] == [True, False, False, False, False]
+    assert components[3].stateful.model is run.model  # type: ignore[attr-defined]
+
+
+def test_the_data_and_added_objects_decide_their_pattern_at_run_time(tmp_path: Path) -> None:
+    dispatched = training(tmp_path, ema("Ema")).components()
+    own = training(tmp_path, "data.dispatch=false").components()
+    assert [dispatched[3].pattern, dispatched[4].pattern] == [SharingPattern.GLOBAL, SharingPattern.GLOBAL]
+    assert own[3].pattern is SharingPattern.PER_RANK
+
+
+def test_an_object_that_does_not_decide_either_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"components\.ema\.sharing_pattern=null .* Undecided has no attribute"
+    ):
+        training(tmp_path, ema("Undecided")).components()
+
+
+def test_the_learning_rate_rises_and_falls_and_knows_no_last_step() -> None:
+    factors = [learning_rate_factor(step) for step in range(1000)]
+    peak = factors.index(max(factors))
+    assert 0 < peak < 100 and max(factors) == 1.0
+    assert factors[: peak + 1] == sorted(factors[: peak + 1]) and factors[peak:] == sorted(factors[peak:], reverse=True)
+    assert factors[-1] > 0
+
+
+def test_every_rank_draws_its_own_random_numbers_and_the_same_ones_every_time() -> None:
+    def drawn(seed: int, rank: int) -> tuple[float, float, float]:
+        seed_generators(seed, rank)
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    assert drawn(0, 1) == drawn(0, 1)
+    numbers = [drawn(seed, rank) for seed, rank in [(0, 0), (0, 1), (1, 0), (1, 1)]]
+    assert all(len({number[kind] for number in numbers}) == 4 for kind in range(3))
+
+
+def test_scrambling_leaves_no_tensor_as_it_was(tmp_path: Path) -> None:
+    run = training(tmp_path)
+    run.step()
+    run.scramble()
+    state = [value for values in run.optimizer.state.values() for value in values.values()]
+    assert all(tensor.isnan().all() for tensor in [*run.model.state_dict().values(), *state])
+
+
+def test_the_same_seed_makes_the_same_first_steps(tmp_path: Path) -> None:
+    losses = [[run.step() for _ in range(2)] for run in (training(tmp_path) for _ in range(2))]
+    assert losses[0] == losses[1]
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("agreed", "cause", "shown"),
+    [
+        (CheckpointError("save: KeyError: 'w'"), KeyError("w"), True),
+        (CheckpointError("save: own: KeyError: 'w'"), caused(CheckpointError("KeyError: 'w'"), KeyError("w")), True),
+        (CheckpointError("save: full"), OSError(28, "No space left on device"), False),
+        (CheckpointError("save: no"), ConfigurationError("no"), False),
+        (RankAbsentError("save: rank 1 is gone"), RuntimeError("Connection reset by peer"), False),
+    ],
+)
+def test_only_an_unforeseen_error_shows_where_it_came_from(
+    capsys: pytest.CaptureFixture[str], agreed: CheckpointError, cause: Exception, shown: bool
+) -> None:
+    with pytest.raises(CheckpointError), tracebacks_of_bugs():
+        raise agreed from cause
+    assert (type(cause.__cause__ or cause).__name__ in capsys.readouterr().err) is shown

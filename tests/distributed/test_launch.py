@@ -1,0 +1,297 @@
+"""Started or joined, the ranks of a run end as one: one result or one sentence, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ckpt.errors import ConfigurationError
+from recipes.launch import launch
+from recipes.ranks import RANK_VARIABLES, rank_of_environment, ranks_exist
+from tests.jobs import SAVE, adds_up, config
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES and name != "OMP_NUM_THREADS"}
+
+
+def _jobs(*arguments: str, launcher: list[str] | None = None, **environment: str) -> subprocess.Popen[str]:
+    command = [*(launcher or [sys.executable]), "-m", "tests.jobs", *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=HERE | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that a test can send what a terminal sends: a signal to all of them
+    )
+
+
+def _outcomes(process: subprocess.Popen[str]) -> tuple[list[Any], str]:
+    printed, errors = process.communicate(timeout=120)
+    return [json.loads(line) for line in printed.splitlines()], errors
+
+
+# One rank: this process itself
+
+
+def test_one_rank_is_this_process_without_store_or_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    result = launch(adds_up, config(1))
+    assert result is not None
+    assert [rank["pid"] for rank in result["ranks"]] == [os.getpid()]
+    assert not result["has_process_group"]
+    assert not ranks_exist()
+    assert rank_of_environment() == 0
+
+
+@pytest.mark.parametrize("wrong", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "two"}, {}])
+def test_half_an_environment_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]) -> None:
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "1", **wrong}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="the environment says RANK=1, but .* start all ranks with torchrun"):
+        launch(adds_up, config(1))
+
+
+def test_a_world_of_one_that_exists_already_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    result = launch(adds_up, config(4))
+    assert result is not None
+    assert len(result["ranks"]) == 1
+
+
+# Several ranks, started here: jobs of a sweep, all in one process
+
+SWEEP = [
+    "adds_up:2",
+    "fills_the_disk:3",
+    "has_a_bug_in_a_save:2",
+    "has_a_bug:2",
+    "is_killed_in_a_save:3",
+    "is_killed_in_training:2",
+    "hangs_in_a_save:2",
+    "ends_without_a_word:2",
+    "exits:2",
+    "exits_well:2",
+    "adds_up:3",
+]
+
+
+@pytest.fixture(scope="module")
+def sweep() -> tuple[dict[str, Any], str]:
+    outcomes, errors = _outcomes(_jobs(*SWEEP, A_VARIABLE_OF_THE_LAUNCHER="seen"))
+    assert len(outcomes) == len(SWEEP), errors
+    return dict(zip(SWEEP, outcomes, strict=True)), errors
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", ["adds_up:2", "adds_up:3"])
+def test_the_result_of_rank_0_comes_back(sweep: tuple[dict[str, Any], str], job: str) -> None:
+    result = sweep[0][job]["result"]
+    num_ranks = int(job[-1])
+    assert result["total"] == sum(range(num_ranks))
+    assert [rank["local_rank"] for rank in result["ranks"]] == list(range(num_ranks))
+    assert len({rank["pid"] for rank in result["ranks"]}) == num_ranks
+    assert result["nodes"] == [list(range(num_ranks))]
+    assert result["has_process_group"]
+
+
+@pytest.mark.full
+def test_ranks_share_the_cores_and_see_the_launcher_s_environment_and_folder(sweep: tuple[dict[str, Any], str]) -> None:
+    result = sweep[0]["adds_up:2"]["result"]
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert (result["threads"], result["omp"]) == (share, str(share))
+    assert (result["from_the_launcher"], result["folder"]) == ("seen", str(ROOT))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("job", "error", "message"),
+    [
+        (
+            "fills_the_disk:3",
+            "StorageError",
+            f"{SAVE} failed in phase write on rank 1: model: No space left on device: 'w'",
+        ),
+        (
+            "has_a_bug_in_a_save:2",
+            "CheckpointError",
+            f"{SAVE} failed in phase write on rank 1: KeyError: 'a bug in a save'",
+        ),
+        ("has_a_bug:2", "CheckpointError", "rank 1 failed: ZeroDivisionError: a bug in training"),
+        ("exits:2", "CheckpointError", "rank 1 failed: SystemExit: 3"),
+        (
+            "is_killed_in_a_save:3",
+            "RankAbsentError",
+            f"rank 1 was killed by SIGKILL in phase write of {SAVE}; the kernel does that when memory runs out",
+        ),
+        (
+            "is_killed_in_training:2",
+            "RankAbsentError",
+            "rank 1 was killed by SIGKILL outside of any save or load; the kernel does that when memory runs out",
+        ),
+        ("ends_without_a_word:2", "RankAbsentError", "rank 1 ended with exit code 3 outside of any save or load"),
+    ],
+)
+def test_a_failed_job_is_one_error_that_says_why(
+    sweep: tuple[dict[str, Any], str], job: str, error: str, message: str
+) -> None:
+    outcome = sweep[0][job]
+    assert (outcome["error"], outcome["message"], outcome["rank"]) == (error, message, 1)
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_is_named_and_does_not_hold_up_the_end_for_long(sweep: tuple[dict[str, Any], str]) -> None:
+    outcome = sweep[0]["hangs_in_a_save:2"]
+    assert outcome["error"] == "RankAbsentError"
+    assert outcome["message"].startswith("rank 1 (pid ")
+    assert outcome["message"].endswith(f" made no progress for 2 s in phase write of {SAVE}")
+    assert outcome["seconds"] < 2 + 10
+
+
+@pytest.mark.full
+def test_a_rank_that_exits_with_0_has_done_its_part(sweep: tuple[dict[str, Any], str]) -> None:
+    assert sweep[0]["exits_well:2"]["result"] == {"rank": 0}
+
+
+@pytest.mark.full
+def test_stderr_holds_the_tracebacks_of_the_bugs_once_and_nothing_else(sweep: tuple[dict[str, Any], str]) -> None:
+    errors = sweep[1]
+    assert errors.count("Traceback") == 2
+    assert errors.count("KeyError: 'a bug in a save'\n") == 1
+    assert errors.count("ZeroDivisionError: a bug in training\n") == 1
+    for line in errors.splitlines():
+        assert line.startswith((" ", "rank 1:", "Traceback", "KeyError", "ZeroDivisionError")), errors
+
+
+@pytest.mark.full
+def test_a_sweep_leaves_nothing_behind_but_the_forkserver(sweep: tuple[dict[str, Any], str]) -> None:
+    left = [outcome["left"] for outcome in sweep[0].values()]
+    assert left == [left[0]] * len(left)
+    assert left[0]["threads"] == ["MainThread"]
+    assert [child.partition("multiprocessing.")[2].split(" ")[0] for child in left[0]["children"]] == [
+        "forkserver",
+        "resource_tracker",
+    ]
+    assert left[0]["environment"] == []
+    assert left[0]["handlers"][:2] == ["<Handlers.SIG_DFL: 0>", "<built-in function default_int_handler>"]
+    assert not left[0]["process_group"]
+
+
+# The end of a launcher
+
+
+@contextmanager
+def _running(folder: Path, num_ranks: int) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """Start ranks that save without end, wait until all have saved; yield the launcher and all processes below it."""
+    launcher = _jobs(f"says_who_runs:{num_ranks}", FOLDER_OF_PIDS=str(folder))
+    family: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(folder.glob("saved-*"))) < num_ranks:
+            assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()
+            time.sleep(0.05)
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        ranks = {int((folder / str(rank)).read_text()) for rank in range(num_ranks)}
+        assert ranks < {process.pid for process in family}
+        assert len(family) == num_ranks + 2, "the ranks, the forkserver, its helper"
+        yield launcher, family
+    finally:
+        for process in [*family, launcher]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        launcher.communicate()
+
+
+def _alive(processes: list[psutil.Process], after_s: float) -> list[psutil.Process]:
+    """Return those that still run after so long; where nobody waits for orphans, a dead one stays as a zombie."""
+    deadline = time.monotonic() + after_s
+    while running := [process for process in processes if _runs(process)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return running
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_nobody_survives_a_kill_of_the_launcher_for_a_second(tmp_path: Path) -> None:
+    with _running(tmp_path, 3) as (launcher, family):
+        launcher.kill()
+        assert _alive(family, 1.0) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    [
+        pytest.param(signal.SIGTERM, False, id="SIGTERM", marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, False, id="SIGINT", marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, True, id="Ctrl-C", marks=pytest.mark.full),
+    ],
+)
+def test_a_launcher_that_is_asked_to_end_ends_its_ranks_first(
+    tmp_path: Path, number: signal.Signals, to_all: bool
+) -> None:
+    with _running(tmp_path, 2) as (launcher, family):
+        os.killpg(launcher.pid, number) if to_all else launcher.send_signal(number)
+        _, errors = launcher.communicate(timeout=20)
+        assert launcher.returncode == -number
+        assert _alive(family, 1.0) == []
+    before, *tracebacks = errors.split("Traceback (most recent call last):\n")
+    assert before == ""
+    assert len(tracebacks) == (number == signal.SIGINT), "only the launcher's own KeyboardInterrupt, as of any program"
+
+
+# Ranks that exist already
+
+
+def test_jobs_under_torchrun_join_its_ranks_one_after_another_and_run_rank_0_s_configuration() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    outcomes, errors = _outcomes(_jobs("adds_up", "adds_up", "fills_the_disk", "adds_up", launcher=torchrun))
+    _check_joined(outcomes, errors)
+
+
+@pytest.mark.full
+def test_ranks_that_nobody_holds_a_store_for_hold_it_themselves() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [_jobs("adds_up", "adds_up", "fills_the_disk", "adds_up", **environment, RANK=str(rank)) for rank in (0, 1)]
+    said = [_outcomes(rank) for rank in ranks]
+    _check_joined([outcome for outcomes, _ in said for outcome in outcomes], "".join(errors for _, errors in said))
+
+
+def _check_joined(outcomes: list[Any], errors: str) -> None:
+    by_rank = {rank: [outcome for outcome in outcomes if outcome["here"] == rank] for rank in (0, 1)}
+    assert [len(outcomes) for outcomes in by_rank.values()] == [4, 4], errors
+    for number in (0, 1, 3):
+        result = by_rank[0][number]["result"]
+        assert (result["total"], result["nodes"], result["composed_by"]) == (1.0, [[0, 1]], 0)
+        assert by_rank[1][number]["result"] is None
+    for rank in (0, 1):
+        message = f"{SAVE} failed in phase write on rank 1: model: No space left on device: 'w'"
+        assert (by_rank[rank][2]["error"], by_rank[rank][2]["message"]) == ("StorageError", message)
+        assert not by_rank[rank][3]["left"]["process_group"]
+        assert by_rank[rank][3]["left"]["threads"] == ["MainThread"]
+    assert "Traceback" not in errors

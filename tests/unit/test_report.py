@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckpt.loading import LoadReport
+from ckpt.saving import SaveReport
+from recipes.report import Report, Summary, config_differences
+
+CONFIG = {"train": {"steps": 6}, "resume": None, "load": {"verify": True, "list": [1, 2]}, "name": "a"}
+SAVED = "train:\n  steps: 6\nresume: null\nload:\n  verify: true\n  list: [1, 2]\nname: a\n"
+
+
+def loaded(**changes: object) -> LoadReport:
+    values = {"path": "/runs/checkpoint-00000004", "checkpoint_id": "00000004", "load_s": 0.5, "bytes_read": 10}
+    return LoadReport(**(values | {"bytes_needed": 20, "config_text": SAVED} | changes))
+
+
+def test_equal_configs_differ_in_nothing() -> None:
+    assert config_differences(SAVED, CONFIG) == []
+
+
+def test_only_what_differs_is_listed_one_line_a_key() -> None:
+    now = {"train": {"steps": 9}, "resume": "latest", "load": {"list": [1, 3]}, "name": "a", "new": {"key": False}}
+    assert config_differences(SAVED, now) == [
+        "load.list: [1, 2] -> [1, 3]",
+        "load.verify: true -> (not there)",
+        "new.key: (not there) -> false",
+        "resume: null -> latest",
+        "train.steps: 6 -> 9",
+    ]
+
+
+def test_a_summary_counts_on_from_the_step_that_was_resumed() -> None:
+    summary = Summary(world_size=3)
+    summary.add_resume(loaded(fell_back_from=("/runs/checkpoint-00000006",)), "d" * 32)
+    assert (summary.first_step, summary.final_step) == (5, 4)
+    summary.add_step(5, 2.5)
+    summary.add_save(5, SaveReport("/runs/checkpoint-00000005", "00000005", 99, 0.25, 0.125))
+    found = summary.as_dict()
+    assert (found["first_step"], found["final_step"], found["losses"]) == (5, 5, [2.5])
+    assert found["resumed_from"] == "/runs/checkpoint-00000004"
+    assert found["fell_back_from"] == ["/runs/checkpoint-00000006"] and found["loaded_digest"] == "d" * 32
+    assert (found["load_s"], found["bytes_read"], found["bytes_needed"]) == (0.5, 10, 20)
+    assert found["checkpoints"] == [
+        {"path": "/runs/checkpoint-00000005", "step": 5, "bytes": 99, "save_s": 0.25, "blocked_s": 0.125}
+    ]
+
+
+def test_a_summary_is_written_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    summary = Summary(world_size=1, losses=[0.1 + 0.2])
+    assert json.loads(summary.write(tmp_path).read_text()) == summary.as_dict()
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    Summary.remove(tmp_path)
+    Summary.remove(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_one_rank_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+    for shown in (False, True):
+        report = Report({"train": {"steps": 2}}, shown=shown)
+        with report.running(1):
+            report.step(1, 3.0, None)
+            report.step(2, 2.0, SaveReport("/runs/checkpoint-00000002", "00000002", 4_000_000, 0.5, 0.5))
+        out = capsys.readouterr().out
+        assert (out == "") is not shown
+    assert out.splitlines() == [
+        "step      1/2  loss 3.0000",
+        "step      2/2  loss 2.0000  saved checkpoint-00000002: 0.500 s, 4.0 MB, 0.01 GB/s",
+    ]
