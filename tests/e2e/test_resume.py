@@ -1,0 +1,213 @@
+"""A run that ended and goes on in a new process is, to the bit, the run that never ended."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, WorldSizeError
+from ckpt.manifest import digest_of
+from ckpt.stored import read_manifest
+from tests.e2e.conftest import STEPS, Run
+from tests.e2e.runs import BACKENDS, checkpoint, committed, root_of, run, summary_of
+
+SUMMARY_KEYS = {
+    "first_step", "final_step", "losses", "resumed_from", "fell_back_from", "loaded_digest", "state_digest", "world_size",
+    "checkpoints", "load_s", "bytes_read", "bytes_needed",
+}  # fmt: skip
+LAYOUTS = {"single": (1, ["parallel=single"]), "ddp 1": (1, []), "ddp 2": (2, []), "ddp 3": (3, []), "ddp 4": (4, [])}
+
+
+def test_three_tied_ranks_saved_by_one_backend_go_on_with_the_other_to_the_bit(tmp_path: Path) -> None:
+    tied = "model.tie_embeddings=true"
+    straight = run(tmp_path / "straight", "train.steps=5", "save.every=2", tied, ranks=3)
+    path = checkpoint(tmp_path / "straight", 2)
+    resumed = run(tmp_path / "on", "train.steps=5", "save.every=2", tied, "ckpt=tensorstore", f"resume={path}", ranks=3)
+    assert resumed["first_step"] == 3
+    assert resumed["resumed_from"] == str(path)
+    assert resumed["losses"] == straight["losses"][2:]
+    assert resumed["state_digest"] == straight["state_digest"]
+    assert [read_manifest(one).arrays["model/wte.weight"].store for one in committed(tmp_path / "on")] == ["ocdbt"] * 2
+
+
+def test_two_ranks_go_on_from_a_path_to_the_bit(straight: Run, in_ocdbt: Run) -> None:
+    assert in_ocdbt.summary["first_step"] == STEPS - 1
+    assert in_ocdbt.summary["losses"] == straight.summary["losses"][-2:]
+    assert in_ocdbt.summary["state_digest"] == straight.summary["state_digest"]
+
+
+@functools.cache
+def _straight(layout: str, tied: bool, dispatch: bool, parent: Path) -> dict[str, Any]:
+    """The run without a break, once for all backends: what a save does to it, if anything, would be seen beside them."""
+    run_dir = parent / f"straight {layout} {tied} {dispatch}"
+    ranks, overrides = LAYOUTS[layout]
+    summary = run(run_dir, *_matrix(overrides, tied, dispatch), "train.steps=40", ranks=ranks)
+    shutil.rmtree(run_dir)
+    return summary
+
+
+def _matrix(overrides: list[str], tied: bool, dispatch: bool) -> list[str]:
+    return [*overrides, "save.every=20", f"model.tie_embeddings={tied}", f"data.dispatch={dispatch}"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dispatch", [True, False], ids=["dispatched", "own data"])
+def test_20_steps_and_then_20_more_are_40_steps_to_the_bit(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, backend: str, layout: str, tied: bool, dispatch: bool
+) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    overrides = [*_matrix(overrides, tied, dispatch), *BACKENDS[backend]]
+    whole = _straight(layout, tied, dispatch, tmp_path_factory.getbasetemp())
+    first = run(tmp_path / "run", *overrides, "train.steps=20", ranks=ranks)
+    rest = run(tmp_path / "run", *overrides, "train.steps=40", "resume=latest", ranks=ranks)
+    assert (rest["first_step"], rest["final_step"]) == (21, 40)
+    assert rest["loaded_digest"] == first["state_digest"]
+    assert first["losses"] + rest["losses"] == whole["losses"]
+    assert rest["state_digest"] == whole["state_digest"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("saved_by", BACKENDS)
+@pytest.mark.parametrize("resumed_by", BACKENDS)
+def test_each_backend_goes_on_from_what_each_other_saved(tmp_path: Path, saved_by: str, resumed_by: str) -> None:
+    run(tmp_path / "run", "train.steps=4", "save.every=2", *BACKENDS[saved_by], ranks=3)
+    straight = summary_of(tmp_path / "run")
+    path = checkpoint(tmp_path / "run", 2)
+    rest = run(tmp_path / "on", "train.steps=4", f"resume={path}", *BACKENDS[resumed_by], ranks=3)
+    assert rest["losses"] == straight["losses"][2:]
+    assert rest["state_digest"] == straight["state_digest"]
+    again = run(tmp_path / "on", "train.steps=4", "resume=latest", *BACKENDS[saved_by], ranks=3)
+    assert again["loaded_digest"] == straight["state_digest"]
+
+
+def test_a_run_resumed_at_its_last_step_trains_and_saves_nothing_and_writes_its_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = run(tmp_path / "run", "train.steps=2")
+    files = _stamps(tmp_path / "run")
+    run(tmp_path / "run", "train.steps=2", "resume=latest", "save.every=1")
+    after = summary_of(tmp_path / "run")
+    assert set(after) == SUMMARY_KEYS
+    assert (after["first_step"], after["final_step"], after["losses"], after["checkpoints"]) == (3, 2, [], [])
+    assert after["state_digest"] == after["loaded_digest"] == before["state_digest"]
+    assert _stamps(tmp_path / "run") == files
+    said = capsys.readouterr().out
+    assert "nothing to do" in said
+    assert "config differs: save.every: 100 -> 1" in said
+    assert "config differs: resume: null -> latest" in said
+
+
+def _stamps(run_dir: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in root_of(run_dir).rglob("*")}
+
+
+def test_the_summary_of_a_first_and_of_a_resumed_run_say_where_they_began(straight: Run, in_ocdbt: Run) -> None:
+    first, second = straight.summary, in_ocdbt.summary
+    for one, found in ((straight, first), (in_ocdbt, second)):
+        assert summary_of(one.dir) == found
+        assert set(found) == SUMMARY_KEYS
+        assert found["world_size"] == 2
+        assert [(save["path"], save["step"]) for save in found["checkpoints"]] == [
+            (str(checkpoint(one.dir, step)), step) for step in range(found["first_step"], STEPS + 1)
+        ]
+        for save in found["checkpoints"]:
+            assert set(save) == {"path", "step", "bytes", "save_s", "blocked_s"}
+            files = [path for path in Path(save["path"]).rglob("*") if path.is_file()]
+            assert save["bytes"] == sum(path.stat().st_size for path in files)
+    assert (first["first_step"], first["final_step"], len(first["losses"])) == (1, STEPS, STEPS)
+    assert [first[key] for key in ("resumed_from", "loaded_digest", "load_s", "bytes_read", "bytes_needed")] == [
+        None
+    ] * 5
+    assert (second["first_step"], second["final_step"]) == (STEPS - 1, STEPS)
+    assert second["resumed_from"] == str(checkpoint(straight.dir, STEPS - 2))
+    assert second["load_s"] > 0
+    assert second["bytes_read"] == second["bytes_needed"] > 2 * 12e6
+    assert first["fell_back_from"] == second["fell_back_from"] == []
+
+
+def test_a_checkpoint_holds_the_config_of_its_run_and_the_hash_of_it(straight: Run) -> None:
+    path = checkpoint(straight.dir, 1)
+    text = (path / "config.yaml").read_bytes()
+    assert b"nproc_per_node: 2" in text
+    assert b"${" not in text, "it is resolved"
+    manifest = json.loads((path / "checkpoint_manifest.json").read_text())
+    assert manifest["training_args_hash"] == digest_of(text)
+    assert manifest["files"]["config.yaml"] == [len(text), digest_of(text)]
+
+
+def test_another_number_of_ranks_is_refused_with_the_way_out_which_works(tmp_path: Path, straight: Run) -> None:
+    path = checkpoint(straight.dir, STEPS - 1)
+    with pytest.raises(WorldSizeError) as caught:
+        run(tmp_path / "run", f"train.steps={STEPS}", f"resume={path}")
+    assert str(caught.value) == (
+        f"load of {path.name}: component rng is per_rank and was saved by 2 ranks, this run has 1. Run on 2 ranks "
+        "(launch.nproc_per_node=2), or leave the component out with ~components.rng."
+    )
+    assert not committed(tmp_path / "run")
+    resumed = run(tmp_path / "run", f"train.steps={STEPS}", f"resume={path}", "~components.rng", "load.strict=true")
+    assert (resumed["first_step"], resumed["final_step"], resumed["world_size"]) == (STEPS, STEPS, 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_any_number_of_ranks_goes_on_without_the_generators(tmp_path: Path, straight: Run, ranks: int) -> None:
+    """Model, optimizer, schedule and position are the same to the bit; the sums over other ranks then are not."""
+    first = run(tmp_path / "run", "train.steps=2", "model.dropout=0", ranks=2)
+    overrides = ["train.steps=4", "model.dropout=0", "resume=latest", "~components.rng"]
+    rest = run(tmp_path / "run", *overrides, ranks=ranks)
+    assert rest["loaded_digest"] == first["state_digest"]
+    assert rest["first_step"] == 3
+
+
+@pytest.mark.full
+def test_ranks_that_draw_for_themselves_name_their_data_as_what_cannot_follow(tmp_path: Path) -> None:
+    run(tmp_path / "run", "train.steps=1", "data.dispatch=false", ranks=2)
+    with pytest.raises(WorldSizeError, match="component dataset is per_rank and was saved by 2 ranks, this run has 3"):
+        run(tmp_path / "run", "train.steps=2", "data.dispatch=false", "resume=latest", "~components.rng", ranks=3)
+    overrides = ["train.steps=2", "data.dispatch=false", "resume=latest", "~components.rng", "~components.dataset"]
+    assert run(tmp_path / "run", *overrides, ranks=3)["first_step"] == 2
+
+
+def test_going_on_where_there_is_nothing_begins_at_step_1(tmp_path: Path) -> None:
+    found = run(tmp_path / "run", "train.steps=1", "resume=latest")
+    assert (found["first_step"], found["final_step"], found["resumed_from"]) == (1, 1, None)
+
+
+def test_a_path_that_is_no_checkpoint_is_an_error(tmp_path: Path, straight: Run) -> None:
+    for path in (tmp_path / "checkpoint-00000007", straight.dir):
+        with pytest.raises(CheckpointNotFoundError, match=f"{path}"):
+            run(tmp_path / "run", "train.steps=1", f"resume={path}")
+    assert not committed(tmp_path / "run")
+
+
+def test_a_root_whose_checkpoints_are_all_damaged_is_an_error(tmp_path: Path) -> None:
+    run(tmp_path / "run", "train.steps=2", "save.every=1")
+    for path in committed(tmp_path / "run"):
+        (path / "config.yaml").write_text("nothing\n")
+    with pytest.raises(CorruptCheckpointError, match="every checkpoint in .* is damaged: .*config.yaml.*config.yaml"):
+        run(tmp_path / "run", "train.steps=3", "resume=latest")
+    assert len(committed(tmp_path / "run")) == 2
+
+
+def test_a_fresh_run_over_existing_checkpoints_is_refused_with_three_ways_out(tmp_path: Path, straight: Run) -> None:
+    with pytest.raises(CheckpointExistsError) as caught:
+        run(straight.dir, "train.steps=1", ranks=2)
+    for way_out in ("resume=latest", "run_name=", "overwrite=true"):
+        assert way_out in str(caught.value)
+    assert summary_of(straight.dir) == straight.summary
+
+
+@pytest.mark.full
+def test_overwriting_leaves_the_old_checkpoints_until_the_first_new_one_is_there(tmp_path: Path) -> None:
+    run(tmp_path / "run", "train.steps=3", "save.every=1", ranks=2)
+    found = run(tmp_path / "run", "train.steps=2", "save.every=1", "overwrite=true", "train.seed=1", ranks=2)
+    assert found["resumed_from"] is None
+    assert [path.name for path in committed(tmp_path / "run")] == ["checkpoint-00000001", "checkpoint-00000002"]
