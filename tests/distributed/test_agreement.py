@@ -223,28 +223,24 @@ def test_when_the_store_goes_with_rank_0_every_other_rank_says_so_in_one_sentenc
         )
 
 
-def _agree_often(topology: Topology, rounds: int) -> tuple[list[int], float]:
-    keys, seconds = [], []
+def _agree_often(topology: Topology, rounds: int) -> list[int]:
+    keys = []
     for number in range(rounds):
         with topology.operation(f"save of {number}"):
-            began = time.perf_counter()
             with topology.phase("write") as phase:
                 phase.payload = {"number": number, "rank": topology.rank}
-            seconds.append(time.perf_counter() - began)
             topology.exchange("slivers", {(topology.rank + 1) % 4: bytes(70_000)}, [(topology.rank - 1) % 4])
             if number in (9, rounds - 1):
                 with topology.phase("everybody is through"):
                     pass
                 time.sleep(0.1)
                 keys.append(topology._mailbox._store.num_keys())
-    return keys, sorted(seconds)[rounds // 2]
+    return keys
 
 
-def test_hundreds_of_agreements_leave_no_key_behind_and_cost_milliseconds() -> None:
-    outcomes = run_ranks(4, _agree_often, 300)
-    for keys, _ in outcomes:
-        assert keys[0] == keys[1]
-    assert max(seconds for _, seconds in outcomes) < 0.05, "1.5 ms when the machine is otherwise idle"
+def test_hundreds_of_agreements_leave_no_key_behind() -> None:
+    for after_10, after_300 in run_ranks(4, _agree_often, 300):
+        assert abs(after_300 - after_10) < 8, "a rank may be late by a round; a key left per round would be 290"
 
 
 # SIGTERM
