@@ -149,9 +149,11 @@ def import_torch() -> None:
     """Import torch without the device plugins that it loads by itself.
 
     A plugin that is installed without its driver makes every plain `import torch` fail, whatever device the run is for.
-    So plugins are imported by name, by `ckpt.device.Device` alone, which can say what is missing.
+    So plugins are imported by name, by `ckpt.device.Device` alone, which can say what is missing. Nor may torch's C++
+    parts warn on stderr: where no name server answers, they do so for every connection between ranks.
     """
-    with _environment("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"):
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with _environment("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"), _environment("TORCH_CPP_LOG_LEVEL", level):
         import torch  # noqa: F401
 
 

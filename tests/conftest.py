@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from ckpt.errors import DeviceUnavailableError
 
 DEVICES = {"cuda": ("nccl", None), "npu": ("hccl", "torch_npu")}
 
+# Torch asks the name server who is at the other end of each connection between ranks; an answer that gets lost costs 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 torch.set_num_threads(1)  # several wait for each other in loops: with one more process on the machine, ten times as long
 
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a busy machine
