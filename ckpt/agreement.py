@@ -198,9 +198,7 @@ def _result_key(at: At) -> str:
     return f"result/{at}"
 
 
-def conclude(
-    verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world_size: int
-) -> dict[str, Any] | None:
+def conclude(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world_size: int) -> dict[str, Any] | None:
     """Return the one error that all ranks raise, described, or None if all is well.
 
     What a rank raised comes before who is missing: the missing ranks may be gone because of it.

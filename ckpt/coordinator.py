@@ -74,7 +74,13 @@ class CheckpointCoordinator:
         self._overwrite = overwrite
         self._refused: dict[Path, str] = {}
         self._saver = Saver(
-            components, topology, backend, device, config_text=config_text, stale_s=stale_s, run_id=str(self.output_dir.absolute())
+            components,
+            topology,
+            backend,
+            device,
+            config_text=config_text,
+            stale_s=stale_s,
+            run_id=str(self.output_dir.absolute()),
         )
         self._loader = Loader(components, topology, strategy, device, verify=verify)
 

@@ -120,7 +120,8 @@ def _start_forkserver(job: Job) -> None:
     package = job.__module__.partition(".")[0]
     ours = [name for name in sys.modules if name.partition(".")[0] == package and name not in main]
     # The first optimizer of a process imports torch._dynamo, which takes a second: better once than in every rank.
-    preload = ["torch.nn.parallel", "torch.distributed.launcher.api", "torch._dynamo", __name__, *ours]
+    imports = ["torch.nn.parallel", "torch.distributed.launcher.api", "torch._dynamo", __name__, *ours]
+    preload = [*imports, "recipes.forkserver"]  # what is registered last runs first when it ends
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     wanted = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
     wanted["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is told in our words
@@ -176,7 +177,9 @@ def _rank_main(start: _Start) -> dict[str, Any] | None:
     store = dist.TCPStore(_ADDRESS, start.port, is_master=False, wait_for_workers=False)
 
     def job(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | None:
-        with _reported(store, environment):  # before the process group goes, whose end the others would take for the cause
+        with _reported(
+            store, environment
+        ):  # before the process group goes, whose end the others would take for the cause
             return start.job(cfg, topology)
 
     with _reported(store, environment):

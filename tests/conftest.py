@@ -16,7 +16,9 @@ DEVICES = {"cuda": ("nccl", None), "npu": ("hccl", "torch_npu")}
 
 # Torch asks the name server who is at the other end of each connection between ranks; an answer that gets lost costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
-torch.set_num_threads(1)  # several wait for each other in loops: with one more process on the machine, ten times as long
+torch.set_num_threads(
+    1
+)  # several wait for each other in loops: with one more process on the machine, ten times as long
 
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("any machine")

@@ -155,7 +155,9 @@ def main(arguments: list[str]) -> None:
         cfg = config(int(number or 1), folder=os.environ.get("FOLDER_OF_PIDS", ""))
         from tests import jobs  # by its own name, as a recipe's job would be, not as part of __main__
 
-        line = json.dumps({**outcome_of(getattr(jobs, name), cfg), "here": rank_of_environment() if ranks_exist() else None})
+        line = json.dumps(
+            {**outcome_of(getattr(jobs, name), cfg), "here": rank_of_environment() if ranks_exist() else None}
+        )
         sys.stdout.write(line + "\n")  # in one piece: the ranks of torchrun share a pipe
         sys.stdout.flush()
 

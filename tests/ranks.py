@@ -27,7 +27,15 @@ import torch.distributed as dist
 
 from ckpt.topology import Topology
 
-_PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "pytest", "recipes.training", "tests.ranks", "tests.states"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "pytest",
+    "recipes.training",
+    "tests.ranks",
+    "tests.states",
+]
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,9 @@ def run_ranks(
     return outcomes
 
 
-def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, agree_s: float = 5.0, timeout_s: float = 30.0) -> list[Any]:
+def run_threads(
+    world_size: int, fn: Callable[..., Any], *args: Any, agree_s: float = 5.0, timeout_s: float = 30.0
+) -> list[Any]:
     """Run `fn(topology, *args)` on ranks that are threads of this process: no deaths and no signals, but at once."""
     store = dist.HashStore()
 
@@ -181,7 +191,9 @@ def _give_up(ranks: list[_Rank], outcomes: dict[int, Any]) -> list[Any]:
         os.kill(rank.process.pid, signal.SIGCONT)
     time.sleep(1.0)
     for rank in late:
-        outcomes[rank.number] = _Problem(f"rank {rank.number} did not end before the deadline; its stacks are on stderr")
+        outcomes[rank.number] = _Problem(
+            f"rank {rank.number} did not end before the deadline; its stacks are on stderr"
+        )
     return [outcomes[rank.number] for rank in ranks]
 
 
@@ -216,7 +228,11 @@ def _process_group(job: _Job, rank: int, store: dist.Store) -> Iterator[None]:
         yield
         return
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=job.world_size, timeout=timedelta(seconds=60)
+        "gloo",
+        store=dist.PrefixStore("gloo", store),
+        rank=rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=60),
     )
     try:
         yield

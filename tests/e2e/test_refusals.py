@@ -37,7 +37,10 @@ runpy.run_module("recipes.train", run_name="__main__", alter_sys=True)
             "output_dir=/proc/x",
             r"the folder of the run cannot be made: .*'/proc/x'; choose another with output_dir=<folder>",
         ),
-        ("checkpoint_root=/proc/x", r"the checkpoint root cannot be made: .*'/proc/x'; choose another with checkpoint_root=<folder>"),
+        (
+            "checkpoint_root=/proc/x",
+            r"the checkpoint root cannot be made: .*'/proc/x'; choose another with checkpoint_root=<folder>",
+        ),
         ("data.path=/proc/x", r"data\.path=/proc/x: there is no such file or folder"),
     ],
     ids=["npu", "no such choice", "bad value", "no such key", "no group", "run folder", "checkpoint root", "text"],

@@ -31,7 +31,9 @@ def test_every_class_of_the_family_survives_the_journey(
 
 
 def test_the_family_is_the_built_in_errors_it_resembles() -> None:
-    builtins = {kind.__name__: [base.__name__ for base in kind.__bases__] for kind in FAMILY if kind is not CheckpointError}
+    builtins = {
+        kind.__name__: [base.__name__ for base in kind.__bases__] for kind in FAMILY if kind is not CheckpointError
+    }
     assert builtins == {
         "ConfigurationError": ["CheckpointError", "ValueError"],
         "DeviceUnavailableError": ["CheckpointError", "RuntimeError"],

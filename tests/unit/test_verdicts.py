@@ -88,7 +88,10 @@ def test_a_failure_between_two_phases_is_no_disagreement_about_the_phase() -> No
 
 
 def test_a_phase_outside_of_any_operation_is_named_alone() -> None:
-    assert _message({0: _ok(what=None), 1: _failed(ValueError("a"), what=None)}) == "phase write failed on rank 1: ValueError: a"
+    assert (
+        _message({0: _ok(what=None), 1: _failed(ValueError("a"), what=None)})
+        == "phase write failed on rank 1: ValueError: a"
+    )
     assert _message({0: _failed(ValueError("a"), what=None)}) == "ValueError: a"
 
 
@@ -111,7 +114,9 @@ def test_all_is_well_exactly_if_all_are_there_in_one_phase_and_none_raised(verdi
         assert error["rank"] in (raised[0], None)
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3), max_leaves=5
+)
 
 
 @given(what=st.none() | st.text(), phase=st.none() | st.text(), payload=JSON)

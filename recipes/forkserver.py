@@ -1,0 +1,15 @@
+"""Imported by the forkserver alone, as the last of its preloads: it shall end at once when its launcher has gone.
+
+Python would first take torch apart module by module, which lasts about a second, and half a run would seem to live on.
+"""
+
+import atexit
+import os
+
+
+def _end_at_once(forkserver: int) -> None:
+    if os.getpid() == forkserver:  # ranks are forked with this in place, and have an end of their own
+        os._exit(0)
+
+
+atexit.register(_end_at_once, os.getpid())
