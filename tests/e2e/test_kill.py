@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -88,7 +89,8 @@ def _kill_in_a_save(run_dir: Path, victims: str, random: Random, overrides: list
             os.kill(command.process.pid, signal.SIGKILL)
         else:
             for process in ours:
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # some end by themselves when the first are gone
+                    process.kill()
         left = left_after(a_second() / 2, lambda: [process for process in ours if _lives(process)])
         assert left == [], f"half a second later there are {left}"
         assert left_after(0.0, lambda: marked(run_dir)) == []
