@@ -7,15 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.box import Box
-from ckpt.errors import ReplicationError, describe, rebuild, sentence
+from ckpt.errors import ReplicationError, ShardingError, describe, rebuild, sentence
 from ckpt.flatten import Leaves, TensorLeaf, flatten, path_to_json, to_json
 from ckpt.manifest import digest_of
-from ckpt.mapping import Address
-from ckpt.plan import Table
 from ckpt.replication import require_equal, tensor_digests
 from ckpt.sharing import (
     EQUAL_COPIES,
+    OWN_COPIES,
     SharingPattern,
     StateComponent,
     addresses,
@@ -24,6 +22,7 @@ from ckpt.sharing import (
     holders_of,
     prefix_of,
 )
+from ckpt.tables import Table, TablePart, piece_from_json, table_of_pieces, table_to_json
 from ckpt.topology import Topology
 
 
@@ -48,10 +47,10 @@ class Contribution:
     copies: dict[str, dict[str, str]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def summary(self, table_bytes: bytes) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """What the other ranks need to know to see whether all agree: digests, not the things."""
         return {
-            "table": digest_of(table_bytes),
+            "table": _digest_of_json(table_to_json(self.table)),
             "plain": {key: _digest_of_json(rows) for key, rows in self.plain.items()},
             "copies": {key: _digest_of_json(digests) for key, digests in self.copies.items()},
             "failed": self.failed,
@@ -75,14 +74,14 @@ def collect(
         CheckpointError: a required component failed; `.component` names it.
     """
     mine = Contribution()
-    all_addresses: list[Address] = []
+    parts: list[TablePart] = []
     aliases: list[tuple[str, str]] = []
     for component in components:
         if component.key in without:
             continue
         try:
             leaves = flatten(component.stateful.state_dict(), component.key)
-            tied = find_aliases(leaves.tensors, getattr(component.stateful, "tied_names", {}))
+            tied = find_aliases(leaves.tensors, _declared_ties(component, leaves))
             leaves.tensors = {key: leaf for key, leaf in leaves.tensors.items() if key not in tied}
             found = addresses(component, leaves, topology)
         except Exception as error:
@@ -92,7 +91,7 @@ def collect(
             continue
         mine.components[component.key] = component
         mine.tensors |= {address.name: leaves.tensors[key] for key, address in found.items()}
-        all_addresses += found.values()
+        parts.append(TablePart.of(found.values()))
         start = f"{component.key}/{prefix_of(component, topology)}"
         if gives(component, topology):
             aliases += [(start + alias, start + first) for alias, first in tied.items()]
@@ -100,7 +99,7 @@ def collect(
         if _to_compare(component, compare_all):
             mine.copies[component.key] = tensor_digests({key: leaves.tensors[key] for key in found})
         topology.progress()
-    mine.table = Table(tuple(all_addresses), tuple(aliases))
+    mine.table = Table(tuple(parts), tuple(aliases))
     return mine
 
 
@@ -139,21 +138,38 @@ def settle_plain(
     return merged
 
 
-def table_to_bytes(table: Table) -> bytes:
-    """The table as JSON, to be sent once and compared by digest from then on."""
-    rows = [[a.name, a.dtype, a.global_shape, a.box.offsets, a.box.shape] for a in table.addresses]
-    return json.dumps([rows, table.aliases], separators=(",", ":")).encode()
+def exchange_tables(mine: Table, digests: Sequence[str], topology: Topology) -> tuple[list[Table], list[int]]:
+    """Return the distinct tables of all ranks, and for every rank which of them is its own; equal on every rank.
+
+    What ranks have in common crosses the store once: first everybody learns of what pieces each table is made, then the
+    lowest rank that has a piece sends it.
+
+    Args:
+        digests: of every rank's table, from its summary.
+    """
+    number_of = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
+    pieces = table_to_json(mine)
+    listed = [_digest_of_json(piece) for piece in pieces]
+    with topology.phase("tables") as phase:
+        phase.payload = listed if digests.index(digests[topology.rank]) == topology.rank else None
+    made_of = {digest: lists for digest, lists in zip(digests, phase.payloads, strict=True) if lists is not None}
+    first_with: dict[str, int] = {}
+    for rank, lists in enumerate(phase.payloads):
+        for digest in lists or ():
+            first_with.setdefault(digest, rank)
+    with topology.phase("pieces of tables") as phase:
+        phase.payload = {d: piece for d, piece in zip(listed, pieces, strict=True) if first_with[d] == topology.rank}
+    found = {digest: piece_from_json(tree) for sent in phase.payloads for digest, tree in sent.items()}
+    tables = [table_of_pieces([found[digest] for digest in made_of[table]]) for table in number_of]
+    return tables, [number_of[digest] for digest in digests]
 
 
-def table_from_json(tree: Any) -> Table:
-    rows, aliases = tree
-    return Table(
-        tuple(
-            Address(name, dtype, tuple(shape), Box(tuple(offsets), tuple(box_shape)))
-            for name, dtype, shape, offsets, box_shape in rows
-        ),
-        tuple((alias, first) for alias, first in aliases),
-    )
+def _declared_ties(component: StateComponent, leaves: Leaves) -> dict[str, str]:
+    """{alias: first name} as the object declares it; in a state of a rank's own only where it holds the first name, too."""
+    declared: dict[str, str] = getattr(component.stateful, "tied_names", {})
+    if component.pattern not in OWN_COPIES:
+        return declared
+    return {alias: first for alias, first in declared.items() if first in leaves.tensors}
 
 
 def _plain_rows(component: StateComponent, leaves: Leaves) -> dict[str, Any]:
@@ -181,7 +197,21 @@ def _merge(component: str, values: Sequence[Mapping[str, Any] | None]) -> dict[s
                 )
             merged.setdefault(key, row)
             holder.setdefault(key, rank)
+    _require_one_nesting(component, merged, holder)
     return dict(sorted(merged.items()))
+
+
+def _require_one_nesting(component: str, rows: Mapping[str, Any], holder: Mapping[str, int]) -> None:
+    """Refuse a value in whose place another rank has a dictionary or list of more: no load could give both back."""
+    values = {json.dumps(row[0]): key for key, row in rows.items() if len(row) == 2 and row[1] != {}}
+    for key, row in rows.items():
+        for depth in range(len(row[0])):
+            above = values.get(json.dumps(row[0][:depth]))
+            if above is not None:
+                raise ShardingError(
+                    f"component {component}: {above} is {rows[above][1]!r} on rank {holder[above]}, and rank {holder[key]} has "
+                    f"{key} below it; the ranks of a sharded component must nest what they hold alike"
+                )
 
 
 def _differs(component: StateComponent, summaries: Sequence[Mapping[str, Any]], what: str, topology: Topology) -> bool:

@@ -12,7 +12,8 @@ from ckpt.box import Box
 from ckpt.dtypes import raw_bytes
 from ckpt.flatten import TensorLeaf, flatten
 from ckpt.manifest import digest_of
-from ckpt.mapping import Address, address_of, local_tensor
+from ckpt.mapping import Address, DTensorBoxes, address_of, local_tensor
+from ckpt.plan import half_tied
 from ckpt.sharing import Stateful, find_aliases
 from ckpt.topology import Topology
 
@@ -31,26 +32,39 @@ def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
 
     Args:
         statefuls: component name -> object, such as the model's and the optimizer's.
+
+    Raises:
+        ShardingError: two tensors are tied on some ranks only.
     """
     tensors: dict[str, TensorLeaf] = {}
+    tied: dict[str, str] = {}
     for component, stateful in statefuls.items():
         leaves = flatten(stateful.state_dict(), component).tensors
         aliases = find_aliases(leaves, getattr(stateful, "tied_names", {}))
         tensors |= {f"{component}.{key}": leaf for key, leaf in leaves.items() if key not in aliases}
-    found = {name: address_of(leaf, name) for name, leaf in tensors.items()}
+        tied |= {f"{component}.{alias}": f"{component}.{first}" for alias, first in aliases.items()}
+    boxes = DTensorBoxes()
+    found = {name: address_of(leaf, name, boxes) for name, leaf in tensors.items()}
     with topology.phase("digest addresses") as phase:
-        phase.payload = [[name, list(a.box.offsets), list(a.box.shape)] for name, a in found.items()]
+        phase.payload = [[[name, a.box.offsets, a.box.shape] for name, a in found.items()], tied]
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
-    for rank, rows in enumerate(phase.payloads):
+    for rank, (rows, _) in enumerate(phase.payloads):
         for name, offsets, shape in rows:
             holders[name, Box(tuple(offsets), tuple(shape))].append(rank)
+    tied_on = {
+        alias: (first, rank)
+        for rank, (_, ties) in reversed([*enumerate(phase.payloads)])
+        for alias, first in ties.items()
+    }
     mine = _share(holders, topology.rank)
     with topology.phase("digest") as phase:
+        _require_no_half_ties(holders, tied_on)
         phase.payload = [
             [name, a.dtype, list(a.global_shape), *_sums(tensors[name], a, topology)]
             if name in mine
             else [name, a.dtype, list(a.global_shape), 0, 0]
             for name, a in found.items()
+            if name not in tied_on  # an empty piece of ours, which no memory ties
         ]
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for rows in phase.payloads:
@@ -58,6 +72,12 @@ def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
             line = f"{name} {dtype} {shape}"
             totals[line] = [(total + part) % 2**64 for total, part in zip(totals[line], sums, strict=True)]
     return digest_of("\n".join(f"{line} {a:016x} {b:016x}" for line, (a, b) in sorted(totals.items())).encode())
+
+
+def _require_no_half_ties(holders: Mapping[tuple[str, Box], list[int]], tied_on: Mapping[str, tuple[str, int]]) -> None:
+    for (name, box), ranks in holders.items():
+        if name in tied_on and box.num_elements:
+            raise half_tied(name, *tied_on[name], ranks[0])
 
 
 def _share(holders: Mapping[tuple[str, Box], list[int]], rank: int) -> set[str]:

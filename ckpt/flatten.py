@@ -179,7 +179,10 @@ def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
     for at, part in enumerate(path):
         key = part[0] if isinstance(part, tuple) else part
         if at == len(path) - 1:
-            here[key] = value
+            if type(value) is dict and not value:  # of a rank that has nothing there, where others may have something
+                here.setdefault(key, {})
+            else:
+                here[key] = value
             return
         below = path[at + 1]
         if key not in here:

@@ -3,6 +3,9 @@
 No files, no collectives, no torch. A save is planned from the address tables of all ranks: every shard is written exactly once,
 by one of the ranks that hold it, balanced by bytes; every array gets one regular grid, and every chunk of it one writer. Where
 shard borders cut through a chunk, the other holders send their slivers to its writer.
+
+Arrays that are cut and held alike are looked at once, however many there are: the work is in the distinct places of a state and
+in its chunks, not in ranks times tensors.
 """
 
 from __future__ import annotations
@@ -10,35 +13,24 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from itertools import chain, groupby, repeat
 
-from ckpt.box import Box, chunk_box, chunks_meeting, num_chunks, overlap, whole
-from ckpt.errors import ShapeMismatchError, ShardingError
-from ckpt.mapping import Address
+from ckpt.box import Box, chunk_box, chunks_meeting, num_chunks, overlap
+from ckpt.errors import ShardingError
+from ckpt.tables import Holdings, Ranks, Table, Whereabouts
 
 PACK_BELOW_BYTES = 64 << 10
 """Arrays whose global size is smaller share a packed array."""
 CHUNK_MIN_BYTES = 1 << 20
 CHUNK_MAX_BYTES = 64 << 20
 
-
-_Part = tuple[Box, tuple[int, ...]]
+_Part = tuple[Box, Ranks]
 """A part of a chunk and the ranks that hold it."""
-_Small = tuple[int, str, Box]
-"""Bytes, array name and box of a packed leaf."""
-_Work = dict[tuple[int, ...], list[tuple[int, Any]]]
-"""Ranks that may do it -> (bytes, what)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """What a rank, or several ranks alike, contribute: the addresses of their tensors and the aliases among them."""
-
-    addresses: tuple[Address, ...]
-    aliases: tuple[tuple[str, str], ...] = ()
+_Borders = tuple[tuple[int, ...], int, tuple[Box, ...]]
+"""Shape, bytes of an element, boxes: what decides how an array is laid out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +77,8 @@ class PlannedArray:
     Attributes:
         writers: rank that writes each chunk, by row-major number.
         packs: box -> the rank that writes it, of a packed array.
-        cut: chunk number -> its parts and who holds them, for the chunks that no rank holds whole as one box.
+        cut: chunk number -> its parts and who holds them, for the chunks that no rank holds whole as one box; shared by
+            arrays that are cut alike.
     """
 
     dtype: str
@@ -93,16 +86,16 @@ class PlannedArray:
     grid: tuple[int, ...] | None
     writers: list[int] = field(default_factory=list)
     packs: dict[Box, int] = field(default_factory=dict)
-    cut: dict[int, list[_Part]] = field(default_factory=dict)
+    cut: Mapping[int, Sequence[_Part]] = field(default_factory=dict)
 
     def runs(self) -> tuple[tuple[int, int, int], ...]:
         """The writers as runs (rank, first chunk, number of chunks)."""
-        runs: list[tuple[int, int, int]] = []
-        for number, rank in enumerate(self.writers):
-            if runs and runs[-1][0] == rank:
-                runs[-1] = (rank, runs[-1][1], runs[-1][2] + 1)
-            else:
-                runs.append((rank, number, 1))
+        runs = []
+        first = 0
+        for rank, run in groupby(self.writers):
+            count = sum(1 for _ in run)
+            runs.append((rank, first, count))
+            first += count
         return tuple(runs)
 
     def sliver_sender(self, number: int, ranks: tuple[int, ...]) -> int:
@@ -126,20 +119,12 @@ class SavePlan:
     Attributes:
         arrays: array name -> how it is stored, in the order of the tables.
         aliases: second name -> first name.
+        sends_slivers: whether any chunk needs bytes of a rank that does not write it.
     """
 
     arrays: dict[str, PlannedArray]
     aliases: dict[str, str]
-
-    @property
-    def sends_slivers(self) -> bool:
-        """Whether any chunk needs bytes of a rank that does not write it."""
-        return any(
-            array.writers[number] not in ranks
-            for array in self.arrays.values()
-            for number, parts in array.cut.items()
-            for _, ranks in parts
-        )
+    sends_slivers: bool = False
 
     def of_rank(self, rank: int) -> RankPlan:
         """What this rank does. Chunks and sends go by array and chunk number, so a receiver knows the order of a sender."""
@@ -185,37 +170,44 @@ def plan_save(
         item_bytes: data type name -> bytes of one element.
 
     Raises:
-        ShardingError: the boxes of an array leave a hole or overlap without being equal.
+        ShardingError: the boxes of an array leave a hole or overlap without being equal, or ranks disagree about a tie.
         ShapeMismatchError: ranks disagree about the shape or the data type of an array.
     """
-    plan = SavePlan({}, {})
-    for alias, first in (pair for table in tables for pair in table.aliases):
-        plan.aliases[alias] = first
-    chunks: _Work = defaultdict(list)
-    small: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, str, Box]]] = defaultdict(list)
-    for name, (address, holders) in _gather(tables, table_of_rank).items():
-        dtype, shape = address.dtype, address.global_shape
-        item = item_bytes(dtype)
-        boxes = _tiles(name, shape, holders)
-        if math.prod(shape) * item < pack_below_bytes:
-            plan.arrays[name] = PlannedArray(dtype, shape, None)
-            for box, ranks in boxes.items():
-                small[name.partition("/")[0], dtype, ranks].append((box.num_elements * item, name, box))
+    holdings = Holdings(tables, table_of_rank)
+    plan = SavePlan({}, _settled_aliases(tables, table_of_rank, holdings))
+    layouts: dict[_Borders, _Layout] = {}
+    kinds: dict[Whereabouts, _Kind] = {}
+    small: _SmallBoxes = defaultdict(list)
+    for name, at in holdings.where.items():
+        if name in plan.aliases:
             continue
-        grid = choose_grid(shape, item, boxes, chunk_min_bytes, chunk_max_bytes)
-        plan.arrays[name] = PlannedArray(dtype, shape, grid, [-1] * math.prod(num_chunks(shape, grid)))
-        _queue_chunks(chunks, plan.arrays[name], boxes, item)
+        if at not in kinds:
+            dtype, shape, boxes = holdings.look_up(name)
+            borders = shape, item_bytes(dtype), tuple(boxes)
+            if borders not in layouts:
+                _require_tiles(name, shape, boxes)
+                layouts[borders] = _lay_out(borders, pack_below_bytes, chunk_min_bytes, chunk_max_bytes)
+            kinds[at] = _Kind(dtype, shape, boxes, layouts[borders])
+        kind = kinds[at]
+        array = plan.arrays[name] = kind.add_array()
+        if array.grid is None:
+            for box, ranks in kind.boxes.items():
+                num_bytes = box.num_elements * item_bytes(kind.dtype)
+                small[name.partition("/")[0], kind.dtype, ranks].append((num_bytes, array, box))
     load = [0] * len(table_of_rank)
-    for (array, number), writer in _spread(chunks, load):
-        array.writers[number] = writer
-    for bundle, writer in _spread(_bundles(small, chunk_min_bytes), load):
-        for _, name, box in bundle:
-            plan.arrays[name].packs[box] = writer
+    _deal(_chunk_lots(kinds.values(), item_bytes), load)
+    _deal(_bundles(small, chunk_min_bytes), load)
+    plan.sends_slivers = any(
+        array.writers[number] not in ranks
+        for array in plan.arrays.values()
+        for number, parts in array.cut.items()
+        for _, ranks in parts
+    )
     return plan
 
 
 def choose_grid(
-    shape: tuple[int, ...], item: int, boxes: Mapping[Box, object], min_bytes: int, max_bytes: int
+    shape: tuple[int, ...], item: int, boxes: Collection[Box], min_bytes: int, max_bytes: int
 ) -> tuple[int, ...]:
     """Choose the chunk shape of an array that is cut into `boxes`.
 
@@ -239,6 +231,14 @@ def choose_grid(
         counts[longest] = -(-counts[longest] // 2)
 
 
+def half_tied(alias: str, first: str, tied_on: int, alone_on: int) -> ShardingError:
+    """The refusal of a tensor that is a second name on one rank and a tensor of its own on another."""
+    return ShardingError(
+        f"{alias} is tied to {first} on rank {tied_on}, not on rank {alone_on}, which holds it as a tensor of its own; tie the "
+        "two on all ranks or on none"
+    )
+
+
 def needed_chunks(shape: tuple[int, ...], grid: tuple[int, ...], wanted: Box) -> Iterator[tuple[int, Box, Box]]:
     """Yield (chunk number, its box, the part of it that is wanted) for a read, in storage order."""
     for number in chunks_meeting(shape, grid, wanted):
@@ -248,40 +248,102 @@ def needed_chunks(shape: tuple[int, ...], grid: tuple[int, ...], wanted: Box) ->
         yield number, box, part
 
 
-def _gather(
-    tables: Sequence[Table], table_of_rank: Sequence[int]
-) -> dict[str, tuple[Address, dict[Box, list[tuple[int, ...]]]]]:
-    """Array name -> (an address of it, {box: the rank sets that hold it}), checking that all agree on shape and type."""
-    ranks_of: list[list[int]] = [[] for _ in tables]
-    for rank, number in enumerate(table_of_rank):
-        ranks_of[number].append(rank)
-    arrays: dict[str, tuple[Address, dict[Box, list[tuple[int, ...]]]]] = {}
-    for table, ranks in zip(tables, map(tuple, ranks_of), strict=True):
-        for address in table.addresses:
-            known = arrays.get(address.name)
-            if known is None:
-                arrays[address.name] = (address, {address.box: [ranks]})
-                continue
-            first, holders = known
-            if (first.dtype, first.global_shape) != (address.dtype, address.global_shape):
-                raise ShapeMismatchError(
-                    f"{address.name} is {address.dtype} {list(address.global_shape)} on rank {ranks[0]} and {first.dtype} "
-                    f"{list(first.global_shape)} on another; the ranks must agree on what they save under one name"
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How boxes that make up an array share its chunks, whoever holds the boxes.
+
+    Attributes:
+        grid: None for a packed array, which has no chunks of its own.
+        inside: (box, {elements of a chunk: the numbers of the chunks of that size that lie in the box}).
+        cut: chunk number -> (part, the box it is a part of), for the chunks that lie in no single box.
+    """
+
+    grid: tuple[int, ...] | None
+    inside: Sequence[tuple[Box, Mapping[int, Sequence[int]]]] = ()
+    cut: Mapping[int, Sequence[tuple[Box, Box]]] = field(default_factory=dict)
+
+
+class _Kind:
+    """Arrays of one type and shape that are cut alike and held by the same ranks."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], boxes: Mapping[Box, Ranks], layout: _Layout) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.boxes = boxes
+        self.layout = layout
+        self.arrays: list[PlannedArray] = []
+        self.cut = {number: tuple((part, boxes[box]) for part, box in parts) for number, parts in layout.cut.items()}
+
+    def add_array(self) -> PlannedArray:
+        grid = self.layout.grid
+        count = 0 if grid is None else math.prod(num_chunks(self.shape, grid))
+        self.arrays.append(PlannedArray(self.dtype, self.shape, grid, [-1] * count, cut=self.cut))
+        return self.arrays[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lot:
+    """Pieces of work of one size that the same ranks may do: these chunks of each of these arrays, or one bundle.
+
+    Attributes:
+        bundle: small boxes that are packed together, and count as one piece.
+    """
+
+    num_bytes: int
+    arrays: Sequence[PlannedArray] = ()
+    numbers: Sequence[int] = ()
+    bundle: Sequence[tuple[PlannedArray, Box]] = ()
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.arrays) * len(self.numbers) + (1 if self.bundle else 0)
+
+    def give(self, writers: Iterator[int]) -> None:
+        """Take a writer for each piece."""
+        for array in self.arrays:
+            for number in self.numbers:
+                array.writers[number] = next(writers)
+        if self.bundle:
+            writer = next(writers)
+            for array, box in self.bundle:
+                array.packs[box] = writer
+
+
+_Work = dict[Ranks, list[_Lot]]
+"""The ranks that may do it -> what there is to do."""
+_SmallBoxes = dict[tuple[str, str, Ranks], list[tuple[int, PlannedArray, Box]]]
+"""Component, data type, holders -> (bytes, array, box) of what is packed."""
+
+
+def _settled_aliases(tables: Sequence[Table], table_of_rank: Sequence[int], holdings: Holdings) -> dict[str, str]:
+    """Second name -> first name, checking that all ranks mean the same by it.
+
+    A tie is found by memory, and an empty piece has none: a rank may hold nothing of a tied tensor under its own name.
+    """
+    said: dict[str, tuple[str, int]] = {}
+    for number, table in enumerate(tables):
+        for alias, first in table.aliases:
+            known, known_on = said.setdefault(alias, (first, table_of_rank.index(number)))
+            if known != first:
+                raise ShardingError(
+                    f"{alias} is tied to {known} on rank {known_on} and to {first} on rank {table_of_rank.index(number)}; all "
+                    "ranks must tie the same tensors"
                 )
-            holders.setdefault(address.box, []).append(ranks)
-    return arrays
+    for alias, (first, tied_on) in said.items():
+        boxes = holdings.look_up(alias)[2] if alias in holdings.where else {}
+        if boxes:
+            raise half_tied(alias, first, tied_on, min(ranks[0] for ranks in boxes.values()))
+        if first in said or first not in holdings.where:
+            raise ShardingError(
+                f"{alias} is tied to {first} on rank {tied_on}, but no rank gives {first} itself, so neither would be saved; "
+                "save the rank that holds it too, or untie them"
+            )
+    return {alias: first for alias, (first, _) in said.items()}
 
 
-def _tiles(name: str, shape: tuple[int, ...], holders: dict[Box, list[tuple[int, ...]]]) -> dict[Box, tuple[int, ...]]:
-    """Check that the boxes make up the array exactly; return box -> sorted holders, empty boxes left out."""
+def _require_tiles(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Ranks]) -> None:
+    """Refuse boxes that do not make up the array exactly."""
     total = math.prod(shape)
-    if total == 0:
-        return {whole(shape): tuple(sorted({rank for sets in holders.values() for ranks in sets for rank in ranks}))}
-    boxes = {
-        box: sets[0] if len(sets) == 1 else tuple(sorted({rank for ranks in sets for rank in ranks}))
-        for box, sets in holders.items()
-        if box.num_elements
-    }
     covered = sum(box.num_elements for box in boxes)
     meeting = _first_overlap(boxes) if len(boxes) > 1 else None
     if meeting is not None:
@@ -295,10 +357,9 @@ def _tiles(name: str, shape: tuple[int, ...], holders: dict[Box, list[tuple[int,
             f"{name}: the ranks hold {covered} of the {total} elements of global shape {list(shape)}; the shards of one tensor "
             "must tile it. A sharded component whose state is spread over ranks must be saved by all of them."
         )
-    return boxes
 
 
-def _first_overlap(boxes: Mapping[Box, object]) -> tuple[Box, Box] | None:
+def _first_overlap(boxes: Collection[Box]) -> tuple[Box, Box] | None:
     """Sweep along the first dimension that separates boxes; only boxes open at the same place are compared."""
     dims = len(next(iter(boxes)).shape)
     if dims == 0:
@@ -315,58 +376,93 @@ def _first_overlap(boxes: Mapping[Box, object]) -> tuple[Box, Box] | None:
     return None
 
 
-def _queue_chunks(work: _Work, array: PlannedArray, boxes: Mapping[Box, tuple[int, ...]], item: int) -> None:
-    """Queue every chunk with the ranks that may write it: all who hold all of it, else those who hold most."""
-    assert array.grid is not None
-    parts_of: dict[int, list[_Part]] = defaultdict(list)
-    for held, ranks in boxes.items():
-        for number, box, part in needed_chunks(array.shape, array.grid, held):
-            if part == box:
-                work[ranks].append((box.num_elements * item, (array, number)))
+def _lay_out(borders: _Borders, pack_below_bytes: int, min_bytes: int, max_bytes: int) -> _Layout:
+    """Choose the grid, and sort its chunks by the boxes they lie in."""
+    shape, item, boxes = borders
+    total_bytes = math.prod(shape) * item
+    if total_bytes == 0 or total_bytes < pack_below_bytes:
+        return _Layout(None)
+    grid = choose_grid(shape, item, boxes, min_bytes, max_bytes)
+    inside = []
+    cut: dict[int, list[tuple[Box, Box]]] = defaultdict(list)
+    for box in boxes:
+        numbers: dict[int, list[int]] = defaultdict(list)
+        for number, chunk, part in needed_chunks(shape, grid, box):
+            if part == chunk:
+                numbers[chunk.num_elements].append(number)
             else:
-                parts_of[number].append((part, ranks))
-    for number, parts in parts_of.items():
-        array.cut[number] = parts
-        held_elements: dict[int, int] = defaultdict(int)
-        for part, ranks in parts:
-            for rank in ranks:
-                held_elements[rank] += part.num_elements
-        most = max(held_elements.values())
-        candidates = tuple(sorted(rank for rank, held in held_elements.items() if held == most))
-        work[candidates].append((sum(part.num_elements for part, _ in parts) * item, (array, number)))
+                cut[number].append((part, box))
+        inside.append((box, numbers))
+    return _Layout(grid, inside, cut)
 
 
-def _bundles(small: Mapping[tuple[str, str, tuple[int, ...]], Sequence[_Small]], bundle_bytes: int) -> _Work:
-    """Queue small boxes in bundles, so that a reader of many small tensors needs few ranks' indexes, not all."""
+def _chunk_lots(kinds: Iterable[_Kind], item_bytes: Callable[[str], int]) -> _Work:
+    """Every chunk with the ranks that may write it: all who hold all of it, else those who hold most."""
     work: _Work = defaultdict(list)
-    for (_, _, ranks), entries in small.items():
-        bundle: list[_Small] = []
-        size = 0
-        for entry in entries:
-            bundle.append(entry)
-            size += entry[0]
-            if size >= bundle_bytes:
-                work[ranks].append((size, bundle))
-                bundle, size = [], 0
-        if bundle:
-            work[ranks].append((size, bundle))
+    for kind in kinds:
+        item = item_bytes(kind.dtype)
+        for box, numbers_of in kind.layout.inside:
+            for num_elements, numbers in numbers_of.items():
+                work[kind.boxes[box]].append(_Lot(num_elements * item, kind.arrays, numbers))
+        for number, parts in kind.cut.items():
+            num_bytes = sum(part.num_elements for part, _ in parts) * item
+            work[_holding_most(parts)].append(_Lot(num_bytes, kind.arrays, [number]))
     return work
 
 
-def _spread(work: _Work, load: list[int]) -> Iterator[tuple[Any, int]]:
-    """Yield (work, rank): largest first, to the least loaded rank that may; the least flexible work is placed first.
+def _holding_most(parts: Sequence[_Part]) -> Ranks:
+    held: dict[int, int] = defaultdict(int)
+    for part, ranks in parts:
+        for rank in ranks:
+            held[rank] += part.num_elements
+    most = max(held.values())
+    return tuple(sorted(rank for rank, elements in held.items() if elements == most))
+
+
+def _bundles(small: _SmallBoxes, bundle_bytes: int) -> _Work:
+    """Small boxes in bundles, so that a reader of many small tensors needs few ranks' indexes, not all."""
+    work: _Work = defaultdict(list)
+    for (_, _, ranks), entries in small.items():
+        bundle: list[tuple[PlannedArray, Box]] = []
+        size = 0
+        for num_bytes, array, box in entries:
+            bundle.append((array, box))
+            size += num_bytes
+            if size >= bundle_bytes:
+                work[ranks].append(_Lot(size, bundle=bundle))
+                bundle, size = [], 0
+        if bundle:
+            work[ranks].append(_Lot(size, bundle=bundle))
+    return work
+
+
+def _deal(work: _Work, load: list[int]) -> None:
+    """Give every piece to a rank that may do it: largest first, to the least loaded.
+
+    Work that few ranks may do is placed before work that many may do, and what there is much of before what there is little
+    of, which then evens it out. Of pieces of one size each rank gets as many as that makes, in one run, so that the manifest
+    names few runs of writers.
 
     Args:
         load: bytes given to each rank so far; updated.
     """
-    for candidates in sorted(work, key=lambda ranks: (len(ranks), ranks)):
+    total = {ranks: sum(lot.num_bytes * lot.num_pieces for lot in lots) for ranks, lots in work.items()}
+    for candidates in sorted(work, key=lambda ranks: (len(ranks), -total[ranks], ranks)):
         heap = [(load[rank], rank) for rank in candidates]
         heapq.heapify(heap)
-        for num_bytes, item in sorted(work[candidates], key=lambda entry: -entry[0]):
-            before, rank = heap[0]
-            heapq.heapreplace(heap, (before + num_bytes, rank))
-            load[rank] = before + num_bytes
-            yield item, rank
+        lots = sorted(work[candidates], key=lambda lot: -lot.num_bytes)
+        for num_bytes, alike in groupby(lots, key=lambda lot: lot.num_bytes):
+            same_size = list(alike)
+            shares: dict[int, int] = defaultdict(int)
+            for _ in range(sum(lot.num_pieces for lot in same_size)):
+                before, rank = heap[0]
+                heapq.heapreplace(heap, (before + num_bytes, rank))
+                shares[rank] += 1
+            writers = chain.from_iterable(repeat(rank, count) for rank, count in shares.items())
+            for lot in same_size:
+                lot.give(writers)
+        for num_bytes, rank in heap:
+            load[rank] = num_bytes
 
 
 def _split(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -16,7 +15,7 @@ import torch
 import xxhash
 
 from ckpt.backends.base import ArraySpec, Backend
-from ckpt.collect import Contribution, collect, settle_plain, table_from_json, table_to_bytes
+from ckpt.collect import Contribution, collect, exchange_tables, settle_plain
 from ckpt.device import Device
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
@@ -126,7 +125,7 @@ class Saver:
         while True:
             with self._topology.phase("collect") as phase:
                 mine = collect(self._components, self._topology, without=without, compare_all=validate)
-                phase.payload = mine.summary(table_to_bytes(mine.table)) | {"id": checkpoint_id}
+                phase.payload = mine.summary() | {"id": checkpoint_id}
             summaries: list[dict[str, Any]] = phase.payloads
             with_other_id = [rank for rank, summary in enumerate(summaries) if summary["id"] != summaries[0]["id"]]
             if with_other_id:
@@ -152,21 +151,9 @@ class Saver:
         key = tuple(table_digests)
         if key == self._plan_key and self._plan is not None:
             return
-        distinct = list(dict.fromkeys(table_digests))
-        speaks = table_digests.index(table_digests[self._topology.rank]) == self._topology.rank
-        with self._topology.phase("tables") as phase:
-            phase.payload = json.loads(table_to_bytes(mine.table)) if speaks else None
-        tables = {
-            digest: table_from_json(tree)
-            for digest, tree in zip(table_digests, phase.payloads, strict=True)
-            if tree is not None
-        }
+        tables, table_of_rank = exchange_tables(mine.table, table_digests, self._topology)
         with self._topology.phase("plan"):
-            plan = plan_save(
-                [tables[digest] for digest in distinct],
-                [distinct.index(digest) for digest in table_digests],
-                item_bytes,
-            )
+            plan = plan_save(tables, table_of_rank, item_bytes)
             self._my_plan = plan.of_rank(self._topology.rank)
         self._plan, self._plan_key = plan, key
 

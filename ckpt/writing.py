@@ -19,7 +19,7 @@ from ckpt.collect import Contribution
 from ckpt.device import Device
 from ckpt.dtypes import raw_bytes, torch_dtype
 from ckpt.manifest import PLAIN_NAME, Index, Piece, digest_of, encode_key, index_name
-from ckpt.mapping import address_of, local_tensor
+from ckpt.mapping import local_tensor
 from ckpt.plan import ChunkTask, PackTask, RankPlan, SavePlan
 from ckpt.sharing import OWN_COPIES, StateComponent, holders_of, prefix_of
 from ckpt.topology import Topology
@@ -59,6 +59,7 @@ class Share:
         self._plan = plan
         self._tasks = tasks
         self._contribution = contribution
+        self._boxes = {name: part.places[at].box for part in contribution.table.parts for name, at in part.names}
         self._topology = topology
         self._device = device
         self._index = Index(topology.rank)
@@ -163,7 +164,7 @@ class Share:
 
     def _region(self, name: str, box: Box) -> torch.Tensor:
         leaf = self._contribution.tensors[name]
-        held = address_of(leaf, name).box
+        held = self._boxes[name]
         local = local_tensor(leaf)
         return local if box == held else local[box.relative_to(held).slices]
 

@@ -96,13 +96,25 @@ def run_ranks(
 
 
 def run_threads(
-    world_size: int, fn: Callable[..., Any], *args: Any, agree_s: float = 5.0, timeout_s: float = 30.0
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    agree_s: float = 5.0,
+    timeout_s: float = 30.0,
+    nodes: Sequence[int] | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> list[Any]:
-    """Run `fn(topology, *args)` on ranks that are threads of this process: no deaths and no signals, but at once."""
+    """Run `fn(topology, *args)` on ranks that are threads of this process: no deaths and no signals, but at once.
+
+    Args:
+        nodes: ranks per simulated host, such as [2, 2], neighbours on one host.
+        hosts: or the host of each rank.
+    """
     store = dist.HashStore()
+    host_of = hosts or [f"host-{node}" for node, ranks in enumerate(nodes or [world_size]) for _ in range(ranks)]
 
     def run(rank: int) -> Any:
-        with Topology.join(store, rank, world_size, timeout_s=agree_s) as topology:
+        with Topology.join(store, rank, world_size, host=host_of[rank], timeout_s=agree_s) as topology:
             return fn(topology, *args)
 
     with ThreadPoolExecutor(world_size) as ranks:

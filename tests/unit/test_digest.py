@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt import ShardedTensor
 from ckpt.digest import state_digest
+from ckpt.errors import ShardingError
 from ckpt.topology import Topology
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_threads
 from tests.states import ALL_DTYPES, Held, random_bits
 
 SHAPE = (37, 60)
@@ -74,3 +78,29 @@ def test_tied_tensors_count_once_and_plain_values_do_not() -> None:
     one = state_digest({"model": Held({"a": w})}, Topology.alone())
     assert state_digest({"model": Held({"a": w, "b": w, "n": 5})}, Topology.alone()) == one
     assert state_digest({"model": Held({"a": w, "b": w.clone()})}, Topology.alone()) != one
+
+
+TIED = torch.arange(10.0).view(2, 5)  # two rows: the third rank holds none
+
+
+def _tied_rows(topology: Topology) -> str:
+    """One DTensor under two names. An empty piece has no memory by which a rank could see that."""
+    rows = distribute_tensor(TIED, init_device_mesh("cpu", (topology.world_size,)), [Shard(0)])
+    assert rows.to_local().numel() == (5 if topology.rank < 2 else 0)
+    return state_digest({"model": Held({"a": rows, "b": rows})}, topology)
+
+
+def test_a_tie_counts_once_also_where_a_rank_holds_nothing_of_it() -> None:
+    alone = state_digest({"model": Held({"a": TIED, "b": TIED})}, Topology.alone())
+    assert set(run_ranks(3, _tied_rows, process_group=True)) == {alone}
+
+
+def _tied_on_rank_0(topology: Topology) -> str:
+    w = torch.arange(6.0)
+    with pytest.raises(ShardingError, match=r"model\.b is tied to model\.a on rank 0, not on rank 1") as raised:
+        state_digest({"model": Held({"a": w, "b": w if topology.rank == 0 else w.clone()})}, topology)
+    return str(raised.value)
+
+
+def test_a_tie_that_only_some_ranks_know_is_refused_on_all() -> None:
+    assert len(set(run_threads(2, _tied_on_rank_0))) == 1

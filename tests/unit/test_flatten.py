@@ -108,3 +108,12 @@ def test_mappings_of_other_kinds_are_entered_and_an_empty_state_is_empty() -> No
 def test_a_key_that_is_neither_text_nor_number_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="state dict key"):
         flatten({("a", 1): 2}, "m")
+
+
+def test_an_empty_dictionary_of_one_rank_takes_nothing_away_from_what_others_have_there() -> None:
+    empty: dict[str, int] = {}
+    paths = {"state": ("state",), "state.w": ("state", "w")}
+    for leaves in ({"state": empty, "state.w": 1}, {"state.w": 1, "state": empty}):
+        assert unflatten(leaves, paths) == {"state": {"w": 1}}
+    assert empty == {}
+    assert unflatten({"state": empty}, paths) == {"state": {}}

@@ -14,11 +14,17 @@ from ckpt.box import Box, chunk_box, num_chunks, whole
 from ckpt.dtypes import item_bytes
 from ckpt.errors import ShapeMismatchError, ShardingError
 from ckpt.mapping import Address
-from ckpt.plan import SavePlan, Table, choose_grid, needed_chunks, plan_save
+from ckpt.plan import SavePlan, choose_grid, needed_chunks, plan_save
+from ckpt.tables import Table, TablePart
+from tests.tilings import held
+
+
+def table(*addresses: Address, aliases: tuple[tuple[str, str], ...] = ()) -> Table:
+    return Table((TablePart.of(addresses),), aliases)
 
 
 def tables_of(name: str, shape: tuple[int, ...], boxes: list[Box], dtype: str = "float32") -> list[Table]:
-    return [Table((Address(name, dtype, shape, box),)) for box in boxes]
+    return [table(Address(name, dtype, shape, box)) for box in boxes]
 
 
 def cut(length: int, borders: list[int]) -> list[tuple[int, int]]:
@@ -108,7 +114,7 @@ def test_even_shards_become_chunks_and_nothing_is_sent() -> None:
 
 def test_replicas_share_the_writing_by_bytes() -> None:
     leaves = tuple(Address(f"model/{i}", "float32", (100 + i, 1000), whole((100 + i, 1000))) for i in range(40))
-    made = plan([Table(leaves)], [0, 0, 0, 0])
+    made = plan([table(*leaves)], [0, 0, 0, 0])
     loads = [sum(task.box.num_elements for task in made.of_rank(rank).chunks) for rank in range(4)]
     assert sum(loads) == sum(math.prod(a.global_shape) for a in leaves)
     assert max(loads) < 1.05 * min(loads)
@@ -116,13 +122,13 @@ def test_replicas_share_the_writing_by_bytes() -> None:
 
 def test_a_large_replicated_array_is_split_so_that_all_replicas_write() -> None:
     shape = (50257, 768)
-    made = plan([Table((Address("model/w", "float32", shape, whole(shape)),))], [0, 0, 0, 0], chunk_max_bytes=40 << 20)
+    made = plan([table(Address("model/w", "float32", shape, whole(shape)))], [0, 0, 0, 0], chunk_max_bytes=40 << 20)
     assert {rank for rank, _, _ in made.arrays["model/w"].runs()} == {0, 1, 2, 3}
 
 
 def test_small_leaves_are_bundled_so_that_a_reader_needs_few_indexes() -> None:
     leaves = tuple(Address(f"model/{i}", "float32", (1000,), whole((1000,))) for i in range(1000))
-    made = plan([Table(leaves)], [0] * 64)
+    made = plan([table(*leaves)], [0] * 64)
     assert all(array.grid is None for array in made.arrays.values())
     assert len({rank for array in made.arrays.values() for rank in array.packs.values()}) == 4
 
@@ -147,18 +153,67 @@ def test_overlaps_that_cancel_holes_are_still_found() -> None:
 
 def test_ranks_that_disagree_about_a_shape_or_type_are_refused() -> None:
     tables = [
-        Table((Address("model/w", "float32", (4,), whole((4,))),)),
-        Table((Address("model/w", "bfloat16", (4,), whole((4,))),)),
+        table(Address("model/w", "float32", (4,), whole((4,)))),
+        table(Address("model/w", "bfloat16", (4,), whole((4,)))),
     ]
     with pytest.raises(ShapeMismatchError, match="model/w is bfloat16"):
         plan(tables, [0, 1])
 
 
+def tensor(name: str, box: Box | None = None, shape: tuple[int, ...] = (200, 1000)) -> Address:
+    return Address(name, "float32", shape, box or whole(shape))
+
+
+TIED = (("model/b", "model/a"),)
+TOP, REST, NOTHING = Box((0, 0), (150, 1000)), Box((150, 0), (50, 1000)), Box((200, 0), (0, 1000))
+
+
+def test_a_tie_holds_where_a_rank_has_nothing_of_the_tensor_to_see_it_by() -> None:
+    tables = [
+        table(tensor("model/a", TOP), aliases=TIED),
+        table(tensor("model/a", REST), aliases=TIED),
+        table(tensor("model/a", NOTHING), tensor("model/b", NOTHING)),
+    ]
+    for order in ([0, 1, 2], [2, 0, 1]):
+        made = plan([tables[number] for number in order], [0, 1, 2])
+        assert list(made.arrays) == ["model/a"]
+        assert made.aliases == {"model/b": "model/a"}
+        tasks = [(task.name, task.box) for rank in range(3) for task in made.of_rank(rank).chunks]
+        assert sorted(tasks, key=str) == [("model/a", TOP), ("model/a", REST)]
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        (
+            [table(tensor("model/a"), aliases=TIED), table(tensor("model/a"), tensor("model/b"))],
+            "model/b is tied to model/a on rank 0, not on rank 1, which holds it as a tensor of its own",
+        ),
+        (
+            [table(tensor("model/a"), tensor("model/b")), table(tensor("model/a"), aliases=TIED)],
+            "model/b is tied to model/a on rank 1, not on rank 0, which holds it as a tensor of its own",
+        ),
+        (
+            [
+                table(tensor("model/a"), tensor("model/c"), aliases=TIED),
+                table(tensor("model/a"), tensor("model/c"), aliases=(("model/b", "model/c"),)),
+            ],
+            "model/b is tied to model/a on rank 0 and to model/c on rank 1",
+        ),
+        (
+            [table(tensor("model/c")), table(tensor("model/c"), aliases=TIED)],
+            "model/b is tied to model/a on rank 1, but no rank gives model/a itself",
+        ),
+    ],
+)
+def test_ties_that_the_ranks_do_not_share_are_refused_with_names_and_ranks(tables: list[Table], says: str) -> None:
+    with pytest.raises(ShardingError, match=says):
+        plan(tables, [0, 1])
+
+
 def test_empty_and_zero_dimensional_arrays_are_planned() -> None:
-    table = Table(
-        tuple(Address(f"m/{i}", "int64", shape, whole(shape)) for i, shape in enumerate([(), (0,), (3, 0, 2)]))
-    )
-    made = plan([table], [0, 0])
+    leaves = [Address(f"m/{i}", "int64", shape, whole(shape)) for i, shape in enumerate([(), (0,), (3, 0, 2)])]
+    made = plan([table(*leaves)], [0, 0])
     tasks = [task for rank in range(2) for task in made.of_rank(rank).packs]
     assert sorted((task.name, task.box.shape) for task in tasks) == [("m/0", ()), ("m/1", (0,)), ("m/2", (3, 0, 2))]
 
@@ -169,13 +224,77 @@ def test_ranks_that_hold_nothing_of_an_array_are_fine() -> None:
     assert [len(made.of_rank(rank).chunks) for rank in range(3)] == [1, 0, 0]
 
 
+@st.composite
+def held_states(draw: st.DrawFn) -> tuple[list[Table], dict[str, list[tuple[int, Box]]]]:
+    """Tables of 1 to 5 ranks that hold up to three arrays, cut anywhere; and by array, the boxes and their holders."""
+    world = draw(st.integers(1, 5))
+    rows: list[list[Address]] = [[] for _ in range(world)]
+    holders: dict[str, list[tuple[int, Box]]] = {}
+    for name in ("m/0", "m/1", "m/2")[: draw(st.integers(1, 3))]:
+        shape = tuple(draw(st.lists(st.integers(0, 40), max_size=3)))
+        dtype = draw(st.sampled_from(["uint8", "float32", "complex128"]))
+        holders[name] = [(rank, box) for rank, box in enumerate(draw(held(shape, world))) if box is not None]
+        for rank, box in holders[name]:
+            rows[rank].append(Address(name, dtype, shape, box))
+    return [table(*addresses) for addresses in rows], holders
+
+
+@given(held_states(), st.sampled_from([0, 200]), st.sampled_from([8, 200, 4096]), st.sampled_from([64, 1 << 20]))
+def test_no_chunk_has_two_writers_and_a_writer_holds_what_it_writes_or_is_sent_it(
+    state: tuple[list[Table], dict[str, list[tuple[int, Box]]]], pack_below: int, chunk_min: int, chunk_max: int
+) -> None:
+    tables, holders_of = state
+    sizes = {"pack_below_bytes": pack_below, "chunk_min_bytes": chunk_min, "chunk_max_bytes": chunk_max}
+    made = plan(tables, list(range(len(tables))), **sizes)
+    distinct = list(dict.fromkeys(tables))
+    assert plan(distinct, [distinct.index(one) for one in tables], **sizes) == made, "sharing a table changes nothing"
+    tasks = {rank: made.of_rank(rank) for rank in range(len(tables))}
+    chunks = Counter((task.name, task.number) for mine in tasks.values() for task in mine.chunks)
+    assert chunks == Counter((n, i) for n, array in made.arrays.items() for i in range(len(array.writers)))
+    sent = Counter((s.to, rank, s.name, s.number, s.box) for rank, mine in tasks.items() for s in mine.sends)
+    wanted = Counter(
+        (rank, at, t.name, t.number, box) for rank, m in tasks.items() for t in m.chunks for at, box in t.slivers
+    )
+    assert sent == wanted
+    for name, holders in holders_of.items():
+        written: Counter[tuple[int, ...]] = Counter()
+        for rank, mine in tasks.items():
+            parts = [(rank, task.box) for task in mine.packs if task.name == name]
+            for task in mine.chunks:
+                if task.name == name:
+                    parts += [*((rank, box) for box in task.own), *task.slivers]
+            for holder, part in parts:
+                assert 0 in part.shape or any(at == holder and box.contains(part) for at, box in holders)
+                written.update(_elements(part))
+        assert written == Counter(_elements(whole(made.arrays[name].shape)))
+        assert len(made.arrays[name].writers) <= most_chunks(made, name, holders, chunk_min, chunk_max)
+
+
+def most_chunks(made: SavePlan, name: str, holders: list[tuple[int, Box]], chunk_min: int, chunk_max: int) -> float:
+    """No more chunks than boxes, or each of them, clipped ones aside, of the smallest size or of 1/16 of the largest."""
+    array = made.arrays[name]
+    total = math.prod(array.shape) * item_bytes(array.dtype)
+    clipped = 2 ** len(array.shape)  # a dimension's last chunk may be a sliver
+    return max(len({box for _, box in holders}), clipped * total / chunk_min) + 16 * clipped * total / chunk_max
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.integers(1, 5))
+def test_of_two_replicas_neither_writes_more_than_one_piece_more_than_the_other(rows: list[int], world: int) -> None:
+    leaves = [tensor(f"m/{number}", shape=(count, 100)) for number, count in enumerate(rows)]
+    sizes = {"pack_below_bytes": 20000, "chunk_min_bytes": 5000, "chunk_max_bytes": 40000}
+    made = plan([table(*leaves)], [0] * world, **sizes)
+    tasks = [made.of_rank(rank) for rank in range(world)]
+    bundle = 5000 + 20000
+    load = [4 * sum(task.box.num_elements for task in (*mine.chunks, *mine.packs)) for mine in tasks]
+    assert sum(load) == 400 * sum(rows)
+    assert max(load) - min(load) <= max(40000, bundle)
+
+
 @pytest.mark.full
 def test_a_million_addresses_are_planned_in_linear_time() -> None:
     def tables(world: int) -> list[Table]:
         return [
-            Table(
-                tuple(Address(f"m/{i}", "float32", (64 * world, 128), Box((64 * r, 0), (64, 128))) for i in range(1000))
-            )
+            table(*(Address(f"m/{i}", "float32", (64 * world, 128), Box((64 * r, 0), (64, 128))) for i in range(1000)))
             for r in range(world)
         ]
 

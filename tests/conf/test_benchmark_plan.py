@@ -1,0 +1,80 @@
+"""The benchmark of plans as a user types it: what it prints, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import recipes.benchmark_plan
+from recipes.made_up import show
+
+SMALL = ("tp=2", "pp=2", "layers=2", "width=64", "vocab=64")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Call the recipe as the command line would; return its exit code, and check that it wrote nothing where it ran."""
+    monkeypatch.setattr(sys, "argv", ["recipes/benchmark_plan.py", *arguments])
+    try:
+        recipes.benchmark_plan.main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert list(Path.cwd().iterdir()) == []
+    return code
+
+
+def test_as_json_it_prints_only_json_with_a_case_per_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *SMALL, "dp=[3]", "optimizer_state=[sharded]", "json=true") == 0
+    out, err = capsys.readouterr()
+    (row,) = json.loads(out)
+    assert err == ""
+    layer = 12 * 64 * 64 + 13 * 64
+    assert row["parameters"] == 2 * layer + 64 * 64 + 2 * 64
+    assert (row["ranks"], row["distinct_tables"], row["arrays"]) == (12, 12, 5 * (2 * 12 + 3))
+    assert row["bytes"] == 14 * row["parameters"] + 4 * (2 * 12 + 3)
+    assert row["min_to_mean"] <= 1 <= row["max_to_mean"]
+    assert row["total_s"] == pytest.approx(row["tables_s"] + row["plan_s"] + row["own_s"])
+    show([row])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "0.000 billion parameters, 135 arrays, optimizer state sharded" in printed
+    assert "12 ranks" in printed and f"{row['max_to_mean']:.4f}" in printed
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("dp=[0]", "dp=[0]: expected at least 1"),
+        ("dp=[]", "dp=[]: expected at least 1"),
+        ("width=-5", "width=-5: expected at least 1"),
+        ("pp=many", "pp: Value 'many' of type 'str' could not be converted to Integer"),
+        ("optimizer_state=[halved]", "optimizer_state=['halved']: expected some of replicated, sharded"),
+        ("vocabulary=5", "vocabulary: there is no such key; did you mean vocab?"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str, sentence: str
+) -> None:
+    assert run(monkeypatch, argument) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(sentence) and err.count("\n") == 1, err
+
+
+def test_help_shows_every_key_with_its_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--help") == 0
+    out = capsys.readouterr().out
+    assert "python -m recipes.benchmark_plan dp=[16] optimizer_state=[sharded] json=true" in out
+    for line in ("tp: 8", "pp: 16", "layers: 128", "width: 25600", "vocab: 32000", "json: false"):
+        assert f"\n{line}\n" in out, out
