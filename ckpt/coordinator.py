@@ -12,7 +12,9 @@ from typing import Any
 from ckpt.backends.base import Backend
 from ckpt.device import Device
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
-from ckpt.loading import Loader, LoadReport, committed_newest_first
+from ckpt.loading import Loader, committed_newest_first
+from ckpt.provider import Provider, components_of, groups_of
+from ckpt.report import LoadReport
 from ckpt.saving import Saver, SaveReport
 from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.statefuls import as_stateful
@@ -39,6 +41,8 @@ class CheckpointCoordinator:
         verify: check every byte that a load reads.
         config_text: stored as config.yaml in each checkpoint; its hash goes into the manifest.
         overwrite: checkpoints that lie in the root already are removed once the first new one is committed.
+        allow_pickle: a checkpoint without a manifest, named by its path, is read from its pickled files (ckpt/legacy.py): tensors
+            and plain values, and nothing else.
         stale_s: silence after which another run's unfinished save counts as abandoned, in seconds.
 
     Raises:
@@ -60,6 +64,7 @@ class CheckpointCoordinator:
         config_text: str | None = None,
         overwrite: bool = False,
         stale_s: float = 60.0,
+        allow_pickle: bool = False,
     ) -> None:
         if process_groups:
             topology.name_groups(process_groups)
@@ -82,7 +87,26 @@ class CheckpointCoordinator:
             stale_s=stale_s,
             run_id=str(self.output_dir.absolute()),
         )
-        self._loader = Loader(components, topology, strategy, device, verify=verify)
+        self._loader = Loader(components, topology, strategy, device, verify=verify, allow_pickle=allow_pickle)
+
+    @classmethod
+    def for_provider(
+        cls,
+        provider: Provider,
+        topology: Topology,
+        output_dir: str | Path,
+        *,
+        legacy_pattern: str = "replicated",
+        **options: Any,
+    ) -> CheckpointCoordinator:
+        """Make a coordinator of what a trainer says of itself: its components and process groups (ckpt/provider.py).
+
+        Args:
+            legacy_pattern: sharing pattern of the objects of a trainer that names none.
+            options: `backend`, `strategy`, `device` and the rest.
+        """
+        components = components_of(provider, legacy_pattern=legacy_pattern)
+        return cls(components, groups_of(provider), topology, output_dir, **options)
 
     def save_checkpoint(
         self, checkpoint_path: str | Path | None = None, checkpoint_id: str | None = None, validate: bool = False
@@ -115,8 +139,12 @@ class CheckpointCoordinator:
         Args:
             checkpoint_path: a checkpoint folder, which is loaded or refused; None: the newest committed one below output_dir that
                 is sound, falling back, loudly, over damaged ones.
-            strict: a missing required component and keys on one side alone are errors; otherwise they are skipped and
-                reported.
+            strict: what is missing or does not fit is an error. Otherwise it is left out and keeps its state: components that are
+                not there or belong to other ranks, tensors and plain values on one side alone, tensors of another shape
+                or type. At least something of each required component must match, though.
+
+        What is an error by this measure at an optional component (`required=False`), and so is damage, or its object's refusal,
+        leaves that component out on all ranks, and the load goes on. `last_load` reports on every component.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint.
@@ -124,7 +152,7 @@ class CheckpointCoordinator:
             CheckpointError: anything else, the same on every rank.
         """
         if checkpoint_path is not None:
-            self.last_load = self._loader.load(Path(checkpoint_path), strict=strict)
+            self.last_load = self._loader.load(Path(checkpoint_path), strict=strict, may_be_old=True)
             return
         self.last_load = self._load_newest(strict)
 

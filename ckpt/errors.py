@@ -52,7 +52,7 @@ class ReplicationError(CheckpointError, ValueError):
 
 
 class MissingStateError(CheckpointError, KeyError):
-    """A component or a key is in the checkpoint only, or wanted only, and the load is strict."""
+    """A component or a key is only in the checkpoint, or only wanted, and the load is strict; or nothing at all matches."""
 
 
 class WorldSizeError(CheckpointError, ValueError):

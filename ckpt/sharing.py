@@ -12,7 +12,8 @@ import torch
 
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.flatten import Leaves, TensorLeaf
-from ckpt.mapping import Address, ShardedTensor, address_of, is_dtensor
+from ckpt.mapping import Address, DTensorBoxes, ShardedTensor, address_of, is_dtensor
+from ckpt.replication import check_level
 from ckpt.topology import Topology
 
 
@@ -37,6 +38,8 @@ OWN_COPIES = (SharingPattern.PER_RANK, SharingPattern.PER_GROUP, SharingPattern.
 """Patterns under which the checkpoint holds several states of one component, each under a prefix."""
 EQUAL_COPIES = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP, SharingPattern.PER_NODE)
 """Patterns under which several ranks promise equal bits."""
+DECIDED_BY_OBJECT = ("derive", "repartition")
+"""Values of `elastic` that leave it to the object, by the methods of `ckpt.statefuls.Elastic`, what a change means."""
 
 
 @runtime_checkable
@@ -57,11 +60,14 @@ class StateComponent:
         stateful: the object; its state_dict() may be nested and hold tensors and plain values.
         sharing_pattern: a `SharingPattern` or its string.
         process_group_name: which of the coordinator's process groups, for PER_GROUP; its *members* hold equal bits.
-        required: if False, a failure to save it, or its absence on load, is a warning.
-        validate_replication: compare the equal copies, tensor by tensor, at every save.
+        required: if False, a save or a load that fails at this component leaves it out, on all ranks, with a warning.
+        validate_replication: compare the equal copies at every save.
         metadata: the caller's own notes; not stored.
-        validation_level: how closely; "tensor" (a digest per tensor) is the level there is.
-        elastic: what a change of ranks means; None takes what follows from the pattern.
+        validation_level: how closely: "none", "quick", "tensor" or "full" (ckpt/replication.py); None is "tensor".
+        elastic: what a change of ranks, nodes or groups means; None takes what follows from the pattern. "reshard" and "replica"
+            load all the same: "replica" takes any copy of those that each rank, node or group has of its own, if all are
+            equal. "repartition" hands all saved copies to the object, "derive" only the first one; see
+            `ckpt.statefuls.Elastic`. "rebuild" leaves the object the state it has, "refuse" stops the load.
 
     Raises:
         ConfigurationError: the parts contradict each other.
@@ -90,6 +96,8 @@ class StateComponent:
             raise ConfigurationError(
                 f"component {self.key}: {type(self.stateful).__name__} has no state_dict/load_state_dict pair; wrap it in one"
             )
+        if self.elastic in DECIDED_BY_OBJECT:
+            _require_elastic(self)
 
     @property
     def pattern(self) -> SharingPattern:
@@ -134,22 +142,28 @@ def check_component(
             f"component {key}: validate_replication compares copies that should be equal, which {pattern.value} does not "
             f"have; it goes with {allowed}"
         )
-    if validation_level not in (None, "none", "tensor"):
-        raise ConfigurationError(f"component {key}: validation_level {validation_level!r} is none of none, tensor")
-    default = default_elastic(pattern)
-    if elastic not in (None, default):
+    check_level(key, validation_level)
+    choices = elastic_choices(pattern)
+    if elastic is not None and elastic not in choices:
         raise ConfigurationError(
             f"component {key}: elastic={elastic} is not what {pattern.value} components do when the ranks change; leave it "
-            f"null or set it to {default}"
+            f"null or set it to {' or '.join(choices)}"
         )
     return pattern
 
 
 def default_elastic(pattern: SharingPattern) -> str:
-    """What happens to a component when it is loaded by other ranks than saved it."""
+    """What happens to a component that says nothing when it is loaded by other ranks than saved it."""
     if pattern in OWN_COPIES:
         return "refuse"
     return "reshard" if pattern is SharingPattern.SHARDED else "replica"
+
+
+def elastic_choices(pattern: SharingPattern) -> tuple[str, ...]:
+    """What `elastic` may be under a pattern, what is meant by None first."""
+    replica = ("replica",) if pattern in OWN_COPIES else ()
+    decided = DECIDED_BY_OBJECT if pattern is not SharingPattern.SHARDED else ()
+    return tuple(dict.fromkeys((default_elastic(pattern), *replica, *decided, "rebuild", "refuse")))
 
 
 def prefix_of(component: StateComponent, topology: Topology) -> str:
@@ -209,13 +223,14 @@ def addresses(component: StateComponent, leaves: Leaves, topology: Topology) -> 
     """
     prefix = prefix_of(component, topology)
     found = {}
+    boxes = DTensorBoxes()
     for key, leaf in leaves.tensors.items():
         sharded = isinstance(leaf, ShardedTensor) or is_dtensor(leaf)
         if not sharded and not gives(component, topology):
             continue
         if sharded and component.pattern in OWN_COPIES:
             _require_inside(component, key, leaf, topology)
-        found[key] = address_of(leaf, f"{component.key}/{prefix}{key}")
+        found[key] = address_of(leaf, f"{component.key}/{prefix}{key}", boxes)
     return found
 
 
@@ -247,6 +262,16 @@ def find_aliases(tensors: dict[str, TensorLeaf], declared: dict[str, str]) -> di
             first_at[where] = key
     aliases.update({alias: first for alias, first in declared.items() if alias in tensors})
     return aliases
+
+
+def _require_elastic(component: StateComponent) -> None:
+    for method in ("fits", "load_changed"):
+        if not callable(getattr(component.stateful, method, None)):
+            raise ConfigurationError(
+                f"component {component.key}: elastic={component.elastic} lets the object decide what a change of ranks means, but "
+                f"{type(component.stateful).__name__} has no method {method}; add it (ckpt.statefuls.Elastic says what it "
+                f"does), or set components.{component.key}.elastic=null"
+            )
 
 
 def _require_inside(

@@ -6,7 +6,7 @@ Each gives out the memory it really uses, so a load fills it in place, and `load
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from ckpt.device import Device
 from ckpt.dtypes import torch_dtype
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, ShapeMismatchError
 from ckpt.flatten import TensorLeaf
 from ckpt.manifest import ArrayEntry
 from ckpt.mapping import ShardedTensor, local_tensor
@@ -29,6 +29,34 @@ class Prepared(Protocol):
 
     def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
         """Make the tensors that a load will fill. Called on every rank before `state_dict()`, with the saved keys."""
+
+    def forget_prepared(self) -> None:
+        """Undo that: the load does not come. May be called without need, and need not be there where nothing is made."""
+
+
+class Elastic(Protocol):
+    """A stateful that can go on where it was saved by other ranks than these: `elastic` is "derive" or "repartition".
+
+    A load asks `fits` first, on every rank. If all say yes, and the saved copies belong to the same ranks, nodes or groups
+    under the same pattern, `load_state_dict` gets this rank's copy, as ever. If not, every rank gets `load_changed`, and no
+    `load_state_dict`. Both see nested dictionaries, as `state_dict` gave them; of a `Prepared` object the tensors stand under
+    their joined keys.
+    """
+
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """Whether this rank may go on with its own saved copy as it stands. Changes nothing; other ranks may say no.
+
+        Args:
+            saved: the plain values of the copy, without its tensors; of the only copy where all ranks share one.
+        """
+
+    def load_changed(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Make this rank's state from what others saved, or raise, which refuses the load on every rank.
+
+        Args:
+            saved: the copies, tensors (new ones, on the host) and plain values, in the order of the ranks, nodes or group
+                instances that saved them: all of them for "repartition", the first one alone for "derive".
+        """
 
 
 class ModelState:
@@ -62,10 +90,12 @@ class ModelState:
 class OptimizerState:
     """An optimizer's state under `state.<parameter name>.<field>` and `param_groups.<parameter name>.<option>`.
 
-    Names outlive a change of parameter order, of groups, of pipeline stages; positions do not.
+    Names outlive a change of parameter order, of groups, of pipeline stages; positions do not. State of a weight that is
+    tied across ranks goes by the weight's first name, also on a rank that holds it under another only.
 
     Args:
-        module: where the names come from; None if the optimizer was made from `module.named_parameters()`.
+        module: where the names come from, and `tied_names`, {alias: first name}; None if the optimizer was made from
+            `module.named_parameters()`.
 
     Raises:
         ConfigurationError: a parameter has no name.
@@ -73,7 +103,8 @@ class OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None = None) -> None:
         self.optimizer = optimizer
-        names = {parameter: name for name, parameter in module.named_parameters()} if module is not None else {}
+        tied = getattr(module, "tied_names", None) or {}
+        names = {p: tied.get(name, name) for name, p in module.named_parameters()} if module is not None else {}
         self._names: dict[torch.Tensor, str] = {}
         for group in optimizer.param_groups:
             own_names = group.get("param_names") or [None] * len(group["params"])
@@ -86,6 +117,7 @@ class OptimizerState:
                         "from module.named_parameters()"
                     )
                 self._names[parameter] = name
+        self._prepared: list[tuple[torch.Tensor, str]] = []
 
     def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
         """Make the state tensors of parameters that have not been stepped yet, like the parameter where shapes agree."""
@@ -97,6 +129,15 @@ class OptimizerState:
             parameter, group = parameters[name]
             if state_field not in self.optimizer.state[parameter]:
                 self.optimizer.state[parameter][state_field] = _state_tensor(parameter, group, entry)
+                self._prepared.append((parameter, state_field))
+
+    def forget_prepared(self) -> None:
+        """Remove what was made for a load that did not come: it holds no values."""
+        for parameter, state_field in self._prepared:
+            self.optimizer.state[parameter].pop(state_field, None)
+            if not self.optimizer.state[parameter]:
+                del self.optimizer.state[parameter]
+        self._prepared.clear()
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -130,6 +171,42 @@ class OptimizerState:
                 current = self.optimizer.state[parameter].get(state_field)
                 if not _same_memory(current, value):
                     self.optimizer.state[parameter][state_field] = value
+        self._prepared.clear()
+
+    def named_from_positions(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Turn a state dict that `torch.optim` wrote, by position, into one by name, for `load_state_dict`. Changes nothing.
+
+        Where the groups hold names, those count. Where they do not, position n is taken for the n-th parameter here, and only
+        if the groups have the same sizes and every state tensor has the shape of its parameter. Two parameters of one
+        shape that have changed places cannot be told apart, so keep the order of the model that saved it.
+
+        Raises:
+            ShapeMismatchError: groups, names or shapes differ, so it is not clear whose state is whose.
+        """
+        mine = [[(self._names[p], p) for p in group["params"]] for group in self.optimizer.param_groups]
+        sizes = [len(group["params"]) for group in saved["param_groups"]]
+        if sizes != [len(group) for group in mine]:
+            raise ShapeMismatchError(
+                f"optimizer: the state was saved by position for groups of {sizes} parameters, this optimizer has groups of "
+                f"{[len(group) for group in mine]}; make the groups of the run that saved it, or leave the optimizer out"
+            )
+        shapes = {name: tuple(parameter.shape) for group in mine for name, parameter in group}
+        named: dict[str, Any] = {"state": {}, "param_groups": {}}
+        for group, here in zip(saved["param_groups"], mine, strict=True):
+            names = group.get("param_names") or [name for name, _ in here]
+            for name, position in zip(names, group["params"], strict=True):
+                options = {option: value for option, value in group.items() if option not in _OF_THIS_RUN}
+                named["param_groups"][name] = options
+                state = saved["state"].get(position, {})
+                for state_field, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != shapes.get(name):
+                        raise ShapeMismatchError(
+                            f"optimizer: {state_field} at position {position} was saved with shape {list(value.shape)}, but {name} "
+                            f"has {list(shapes.get(name, ()))} here; keep the order of the parameters, or leave the optimizer out"
+                        )
+                if state:
+                    named["state"][name] = {f: _as_step(v) if f == "step" else v for f, v in state.items()}
+        return named
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, str, dict[str, Any]]]:
         for group in self.optimizer.param_groups:
@@ -142,25 +219,71 @@ class RNGState:
 
     All of it is plain, opaque bytes. The coordinator restores it after everything else, so that no other component's
     loading can draw from it.
+
+    Where a run goes on with other ranks, the saved states belong to nobody: under `elastic=derive` every rank then starts
+    a generator that follows from the run's seed, its stream and the step.
+
+    Args:
+        seed: of the run; None: the states cannot be derived, only restored.
+        stream: (number, count): which of the run's streams of random numbers this rank draws from. Ranks that must draw
+            alike, such as those of one tensor-parallel group, have one stream.
+        step: returns how many steps the run has made.
     """
 
     restored_last = True
 
-    def __init__(self, device: Device) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        seed: int | None = None,
+        stream: tuple[int, int] = (0, 1),
+        step: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._device = device
+        self._seed = seed
+        self._stream = stream
+        self._step = step
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        state: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),
             "torch": {name: bytes(state.tolist()) for name, state in self._device.rng_state().items()},
         }
+        if self._seed is not None:
+            state |= {"seed": self._seed, "stream": list(self._stream), "step": self._step()}
+        return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])
         states = {name: torch.tensor(list(state), dtype=torch.uint8) for name, state in state_dict["torch"].items()}
         self._device.set_rng_state(states)
+
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """Whether a saved state is of the stream that this rank draws from."""
+        return list(saved.get("stream", self._stream)) == list(self._stream)
+
+    def load_changed(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Derive the state from the seed and the step of any saved one, and from this rank's stream.
+
+        Raises:
+            ConfigurationError: the states were saved without a seed.
+        """
+        if "seed" not in saved[0]:
+            raise ConfigurationError(
+                "the random generators were saved without the run's seed, so no state for other ranks follows from them; "
+                "make RNGState(device, seed=..., stream=..., step=...), or load on the ranks that saved"
+            )
+        self.seed(saved[0]["seed"], saved[0]["step"])
+
+    def seed(self, seed: int, step: int = 0) -> None:
+        """Start all generators of this rank anew: equal for equal (seed, stream, step), unrelated for others."""
+        own = int(np.random.SeedSequence([seed, *self._stream, step]).generate_state(1)[0])
+        random.seed(own)
+        np.random.seed(own)
+        torch.manual_seed(own)
 
 
 def as_stateful(stateful: Any) -> Stateful:
@@ -179,6 +302,11 @@ def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], entry: Arra
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     on_device = group.get("capturable") or group.get("fused")
     return torch.empty(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+def _as_step(value: Any) -> Any:
+    """Torch counted steps in plain numbers once, and does in 0-dim tensors now."""
+    return torch.tensor(float(value)) if isinstance(value, int | float) else value
 
 
 def _same_memory(current: Any, loaded: Any) -> bool:

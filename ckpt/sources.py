@@ -1,0 +1,315 @@
+"""Where a load takes its components from: what every kind of checkpoint answers, and the committed checkpoint's answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ckpt.box import num_chunks, whole
+from ckpt.device import Device
+from ckpt.dtypes import raw_bytes, torch_dtype
+from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeError, describe
+from ckpt.manifest import PLAIN_NAME, ArrayEntry, CheckpointManifest, digest_of
+from ckpt.sharing import OWN_COPIES, SharingPattern, StateComponent
+from ckpt.stored import check_file, read_listed_file
+from ckpt.strategies.base import LoadingStrategy, ReadRequest, ReadStats, StoredCheckpoint
+from ckpt.strategies.direct import DirectLoad
+from ckpt.topology import Topology
+from ckpt.verify import Names
+
+Rows = Mapping[str, Sequence[Any]]
+"""Joined key -> [path, value] of a plain value, [path] of a tensor, as JSON: what a plain.json holds."""
+
+
+class Source(Protocol):
+    """A checkpoint, open for reading by one rank; the same questions for every kind. A *prefix* names one of the copies."""
+
+    checkpoint_id: str
+    config_text: str
+
+    def holds(self, key: str) -> bool:
+        """Whether it has this component."""
+
+    def component_keys(self) -> Collection[str]:
+        """The components it holds, for messages."""
+
+    def own_prefix(self, component: StateComponent) -> str:
+        """The prefix of this rank's copy.
+
+        Raises:
+            MissingStateError: it was saved under a pattern that does not say which copy is whose here.
+            WorldSizeError: the copies belong to other ranks, nodes or groups than these.
+        """
+
+    def moved(self, component: StateComponent) -> str | None:
+        """How the ranks, nodes or groups that hold its copies have changed since, such as "saved by 4 ranks, this run has 3".
+
+        A component that all ranks share has moved if their number has changed. None: nothing has, and each copy is whose it was.
+        """
+
+    def first_difference(self, component: StateComponent) -> str | None:
+        """The first key in which its copies differ, by the digests of their bytes; None: they are equal, so any will do."""
+
+    def same_pattern(self, component: StateComponent) -> bool:
+        """Whether it was saved under the pattern, and the process group, that is declared now."""
+
+    def prefixes(self, component: StateComponent) -> list[str]:
+        """Of all copies, in the order of the ranks, nodes or instances that saved them."""
+
+    def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
+        """Key -> array of one copy."""
+
+    def rows(self, component: StateComponent, prefix: str) -> Rows:
+        """The plain values of one copy."""
+
+    def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Check this rank's share of what reading does not check anyway.
+
+        Returns:
+            component -> `describe` of the damage, for the optional ones that are damaged.
+
+        Raises:
+            CorruptCheckpointError: anything else is damaged.
+        """
+
+    def read(self, requests: Sequence[ReadRequest]) -> ReadStats:
+        """Fill every request. All ranks call it, each with its own requests."""
+
+
+class CommittedSource:
+    """A checkpoint with a manifest."""
+
+    def __init__(
+        self,
+        checkpoint: StoredCheckpoint,
+        config_text: str,
+        topology: Topology,
+        strategy: LoadingStrategy,
+        device: Device,
+        *,
+        verify: bool,
+    ) -> None:
+        self.checkpoint_id = checkpoint.manifest.checkpoint_id
+        self.config_text = config_text
+        self._checkpoint = checkpoint
+        self._manifest = checkpoint.manifest
+        self._topology = topology
+        self._strategy = strategy
+        self._device = device
+        self._verify = verify
+
+    def holds(self, key: str) -> bool:
+        return key in self._manifest.components
+
+    def component_keys(self) -> Collection[str]:
+        return self._manifest.components
+
+    def same_pattern(self, component: StateComponent) -> bool:
+        saved = self._manifest.components[component.key]
+        now = component.pattern.value, component.process_group_name
+        return (saved.sharing_pattern, saved.group_name) == now
+
+    def own_prefix(self, component: StateComponent) -> str:
+        """See `Source.own_prefix`; goes by the pattern it was *saved* under."""
+        saved = self._manifest.components[component.key]
+        was = SharingPattern(saved.sharing_pattern)
+        require_same_kind(component, was)
+        self._require_same_group(component, saved.group_name)
+        if was not in OWN_COPIES:
+            return ""
+        moved = self.moved(component)
+        if moved is not None:
+            raise WorldSizeError(
+                f"component {component.key} is {was.value} and was {moved}. {_same_ones(was, self._manifest.world_size)}, or leave the "
+                f"component out with ~components.{component.key}.",
+                component=component.key,
+            )
+        return _own_prefix(was, saved.group_name or "", self._topology)
+
+    def moved(self, component: StateComponent) -> str | None:
+        return moved(self._manifest, component.key, self._topology)
+
+    def first_difference(self, component: StateComponent) -> str | None:
+        first, *others = self.prefixes(component)
+        reference = self._contents(component, first)
+        for prefix in others:
+            contents = self._contents(component, prefix)
+            for key in sorted({*reference, *contents}):
+                if reference.get(key) != contents.get(key):
+                    return key
+        return None
+
+    def prefixes(self, component: StateComponent) -> list[str]:
+        saved = self._manifest.components[component.key]
+        match SharingPattern(saved.sharing_pattern):
+            case SharingPattern.PER_RANK:
+                return [f"rank-{rank:05d}/" for rank in range(self._manifest.world_size)]
+            case SharingPattern.PER_NODE:
+                return [f"node-{node:04d}/" for node in range(len(self._manifest.topology["nodes"]))]
+            case SharingPattern.PER_GROUP:
+                name = saved.group_name or ""
+                return [f"{name}-{at:04d}/" for at in range(len(self._manifest.topology["groups"][name]))]
+            case _:
+                return [""]
+
+    def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
+        start = f"{component.key}/{prefix}"
+        return {
+            name.removeprefix(start): entry for name, entry in self._manifest.arrays.items() if name.startswith(start)
+        }
+
+    def rows(self, component: StateComponent, prefix: str) -> Rows:
+        """Joined key -> row of the copy under `prefix`."""
+        saved = self._manifest.components[component.key]
+        writer = saved.plain_in.get(prefix)
+        if writer is None:
+            return {}
+        path = f"{component.key}/{prefix}{PLAIN_NAME}"
+        if path in self._manifest.files:
+            data = read_listed_file(self._checkpoint.root, self._manifest, path)
+        else:
+            record = self._checkpoint.index(writer).files.get(path)
+            file = self._checkpoint.root / path
+            data = file.read_bytes() if record is not None and file.is_file() else b""
+            if record is None or len(data) != record.size or digest_of(data) != record.rest:
+                raise CorruptCheckpointError(f"{path} is missing or not as rank {writer} wrote it", component=saved.key)
+        rows = json.loads(data)
+        return {".".join(str(part[0] if isinstance(part, list) else part) for part in row[0]): row for row in rows}
+
+    def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Check size and loose bytes of the checkpoint's files, each file on one rank; arrays are checked when read.
+
+        Damage in a file of an optional component alone is that component's; in one that several share it is the checkpoint's.
+        """
+        damaged: dict[str, dict[str, Any]] = {}
+        if not self._verify:
+            return damaged
+        mine = slice(self._topology.rank, None, self._topology.world_size)
+        for path in list(self._manifest.files)[mine]:
+            try:
+                read_listed_file(self._checkpoint.root, self._manifest, path)
+            except CorruptCheckpointError as error:
+                _note_damage(damaged, path, error, optional)
+        for rank in self._manifest.index_ranks()[mine]:
+            self._check_files_of(rank, optional, damaged)
+            self._topology.progress()
+        return damaged
+
+    def read(self, requests: Sequence[ReadRequest]) -> ReadStats:
+        return self._strategy.load(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
+
+    def _contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
+        """Key -> what is equal exactly where two copies hold equal bits. Of large arrays only the digests are looked at."""
+        start = f"{component.key}/{prefix}"
+        found: dict[str, tuple[Any, ...]] = {key: tuple(row) for key, row in self.rows(component, prefix).items()}
+        small = []
+        for key, entry in self.entries(component, prefix).items():
+            form = (entry.dtype, entry.shape, entry.grid)
+            if entry.alias_of is not None:
+                found[key] = (*form, entry.alias_of.removeprefix(start))
+            elif entry.grid is None:
+                small.append((key, form, torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))))
+            else:
+                found[key] = (*form, tuple(self._chunk_digests(entry)))
+        requests = [
+            ReadRequest(start + key, f"{component.key}: {key}", whole(form[1]), out) for key, form, out in small
+        ]
+        # Not by the strategy of the load, which may want all ranks to take part.
+        DirectLoad().load(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
+        return found | {key: (*form, digest_of(raw_bytes(out).numpy().data)) for key, form, out in small}
+
+    def _chunk_digests(self, entry: ArrayEntry) -> Iterator[tuple[int, ...]]:
+        assert entry.grid is not None and entry.path is not None
+        for number in range(math.prod(num_chunks(entry.shape, entry.grid))):
+            index = self._checkpoint.index(entry.writer_of(number))
+            chunk = index.chunks.get(entry.path, {}).get(number)
+            if chunk is None:
+                raise CorruptCheckpointError(
+                    f"the index of rank {index.rank} does not list chunk {number} of {entry.path}"
+                )
+            yield chunk.digests
+
+    def _require_same_group(self, component: StateComponent, then: str | None) -> None:
+        """A group of another name will do if it has the same instances; else its members would get different states."""
+        now = component.process_group_name
+        here, there = (self._topology.groups.get(name or "") for name in (now, then))
+        if here is not None and there is not None and here.instances != there.instances:
+            raise MissingStateError(
+                f"component {component.key} was saved per_group of {then} and is now declared per_group of {now}, whose members are "
+                f"others. Declare it components.{component.key}.process_group_name={then}, or leave it out with "
+                f"~components.{component.key}.",
+                component=component.key,
+            )
+
+    def _check_files_of(self, rank: int, optional: Collection[str], damaged: dict[str, dict[str, Any]]) -> None:
+        index = self._checkpoint.index(rank)
+        in_file: dict[str, list[Any]] = {path: [] for path in index.files}
+        for by_number in index.chunks.values():
+            for extent in by_number.values():
+                in_file[extent.file].append(extent)
+        for path, record in index.files.items():
+            try:
+                check_file(self._checkpoint.root, path, record, in_file[path])
+            except CorruptCheckpointError as error:
+                whose = Names(self._manifest, index).of_file(path)
+                named = CorruptCheckpointError(f"{whose}: {error}" if whose else str(error))
+                _note_damage(damaged, path, named, optional)
+
+
+def require_same_kind(component: StateComponent, was: SharingPattern) -> None:
+    """Shared state loads as shared state; a copy per rank, group or node only as the same."""
+    now = component.pattern
+    if was is not now and (was in OWN_COPIES or now in OWN_COPIES):
+        raise MissingStateError(
+            f"component {component.key} was saved as {was.value} and is now declared {now.value}, so "
+            "it is not clear whose state to load. "
+            f"Declare it components.{component.key}.sharing_pattern={was.value}, or leave it out with ~components.{component.key}.",
+            component=component.key,
+        )
+
+
+def moved(manifest: CheckpointManifest, key: str, topology: Topology) -> str | None:
+    """See `Source.moved`. Pure: what the manifest says against the ranks, nodes and groups of this run."""
+    saved = manifest.components[key]
+    match SharingPattern(saved.sharing_pattern):
+        case SharingPattern.PER_NODE:
+            what, then, now = "nodes of ranks ", manifest.topology["nodes"], [list(ranks) for ranks in topology.nodes]
+        case SharingPattern.PER_GROUP:
+            name = saved.group_name or ""
+            group = topology.groups.get(name)
+            what, then = f"groups {name} = ", manifest.topology["groups"][name]
+            now = [list(ranks) for ranks in group.instances] if group else []
+        case _:
+            count = f"{manifest.world_size} rank{'' if manifest.world_size == 1 else 's'}"
+            has = topology.world_size
+            return None if manifest.world_size == has else f"saved by {count}, this run has {has}"
+    return None if then == now else f"saved by {what}{then}, this run has {now or 'no group of that name'}"
+
+
+def _same_ones(pattern: SharingPattern, world_size: int) -> str:
+    """What to run on, as advice, so that every copy is whose it was."""
+    if pattern is SharingPattern.PER_RANK:
+        return f"Run on {world_size} ranks (launch.nproc_per_node={world_size})"
+    return "Run on the same nodes" if pattern is SharingPattern.PER_NODE else "Run with the same groups"
+
+
+def _own_prefix(pattern: SharingPattern, group: str, topology: Topology) -> str:
+    if pattern is SharingPattern.PER_RANK:
+        return f"rank-{topology.rank:05d}/"
+    if pattern is SharingPattern.PER_NODE:
+        return f"node-{topology.node_rank:04d}/"
+    return f"{group}-{topology.groups[group].instance:04d}/"
+
+
+def _note_damage(
+    damaged: dict[str, dict[str, Any]], path: str, error: CorruptCheckpointError, optional: Collection[str]
+) -> None:
+    """Put damage down to the optional component whose folder the file lies in, or raise it."""
+    component = path.partition("/")[0]
+    if component not in optional or "/" not in path:
+        raise error
+    damaged.setdefault(component, describe(error))
