@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import ConfigurationError
 from ckpt.sharing import check_component
+from recipes.parallel.base import Layout
 
 OWN_COMPONENTS = ("model", "optimizer", "scheduler", "dataset", "rng")
 """The components that the recipe itself has; any other brings its object, by `_target_`."""
@@ -58,6 +59,7 @@ class SaveKeys:
 class LoadKeys:
     verify: bool = MISSING
     strict: bool = MISSING
+    allow_pickle: bool = MISSING
     reread: bool | None = MISSING
 
 
@@ -139,10 +141,10 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     layout = made(run["parallel"])
     ranks = num_ranks or run["launch"]["nproc_per_node"]
     layout.check(ranks)
-    check_batch(run, ranks)
+    check_batch(run, layout, ranks)
     if run["load"]["reread"] is None:
         run["load"]["reread"] = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    run["components"] = {key: _component(key, node, layout.group_names) for key, node in run["components"].items()}
+    run["components"] = {key: _component(key, node, layout.axes) for key, node in run["components"].items()}
     return run
 
 
@@ -155,13 +157,13 @@ def made(node: Mapping[str, Any], **given: Any) -> Any:
     return make(**given)
 
 
-def check_batch(run: Mapping[str, Any], num_ranks: int) -> None:
+def check_batch(run: Mapping[str, Any], layout: Layout, num_ranks: int) -> None:
     """Refuse a batch that the ranks cannot share evenly: the loss is a mean of means."""
-    size = run["train"]["batch_size"]
-    if size % num_ranks:
+    size, parts = run["train"]["batch_size"], layout.num_parts(num_ranks)
+    if size % parts:
         raise ConfigurationError(
-            f"train.batch_size={size} does not divide by the {num_ranks} ranks that share a batch: "
-            f"give a multiple of {num_ranks}, such as train.batch_size={-(-size // num_ranks) * num_ranks}"
+            f"train.batch_size={size} does not divide into the {parts} parts that parallel={layout.name} makes of a batch on "
+            f"{num_ranks} ranks: give a multiple of {parts}, such as train.batch_size={-(-size // parts) * parts}"
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,8 +27,13 @@ from rich.table import Table
 from ckpt import CheckpointCoordinator
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
+from ckpt.box import Box
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.flatten import flatten
+from ckpt.mapping import address_of, local_tensor
+from ckpt.sharing import find_aliases
 from ckpt.topology import Topology
+from recipes.memory import PeakMemory
 from recipes.training import Training
 
 READ_BYTES = 8 << 20
@@ -75,30 +82,40 @@ class Dcp:
 
 
 class Raw:
-    """What the machine allows: every rank writes its share of the bytes to one file, with fsync, and reads all files."""
+    """What the machine allows: every rank writes its part of the bytes to one file, with fsync, and reads what it holds.
+
+    Of equal boxes one rank writes, the one that has the least to write. What DTensors say of themselves is believed.
+    """
 
     def __init__(self, training: Training) -> None:
-        tensors = [*training.model_state.state_dict().values()]
-        tensors += [t for state in training.optimizer_state.state_dict()["state"].values() for t in state.values()]
-        views = [tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors]
-        self._rank, self._ranks = training.topology.rank, training.topology.world_size
-        self._shares: list[list[np.ndarray]] = [[] for _ in range(self._ranks)]
-        for view in sorted(views, key=lambda view: -view.nbytes):
-            min(self._shares, key=lambda share: sum(v.nbytes for v in share)).append(view)
+        self._rank = training.topology.rank
+        self._writes: list[np.ndarray] = []
+        self._reads: list[tuple[int, int, np.ndarray]] = []
+        mine = {place: _bytes_of(tensor) for place, tensor in _places(training).items()}
+        ends = [0] * training.topology.world_size
+        for place, (num_bytes, holders) in sorted(_holders(training).items(), key=lambda entry: -entry[1][0]):
+            writer = min(holders, key=lambda rank: ends[rank])
+            if place in mine:
+                self._reads.append((writer, ends[writer], mine[place]))
+            if writer == self._rank:
+                self._writes.append(mine[place])
+            ends[writer] += num_bytes
+        turns = len(ends)
+        self._reads.sort(key=lambda read: ((read[0] - self._rank) % turns, read[1]))
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / str(self._rank)).open("wb", buffering=0) as file:
-            for view in self._shares[self._rank]:
+            for view in self._writes:
                 for at in range(0, view.nbytes, READ_BYTES):
                     file.write(view[at : at + READ_BYTES].data)
             os.fsync(file.fileno())
 
     def load(self, folder: Path) -> None:
-        for turn in range(self._ranks):
-            rank = (self._rank + turn) % self._ranks
-            with (folder / str(rank)).open("rb", buffering=0) as file:
-                for view in self._shares[rank]:
+        for writer, reads in itertools.groupby(self._reads, key=lambda read: read[0]):
+            with (folder / str(writer)).open("rb", buffering=0) as file:
+                for _, offset, view in reads:
+                    file.seek(offset)
                     for at in range(0, view.nbytes, READ_BYTES):
                         file.readinto(view[at : at + READ_BYTES].data)
 
@@ -147,8 +164,9 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     finally:
         if topology.is_lead:
             shutil.rmtree(scratch, ignore_errors=True)
-    state_bytes = sum(t.numel() * t.element_size() for t in _tensors(training))
+    state_bytes = sum(num_bytes for num_bytes, _ in _holders(training).values())
     result = {
+        "parallel": training.layout.name,
         "ranks": topology.world_size,
         "state_bytes": state_bytes,
         "torch": torch.__version__,
@@ -164,10 +182,9 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the medians as a table."""
-    table = Table(
-        title=f"{result['state_bytes'] / 1e9:.2f} GB of state on {result['ranks']} ranks, {result['cores']} cores, medians of "
-        f"{len(next(iter(result['rounds'].values())))} rounds"
-    )
+    rounds = len(next(iter(result["rounds"].values())))
+    on = f"{result['parallel']} on {result['ranks']} ranks, {result['cores']} cores"
+    table = Table(title=f"{result['state_bytes'] / 1e9:.2f} GB of state, {on}, medians of {rounds} rounds")
     table.add_column("")
     for heading in ("save s", "load s, cold", "load s, warm", "save peak MiB", "load peak MiB"):
         table.add_column(heading, justify="right")
@@ -220,32 +237,49 @@ def _forget_cache(folder: Path, topology: Topology) -> None:
     _together(topology)
 
 
-class PeakMemory:
-    """The most memory this process took on top of what it had when this object was made, by the kernel's own count."""
-
-    def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")
-        self._before_kib = _status_kib("VmRSS")
-
-    def mib(self) -> float:
-        return max(0.0, _status_kib("VmHWM") - self._before_kib) / 1024
+_Place = tuple[str, Box]
+"""Name of a tensor of model or optimizer, and the part of it that a rank holds."""
 
 
-def _status_kib(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith(name + ":")))
+def _places(training: Training) -> dict[_Place, torch.Tensor]:
+    """The tensors of this rank by their places; tied ones once."""
+    state = {"model": training.model_state, "optimizer": training.optimizer_state}
+    found: dict[_Place, torch.Tensor] = {}
+    for component, stateful in state.items():
+        tensors = flatten(stateful.state_dict(), component).tensors
+        tied = find_aliases(tensors, getattr(stateful, "tied_names", {}))
+        for key, leaf in tensors.items():
+            name = f"{component}/{tied.get(key, key)}"
+            found[name, address_of(leaf, name).box] = local_tensor(leaf)
+    return found
 
 
-def _tensors(training: Training) -> list[torch.Tensor]:
-    state = training.optimizer_state.state_dict()["state"]
-    return [*training.model_state.state_dict().values(), *(t for fields in state.values() for t in fields.values())]
+def _holders(training: Training) -> dict[_Place, tuple[int, list[int]]]:
+    """Every place of the whole state, with its bytes and the ranks that hold it. Collective."""
+    with training.topology.operation("the benchmark"), training.topology.phase("places") as phase:
+        phase.payload = [[name, b.offsets, b.shape, t.nbytes] for (name, b), t in _places(training).items()]
+    found: dict[_Place, tuple[int, list[int]]] = {}
+    for rank, rows in enumerate(phase.payloads):
+        for name, offsets, shape, num_bytes in rows:
+            _, holders = found.setdefault((name, Box(tuple(offsets), tuple(shape))), (num_bytes, []))
+            holders.append(rank)
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    flat: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
+    return flat
 
 
 def _fill_optimizer(training: Training) -> None:
-    """Give the optimizer its state by one step on made-up gradients, equal on all ranks."""
-    generator = torch.Generator().manual_seed(7)
-    for parameter in training.model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+    """Give the optimizer its state by one step on made-up gradients, equal where ranks hold the same part of a tensor."""
+    tied = getattr(training.model, "tied_names", {})
+    for name, parameter in training.model.named_parameters():
+        place = f"{tied.get(name, name)} {address_of(parameter, name).box}"
+        generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
+        parameter.grad = torch.zeros_like(parameter)
+        grad = local_tensor(parameter.grad)
+        grad.copy_(torch.randn(grad.shape, generator=generator))
     training.optimizer.step()
     training.optimizer.zero_grad(set_to_none=True)
 

@@ -1,4 +1,8 @@
-"""A GPT in plain torch: learned positions, pre-norm blocks, GELU, parameters named as in GPT-2."""
+"""A GPT in plain torch: learned positions, pre-norm blocks, GELU, parameters named as in GPT-2.
+
+It can be cut: into stages, of which each keeps its own part of the modules under the names of the whole, and across the
+heads, because the rows of `c_attn.weight` are ordered by head (query, key, value of the first, then of the second).
+"""
 
 from __future__ import annotations
 
@@ -57,11 +61,15 @@ class GPT(nn.Module):
             raise ConfigurationError(f"model.dropout={dropout}: expected a probability from 0 to below 1")
         self.size = SIZES[size]
         self.context = self.size.context
+        self.wte: nn.Embedding | None
+        self.wpe: nn.Embedding | None
+        self.ln_f: nn.LayerNorm | None
+        self.lm_head: nn.Linear | None
         with torch.device("meta"):  # where torch's own initial values cost nothing and draw no random numbers
             self.wte = nn.Embedding(self.size.vocabulary, self.size.width)
             self.wpe = nn.Embedding(self.size.context, self.size.width)
             self.drop = nn.Dropout(dropout)
-            self.h = nn.ModuleList(Block(self.size, dropout) for _ in range(self.size.layers))
+            self.h = nn.ModuleDict({str(at): Block(self.size, dropout) for at in range(self.size.layers)})
             self.ln_f = nn.LayerNorm(self.size.width)
             self.lm_head = nn.Linear(self.size.width, self.size.vocabulary, bias=False)
         self.to_empty(device="cpu")
@@ -71,15 +79,37 @@ class GPT(nn.Module):
             self.tied_names = {"lm_head.weight": "wte.weight"}
         self._initialize(seed)
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy, in nats per token, of `targets` after `tokens`, both (batch, length)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.drop(self.wte(tokens) + self.wpe(positions))
-        for block in self.h:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the next token, (batch, length, vocabulary), for tokens (batch, length).
+
+        A stage takes what the one before it returned, hidden states (batch, length, width), and returns such, too,
+        unless it is the first or the last.
+        """
+        hidden = inputs
+        if self.wte is not None and self.wpe is not None:
+            positions = torch.arange(inputs.shape[1], device=inputs.device)
+            hidden = self.drop(self.wte(inputs) + self.wpe(positions))
+        for block in self.h.values():
             hidden = block(hidden)
-        logits = self.lm_head(self.ln_f(hidden))
-        loss: torch.Tensor = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return loss
+        if self.ln_f is not None and self.lm_head is not None:
+            hidden = self.lm_head(self.ln_f(hidden))
+        return hidden
+
+    def keep_stage(self, stage: int, num_stages: int) -> None:
+        """Drop all modules but those of one stage of a pipeline. What stays keeps its name.
+
+        The layers are dealt out in order, one more to the first stages where they do not divide.
+        """
+        least, more = divmod(self.size.layers, num_stages)
+        first = stage * least + min(stage, more)
+        last = first + least + (stage < more)
+        for name in list(self.h):
+            if not first <= int(name) < last:
+                del self.h[name]
+        if stage > 0:
+            self.wte = self.wpe = None
+        if stage < num_stages - 1:
+            self.ln_f = self.lm_head = None
 
     @torch.no_grad()
     def _initialize(self, seed: int) -> None:
@@ -93,6 +123,11 @@ class GPT(nn.Module):
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0.0, residual if name.endswith("c_proj.weight") else 0.02, generator=generator)
+
+
+def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy, in nats per token, of targets (batch, length) under logits of the next token."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Block(nn.Module):
@@ -112,19 +147,18 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention over all heads."""
+    """Causal self-attention over all heads, or over those whose rows of `c_attn` are here."""
 
     def __init__(self, size: Size, dropout: float) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.head_width = size.width // size.heads
         self.c_attn = nn.Linear(size.width, 3 * size.width)
         self.c_proj = nn.Linear(size.width, size.width)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(hidden).chunk(3, dim=-1)
-        )
+        by_head = self.c_attn(hidden).unflatten(-1, (-1, 3, self.head_width)).transpose(1, 2)
+        query, key, value = by_head.unbind(-2)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: torch.Tensor = self.drop(self.c_proj(attended.transpose(1, 2).flatten(2)))
         return out

@@ -33,7 +33,7 @@ from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sen
 from ckpt.heartbeat import Beat, beat_key
 from ckpt.mailbox import Mailbox
 from ckpt.topology import Topology
-from recipes.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, run_job
+from recipes.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, environment_with, run_job
 
 _ADDRESS = "127.0.0.1"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT stays Python's: KeyboardInterrupt
@@ -125,20 +125,8 @@ def _start_forkserver(job: Job) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     wanted = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
     wanted["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is told in our words
-    with _environment(wanted):
+    with environment_with(wanted):
         multiprocessing.forkserver.ensure_running()
-
-
-@contextmanager
-def _environment(wanted: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
 
 
 @contextmanager
@@ -153,7 +141,7 @@ def _elastic_leaves_no_trace() -> Iterator[None]:
         logger.propagate = False
         logger.addHandler(silence)
     try:
-        with _environment({}):
+        with environment_with({}):
             yield
     finally:
         for number, handler in handlers.items():

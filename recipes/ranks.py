@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -91,6 +91,19 @@ def number_of(name: str, default: int | None = None) -> int:
             "give each RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or unset RANK to start them here"
         )
     return int(text)
+
+
+@contextmanager
+def environment_with(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment for a while; afterwards it is as before, whatever was set in it meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def run_job(

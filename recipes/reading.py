@@ -161,15 +161,15 @@ def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, A
 
 
 def _show_root(root: Path, rows: Sequence[dict[str, Any]]) -> None:
-    table = _table("checkpoint", "committed (UTC)", "ranks", "components", "arrays", "size", right=(2, 4, 5))
+    table = table_of("checkpoint", "committed (UTC)", "ranks", "components", "arrays", "size", right=(2, 4, 5))
     for row in rows:
         start = Path(row["path"]).name, row["timestamp"][:19].replace("T", " ")
         if row["problem"] is not None:
-            _add(table, *start, "", row["problem"], "", "")
+            add_row(table, *start, "", row["problem"], "", "")
             continue
         size = decimal(row["size_bytes"])
-        _add(table, *start, str(row["world_size"]), ", ".join(row["components"]), str(row["num_arrays"]), size)
-    _console().print(Text(printable(f"{root}: {len(rows)} checkpoints, the oldest commit first")), table, sep="\n")
+        add_row(table, *start, str(row["world_size"]), ", ".join(row["components"]), str(row["num_arrays"]), size)
+    console().print(Text(printable(f"{root}: {len(rows)} checkpoints, the oldest commit first")), table, sep="\n")
 
 
 def _show_checkpoint(path: Path, manifest: CheckpointManifest) -> None:
@@ -178,14 +178,14 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest) -> None:
         f"{path}: id {manifest.checkpoint_id}, committed {when} by {_counted(manifest.world_size, 'rank')}, format "
         f"version {manifest.format_version}, ckpt {manifest.ckpt_version}, torch {manifest.pytorch_version}"
     )
-    components = _table("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
+    components = table_of("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
     for key, component in manifest.components.items():
         num_arrays, size = str(len(manifest.arrays_of(key))), decimal(component.size_bytes)
-        _add(components, key, *_component_cells(component), num_arrays, size)
-    arrays = _table("array", "dtype", "shape", "size", "where", right=(3,))
+        add_row(components, key, *_component_cells(component), num_arrays, size)
+    arrays = table_of("array", "dtype", "shape", "size", "where", right=(3,))
     for name, entry in manifest.arrays.items():
-        _add(arrays, name, entry.dtype, _shape(entry.shape), decimal(_size_bytes(entry)), _where(entry))
-    _console().print(Text(printable(head)), components, arrays, sep="\n")
+        add_row(arrays, name, entry.dtype, _shape(entry.shape), decimal(_size_bytes(entry)), _where(entry))
+    console().print(Text(printable(head)), components, arrays, sep="\n")
 
 
 def _component_cells(component: ComponentManifest) -> tuple[str, str, str, str]:
@@ -227,16 +227,23 @@ def _counted(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def _table(*columns: str, right: Sequence[int] = ()) -> Table:
+def table_of(*columns: str, right: Sequence[int] = ()) -> Table:
+    """A table with these headings.
+
+    Args:
+        right: numbers of the columns that hold numbers.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number in right else "left", overflow="fold")
     return table
 
 
-def _add(table: Table, *cells: str) -> None:
+def add_row(table: Table, *cells: str) -> None:
+    """Add a row of text, shown as it is."""
     table.add_row(*(Text(printable(cell)) for cell in cells))
 
 
-def _console() -> Console:
+def console() -> Console:
+    """Where tables are printed: as wide as the terminal, or wide enough for a pipe."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)

@@ -142,7 +142,9 @@ class Report:
             self._say(f"WARNING: resume=latest FELL BACK to {loaded.path}: damaged is {damaged}", style="bold red")
         step = int(loaded.checkpoint_id)
         self._say(f"resumed {loaded.path} at step {step}: {_speed(loaded.bytes_read, loaded.load_s)}")
-        for line in config_differences(loaded.config_text, self.cfg):
+        for line in loaded.summary().splitlines():
+            self._say(f"  {line}")
+        for line in config_differences(loaded.config_text, self.cfg) if loaded.config_text else []:
             self._say(f"  config differs: {line}")
 
     def reread(self, loaded: LoadReport) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class TextData:
 
     Args:
         path: a file, or a folder whose files are taken together; None: the sources of Python's standard library.
-        dispatch: rank 0 draws each global batch and sends it to all. False: each rank draws from a part of its own.
+        dispatch: rank 0 draws each global batch and sends it to all. False: each rank draws its own rows.
 
     Raises:
         ConfigurationError: there is no such file or folder, or it holds no text.
@@ -39,26 +39,33 @@ class TextData:
         self.corpus = Corpus(root, _standard_library(root) if path is None else _files(root))
 
     def loader(
-        self, *, context: int, batch_size: int, seed: int, topology: Topology, device: torch.device
+        self,
+        *,
+        context: int,
+        batch_size: int,
+        seed: int,
+        topology: Topology,
+        device: torch.device,
+        share: tuple[int, int] | None = None,
     ) -> DispatchedLoader | OwnLoader:
         """Return this rank's batches.
 
         Args:
             context: tokens in a sample; a sample is `context + 1` bytes, of which the last is only a target.
-            batch_size: of one step over all ranks; a multiple of their number.
+            batch_size: of one step over all ranks; a multiple of the number of shares.
+            share: (number, count) of the part of each batch that this rank trains on; None: ranks share by their number.
         """
-        parts = 1 if self.dispatch else topology.world_size
-        num_samples = self.corpus.num_bytes // (context + 1) // parts
+        num_samples = self.corpus.num_bytes // (context + 1)
         if num_samples < 1:
             raise ConfigurationError(
                 f"data.path={self.corpus.root} holds {self.corpus.num_bytes} bytes of text, but the model's context of "
-                f"{context} needs at least {(context + 1) * parts}: give more text with data.path=<folder>"
+                f"{context} needs at least {context + 1}: give more text with data.path=<folder>"
             )
+        samples = Samples(self.corpus, context + 1, num=num_samples, seed=seed)
+        share = share or (topology.rank, topology.world_size)
         if self.dispatch:
-            samples = Samples(self.corpus, context + 1, first=0, num=num_samples, seed=seed)
-            return DispatchedLoader(samples, batch_size, topology, device)
-        samples = Samples(self.corpus, context + 1, first=topology.rank * num_samples, num=num_samples, seed=seed)
-        return OwnLoader(samples, batch_size // topology.world_size, device)
+            return DispatchedLoader(samples, batch_size, share, topology, device)
+        return OwnLoader(samples, batch_size, share, device)
 
 
 class Corpus:
@@ -100,37 +107,43 @@ class Corpus:
 
 
 class Samples:
-    """Endless samples: all windows of a part of the corpus, shuffled anew in every epoch.
+    """Endless samples: all windows of the corpus, shuffled anew in every epoch.
 
     Sample number n, counted over all epochs, depends on n, the seed and the text alone.
 
     Args:
         length: bytes of a window; windows lie side by side.
-        first: number of the part's first window in the corpus.
-        num: number of windows in the part.
+        num: number of windows.
     """
 
-    def __init__(self, corpus: Corpus, length: int, *, first: int, num: int, seed: int) -> None:
+    def __init__(self, corpus: Corpus, length: int, *, num: int, seed: int) -> None:
         self.corpus = corpus
         self.length = length
-        self.first = first
         self.num = num
         self.seed = seed
 
     def __getitem__(self, number: int) -> torch.Tensor:
         epoch, at = divmod(number, self.num)
-        window = self.first + shuffled(at, self.num, f"{self.seed}/{epoch}")
+        window = shuffled(at, self.num, f"{self.seed}/{epoch}")
         return torch.frombuffer(bytearray(self.corpus.read(window * self.length, self.length)), dtype=torch.uint8)
 
 
 class _Loader:
-    """What both ways of sharing the text have in common: a position, and the state that a checkpoint keeps of it."""
+    """What both ways of sharing the text have in common: step s trains on samples [s * B, (s + 1) * B), and the position
+    in samples is all that a checkpoint keeps. So a run may go on with any number of ranks, and either way.
+
+    Args:
+        batch_size: B, over all ranks.
+        share: (number, count) of this rank's part of each batch: rows [number * B / count, (number + 1) * B / count).
+    """
 
     sharing_pattern: str
 
-    def __init__(self, samples: Samples, num_drawn: int) -> None:
+    def __init__(self, samples: Samples, batch_size: int, share: tuple[int, int], device: torch.device) -> None:
         self.samples = samples
-        self.num_drawn = num_drawn
+        self.batch_size = batch_size
+        self.share = share
+        self.device = device
         self.position = 0
         self.text = samples.corpus.digest()
 
@@ -140,7 +153,7 @@ class _Loader:
         place = {"position": self.position, "epoch": self.position // own.num}
         return place | {"seed": own.seed, "windows": own.num, "window_bytes": own.length, "text": self.text}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a run stopped.
 
         Raises:
@@ -157,51 +170,66 @@ class _Loader:
         self.position = int(state["position"])
         self.samples.seed = int(state["seed"])
 
-    def _draw(self) -> torch.Tensor:
-        rows = torch.stack([self.samples[self.position + i] for i in range(self.num_drawn)])
-        self.position += self.num_drawn
-        return rows
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """Whatever rank saved it: the position is the whole run's."""
+        return True
+
+    def load_changed(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from copies that other ranks kept: no sample is trained on twice, and none is left out.
+
+        Raises:
+            ConfigurationError: the copies are of different moments; or see `load_state_dict`.
+        """
+        places = {(copy["position"], copy["seed"]) for copy in saved}
+        if len(places) > 1:
+            raise ConfigurationError(
+                f"the ranks that saved the position in the text disagree about it, (position, seed) is one of "
+                f"{sorted(places)}: they did not share one order of samples, so it cannot be divided anew"
+            )
+        self.load_state_dict(saved[0])
+
+    def _rows(self, first: int, num: int) -> torch.Tensor:
+        """Rows [first, first + num) of the next batch, (num, context + 1), uint8; and on to the batch after it."""
+        rows = torch.stack([self.samples[self.position + row] for row in range(first, first + num)])
+        self.position += self.batch_size
+        return rows.to(self.device)
 
 
 class DispatchedLoader(_Loader):
-    """Rank 0 draws the global batch and sends it; every rank takes its rows. Step s holds samples [s * B, (s + 1) * B).
-
-    There is one position, so the state is GLOBAL, and a run may go on with another number of ranks.
-    """
+    """Rank 0 draws the whole batch and sends it; every rank takes its rows. There is one position: the state is GLOBAL."""
 
     sharing_pattern = "global"
 
-    def __init__(self, samples: Samples, batch_size: int, topology: Topology, device: torch.device) -> None:
-        super().__init__(samples, batch_size)
+    def __init__(
+        self, samples: Samples, batch_size: int, share: tuple[int, int], topology: Topology, device: torch.device
+    ) -> None:
+        super().__init__(samples, batch_size, share, device)
         self.topology = topology
-        self.device = device
 
     def next_batch(self) -> torch.Tensor:
-        """Return this rank's rows of the next global batch: (batch_size / ranks, context + 1), int64. Collective."""
-        rank, ranks = self.topology.rank, self.topology.world_size
-        if ranks == 1:
-            return self._draw().to(self.device).long()
-        if rank == 0:
-            batch = self._draw().to(self.device)
+        """Return this rank's rows of the next global batch: (batch_size / shares, context + 1), int64. Collective."""
+        number, count = self.share
+        if self.topology.world_size == 1:
+            return self._rows(0, self.batch_size).long()
+        if self.topology.is_lead:
+            batch = self._rows(0, self.batch_size)
         else:
-            batch = torch.empty(self.num_drawn, self.samples.length, dtype=torch.uint8, device=self.device)
-            self.position += self.num_drawn
+            batch = torch.empty(self.batch_size, self.samples.length, dtype=torch.uint8, device=self.device)
+            self.position += self.batch_size
         torch.distributed.broadcast(batch, src=0)
-        return batch.chunk(ranks)[rank].long()
+        return batch.chunk(count)[number].long()
 
 
 class OwnLoader(_Loader):
-    """Every rank draws from its own part of the text: positions belong to ranks, so the state is PER_RANK."""
+    """Every rank draws its own rows, and nothing is sent. Each has its own position, so the state is PER_RANK."""
 
     sharing_pattern = "per_rank"
 
-    def __init__(self, samples: Samples, batch_size: int, device: torch.device) -> None:
-        super().__init__(samples, batch_size)
-        self.device = device
-
     def next_batch(self) -> torch.Tensor:
-        """Return this rank's next rows: (batch_size / ranks, context + 1), int64."""
-        return self._draw().to(self.device).long()
+        """Return this rank's rows of the next global batch: (batch_size / shares, context + 1), int64."""
+        number, count = self.share
+        num = self.batch_size // count
+        return self._rows(number * num, num).long()
 
 
 def shuffled(at: int, num: int, key: str) -> int:

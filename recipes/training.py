@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed
 from hydra.utils import instantiate
@@ -26,11 +24,12 @@ from ckpt.errors import (
 )
 from ckpt.ledger import Ledger
 from ckpt.loading import LoadReport
+from ckpt.mapping import local_tensor
 from ckpt.saving import SaveReport
 from ckpt.statefuls import ModelState, OptimizerState, RNGState
 from ckpt.topology import Topology
 from recipes.config import COMPONENT_KEYS, check_batch, made
-from recipes.parallel import Layout
+from recipes.parallel.base import Arranged, Layout
 from recipes.report import Report, Summary
 
 WARMUP_STEPS = 20
@@ -104,42 +103,55 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
 class Training:
     """Model, optimizer, schedule and data of one rank.
 
-    Making one moves nothing between ranks and draws from no global random generator but its own seeding; `join` comes
-    after it on every rank.
+    Making one moves nothing between ranks and draws from no global random generator; `join` comes after it on every rank.
     """
+
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    model_state: ModelState
+    optimizer_state: OptimizerState
 
     def __init__(self, cfg: Mapping[str, Any], topology: Topology, device: Device) -> None:
         self.cfg = cfg
         self.topology = topology
         self.device = device
+        self.steps_done = 0
         device.use(topology.local_rank)
+        rank, num_ranks = topology.rank, topology.world_size
         self.layout: Layout = made(cfg["parallel"])
-        self.layout.check(topology.world_size)
-        check_batch(cfg, topology.world_size)
+        self.layout.check(num_ranks)
+        check_batch(cfg, self.layout, num_ranks)
         seed = cfg["train"]["seed"]
         self.model: torch.nn.Module = made(cfg["model"], seed=seed).to(device.torch_device)
-        self.wrapped = self.model
-        self.optimizer: torch.optim.Optimizer = made(cfg["optimizer"], params=self.model.parameters())
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor)
+        self.layout.fit(self.model, num_ranks)
         self.loader = made(cfg["data"]).loader(
             context=self.model.context,
             batch_size=cfg["train"]["batch_size"],
             seed=seed,
             topology=topology,
             device=device.torch_device,
+            share=self.layout.share(rank, num_ranks),
         )
+        self.rng = RNGState(device, seed=seed, stream=self.layout.stream(rank, num_ranks), step=lambda: self.steps_done)
+
+    def join(self) -> None:
+        """Lay the model out over the ranks, and make what goes by its parameters. Collective."""
+        arranged = self.layout.arrange(self.model, self.topology, self.device.torch_device)
+        self.model, self._backward = arranged.module, arranged.backward
+        with self.topology.operation("the set-up of the run"), self.topology.phase("complete"):
+            self._complete(arranged)
+
+    def _complete(self, arranged: Arranged) -> None:
+        self.optimizer = arranged.wrap_optimizer(made(self.cfg["optimizer"], params=self.model.parameters()))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor)
         self.model_state = ModelState(self.model)
         self.optimizer_state = OptimizerState(self.optimizer, self.model)
         self.added = {
             key: made(_without_component_keys(node), model=self.model)
-            for key, node in cfg["components"].items()
+            for key, node in self.cfg["components"].items()
             if "_target_" in node
         }
-        seed_generators(seed, topology.rank)
-
-    def join(self) -> None:
-        """Arrange the model over the ranks. Collective."""
-        self.wrapped = self.layout.wrap(self.model, self.topology.world_size)
+        self.rng.seed(self.cfg["train"]["seed"])
 
     def components(self) -> list[StateComponent]:
         """Return what a checkpoint holds by the config: the recipe's own, then added ones, the generators last."""
@@ -148,7 +160,7 @@ class Training:
             "optimizer": self.optimizer_state,
             "scheduler": self.scheduler,
             "dataset": self.loader,
-            "rng": RNGState(self.device),
+            "rng": self.rng,
         }
         objects = own | self.added
         nodes = self.cfg["components"]
@@ -159,11 +171,11 @@ class Training:
         """Make one step on the next batch and return its loss, the mean over the global batch. Collective."""
         batch = self.loader.next_batch()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.wrapped(batch[:, :-1], batch[:, 1:])
-        loss.backward()
+        loss = self._backward(batch)
         self.optimizer.step()
         self.scheduler.step()
-        return self._mean(loss.detach())
+        self.steps_done += 1
+        return self._mean(loss)
 
     def digest(self) -> str:
         """Return the digest of model and optimizer, equal on any layout that holds the same values. Collective."""
@@ -179,27 +191,22 @@ class Training:
                 if isinstance(value, torch.Tensor):
                     _scramble(value)
 
-    def _mean(self, loss: torch.Tensor) -> float:
-        """The mean of the ranks' losses, added up in the order of the ranks: always the same bits."""
+    def _mean(self, loss: torch.Tensor | None) -> float:
+        """The mean of the losses of a batch's parts, added up in the order of the ranks: always the same bits."""
         num_ranks = self.topology.world_size
         if num_ranks == 1:
+            assert loss is not None
             return float(loss)
-        losses = [torch.empty_like(loss) for _ in range(num_ranks)]
-        torch.distributed.all_gather(losses, loss)
-        return sum(float(part) for part in losses) / num_ranks
+        mine = torch.zeros((), device=self.device.torch_device) if loss is None else loss
+        losses = [torch.empty_like(mine) for _ in range(num_ranks)]
+        torch.distributed.all_gather(losses, mine)
+        known = [float(one) for rank, one in enumerate(losses) if self.layout.knows_loss(rank, num_ranks)]
+        return sum(known) / len(known)
 
 
 def learning_rate_factor(step: int) -> float:
     """Rise over the first steps, then fall with the square root. Of the step alone: any run can be made longer."""
     return min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
-
-
-def seed_generators(seed: int, rank: int) -> None:
-    """Give every rank its own random numbers: dropout masks must differ where the samples do."""
-    own = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
-    random.seed(own)
-    np.random.seed(own)
-    torch.manual_seed(own)
 
 
 def _resume(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:
@@ -211,6 +218,7 @@ def _resume(training: Training, coordinator: CheckpointCoordinator, summary: Sum
         raise ConfigurationError(
             f"{loaded.path} has the id {loaded.checkpoint_id!r}, which is no step: it was not saved by this recipe"
         )
+    training.steps_done = int(loaded.checkpoint_id)
     summary.add_resume(loaded, training.digest())
     report.resumed(loaded)
 
@@ -265,9 +273,10 @@ def _without_component_keys(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scramble(tensor: torch.Tensor) -> None:
+    tensor = local_tensor(tensor)
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        tensor.detach().fill_(float("nan"))
+        tensor.fill_(float("nan"))
     elif tensor.dtype != torch.bool:
-        tensor.detach().fill_(torch.iinfo(tensor.dtype).max)
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
     else:
-        tensor.detach().logical_not_()
+        tensor.logical_not_()

@@ -12,12 +12,13 @@ from recipes.cli import CONF
 from recipes.config import AT_RUN_TIME, RunKeys, bind
 from tests.conf.configs import composed
 
+LAYOUTS = {"single", "ddp", "accelerate", "fsdp", "hsdp", "tp_fsdp", "ddp_tp", "pipeline", "ddp_pipeline"}
 GROUPS = {
     "ckpt": {"zarr", "tensorstore"},
     "strategy": {"direct"},
     "device": {"cpu", "cuda", "npu"},
-    "parallel": {"single", "ddp"},
-    "sharing": {"single", "ddp"},
+    "parallel": LAYOUTS,
+    "sharing": LAYOUTS,
     "model": {"gpt"},
     "data": {"text"},
     "optimizer": {"adamw"},
@@ -26,7 +27,7 @@ GROUPS = {
     "hydra": {"default"},
 }
 CHOICES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
-ROOTS = {"train", "inspect", "verify", "benchmark"}
+ROOTS = {"train", "inspect", "verify", "benchmark", "benchmark_plan"}
 
 
 def plain(run_dir: Path, *overrides: str) -> dict[str, Any]:

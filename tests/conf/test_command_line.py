@@ -73,7 +73,7 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
     ("arguments", "sentence"),
     [
         (["ckpt=nope"], "ckpt=nope: there is no such choice; ckpt is one of tensorstore, zarr"),
-        (["parallel=nope"], "parallel=nope: there is no such choice; parallel is one of ddp, single"),
+        (["parallel=nope"], "parallel=nope: there is no such choice; parallel is one of accelerate, ddp, "),
         (["trian.steps=3"], "trian.steps: there is no such key; did you mean train.steps?"),
         (["train.stpes=3"], "train.stpes: there is no such key; did you mean train.steps?"),
         (["chkpt=zarr"], "chkpt: there is no such key; did you mean ckpt?"),

@@ -58,7 +58,7 @@ def test_the_default_config_is_in_order_and_plain(tmp_path: Path) -> None:
         ("launch.nproc_per_node=0", "launch.nproc_per_node=0: expected at least 1"),
         ("agree.timeout_s=0", "agree.timeout_s=0.0: expected more than 0 seconds"),
         ("ledger.stale_s=-3", "ledger.stale_s=-3.0: expected more than 0 seconds"),
-        ("parallel.dp=0", "parallel.dp=0: expected at least 1, or null for all ranks"),
+        ("parallel.dp=0", "parallel.dp=0: expected at least 1, or null"),
     ],
 )
 def test_a_number_out_of_range_is_named_with_its_range(tmp_path: Path, override: str, expected: str) -> None:
@@ -92,7 +92,7 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expec
             "components.model.pattern: there is no such key; a component has sharing_pattern, ",
         ),
         ("+model.sise=tiny", "model.sise: recipes.gpt.GPT takes no sise; it takes size, tie_embeddings, dropout"),
-        ("+parallel.tp=2", "parallel.tp: recipes.parallel.DataParallel takes no tp; it takes dp, exact_resume"),
+        ("+parallel.tp=2", "parallel.tp: recipes.parallel.replicated.DataParallel takes no tp; it takes dp, exact_resume"),
         ("+device.index=2", "device.index: ckpt.device.Device takes no index; it takes type, collectives, plugin"),
         ("+strategy.max_in_flight_mib=2", "strategy.max_in_flight_mib: ckpt.strategies.direct.DirectLoad takes no "),
         (
@@ -134,13 +134,13 @@ def test_one_rank_layouts_refuse_several_ranks_and_name_both_ways_out(tmp_path: 
 
 def test_a_number_of_data_parallel_ranks_that_is_not_there_is_refused(tmp_path: Path) -> None:
     said = complaint(tmp_path, "parallel.dp=3", "launch.nproc_per_node=2")
-    assert said.startswith("parallel.dp=3 asks for 3 ranks, but there are 2: give launch.nproc_per_node=3")
+    assert said.startswith("parallel=ddp lays out 3 ranks (dp 3), but there are 2: give launch.nproc_per_node=3, or ")
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused_with_one_that_they_can(tmp_path: Path) -> None:
     said = complaint(tmp_path, "train.batch_size=10", "launch.nproc_per_node=4")
     assert said == (
-        "train.batch_size=10 does not divide by the 4 ranks that share a batch: give a multiple of 4, such as "
+        "train.batch_size=10 does not divide into the 4 parts that parallel=ddp makes of a batch on 4 ranks: give a multiple of 4, such as "
         "train.batch_size=12"
     )
     assert config(tmp_path, "launch.nproc_per_node=4")["train"]["batch_size"] == 12

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError
 from ckpt.sharing import SharingPattern
 from ckpt.topology import Topology
 from recipes.ranks import tracebacks_of_bugs
-from recipes.training import Training, learning_rate_factor, seed_generators
+from recipes.training import Training, learning_rate_factor
 from tests.conf.configs import config
 
 
@@ -74,16 +72,6 @@ def test_the_learning_rate_rises_and_falls_and_knows_no_last_step() -> None:
     assert 0 < peak < 100 and max(factors) == 1.0
     assert factors[: peak + 1] == sorted(factors[: peak + 1]) and factors[peak:] == sorted(factors[peak:], reverse=True)
     assert factors[-1] > 0
-
-
-def test_every_rank_draws_its_own_random_numbers_and_the_same_ones_every_time() -> None:
-    def drawn(seed: int, rank: int) -> tuple[float, float, float]:
-        seed_generators(seed, rank)
-        return random.random(), float(np.random.random()), float(torch.rand(()))
-
-    assert drawn(0, 1) == drawn(0, 1)
-    numbers = [drawn(seed, rank) for seed, rank in [(0, 0), (0, 1), (1, 0), (1, 1)]]
-    assert all(len({number[kind] for number in numbers}) == 4 for kind in range(3))
 
 
 def test_scrambling_leaves_no_tensor_as_it_was(tmp_path: Path) -> None:

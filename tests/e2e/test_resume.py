@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, WorldSizeError
 from ckpt.manifest import digest_of
 from ckpt.stored import read_manifest
+from ckpt.topology import Topology
+from recipes.training import Training
+from tests.conf.configs import config
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import BACKENDS, checkpoint, committed, root_of, run, summary_of
+from tests.states import cpu
 
 SUMMARY_KEYS = {
     "first_step", "final_step", "losses", "resumed_from", "fell_back_from", "loaded_digest", "state_digest", "world_size",
@@ -143,37 +148,77 @@ def test_a_checkpoint_holds_the_config_of_its_run_and_the_hash_of_it(straight: R
     assert manifest["files"]["config.yaml"] == [len(text), digest_of(text)]
 
 
-def test_another_number_of_ranks_is_refused_with_the_way_out_which_works(tmp_path: Path, straight: Run) -> None:
+def test_another_layout_goes_on_with_the_same_state_at_the_next_sample(tmp_path: Path, straight: Run) -> None:
     path = checkpoint(straight.dir, STEPS - 1)
+    saved = run(tmp_path / "one", f"train.steps={STEPS - 1}", f"resume={path}")
+    on = run(
+        tmp_path / "on", f"train.steps={STEPS}", f"resume={path}", "parallel=pipeline", "ckpt=tensorstore", ranks=3
+    )
+    assert saved["losses"] == []
+    assert on["loaded_digest"] == saved["loaded_digest"] == saved["state_digest"]
+    assert (on["first_step"], on["final_step"], on["world_size"]) == (STEPS, STEPS, 3)
+    assert on["losses"] == pytest.approx(straight.summary["losses"][-1:], rel=0.05), "other masks, the same samples"
+
+
+def test_generators_that_may_not_be_derived_refuse_other_ranks_with_a_way_out_that_works(
+    tmp_path: Path, straight: Run
+) -> None:
+    path = checkpoint(straight.dir, STEPS - 1)
+    overrides = [f"train.steps={STEPS}", f"resume={path}", "components.rng.elastic=refuse"]
     with pytest.raises(WorldSizeError) as caught:
-        run(tmp_path / "run", f"train.steps={STEPS}", f"resume={path}")
+        run(tmp_path / "run", *overrides)
     assert str(caught.value) == (
         f"load of {path.name}: component rng is per_rank and was saved by 2 ranks, this run has 1. Run on 2 ranks "
         "(launch.nproc_per_node=2), or leave the component out with ~components.rng."
     )
     assert not committed(tmp_path / "run")
-    resumed = run(tmp_path / "run", f"train.steps={STEPS}", f"resume={path}", "~components.rng", "load.strict=true")
+    resumed = run(tmp_path / "run", *overrides[:2], "~components.rng", "load.strict=true")
     assert (resumed["first_step"], resumed["final_step"], resumed["world_size"]) == (STEPS, STEPS, 1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_any_number_of_ranks_goes_on_without_the_generators(tmp_path: Path, straight: Run, ranks: int) -> None:
-    """Model, optimizer, schedule and position are the same to the bit; the sums over other ranks then are not."""
-    first = run(tmp_path / "run", "train.steps=2", "model.dropout=0", ranks=2)
-    overrides = ["train.steps=4", "model.dropout=0", "resume=latest", "~components.rng"]
-    rest = run(tmp_path / "run", *overrides, ranks=ranks)
-    assert rest["loaded_digest"] == first["state_digest"]
-    assert rest["first_step"] == 3
+def test_any_number_of_ranks_goes_on_and_the_same_number_always_goes_on_alike(
+    tmp_path: Path, straight: Run, ranks: int
+) -> None:
+    """Model, optimizer, schedule and position are the same to the bit; the random numbers follow from seed and step."""
+    first = run(tmp_path / "run", "train.steps=2", ranks=2)
+    path = checkpoint(tmp_path / "run", 2)
+    rest = [run(tmp_path / name, "train.steps=4", f"resume={path}", ranks=ranks) for name in ("a", "b")]
+    assert rest[0]["loaded_digest"] == first["state_digest"]
+    assert rest[0]["first_step"] == 3
+    assert (rest[0]["losses"], rest[0]["state_digest"]) == (rest[1]["losses"], rest[1]["state_digest"])
 
 
 @pytest.mark.full
-def test_ranks_that_draw_for_themselves_name_their_data_as_what_cannot_follow(tmp_path: Path) -> None:
-    run(tmp_path / "run", "train.steps=1", "data.dispatch=false", ranks=2)
-    with pytest.raises(WorldSizeError, match="component dataset is per_rank and was saved by 2 ranks, this run has 3"):
-        run(tmp_path / "run", "train.steps=2", "data.dispatch=false", "resume=latest", "~components.rng", ranks=3)
-    overrides = ["train.steps=2", "data.dispatch=false", "resume=latest", "~components.rng", "~components.dataset"]
-    assert run(tmp_path / "run", *overrides, ranks=3)["first_step"] == 2
+@pytest.mark.parametrize(("before", "after"), [("true", "false"), ("false", "true"), ("false", "false")])
+def test_other_ranks_take_up_the_text_where_the_saved_ones_stopped(tmp_path: Path, before: str, after: str) -> None:
+    """Without dropout and up to the order of sums, the loss of each step is the one of a single rank."""
+    common = ["model.dropout=0", "save.every=2"]
+    alone = run(tmp_path / "alone", "train.steps=5", *common)
+    first = run(tmp_path / "run", "train.steps=2", f"data.dispatch={before}", *common, ranks=2)
+    rest = run(tmp_path / "run", "train.steps=5", f"data.dispatch={after}", "resume=latest", *common, ranks=3)
+    assert first["losses"] + rest["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+
+
+def test_an_old_folder_of_pickled_files_goes_on_behind_its_switch_only(tmp_path: Path) -> None:
+    """What Forgather's trainers left: a file per component, and optimizer state by position."""
+    training = Training(config(tmp_path / "old run", "train.batch_size=2"), Topology.alone(), cpu())
+    training.join()
+    for _ in range(3):
+        training.step()
+    old = tmp_path / "checkpoint-3"
+    old.mkdir()
+    for key, stateful in {
+        "model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler
+    }.items():  # fmt: skip
+        torch.save(stateful.state_dict(), old / f"{key}_state.pt")
+    overrides = ["train.steps=4", f"resume={old}", "~components.dataset", "~components.rng"]
+    with pytest.raises(CheckpointNotFoundError, match="allow_pickle"):
+        run(tmp_path / "refused", *overrides)
+    resumed = run(tmp_path / "on", *overrides, "load.allow_pickle=true", "parallel=fsdp", ranks=2)
+    assert resumed["first_step"] == 4
+    assert resumed["loaded_digest"] == training.digest()
 
 
 def test_going_on_where_there_is_nothing_begins_at_step_1(tmp_path: Path) -> None:

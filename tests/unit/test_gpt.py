@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ckpt.errors import ConfigurationError
-from recipes.gpt import GPT, SIZES
+from recipes.gpt import GPT, SIZES, next_token_loss
 
 
 def count(model: torch.nn.Module) -> int:
@@ -55,7 +55,7 @@ def test_no_parameter_is_left_without_an_initial_value() -> None:
 
 def test_a_fresh_model_is_as_good_as_guessing() -> None:
     tokens = torch.randint(0, 256, (4, 65))
-    loss = GPT().eval()(tokens[:, :-1], tokens[:, 1:])
+    loss = next_token_loss(GPT().eval()(tokens[:, :-1]), tokens[:, 1:])
     assert loss.item() == pytest.approx(5.545, abs=0.15)  # ln 256
 
 
@@ -64,22 +64,51 @@ def test_a_token_sees_none_after_it() -> None:
     tokens = torch.randint(0, 256, (1, 17))
     other = tokens.clone()
     other[0, -1] = (other[0, -1] + 1) % 256
-    targets = torch.randint(0, 256, (1, 16))
-    assert torch.equal(model(tokens[:, :16], targets), model(other[:, :16], targets))
-    assert not torch.equal(model(tokens[:, 1:], targets), model(other[:, 1:], targets))
+    assert torch.equal(model(tokens)[:, :16], model(other)[:, :16])
+    assert not torch.equal(model(tokens)[:, 16], model(other)[:, 16])
 
 
 def test_dropout_draws_from_the_global_generator_and_can_be_left_out() -> None:
-    tokens = torch.randint(0, 256, (2, 33))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    tokens = torch.randint(0, 256, (2, 32))
     model = GPT()
     torch.manual_seed(0)
-    first = model(inputs, targets)
-    second = model(inputs, targets)
+    first = model(tokens)
+    second = model(tokens)
     torch.manual_seed(0)
-    assert not torch.equal(first, second) and torch.equal(model(inputs, targets), first)
+    assert not torch.equal(first, second) and torch.equal(model(tokens), first)
     without = GPT(dropout=0.0)
-    assert torch.equal(without(inputs, targets), without(inputs, targets))
+    assert torch.equal(without(tokens), without(tokens))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_the_stages_one_after_the_other_are_the_whole_model(num_stages: int) -> None:
+    whole = GPT(dropout=0.0, seed=1)
+    hidden = tokens = torch.randint(0, 256, (2, 32))
+    names: list[str] = []
+    for stage in range(num_stages):
+        part = GPT(dropout=0.0, seed=1)
+        part.keep_stage(stage, num_stages)
+        hidden = part(hidden)
+        names += part.state_dict()
+    assert torch.equal(hidden, whole(tokens))
+    assert names == list(whole.state_dict()), "each name once, in the order of the whole model"
+
+
+def test_a_head_can_be_cut_off_by_its_rows() -> None:
+    """What tensor parallelism does: each rank has the query, key and value rows of its own heads, nobody else's."""
+    attention = GPT(seed=2).h["0"].attn
+    half = GPT(seed=2).h["0"].attn
+    rows = 3 * 128 // 2
+    half.c_attn.weight = torch.nn.Parameter(attention.c_attn.weight[rows:].detach())
+    half.c_attn.bias = torch.nn.Parameter(attention.c_attn.bias[rows:].detach())
+    seen: dict[str, torch.Tensor] = {}
+    half.c_proj = torch.nn.Identity()
+    attention.c_proj.register_forward_pre_hook(lambda _, inputs: seen.update(whole=inputs[0]))
+    half.c_proj.register_forward_pre_hook(lambda _, inputs: seen.update(half=inputs[0]))
+    hidden = torch.randn(2, 16, 128)
+    attention(hidden)
+    half(hidden)
+    torch.testing.assert_close(seen["half"], seen["whole"][..., 64:])
 
 
 def test_a_tied_head_is_the_embedding_and_says_so() -> None:

@@ -71,7 +71,7 @@ def test_shuffling_differs_from_key_to_key_and_moves_nearly_everything() -> None
 
 
 def test_an_epoch_shows_every_window_once(folder: Path) -> None:
-    samples = Samples(TextData(path=str(folder)).corpus, 8, first=0, num=125, seed=5)
+    samples = Samples(TextData(path=str(folder)).corpus, 8, num=125, seed=5)
     for epoch in range(2):
         starts = sorted(samples[epoch * 125 + i].tolist() for i in range(125))
         assert starts == sorted([(8 * window + i) % 251 for i in range(8)] for window in range(125))
@@ -79,7 +79,7 @@ def test_an_epoch_shows_every_window_once(folder: Path) -> None:
 
 def test_a_step_takes_the_next_samples_of_the_global_order(folder: Path) -> None:
     source = loader(folder, batch_size=4)
-    samples = Samples(source.samples.corpus, 8, first=0, num=125, seed=0)
+    samples = Samples(source.samples.corpus, 8, num=125, seed=0)
     assert batches(source, 40) == [[samples[4 * step + i].tolist() for i in range(4)] for step in range(40)]
 
 

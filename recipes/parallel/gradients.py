@@ -1,0 +1,51 @@
+"""Gradients over ranks, in one order and in few messages: equal bits on every rank, and in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckpt.mapping import local_tensor
+
+BUCKET_BYTES = 32 << 20
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace each gradient by its mean over the group. Collective; ranks give like parameters in like order."""
+    num_ranks = dist.get_world_size(group)
+    if num_ranks > 1:
+        _sum(parameters, group, 1.0 / num_ranks)
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace each gradient by its sum over the group: for copies of one parameter that are used in different places."""
+    _sum(parameters, group, 1.0)
+
+
+def _sum(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, factor: float) -> None:
+    gradients = (local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        dist.all_reduce(flat, group=group)
+        if factor != 1.0:
+            flat *= factor
+        sizes = [gradient.numel() for gradient in bucket]
+        for gradient, summed in zip(bucket, flat.split(sizes), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group neighbours of one data type up to `BUCKET_BYTES`, so that a copy of all gradients is never held."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (gradient.dtype != bucket[0].dtype or size + gradient.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket
