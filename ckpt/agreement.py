@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,21 +30,23 @@ class Verdict:
         phase: its phase; None if it failed between two phases, and so stands for whatever the others are in.
         error: `errors.describe` of what it raised, with the component already in the message; None if all is well.
         payload: JSON for all the other ranks, encoded.
+        stands: what is so even if the phase fails, for the end of the error; None: nothing.
     """
 
     what: str | None
     phase: str | None
     error: dict[str, Any] | None = None
     payload: bytes = b"null"
+    stands: str | None = None
 
     def encode(self) -> bytes:
-        return json.dumps([self.what, self.phase, self.error]).encode() + b"\n" + self.payload
+        return json.dumps([self.what, self.phase, self.error, self.stands]).encode() + b"\n" + self.payload
 
     @classmethod
     def decode(cls, data: bytes) -> Verdict:
         head, _, payload = data.partition(b"\n")
-        what, phase, error = json.loads(head)
-        return cls(what, phase, error, payload)
+        what, phase, error, stands = json.loads(head)
+        return cls(what, phase, error, payload, stands)
 
 
 @dataclass(slots=True)
@@ -105,7 +108,7 @@ class Agreement:
 
     def withdraw(self, at: At, verdict: Verdict, interrupt: BaseException) -> None:
         """Say that this rank goes away now, and do not wait for the others to hear of it."""
-        stopped = Verdict(verdict.what, verdict.phase, describe(interrupt))
+        stopped = Verdict(verdict.what, verdict.phase, describe(interrupt), stands=verdict.stands)
         self.hand_in(at, stopped)
         if self.rank == 0:
             error = conclude({0: stopped}, {}, self.world_size)
@@ -135,8 +138,13 @@ class Agreement:
                 data = self._look(at, lookout)
                 look_at_s = time.monotonic() + 0.1 * crowd
             if data is not None:
+                if self.rank == 0:
+                    self.heartbeat.say()  # so that what comes late of our moves does not look like a move in what follows
                 return data
-            self.heartbeat.move()  # waiting for others is no standstill: the lead knows for whom all of us wait
+            if (
+                self.rank == 0
+            ):  # who has handed in its verdict is looked for no more, but for the lead, who waits for others
+                self.heartbeat.move()
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, 0.02 * crowd)
 
@@ -203,16 +211,28 @@ def conclude(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world
 
     What a rank raised comes before who is missing: the missing ranks may be gone because of it.
     """
+    error = _cause(verdicts, gone, world_size)
+    stands = next((verdict.stands for verdict in verdicts.values() if verdict.stands), None)
+    if error is None or stands is None:
+        return error
+    return {**error, "message": f"{error['message']}; {stands} all the same"}
+
+
+def _cause(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world_size: int) -> dict[str, Any] | None:
     raised = {rank: verdict for rank, verdict in verdicts.items() if verdict.error}
-    if raised:
-        return _raised(raised, gone, world_size)
     places = {rank: place(verdict.what, verdict.phase) for rank, verdict in verdicts.items()}
-    here = min(verdicts.values(), key=lambda verdict: verdict.phase is None)
+    here = _where_most_are(verdicts, places)
+    if raised:
+        return _raised(raised, gone, world_size, here)
     if len(set(places.values())) > 1 or any(absence.elsewhere for absence in gone.values()):
         where = [f"{_ranks(ranks)} {at}" for at, ranks in _grouped(places).items()]
         where += [absence.cause for absence in gone.values()]
         where[-1] += ": all ranks must make the same calls in the same order"
-        return _error(CheckpointError, "; ".join(where), here)
+        away = [rank for rank, at in places.items() if at != place(here.what, here.phase)] + list(gone)
+        odd = (
+            away[0] if len(away) == 1 and world_size > 2 else None
+        )  # of two ranks, either could be the one that strayed
+        return _error(CheckpointError, "; ".join(where), here, odd)
     if gone:
         first = min(gone)
         start = "" if any(absence.names_phase for absence in gone.values()) else f"{_failed(here)}: "
@@ -221,19 +241,29 @@ def conclude(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world
     return None
 
 
-def _raised(raised: Mapping[int, Verdict], gone: Mapping[int, Absence], world_size: int) -> dict[str, Any]:
+def _where_most_are(verdicts: Mapping[int, Verdict], places: Mapping[int, str]) -> Verdict:
+    """The verdict that says where most of the ranks are, those between two phases aside; of two, the lower rank's."""
+    counts = Counter(places.values())
+    return max(verdicts.items(), key=lambda one: (one[1].phase is not None, counts[places[one[0]]], -one[0]))[1]
+
+
+def _raised(
+    raised: Mapping[int, Verdict], gone: Mapping[int, Absence], world_size: int, here: Verdict
+) -> dict[str, Any]:
     by_message = _grouped({rank: (verdict.error or {})["message"] for rank, verdict in raised.items()})
     first = min(raised)
     verdict = raised[first]
     assert verdict.error is not None
+    before = here.phase if here.what == verdict.what else None
+    phase = verdict.phase or before
     cause = verdict.error["message"]
     if len(by_message[cause]) == world_size:
         message = f"{verdict.what}: {cause}" if verdict.what else cause
-        return {**verdict.error, "message": message, "rank": None, "phase": verdict.phase}
-    parts = [f"{_failed(verdict)} on {_ranks(by_message.pop(cause))}: {cause}"]
+        return {**verdict.error, "message": message, "rank": None, "phase": phase}
+    parts = [f"{_failed(verdict, before)} on {_ranks(by_message.pop(cause))}: {cause}"]
     parts += [f"on {_ranks(ranks)}: {message}" for message, ranks in by_message.items()]
     parts += [absence.cause for absence in gone.values() if not absence.elsewhere]
-    return {**verdict.error, "message": _shortened(parts, "failures"), "rank": first, "phase": verdict.phase}
+    return {**verdict.error, "message": _shortened(parts, "failures"), "rank": first, "phase": phase}
 
 
 def _shortened(parts: list[str], things: str) -> str:
@@ -241,8 +271,10 @@ def _shortened(parts: list[str], things: str) -> str:
     return "; ".join(parts[:4] + more)
 
 
-def _failed(verdict: Verdict) -> str:
-    phase = f"in phase {verdict.phase}" if verdict.phase else "between two phases"
+def _failed(verdict: Verdict, before: str | None = None) -> str:
+    """Say where; a rank that raised between two phases did not come to the one that others are in, `before`."""
+    between = f"before phase {before}" if before else "between two phases"
+    phase = f"in phase {verdict.phase}" if verdict.phase else between
     return f"{verdict.what} failed {phase}" if verdict.what else f"phase {verdict.phase} failed"
 
 

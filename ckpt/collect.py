@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import ReplicationError, ShardingError, describe, rebuild, sentence
+from ckpt.errors import ConfigurationError, ReplicationError, ShardingError, describe, rebuild, sentence
 from ckpt.flatten import Leaves, TensorLeaf, flatten, path_to_json, to_json
 from ckpt.manifest import digest_of
-from ckpt.replication import require_equal, tensor_digests
+from ckpt.replication import (
+    Fingerprint,
+    ValidationLevel,
+    differences,
+    fingerprints,
+    is_piece,
+    level_of,
+    measure,
+    plain_differences,
+    private_keys,
+    require_unchanged,
+    unequal,
+)
 from ckpt.sharing import (
     EQUAL_COPIES,
     OWN_COPIES,
@@ -26,6 +38,19 @@ from ckpt.tables import Table, TablePart, piece_from_json, table_of_pieces, tabl
 from ckpt.topology import Topology
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What one rank holds of a component whose copies are to be compared.
+
+    Attributes:
+        tensors: key -> the tensor; without the entries that are the rank's own.
+    """
+
+    level: ValidationLevel
+    tensors: Mapping[str, TensorLeaf]
+    fingerprints: Mapping[str, Fingerprint]
+
+
 @dataclass(slots=True)
 class Contribution:
     """One rank's state, before anybody else's is known.
@@ -36,7 +61,9 @@ class Contribution:
         table: addresses and aliases.
         plain: component -> {joined key: [path, value]} as JSON, where this rank speaks for the component; tensors of an
             object that takes whatever was saved stand there too, as {joined key: [path]}.
-        copies: component -> {key: digest}, of the components whose copies are to be compared.
+        private: component -> keys of `plain` that are the rank's own and not compared.
+        copies: component -> what is compared, of the components whose copies are to be.
+        seen: component -> {key: fingerprint}, for the doctor, if it is to look.
         failed: optional component -> why it could not be collected.
     """
 
@@ -44,17 +71,34 @@ class Contribution:
     tensors: dict[str, TensorLeaf] = field(default_factory=dict)
     table: Table = field(default_factory=lambda: Table(()))
     plain: dict[str, dict[str, Any]] = field(default_factory=dict)
-    copies: dict[str, dict[str, str]] = field(default_factory=dict)
+    private: dict[str, set[str]] = field(default_factory=dict)
+    copies: dict[str, Copies] = field(default_factory=dict)
+    seen: dict[str, dict[str, Fingerprint]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """What the other ranks need to know to see whether all agree: digests, not the things."""
         return {
             "table": _digest_of_json(table_to_json(self.table)),
-            "plain": {key: _digest_of_json(rows) for key, rows in self.plain.items()},
-            "copies": {key: _digest_of_json(digests) for key, digests in self.copies.items()},
+            "plain": {key: _digest_of_json(self.shared_plain(key)) for key in self.plain},
+            "copies": {key: _digest_of_json(copies.fingerprints) for key, copies in self.copies.items()},
             "failed": self.failed,
         }
+
+    def shared_plain(self, component: str) -> dict[str, Any]:
+        """The plain values that other ranks may be expected to have, too."""
+        own = self.private.get(component, set())
+        return {key: row for key, row in self.plain[component].items() if key not in own}
+
+    def require_unchanged(self) -> None:
+        """At the level "full": make sure that what was compared is what was written. Called after the write.
+
+        Raises:
+            ReplicationError: a tensor was changed in between.
+        """
+        for key, copies in self.copies.items():
+            if copies.level is ValidationLevel.FULL:
+                require_unchanged(key, copies.fingerprints, copies.tensors)
 
 
 def collect(
@@ -63,12 +107,14 @@ def collect(
     *,
     without: Collection[str] = (),
     compare_all: bool = False,
+    look: bool = False,
 ) -> Contribution:
     """Ask every component for its state and give every tensor its address. No communication.
 
     Args:
         without: components left out because some rank could not give them.
-        compare_all: digest every component that promises equal copies, not only those that ask for it.
+        compare_all: compare every component that promises equal copies, not only those that ask for it.
+        look: take the fingerprints of everything, for the doctor.
 
     Raises:
         CheckpointError: a required component failed; `.component` names it.
@@ -83,6 +129,7 @@ def collect(
             leaves = flatten(component.stateful.state_dict(), component.key)
             tied = find_aliases(leaves.tensors, _declared_ties(component, leaves))
             leaves.tensors = {key: leaf for key, leaf in leaves.tensors.items() if key not in tied}
+            private = _private(component, leaves)
             found = addresses(component, leaves, topology)
         except Exception as error:
             if component.required:
@@ -90,14 +137,16 @@ def collect(
             mine.failed[component.key] = sentence(error)
             continue
         mine.components[component.key] = component
+        mine.private[component.key] = private
+        if not _speaks(component, topology):
+            found = {key: address for key, address in found.items() if key not in private}
         mine.tensors |= {address.name: leaves.tensors[key] for key, address in found.items()}
         parts.append(TablePart.of(found.values()))
         start = f"{component.key}/{prefix_of(component, topology)}"
         if gives(component, topology):
             aliases += [(start + alias, start + first) for alias, first in tied.items()]
             mine.plain[component.key] = _plain_rows(component, leaves)
-        if _to_compare(component, compare_all):
-            mine.copies[component.key] = tensor_digests({key: leaves.tensors[key] for key in found})
+        _add_fingerprints(mine, component, leaves, compare_all, look, topology.progress)
         topology.progress()
     mine.table = Table(tuple(parts), tuple(aliases))
     return mine
@@ -114,27 +163,36 @@ def settle_plain(
     Raises:
         ReplicationError: naming component, entries and ranks.
     """
-    differing = [key for key, component in mine.components.items() if _differs(component, summaries, "plain", topology)]
+    differing = [
+        key
+        for key, component in mine.components.items()
+        if not _is_excused(component) and _differs(component, summaries, "plain", topology)
+    ]
     copies = [key for key, component in mine.components.items() if _differs(component, summaries, "copies", topology)]
     if not differing and not copies:
         return mine.plain
     with topology.phase("compare") as phase:
         phase.payload = {
-            "plain": {key: mine.plain.get(key) for key in differing},
-            "copies": {key: mine.copies.get(key) for key in copies},
+            "plain": {key: mine.shared_plain(key) for key in differing if key in mine.plain},
+            "copies": {
+                key: [mine.copies[key].level.value, mine.copies[key].fingerprints]
+                for key in copies
+                if key in mine.copies
+            },
         }
+    said = phase.payloads
+    unlike = {key: _unequal_tensors(key, mine, [one["copies"].get(key) for one in said], topology) for key in copies}
     merged = dict(mine.plain)
-    with topology.phase("agree on plain values"):
-        for key in copies:
-            require_equal(
-                key, [p["copies"].get(key) for p in phase.payloads], holders_of(mine.components[key], topology)
-            )
+    with topology.phase("agree on copies"):
+        for error in unlike.values():
+            if error is not None:
+                raise error
         for key in differing:
-            values = [p["plain"].get(key) for p in phase.payloads]
+            values = [one["plain"].get(key) for one in said]
             if mine.components[key].pattern is SharingPattern.SHARDED:
                 merged[key] = _merge(key, values)
             else:
-                require_equal(key, values, holders_of(mine.components[key], topology))
+                _require_equal_plain(mine.components[key], values, topology)
     return merged
 
 
@@ -221,11 +279,90 @@ def _differs(component: StateComponent, summaries: Sequence[Mapping[str, Any]], 
     )
 
 
-def _to_compare(component: StateComponent, compare_all: bool) -> bool:
+def _is_excused(component: StateComponent) -> bool:
+    """Whether its owner wants its copies not to be compared at all, plain values included."""
+    return component.pattern in EQUAL_COPIES and component.validation_level == ValidationLevel.NONE.value
+
+
+def _private(component: StateComponent, leaves: Leaves) -> set[str]:
+    """The keys that are each rank's own; pieces of larger tensors say themselves whose they are."""
     if component.pattern not in EQUAL_COPIES:
-        return False
-    asked = component.validate_replication and component.validation_level != "none"
-    return asked or compare_all
+        return set()
+    named = private_keys(component.stateful, leaves.paths)
+    return {key for key in named if key not in leaves.tensors or not is_piece(leaves.tensors[key])}
+
+
+def _speaks(component: StateComponent, topology: Topology) -> bool:
+    """Whether this rank is the one whose own entries are saved: the first of those that hold one state."""
+    return all(topology.rank not in ranks or topology.rank == ranks[0] for ranks in holders_of(component, topology))
+
+
+def _add_fingerprints(
+    mine: Contribution,
+    component: StateComponent,
+    leaves: Leaves,
+    compare_all: bool,
+    look: bool,
+    progress: Callable[[], None],
+) -> None:
+    """Hash what the ranks compare of a component, and what the doctor looks at; no tensor twice by every bit."""
+    key, private = component.key, mine.private[component.key]
+    tensors = {name: leaf for name, leaf in leaves.tensors.items() if name not in private}
+    level = ValidationLevel.NONE
+    if component.pattern in EQUAL_COPIES:
+        level = level_of(
+            validate_replication=component.validate_replication,
+            validation_level=component.validation_level,
+            validate_all=compare_all,
+        )
+    prints: dict[str, Fingerprint] = {}
+    if level is not ValidationLevel.NONE:
+        prints = fingerprints(tensors, level, progress)
+        mine.copies[key] = Copies(level, tensors, prints)
+    if look:
+        if not level.covers(ValidationLevel.TENSOR):
+            prints = fingerprints(tensors, ValidationLevel.TENSOR, progress)
+        plain = _plain_rows(component, leaves)
+        mine.seen[key] = prints | {name: _fingerprint_of(plain[name]) for name in leaves.plain if name not in private}
+
+
+def _fingerprint_of(row: Any) -> Fingerprint:
+    data = json.dumps(row).encode()
+    return Fingerprint("", (len(data),), digest_of(data))
+
+
+def _unequal_tensors(key: str, mine: Contribution, said: Sequence[Any], topology: Topology) -> ReplicationError | None:
+    """What there is to say of tensors that differ; at the level "full" with how far they are apart. Collective.
+
+    Args:
+        said: by rank, the level and the fingerprints; None from one that compares nothing.
+
+    Raises:
+        ConfigurationError: the ranks compare at different levels; on every rank.
+    """
+    levels = ["none" if one is None else one[0] for one in said]
+    for rank, level in enumerate(levels):
+        if level != levels[0]:
+            raise ConfigurationError(
+                f"component {key} is compared at the level {levels[0]} on rank 0 and {level} on rank {rank}; all ranks must "
+                "declare the same"
+            )
+    copies = [{name: Fingerprint.of_json(row) for name, row in rows.items()} for _, rows in said]
+    holders = holders_of(mine.components[key], topology)
+    found = differences(copies, holders)
+    if not found:
+        return None
+    is_full = mine.copies[key].level is ValidationLevel.FULL
+    return unequal(key, holders, found, measure(found, copies, mine.copies[key].tensors, topology) if is_full else {})
+
+
+def _require_equal_plain(
+    component: StateComponent, values: Sequence[Mapping[str, Any] | None], topology: Topology
+) -> None:
+    holders = holders_of(component, topology)
+    found = plain_differences([rows or {} for rows in values], holders)
+    if found:
+        raise unequal(component.key, holders, found)
 
 
 def _digest_of_json(tree: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpt.backends.base import Backend
 from ckpt.device import Device
+from ckpt.doctor import Diagnosis
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.loading import Loader, committed_newest_first
 from ckpt.provider import Provider, components_of, groups_of
@@ -43,6 +44,9 @@ class CheckpointCoordinator:
         overwrite: checkpoints that lie in the root already are removed once the first new one is committed.
         allow_pickle: a checkpoint without a manifest, named by its path, is read from its pickled files (ckpt/legacy.py): tensors
             and plain values, and nothing else.
+        pattern_check: what the first save of several ranks does about a sharing pattern that is not the true one, as far as one hash
+            over all state can tell: "warn" refuses one that would lose state and tells of one that is wasteful or suspicious,
+            "error" refuses these, too, and "off" does not look.
         stale_s: silence after which another run's unfinished save counts as abandoned, in seconds.
 
     Raises:
@@ -65,6 +69,7 @@ class CheckpointCoordinator:
         overwrite: bool = False,
         stale_s: float = 60.0,
         allow_pickle: bool = False,
+        pattern_check: str = "warn",
     ) -> None:
         if process_groups:
             topology.name_groups(process_groups)
@@ -86,6 +91,7 @@ class CheckpointCoordinator:
             config_text=config_text,
             stale_s=stale_s,
             run_id=str(self.output_dir.absolute()),
+            pattern_check=pattern_check,
         )
         self._loader = Loader(components, topology, strategy, device, verify=verify, allow_pickle=allow_pickle)
 
@@ -119,10 +125,12 @@ class CheckpointCoordinator:
         Args:
             checkpoint_path: the folder to save to, instead of a name in output_dir; its last part is `checkpoint-<id>`.
             checkpoint_id: default: the time of day, UTC, as the lead reads it.
-            validate: compare all copies that should be equal, and read everything back, before the commit.
+            validate: compare all copies that should be equal, by every bit, hold every declaration against what the ranks have, and
+                read everything back, before the commit.
 
         Raises:
-            CheckpointError: the same on every rank; nothing was committed.
+            CheckpointError: the same on every rank; nothing was committed, unless it says so at its end: then another rank
+                failed when the lead had renamed the folder already.
         """
         root, checkpoint_id = self._target(checkpoint_path, checkpoint_id)
         keep_last = 1 if self._overwrite else self._keep_last
@@ -132,6 +140,13 @@ class CheckpointCoordinator:
         self._overwrite = False
         self._refused.pop(Path(self.last_save.path), None)
         return self.last_save.path
+
+    def diagnose(self) -> list[Diagnosis]:
+        """Say of every component which sharing pattern it truly has, as far as one look can tell. Saves nothing.
+
+        Best after a training step or two: an optimizer before its first step has nothing to look at.
+        """
+        return self._saver.diagnose()
 
     def load_checkpoint(self, checkpoint_path: str | Path | None = None, strict: bool = True) -> None:
         """Load all components, straight into the memory they hold; random generators last.

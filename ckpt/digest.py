@@ -61,10 +61,8 @@ def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
         _require_no_half_ties(holders, tied_on)
         phase.payload = [
             [name, a.dtype, list(a.global_shape), *_sums(tensors[name], a, topology)]
-            if name in mine
-            else [name, a.dtype, list(a.global_shape), 0, 0]
             for name, a in found.items()
-            if name not in tied_on  # an empty piece of ours, which no memory ties
+            if name in mine and name not in tied_on  # which is an empty piece of ours, that no memory ties
         ]
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for rows in phase.payloads:

@@ -98,6 +98,10 @@ class Heartbeat:
         """Say at once where this rank is now: should it be killed there, this is how the others know."""
         self._say(at=at, what=what, phase=phase)
 
+    def say(self) -> None:
+        """Say at once how far this rank has moved."""
+        self._say()
+
     def stop(self) -> None:
         """Say that this rank has left the job, and stop."""
         self._stopped.set()
@@ -146,11 +150,18 @@ class _Seen:
     moved_s: float
 
 
+def interval_of(timeout_s: float) -> float:
+    """How often a rank gives a sign of life, in seconds, where others wait `timeout_s` for it."""
+    return min(1.0, timeout_s / 10)
+
+
 class Lookout:
     """Looks out for ranks that are waited for, and says which of them will not come.
 
     A rank is absent when its process is gone, its heartbeat is silent for `timeout_s`, or it has not moved for
     `timeout_s`, both counted from when this lookout began to watch; never because something takes long while it moves.
+    As a beat tells of what was up to an interval ago, and word has to get around, patience ends a little earlier: the
+    others are to know within `timeout_s`.
     """
 
     def __init__(self, mailbox: Mailbox, at: At, wanted: str, timeout_s: float) -> None:
@@ -158,6 +169,7 @@ class Lookout:
         self._at = at
         self._wanted = wanted
         self._timeout_s = timeout_s
+        self._patience_s = timeout_s - 1.5 * interval_of(timeout_s)
         self._machine = _machine()
         self._seen: dict[int, _Seen] = {}
 
@@ -203,18 +215,19 @@ class Lookout:
         if beat.at > self._at:
             return Absence(f"{beat.who} is {beat.place}", elsewhere=True)
         silence_s = min(self._timeout_s, _HINTED_SILENCE_S) if hinted else self._timeout_s
-        if now - seen.heard_s > silence_s:
+        stands_still = now - seen.moved_s > self._patience_s
+        misses_beats = now - seen.heard_s > 3 * interval_of(self._timeout_s)
+        if now - seen.heard_s > min(silence_s, self._patience_s) or (stands_still and misses_beats):
             return Absence(f"{beat.who} has been silent for {silence_s:g} s, last seen {beat.place}", here)
-        if now - seen.moved_s > self._timeout_s:
-            return Absence(self._standstill(beat), True)
-        return None
+        return Absence(self._standstill(beat), True) if stands_still else None
 
     def _standstill(self, beat: Beat) -> str:
         if beat.at == self._at:
             return f"{beat.who} made no progress for {self._timeout_s:g} s {beat.place}"
+        seen = "is" if beat.phase is None else "was last seen"  # it may well have left that phase
         return (
-            f"{beat.who} did not come to {self._wanted} within {self._timeout_s:g} s and is {beat.place}: every rank must "
-            "make the same calls"
+            f"{beat.who} did not come to {self._wanted} within {self._timeout_s:g} s and {seen} {beat.place}: every rank "
+            "must make the same calls"
         )
 
 

@@ -155,6 +155,11 @@ class Ledger:
             self._remove(unpublished, match["id"])
         self._release(unpublished)
 
+    def discard_all(self) -> None:
+        """Drop every save that this object has opened, and neither published nor discarded. Never raises."""
+        for unpublished in list(self._owners):
+            self.discard(unpublished)
+
     def retain(self, *, keep: Path) -> list[Path]:
         """Remove all but the `keep_last` newest checkpoints, after `keep` was committed; return what was removed.
 

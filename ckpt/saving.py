@@ -17,6 +17,7 @@ import xxhash
 from ckpt.backends.base import ArraySpec, Backend
 from ckpt.collect import Contribution, collect, exchange_tables, settle_plain
 from ckpt.device import Device
+from ckpt.doctor import Diagnosis
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from ckpt.ledger import Ledger
@@ -30,6 +31,7 @@ from ckpt.manifest import (
     digest_of,
     index_name,
 )
+from ckpt.pattern_check import act_on, check_choice, examine
 from ckpt.plan import RankPlan, SavePlan, plan_save
 from ckpt.sharing import EQUAL_COPIES, StateComponent, holders_of
 from ckpt.topology import Topology
@@ -74,6 +76,7 @@ class Saver:
         config_text: str | None,
         stale_s: float,
         run_id: str,
+        pattern_check: str = "warn",
     ) -> None:
         self._components = components
         self._topology = topology
@@ -82,6 +85,8 @@ class Saver:
         self._config_text = config_text
         self._stale_s = stale_s
         self._run_id = run_id
+        self._pattern_check = check_choice(pattern_check)
+        self._was_examined = False
         self._plan_key: tuple[str, ...] = ()
         self._plan: SavePlan | None = None
         self._my_plan = RankPlan()
@@ -93,38 +98,60 @@ class Saver:
         """Save once. See `CheckpointCoordinator.save_checkpoint`."""
         started = time.perf_counter()
         ledger = Ledger(root, run_id=self._run_id, keep_last=keep_last, stale_s=self._stale_s)
-        with self._topology.operation(f"save of checkpoint-{checkpoint_id}"):
-            mine, summaries = self._collect(checkpoint_id, validate)
-            plain = settle_plain(mine, summaries, self._topology)
-            self._make_plan(mine, [summary["table"] for summary in summaries])
-            folder = self._open(ledger, root, checkpoint_id)
-            try:
+        try:
+            with self._topology.operation(f"save of checkpoint-{checkpoint_id}"):
+                look = self._is_to_look(validate)
+                mine, summaries = self._collect(checkpoint_id, validate, look)
+                plain = settle_plain(mine, summaries, self._topology)
+                if look:
+                    self._check_patterns(mine)
+                self._make_plan(mine, [summary["table"] for summary in summaries])
+                folder = self._open(ledger, root, checkpoint_id)
                 assert self._plan is not None
                 share = Share(self._plan, self._my_plan, mine, self._topology, self._device)
                 slivers = share.exchange_slivers()
                 with self._topology.phase("write") as phase:
                     vote = share.write(folder, self._backend, plain, slivers)
+                    mine.require_unchanged()
                     phase.payload = [vote.to_json(), time.perf_counter() - started]
                 votes = [Vote(**tree) for tree, _ in phase.payloads]
                 waited_s = max(seconds for _, seconds in phase.payloads)
                 path, commit_s = self._commit(ledger, folder, checkpoint_id, mine, votes, validate, refused)
-            except BaseException:
-                if self._topology.is_lead:
-                    ledger.discard(folder)
-                raise
-            if keep_last is not None:
-                with self._topology.phase("retention"):
-                    if self._topology.is_lead:
-                        ledger.retain(keep=path)
+                if keep_last is not None:
+                    with self._topology.phase("retention") as phase:
+                        phase.stands = _is_committed(path)
+                        if self._topology.is_lead:
+                            ledger.retain(keep=path)
+        except BaseException:
+            ledger.discard_all()  # not before all have heard of it: until then another rank may be writing there
+            raise
         seconds = waited_s + commit_s
         return SaveReport(str(path), checkpoint_id, sum(vote.total_bytes for vote in votes), seconds, seconds)
 
-    def _collect(self, checkpoint_id: str, validate: bool) -> tuple[Contribution, list[dict[str, Any]]]:
+    def diagnose(self) -> list[Diagnosis]:
+        """Save nothing. See `CheckpointCoordinator.diagnose`."""
+        with self._topology.operation("diagnosis of the sharing patterns"):
+            mine, _ = self._collect("", False, True)
+            return examine(mine.components, mine.seen, self._topology)
+
+    def _is_to_look(self, validate: bool) -> bool:
+        """The doctor looks before the first save, and when a save is to be validated."""
+        if self._pattern_check == "off" or self._topology.world_size == 1:
+            return False
+        return validate or not self._was_examined
+
+    def _check_patterns(self, mine: Contribution) -> None:
+        diagnoses = examine(mine.components, mine.seen, self._topology)
+        tell = self._topology.is_lead and not self._was_examined
+        act_on(diagnoses, mine.components, self._pattern_check, tell=tell)
+        self._was_examined = True
+
+    def _collect(self, checkpoint_id: str, validate: bool, look: bool) -> tuple[Contribution, list[dict[str, Any]]]:
         """Step 1 and 2: ask the components; leave out an optional one that fails anywhere, and ask again."""
         without: set[str] = set()
         while True:
             with self._topology.phase("collect") as phase:
-                mine = collect(self._components, self._topology, without=without, compare_all=validate)
+                mine = collect(self._components, self._topology, without=without, compare_all=validate, look=look)
                 phase.payload = mine.summary() | {"id": checkpoint_id}
             summaries: list[dict[str, Any]] = phase.payloads
             with_other_id = [rank for rank, summary in enumerate(summaries) if summary["id"] != summaries[0]["id"]]
@@ -179,7 +206,11 @@ class Saver:
         validate: bool,
         refused: Mapping[Path, str],
     ) -> tuple[Path, float]:
-        """Step 7, by the lead: join what the ranks wrote, write the manifest, rename. Nobody else moves a byte."""
+        """Step 7, by the lead: join what the ranks wrote, write the manifest; and when all are well still, rename.
+
+        Nobody else moves a byte. Whatever befalls a rank before phase publish, nothing is committed; once the lead has
+        renamed, the checkpoint is, and an error says so.
+        """
         started = time.perf_counter()
         with self._topology.phase("commit") as phase:
             if self._topology.is_lead:
@@ -191,10 +222,15 @@ class Saver:
                 votes[0].total_bytes += len(data)
                 if validate:
                     _require_sound(folder, self._topology.progress)
+                phase.payload = votes[0].total_bytes
+        votes[0].total_bytes = phase.payloads[0]
+        with self._topology.phase("publish") as phase:
+            if self._topology.is_lead:
+                self._topology.require_awaited()
                 path = ledger.publish(folder, checkpoint_id, refused=refused)
-                phase.payload = [str(path), votes[0].total_bytes]
-        path_text, votes[0].total_bytes = phase.payloads[0]
-        return Path(path_text), time.perf_counter() - started
+                phase.stands = _is_committed(path)
+                phase.payload = str(path)
+        return Path(phase.payloads[0]), time.perf_counter() - started
 
     def _manifest(
         self, folder: Path, checkpoint_id: str, mine: Contribution, votes: Sequence[Vote]
@@ -286,9 +322,14 @@ class Saver:
         return added
 
 
+def _is_committed(path: Path) -> str:
+    """What an error says that comes too late to undo the save."""
+    return f"{path.name} is committed"
+
+
 def _require_reachable(folder: Path, topology: Topology) -> None:
     """Wait, a little, until the lead's new folder is seen here; network file systems show it late, other disks never."""
-    deadline = time.monotonic() + min(topology.timeout_s, 30.0)
+    deadline = time.monotonic() + min(topology.timeout_s / 2, 30.0)
     while not folder.is_dir():
         if time.monotonic() > deadline:
             raise StorageError(

@@ -7,6 +7,7 @@ raised in it, or is gone, every rank raises the same error.
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from ckpt.agreement import Agreement, Result, Verdict, conclude
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
-from ckpt.heartbeat import At, Heartbeat
+from ckpt.heartbeat import At, Heartbeat, interval_of
 from ckpt.mailbox import Mailbox, StoreGoneError
 from ckpt.sigterm import Termination
 
@@ -49,12 +50,15 @@ class Phase:
     Attributes:
         component: the component at hand, for the error.
         payload: JSON that every rank gets to see; set it inside the block.
+        stands: what is so even if another rank fails the phase now, such as "checkpoint-00000020 is committed": the error
+            will say it.
         payloads: everybody's payload by rank; there after the block.
     """
 
     name: str
     component: str | None = None
     payload: Any = None
+    stands: str | None = None
     payloads: list[Any] = field(default_factory=list)
 
 
@@ -97,6 +101,24 @@ class Topology:
         return cls(0, [socket.gethostname()], timeout_s=300.0, grace_s=20.0)
 
     @classmethod
+    def supposed(cls, rank: int, hosts: Sequence[str], groups: Mapping[str, Iterable[Sequence[int]]]) -> Topology:
+        """Return one rank's topology of a run that does not exist, to ask what would happen on it. It has no phases.
+
+        Args:
+            hosts: of every rank, in order.
+            groups: name -> all instances.
+
+        Raises:
+            ConfigurationError: a rank is in no instance of a group.
+        """
+        topology = cls(rank, hosts, timeout_s=300.0, grace_s=20.0)
+        for name, instances in groups.items():
+            of_rank = {member: members for members in instances for member in members}
+            given = [of_rank.get(one) for one in range(len(hosts))]
+            topology.groups = {**topology.groups, name: _group(name, given, rank)}
+        return topology
+
+    @classmethod
     def join(
         cls,
         store: Store,
@@ -120,7 +142,7 @@ class Topology:
         host = host or socket.gethostname()
         topology = cls(rank, [host] * world_size, timeout_s=timeout_s, grace_s=grace_s)
         try:
-            heartbeat = Heartbeat(Mailbox(store, writer=rank), rank, host=host, interval_s=min(1.0, timeout_s / 4))
+            heartbeat = Heartbeat(Mailbox(store, writer=rank), rank, host=host, interval_s=interval_of(timeout_s))
             mailbox = Mailbox(store, writer=rank)
             heartbeat.start()
         except StoreGoneError as error:
@@ -153,6 +175,17 @@ class Topology:
         """Say that this rank is moving. Any thread, any time; costs nothing."""
         if self._agreement is not None:
             self._agreement.heartbeat.move(num)
+
+    def require_awaited(self) -> None:
+        """Make sure, before a step that cannot be taken back, that the others still wait for this rank.
+
+        A rank that stood still for long may come back when they have raised already, and said that the save has failed.
+
+        Raises:
+            RankAbsentError: they have ended the phase without it.
+        """
+        if self._agreement is not None and self._agreement.is_given_up():
+            raise RankAbsentError(f"rank {self.rank} came back when the others had given it up")
 
     @contextmanager
     def operation(self, what: str) -> Iterator[None]:
@@ -239,11 +272,16 @@ class Topology:
         """Make process groups known by name. Every rank gives, under each name, the instance that it is a member of.
 
         Raises:
-            ConfigurationError: a rank is in no instance of a group, or in one it does not name; on every rank.
+            ConfigurationError: a rank is in no instance of a group, or in one it does not name, or a name cannot name a folder; on
+                every rank.
         """
         with self.phase("name the process groups") as phase:
             phase.payload = {name: _members(group) for name, group in process_groups.items()}
             for name, members in phase.payload.items():
+                if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                    raise ConfigurationError(
+                        f"process group {name!r}: a name may hold letters, digits, '_' and '-' only, for its instances are folders"
+                    )
                 if self.rank not in members:
                     raise ConfigurationError(
                         f"process group {name}: rank {self.rank} gives {members}, an "
@@ -337,6 +375,7 @@ class Topology:
     def _enter(self, name: str | None) -> None:
         self._at = self._next_at()
         if self._agreement is None:
+            assert self.world_size == 1, "the ranks of a run that is only supposed agree on nothing"
             return
         try:
             self._agreement.heartbeat.enter(self._at, self._what, name)
@@ -348,7 +387,7 @@ class Topology:
         """End a phase (None: fail between two) in agreement; return everybody's payload or raise everybody's error."""
         if phase is None:
             self._enter(None)
-        verdict = Verdict(self._what, phase.name if phase else None, _described(error, phase), payload)
+        verdict = _verdict(self._what, phase, _described(error, phase), payload)
         try:
             result = self._reach(verdict)
         except StoreGoneError as gone:
@@ -371,10 +410,21 @@ class Topology:
         try:
             if phase is None:
                 self._enter(None)
-            self._agreement.withdraw(self._at, Verdict(self._what, phase.name if phase else None), interrupt)
+            self._agreement.withdraw(self._at, _verdict(self._what, phase), interrupt)
             self._told = interrupt
         except (StoreGoneError, CheckpointError):
             return  # nobody is left to be told, and the interrupt goes on
+
+
+def _verdict(
+    what: str | None, phase: Phase | None, error: dict[str, Any] | None = None, payload: bytes = b"null"
+) -> Verdict:
+    """The verdict of this rank on a phase, or on what came between two."""
+    return (
+        Verdict(what, None, error, payload)
+        if phase is None
+        else Verdict(what, phase.name, error, payload, phase.stands)
+    )
 
 
 def _described(error: Exception | None, phase: Phase | None) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import ConfigurationError
+from ckpt.pattern_check import check_choice
 from ckpt.sharing import check_component
 from recipes.parallel.base import Layout
 
@@ -105,6 +106,7 @@ class RunKeys:
     agree: AgreeKeys = field(default_factory=AgreeKeys)
     ledger: LedgerKeys = field(default_factory=LedgerKeys)
     launch: LaunchKeys = field(default_factory=LaunchKeys)
+    pattern_check: str = MISSING
     ckpt: dict[str, Any] = MISSING
     strategy: dict[str, Any] = MISSING
     device: dict[str, Any] = MISSING
@@ -131,6 +133,7 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     typed = OmegaConf.merge(OmegaConf.structured(RunKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     _check_numbers(run)
+    check_choice(run["pattern_check"])
     _check_start(run)
     for name, given in AT_RUN_TIME.items():
         bind(run[name], name, given)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 
 import pytest
 import torch

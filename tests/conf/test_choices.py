@@ -27,7 +27,7 @@ GROUPS = {
     "hydra": {"default"},
 }
 CHOICES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
-ROOTS = {"train", "inspect", "verify", "benchmark", "benchmark_plan"}
+ROOTS = {"train", "inspect", "verify", "benchmark", "benchmark_plan", "plan", "doctor", "benchmark_validation"}
 
 
 def plain(run_dir: Path, *overrides: str) -> dict[str, Any]:

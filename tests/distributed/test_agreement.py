@@ -97,7 +97,7 @@ def test_a_stopped_rank_is_named_when_its_heartbeat_has_been_silent_for_long_eno
 def _hang_then_come_back(topology: Topology, rank: int) -> Any:
     def body() -> None:
         if topology.rank == rank:
-            time.sleep(3.0)
+            time.sleep(2.0)
 
     outcome, _ = _error_of(topology, body)
     with topology.operation("save of the next one"), topology.phase("write") as phase:

@@ -166,24 +166,6 @@ def test_after_a_failed_save_the_same_coordinator_saves_again(tmp_path: Path) ->
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1"]
 
 
-def _only_some_save(topology: Topology, root: Path) -> str:
-    _, parts = components(0)
-    made = coordinator(topology, root, parts)
-    if topology.rank == 1:
-        time.sleep(4)
-        return "did not call"
-    with pytest.raises(RankAbsentError) as caught:
-        made.save_checkpoint(checkpoint_id="1")
-    return str(caught.value)
-
-
-def test_when_only_some_ranks_save_the_absent_ones_are_named(tmp_path: Path) -> None:
-    sentences = run_ranks(3, _only_some_save, tmp_path, agree_s=1.0)
-    assert sentences[0] == sentences[2]
-    assert "rank 1" in sentences[0]
-    assert not list(tmp_path.glob("checkpoint-*"))
-
-
 def _different_ids(topology: Topology, root: Path) -> None:
     _, parts = components(0)
     with pytest.raises(CheckpointError, match="checkpoint-0.*checkpoint-1"):

@@ -33,7 +33,7 @@ def test_the_patterns_have_the_strings_of_the_manifest() -> None:
         ),
         ({"sharing_pattern": "per_rank", "validate_replication": True}, "it goes with replicated, per_group, per_node"),
         ({"sharing_pattern": "everywhere"}, "'everywhere' is none of global, per_rank"),
-        ({"sharing_pattern": "global", "validation_level": "deep"}, "'deep' is none of none, tensor"),
+        ({"sharing_pattern": "global", "validation_level": "deep"}, "'deep' is none of none, quick, tensor, full"),
         ({"sharing_pattern": "per_rank", "elastic": "reshard"}, "leave it null or set it to refuse"),
         ({"sharing_pattern": "global", "key": "a/b"}, "it names a folder"),
     ],

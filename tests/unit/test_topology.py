@@ -147,8 +147,8 @@ def test_one_rank_s_error_is_every_rank_s_error_and_the_next_save_works(failing:
 
 
 def test_an_error_before_the_phase_reaches_the_ranks_that_are_in_it() -> None:
-    message = "save of x failed between two phases on rank 1: No space left on device: 'w'"
-    assert run_threads(3, _fail_on, [1], "before") == [(StorageError, message, 1, None, None)] * 3
+    message = "save of x failed before phase write on rank 1: No space left on device: 'w'"
+    assert run_threads(3, _fail_on, [1], "before") == [(StorageError, message, 1, "write", None)] * 3
 
 
 def test_all_ranks_that_fail_alike_name_no_rank() -> None:
@@ -229,6 +229,37 @@ def test_a_rank_that_leaves_an_operation_early_is_no_reason_to_wait(short: int) 
             assert len(saying) == 1
             assert f"rank {short} (pid " in saying[0]
             assert "in phase b of save of x" in saying[0]
+
+
+def _come_back_late(topology: Topology, sleeper: int) -> tuple[str, bool]:
+    """Rank `sleeper` stands still in a phase, until the others have raised, and then asks whether they still wait."""
+    refused = False
+    with pytest.raises(RankAbsentError) as caught, topology.operation("save of x"), topology.phase("publish"):
+        topology.require_awaited()
+        if topology.rank == sleeper:
+            time.sleep(1.6)
+            try:
+                topology.require_awaited()
+            except RankAbsentError:
+                refused = True
+                raise
+    return str(caught.value), refused
+
+
+@pytest.mark.parametrize("sleeper", [0, 1])
+def test_a_rank_that_comes_back_when_it_was_given_up_can_know_before_it_does_what_cannot_be_undone(
+    sleeper: int,
+) -> None:
+    outcomes = run_threads(3, _come_back_late, sleeper, agree_s=0.8)
+    assert [refused for _, refused in outcomes] == [rank == sleeper for rank in range(3)]
+    assert len({said for said, _ in outcomes}) == 1
+    assert outcomes[0][0].endswith("made no progress for 0.8 s in phase publish of save of x")
+
+
+def test_a_rank_alone_is_always_awaited() -> None:
+    topology = Topology.alone()
+    with topology.phase("publish"):
+        topology.require_awaited()
 
 
 def _skip(topology: Topology, skipping: Sequence[int]) -> list[str]:

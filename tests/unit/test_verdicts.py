@@ -84,7 +84,37 @@ def test_ranks_in_different_calls_are_told_who_is_where() -> None:
 
 def test_a_failure_between_two_phases_is_no_disagreement_about_the_phase() -> None:
     verdicts = {0: _ok(), 1: _failed(ValueError("a"), phase=None)}
-    assert _message(verdicts) == f"{SAVE} failed between two phases on rank 1: ValueError: a"
+    assert _message(verdicts) == f"{SAVE} failed before phase write on rank 1: ValueError: a"
+
+
+def test_a_failure_before_a_phase_of_another_call_is_not_put_down_to_that_phase() -> None:
+    verdicts = {0: _ok(), 1: _failed(ValueError("a"), phase=None, what="load of x")}
+    assert _message(verdicts) == "load of x failed between two phases on rank 1: ValueError: a"
+
+
+def test_one_rank_that_is_elsewhere_than_all_the_others_is_the_one_that_is_named() -> None:
+    stray = _ok("open", "load of checkpoint-00000010")
+    past = Absence("rank 2 (pid 7 on a) is in phase read of load of checkpoint-00000010", elsewhere=True)
+    verdict_lists: list[tuple[dict[int, Verdict], dict[int, Absence], int | None]] = [
+        ({0: stray, 1: _ok(), 2: _ok()}, {}, 0),
+        ({0: _ok(), 1: _ok(), 2: stray}, {}, 2),
+        ({0: _ok(), 1: _ok()}, {2: past}, 2),
+        ({0: _ok(), 1: stray}, {}, None),
+        ({0: _ok(), 1: _ok(), 2: stray, 3: _ok("commit")}, {}, None),
+    ]
+    for verdicts, gone, odd_one in verdict_lists:
+        error = conclude(verdicts, gone, len(verdicts) + len(gone))
+        assert error is not None
+        assert (error["rank"], error["phase"]) == (odd_one, "write"), verdicts
+
+
+def test_what_stands_whatever_failed_is_said_at_the_end() -> None:
+    done = Verdict(SAVE, "publish", stands="checkpoint-00000020 is committed")
+    full = _failed(OSError(errno.ENOSPC, "No space left on device", "w"), phase="publish")
+    assert _message({0: done, 1: full}) == (
+        f"{SAVE} failed in phase publish on rank 1: No space left on device: 'w'; checkpoint-00000020 is committed all the same"
+    )
+    assert conclude({0: done, 1: done}, {}, 2) is None
 
 
 def test_a_phase_outside_of_any_operation_is_named_alone() -> None:
@@ -119,9 +149,11 @@ JSON = st.recursive(
 )
 
 
-@given(what=st.none() | st.text(), phase=st.none() | st.text(), payload=JSON)
-def test_verdicts_and_results_come_back_as_they_were_written(what: str | None, phase: str | None, payload: Any) -> None:
-    verdict = Verdict(what, phase, None, json.dumps(payload).encode())
+@given(what=st.none() | st.text(), phase=st.none() | st.text(), payload=JSON, stands=st.none() | st.text())
+def test_verdicts_and_results_come_back_as_they_were_written(
+    what: str | None, phase: str | None, payload: Any, stands: str | None
+) -> None:
+    verdict = Verdict(what, phase, None, json.dumps(payload).encode(), stands)
     assert Verdict.decode(verdict.encode()) == verdict
     result = Result(what, {"message": "two\nlines"}, b"[" + verdict.payload + b"]")
     assert Result.decode(result.encode()) == result

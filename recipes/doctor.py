@@ -1,0 +1,26 @@
+"""Train a few steps and say which sharing pattern each component truly has: python -m recipes.doctor"""
+
+if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+    import sys
+    from os.path import abspath, dirname
+
+    sys.path[0] = dirname(dirname(abspath(__file__)))
+
+from omegaconf import DictConfig
+
+from recipes.cli import recipe
+
+
+@recipe("doctor", writes=False)
+def main(cfg: DictConfig) -> int:
+    from recipes.config import checked
+    from recipes.launch import launch
+    from recipes.patterns import examine, keys_of, show
+
+    keys = keys_of(cfg)
+    result = launch(examine, checked(cfg) | {"doctor": {"steps": keys.steps}})
+    return 0 if result is None else show(result, as_json=keys.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+"""One fault of one rank at any phase of a save or load, and what every rank says of it.
+
+Which phases there are is found out, not listed: a save and a load are made in good health first, and written down. Then
+each fault gets a job of its own, with folder, store and topology. Many jobs are threads of the same processes, side by
+side, so that a matrix of hundreds takes as long as a few: jobs that hang, hang together, and one signal kills them all.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
+from ckpt.errors import CheckpointError
+from ckpt.mailbox import Mailbox
+from ckpt.topology import Phase, Topology
+from tests.distributed.test_elastic import Queue
+from tests.distributed.test_elastic import component as elastic_component
+from tests.distributed.test_patterns import LARGE, blank, groups_of, seed_of, state_of
+from tests.states import Held, coordinator, random_bits, same_bits
+
+OPERATIONS = ("save", "load")
+FAULTS = ("raises", "raises before", "goes elsewhere", "is absent", "hangs", "is killed")
+BY_OTHERS = "per_rank, saved by other ranks"  # a pattern more for loads: what each rank had is handed to all
+CUTS = (0, 7, 20, 33, 48)  # rows of the sharded tensor: its shards are no whole chunks, and parts of them are sent
+_PATIENCE_S = 60.0
+_LOOK_S = 0.05
+_T = TypeVar("_T")
+
+
+class Step(NamedTuple):
+    """One phase of a call: the how-manyth it is, what its operation is called (None: it has none), and its name."""
+
+    call: str
+    number: int
+    what: str | None
+    phase: str
+
+
+class Case(NamedTuple):
+    """What befalls one rank, at one step."""
+
+    pattern: str
+    fault: str
+    step: Step
+    victim: int
+
+    def __str__(self) -> str:
+        return f"{self.pattern}: rank {self.victim} {self.fault} at phase {self.step.number} of a {self.step.call}, {self.step.phase}"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank can say of a case; times are by the clock that all processes of a machine share.
+
+    Attributes:
+        fault_at_s: when the fault began, on the rank it befell.
+        committed: the checkpoints in the folder, once every rank had raised.
+        recovered: all ranks then saved, and loaded the same bits; None where one of them is dead.
+        left: what lies beside the checkpoints after that.
+    """
+
+    kind: str
+    message: str
+    rank: int | None
+    phase: str | None
+    raised_at_s: float
+    fault_at_s: float | None
+    committed: list[str]
+    recovered: bool | None
+    left: list[str]
+
+
+class FaultyTopology(Topology):
+    """Writes down the phases that this rank enters, and lets one of them go wrong.
+
+    Attributes:
+        befall: called with a phase's number, "before" it and "inside".
+        stray_at: number of the phase in whose place this rank enters another one.
+        short_at: number of the phase from which on the patience with other ranks is `agree_s`. Until then it is long: a
+            rank that is slow because many jobs run side by side shall not be taken for the one that fails.
+    """
+
+    steps: list[tuple[str | None, str]]
+    befall: Callable[[int, str], None]
+    stray_at: int
+    short_at: int
+    agree_s: float
+
+    @classmethod
+    def of(cls, joined: Topology, agree_s: float) -> FaultyTopology:
+        """Make a topology into one of this kind."""
+        joined.__class__ = cls
+        assert isinstance(joined, FaultyTopology)
+        joined.agree_s = agree_s
+        joined.recover()
+        return joined
+
+    def recover(self) -> None:
+        """Have no fault, and count phases from 0 again."""
+        self.steps, self.befall, self.stray_at, self.short_at = [], lambda number, where: None, -1, -1
+        self.be_patient(_PATIENCE_S)
+
+    def be_patient(self, seconds: float) -> None:
+        """From the next agreement on."""
+        assert self._agreement is not None
+        self.timeout_s = self._agreement.timeout_s = seconds
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        number = len(self.steps)
+        self.steps.append((self._what, name))
+        if number == self.short_at:
+            self.be_patient(self.agree_s)
+        self.befall(number, "before")
+        with super().phase("another" if number == self.stray_at else name) as phase:
+            self.befall(number, "inside")
+            yield phase
+
+
+class _OneConnection:
+    """The store of one job, over the connection that all jobs of this process share.
+
+    A new connection asks the name server who is at its other end; hundreds at once wait seconds for answers that got lost.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def clone(self) -> _OneConnection:
+        return self
+
+    def set_timeout(self, _: timedelta) -> None:
+        """As it is for all the jobs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One of the jobs that run side by side, as one rank sees it."""
+
+    topology: FaultyTopology
+    root: Path
+    mailbox: Mailbox
+    store: dist.Store
+
+
+def run_jobs(topology: Topology, root: Path, jobs: Sequence[Callable[[Job], _T]], *, agree_s: float) -> list[_T]:
+    """Run jobs that have nothing to do with each other on the ranks of this one; return what each returned on this rank.
+
+    Args:
+        root: job n works in root / str(n); a name that was not used before.
+    """
+    connection = topology._mailbox._store
+
+    def run(number: int) -> _T:
+        store = dist.PrefixStore(f"{root}/{number}", connection)
+        shared: Any = _OneConnection(store)
+        host = f"host-{topology.node_rank}"
+        rank, world_size = topology.rank, topology.world_size
+        with Topology.join(shared, rank, world_size, host=host, timeout_s=_PATIENCE_S) as joined:
+            mailbox = Mailbox(shared, writer=rank)
+            return jobs[number](Job(FaultyTopology.of(joined, agree_s), root / str(number), mailbox, store))
+
+    root.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(max(1, len(jobs))) as threads:
+        return [one.result() for one in [threads.submit(run, number) for number in range(len(jobs))]]
+
+
+class State:
+    """What one rank holds under one pattern, and a coordinator that has done nothing yet."""
+
+    def __init__(self, topology: Topology, root: Path, pattern: str, *, empty: bool = False) -> None:
+        self.wanted: dict[str, Any] = {}
+        if pattern == BY_OTHERS:
+            self.held: Any = Queue(topology, [topology.rank])
+            component = elastic_component(self.held)
+        else:
+            self.wanted = _state_of(pattern, topology)
+            self.held = Held(blank(self.wanted) if empty else self.wanted)
+            group = "dp" if pattern == "per_group" else None
+            component = StateComponent(pattern, self.held, pattern, process_group_name=group)
+        groups = groups_of(topology) if pattern == "per_group" else None
+        self.coordinator: CheckpointCoordinator = coordinator(
+            topology, root, [component], process_groups=groups, keep_last=2
+        )
+
+    def is_whole(self, saved_by: int) -> bool:
+        """Has it been given, to the bit, what its pattern says this rank should hold?"""
+        if isinstance(self.held, Queue) and self.held.changed is not None:
+            return [copy["documents"] for copy in self.held.changed] == [[rank] for rank in range(saved_by)]
+        got = self.held.loaded
+        return got is not None and all(_equal(got[key], want) for key, want in self.wanted.items() if key != "plain")
+
+
+def _state_of(pattern: str, topology: Topology) -> dict[str, Any]:
+    state: dict[str, Any] = state_of(pattern, topology)
+    if pattern == "sharded":
+        first, end = CUTS[topology.rank], CUTS[topology.rank + 1]
+        rows = random_bits(LARGE, torch.float32, seed_of(pattern, topology))[first:end].clone()
+        state["w"] = ShardedTensor("w", rows, tuple(rows.shape), LARGE, (first, 0))
+    return state
+
+
+def _equal(got: Any, want: Any) -> bool:
+    if isinstance(want, ShardedTensor):
+        return same_bits(got.data, want.data)
+    return same_bits(got, want) if isinstance(want, torch.Tensor) else bool(got == want)
+
+
+def find_steps(topology: Topology, root: Path, pattern: str) -> list[Step]:
+    """Save and load in good health, and return every phase of it; the same on every rank."""
+
+    def note(job: Job) -> list[Step]:
+        found = []
+        for call in OPERATIONS if pattern != BY_OTHERS else ("load",):
+            _be_ready(job, pattern, call)
+            act = _prepared(job, pattern, call)
+            job.topology.recover()
+            act()
+            found += [Step(call, number, *step) for number, step in enumerate(job.topology.steps)]
+        return found
+
+    return run_jobs(topology, root, [note], agree_s=_PATIENCE_S)[0]
+
+
+def run_cases(topology: Topology, root: Path, cases: Sequence[Case], *, agree_s: float) -> list[Told]:
+    """Run every case as a job of its own, all at once; return what this rank can say of each.
+
+    If ranks are to be killed, it is one and the same in all cases, and it does not return. When is in root / "killed-at".
+    """
+    doom = _Doom(len(cases), root / "killed-at")
+
+    def job_of(case: Case) -> Callable[[Job], Told]:
+        return lambda job: _run_case(job, case, doom)
+
+    return run_jobs(topology, root, [job_of(case) for case in cases], agree_s=agree_s)
+
+
+class _Doom:
+    """Kills this process once all its jobs have come to the phase in which they are to die."""
+
+    def __init__(self, jobs: int, note: Path) -> None:
+        self._missing = jobs
+        self._note = note
+        self._lock = threading.Lock()
+
+    def meet(self, topology: Topology) -> None:
+        with self._lock:
+            self._missing -= 1
+        while self._missing:
+            topology.progress()  # else the others would take the wait for a hang
+            time.sleep(0.01)
+        with self._lock:
+            self._note.write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run_case(job: Job, case: Case, doom: _Doom) -> Told:
+    topology, pattern = job.topology, case.pattern
+    others = [f"raised/{rank}" for rank in range(topology.world_size) if rank != case.victim]
+    began: list[float] = []
+
+    def befall(number: int, where: str) -> None:
+        if (number, where) != (
+            case.step.number,
+            "before" if case.fault in ("is absent", "raises before") else "inside",
+        ):
+            return
+        began.append(time.monotonic())
+        match case.fault:
+            case "raises" | "raises before":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
+            case "hangs" | "is absent":  # until they have raised: longer than their patience
+                while not job.mailbox.has(others):
+                    time.sleep(_LOOK_S)
+            case "is killed":
+                doom.meet(topology)
+
+    _be_ready(job, pattern, case.step.call)
+    act = _prepared(job, pattern, case.step.call)
+    topology.recover()
+    topology.short_at = case.step.number
+    if topology.rank == case.victim:
+        topology.befall = befall
+        topology.stray_at = case.step.number if case.fault == "goes elsewhere" else -1
+    raised = _raised_by(act)
+    raised_at_s = time.monotonic()
+    job.mailbox.put(f"raised/{topology.rank}", b"")
+    topology.recover()
+    committed, left = [], []
+    recovered = None
+    if case.fault != "is killed":
+        committed = [name for name in names_in(job) if name.startswith("checkpoint-")]
+        recovered = works(job, pattern)
+        left = [name for name in names_in(job) if not name.startswith("checkpoint-")]
+    kind = type(raised).__name__
+    fault_at_s = began[0] if began else None
+    return Told(kind, str(raised), raised.rank, raised.phase, raised_at_s, fault_at_s, committed, recovered, left)
+
+
+def _raised_by(act: Callable[[], object]) -> CheckpointError:
+    try:
+        act()
+    except CheckpointError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def _prepared(job: Job, pattern: str, call: str) -> Callable[[], object]:
+    state = State(job.topology, job.root, pattern, empty=call == "load")
+    return state.coordinator.save_checkpoint if call == "save" else state.coordinator.load_checkpoint
+
+
+def _be_ready(job: Job, pattern: str, call: str) -> None:
+    """A load needs a checkpoint."""
+    topology = job.topology
+    if call == "save":
+        return
+    if pattern != BY_OTHERS:
+        State(topology, job.root, pattern).coordinator.save_checkpoint(checkpoint_id="1")
+        return
+    fewer = topology.world_size - 1
+    if topology.rank < fewer:
+        store: Any = _OneConnection(dist.PrefixStore("saved by others", job.store))
+        with Topology.join(store, topology.rank, fewer, timeout_s=topology.timeout_s) as others:
+            State(others, job.root, pattern).coordinator.save_checkpoint(checkpoint_id="1")
+    with topology.phase("be ready"):
+        pass
+
+
+def names_in(job: Job) -> list[str]:
+    """What lies in the checkpoint root once every rank is here."""
+    with job.topology.phase("be here"):
+        pass
+    with job.topology.phase("look") as phase:
+        phase.payload = sorted(os.listdir(job.root)) if job.root.exists() else []
+    return list(phase.payloads[0])
+
+
+def works(job: Job, pattern: str) -> bool:
+    """Save and load once more with the same ranks, and compare."""
+    State(job.topology, job.root, pattern).coordinator.save_checkpoint(checkpoint_id="again")
+    loaded = State(job.topology, job.root, pattern, empty=True)
+    loaded.coordinator.load_checkpoint()
+    return loaded.is_whole(job.topology.world_size)
