@@ -92,7 +92,10 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expec
             "components.model.pattern: there is no such key; a component has sharing_pattern, ",
         ),
         ("+model.sise=tiny", "model.sise: recipes.gpt.GPT takes no sise; it takes size, tie_embeddings, dropout"),
-        ("+parallel.tp=2", "parallel.tp: recipes.parallel.replicated.DataParallel takes no tp; it takes dp, exact_resume"),
+        (
+            "+parallel.tp=2",
+            "parallel.tp: recipes.parallel.replicated.DataParallel takes no tp; it takes dp, exact_resume",
+        ),
         ("+device.index=2", "device.index: ckpt.device.Device takes no index; it takes type, collectives, plugin"),
         ("+strategy.max_in_flight_mib=2", "strategy.max_in_flight_mib: ckpt.strategies.direct.DirectLoad takes no "),
         (
