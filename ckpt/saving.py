@@ -19,7 +19,7 @@ from ckpt.collect import Contribution, collect, exchange_tables, settle_plain
 from ckpt.device import Device
 from ckpt.doctor import Diagnosis
 from ckpt.dtypes import item_bytes
-from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
+from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.ledger import Ledger
 from ckpt.manifest import (
     CONFIG_NAME,
@@ -101,7 +101,7 @@ class Saver:
         try:
             with self._topology.operation(f"save of checkpoint-{checkpoint_id}"):
                 look = self._is_to_look(validate)
-                mine, summaries = self._collect(checkpoint_id, validate, look)
+                mine, summaries = self._collect(validate=validate, look=look)
                 plain = settle_plain(mine, summaries, self._topology)
                 if look:
                     self._check_patterns(mine)
@@ -131,7 +131,7 @@ class Saver:
     def diagnose(self) -> list[Diagnosis]:
         """Save nothing. See `CheckpointCoordinator.diagnose`."""
         with self._topology.operation("diagnosis of the sharing patterns"):
-            mine, _ = self._collect("", False, True)
+            mine, _ = self._collect(validate=False, look=True)
             return examine(mine.components, mine.seen, self._topology)
 
     def _is_to_look(self, validate: bool) -> bool:
@@ -146,21 +146,14 @@ class Saver:
         act_on(diagnoses, mine.components, self._pattern_check, tell=tell)
         self._was_examined = True
 
-    def _collect(self, checkpoint_id: str, validate: bool, look: bool) -> tuple[Contribution, list[dict[str, Any]]]:
+    def _collect(self, *, validate: bool, look: bool) -> tuple[Contribution, list[dict[str, Any]]]:
         """Step 1 and 2: ask the components; leave out an optional one that fails anywhere, and ask again."""
         without: set[str] = set()
         while True:
             with self._topology.phase("collect") as phase:
                 mine = collect(self._components, self._topology, without=without, compare_all=validate, look=look)
-                phase.payload = mine.summary() | {"id": checkpoint_id}
+                phase.payload = mine.summary()
             summaries: list[dict[str, Any]] = phase.payloads
-            with_other_id = [rank for rank, summary in enumerate(summaries) if summary["id"] != summaries[0]["id"]]
-            if with_other_id:
-                rank = with_other_id[0]
-                raise CheckpointError(
-                    f"rank 0 saves checkpoint-{summaries[0]['id']} and rank {rank} checkpoint-{summaries[rank]['id']}; all ranks "
-                    "must give the same checkpoint_id"
-                )
             failed = {
                 key: f"{reason} (rank {rank})"
                 for rank, summary in enumerate(summaries)

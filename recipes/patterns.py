@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from rich import box
@@ -16,12 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt import CheckpointCoordinator
 from ckpt.doctor import Verdict
 from ckpt.errors import ConfigurationError
 from ckpt.topology import Topology
 from recipes.reading import printable
-from recipes.training import Training
+from recipes.training import set_up
 
 _PIPE_WIDTH = 160
 
@@ -55,15 +53,7 @@ def keys_of(cfg: DictConfig) -> DoctorKeys:
 
 def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     """Make the run, go on from where `resume` says, train some steps and diagnose. Every rank calls it."""
-    make_coordinator = instantiate(cfg["coordinator"])
-    with topology.operation("the set-up of the run"), topology.phase("build"):
-        training = Training(cfg, topology, make_coordinator.keywords["device"])
-    training.join()
-    coordinator: CheckpointCoordinator = make_coordinator(
-        state_components=training.components(),
-        process_groups=training.layout.process_groups(topology),
-        topology=topology,
-    )
+    training, coordinator = set_up(cfg, topology)
     if cfg["resume"] is not None:
         path = None if cfg["resume"] == "latest" else cfg["resume"]
         coordinator.load_checkpoint(path, strict=cfg["load"]["strict"])

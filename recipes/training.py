@@ -68,16 +68,7 @@ def settle_start(cfg: dict[str, Any], *, quiet: bool = False) -> dict[str, Any]:
 
 def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     """Train from where `resume` says to `train.steps`, saving on the way; return the summary. Every rank calls it."""
-    make_coordinator = instantiate(cfg["coordinator"])
-    with topology.operation("the set-up of the run"), topology.phase("build"):
-        training = Training(cfg, topology, make_coordinator.keywords["device"])
-    training.join()
-    coordinator: CheckpointCoordinator = make_coordinator(
-        state_components=training.components(),
-        process_groups=training.layout.process_groups(topology),
-        topology=topology,
-        config_text=OmegaConf.to_yaml(OmegaConf.create(cfg)),
-    )
+    training, coordinator = set_up(cfg, topology)
     if topology.is_lead:
         Summary.remove(Path(cfg["run_dir"]))
     report = Report(cfg, shown=topology.is_lead)
@@ -98,6 +89,21 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     if topology.is_lead:
         report.done(summary, summary.write(Path(cfg["run_dir"])))
     return summary.as_dict()
+
+
+def set_up(cfg: dict[str, Any], topology: Topology) -> tuple[Training, CheckpointCoordinator]:
+    """Make the run that a config describes, and the coordinator of its components. Collective."""
+    make_coordinator = instantiate(cfg["coordinator"])
+    with topology.operation("the set-up of the run"), topology.phase("build"):
+        training = Training(cfg, topology, make_coordinator.keywords["device"])
+    training.join()
+    coordinator: CheckpointCoordinator = make_coordinator(
+        state_components=training.components(),
+        process_groups=training.layout.process_groups(topology),
+        topology=topology,
+        config_text=OmegaConf.to_yaml(OmegaConf.create(cfg)),
+    )
+    return training, coordinator
 
 
 class Training:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ DEVICES = {"cuda": ("nccl", None), "npu": ("hccl", "torch_npu")}
 
 # Torch asks the name server who is at the other end of each connection between ranks; an answer that gets lost costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
-torch.set_num_threads(
-    1
-)  # several wait for each other in loops: with one more process on the machine, ten times as long
+torch.set_num_threads(1)  # several wait for each other in loops: beside one more process that takes ten times as long
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what we start shall hear Ctrl-C
 
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("any machine")
