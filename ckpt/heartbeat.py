@@ -215,12 +215,9 @@ class Lookout:
         if beat.at > self._at:
             return Absence(f"{beat.who} is {beat.place}", elsewhere=True)
         silence_s = min(self._timeout_s, _HINTED_SILENCE_S) if hinted else self._timeout_s
-        stands_still = now - seen.moved_s > self._patience_s
-        # A stopped rank's last move lies before its last beat: it is the silence that explains the standstill.
-        patience_s = self._patience_s - 2 * interval_of(self._timeout_s) if stands_still else self._patience_s
-        if now - seen.heard_s > min(silence_s, patience_s):
+        if now - seen.heard_s > min(silence_s, self._patience_s):
             return Absence(f"{beat.who} has been silent for {silence_s:g} s, last seen {beat.place}", here)
-        return Absence(self._standstill(beat), True) if stands_still else None
+        return Absence(self._standstill(beat), True) if now - seen.moved_s > self._patience_s else None
 
     def _standstill(self, beat: Beat) -> str:
         if beat.at == self._at:
