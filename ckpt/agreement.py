@@ -141,9 +141,7 @@ class Agreement:
                 if self.rank == 0:
                     self.heartbeat.say()  # so that what comes late of our moves does not look like a move in what follows
                 return data
-            if (
-                self.rank == 0
-            ):  # who has handed in its verdict is looked for no more, but for the lead, who waits for others
+            if self.rank == 0:  # the only one that is still looked for when its own verdict is in
                 self.heartbeat.move()
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, 0.02 * crowd)
@@ -229,9 +227,8 @@ def _cause(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world_s
         where += [absence.cause for absence in gone.values()]
         where[-1] += ": all ranks must make the same calls in the same order"
         away = [rank for rank, at in places.items() if at != place(here.what, here.phase)] + list(gone)
-        odd = (
-            away[0] if len(away) == 1 and world_size > 2 else None
-        )  # of two ranks, either could be the one that strayed
+        # Of two ranks, either could be the one that strayed.
+        odd = away[0] if len(away) == 1 and world_size > 2 else None
         return _error(CheckpointError, "; ".join(where), here, odd)
     if gone:
         first = min(gone)

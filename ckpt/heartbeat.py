@@ -150,18 +150,13 @@ class _Seen:
     moved_s: float
 
 
-def interval_of(timeout_s: float) -> float:
-    """How often a rank gives a sign of life, in seconds, where others wait `timeout_s` for it."""
-    return min(1.0, timeout_s / 10)
-
-
 class Lookout:
     """Looks out for ranks that are waited for, and says which of them will not come.
 
     A rank is absent when its process is gone, its heartbeat is silent for `timeout_s`, or it has not moved for
     `timeout_s`, both counted from when this lookout began to watch; never because something takes long while it moves.
-    As a beat tells of what was up to an interval ago, and word has to get around, patience ends a little earlier: the
-    others are to know within `timeout_s`.
+    A beat tells of what was up to a second ago, and word has to get around: patience ends a little earlier, so that the
+    others know within `timeout_s`, if that is 15 s or more.
     """
 
     def __init__(self, mailbox: Mailbox, at: At, wanted: str, timeout_s: float) -> None:
@@ -169,7 +164,7 @@ class Lookout:
         self._at = at
         self._wanted = wanted
         self._timeout_s = timeout_s
-        self._patience_s = timeout_s - 1.5 * interval_of(timeout_s)
+        self._patience_s = timeout_s - min(1.5, timeout_s / 10)
         self._machine = _machine()
         self._seen: dict[int, _Seen] = {}
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ckpt.agreement import Agreement, Result, Verdict, conclude
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
-from ckpt.heartbeat import At, Heartbeat, interval_of
+from ckpt.heartbeat import At, Heartbeat
 from ckpt.mailbox import Mailbox, StoreGoneError
 from ckpt.sigterm import Termination
 
@@ -142,7 +142,7 @@ class Topology:
         host = host or socket.gethostname()
         topology = cls(rank, [host] * world_size, timeout_s=timeout_s, grace_s=grace_s)
         try:
-            heartbeat = Heartbeat(Mailbox(store, writer=rank), rank, host=host, interval_s=interval_of(timeout_s))
+            heartbeat = Heartbeat(Mailbox(store, writer=rank), rank, host=host, interval_s=min(1.0, timeout_s / 4))
             mailbox = Mailbox(store, writer=rank)
             heartbeat.start()
         except StoreGoneError as error:
@@ -420,11 +420,9 @@ def _verdict(
     what: str | None, phase: Phase | None, error: dict[str, Any] | None = None, payload: bytes = b"null"
 ) -> Verdict:
     """The verdict of this rank on a phase, or on what came between two."""
-    return (
-        Verdict(what, None, error, payload)
-        if phase is None
-        else Verdict(what, phase.name, error, payload, phase.stands)
-    )
+    if phase is None:
+        return Verdict(what, None, error, payload)
+    return Verdict(what, phase.name, error, payload, phase.stands)
 
 
 def _described(error: Exception | None, phase: Phase | None) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -92,16 +91,13 @@ def test_a_stopped_rank_is_named_when_its_heartbeat_has_been_silent_for_long_eno
     outcomes = run_ranks(3, _signal_on, rank, signal.SIGSTOP, expect_dead={rank}, agree_s=2.0)
     kind, message, named, _ = _one_error(outcomes, within_s=6)
     assert (kind, named) == (RankAbsentError, rank)
-    # Its last move lies before its last beat, by a little: either may be what the others notice first.
-    assert re.search(
-        rf" (has been silent for 2 s, last seen|made no progress for 2 s) in phase write of {SAVE}$", message
-    )
+    assert message.endswith(f" has been silent for 2 s, last seen in phase write of {SAVE}")
 
 
 def _hang_then_come_back(topology: Topology, rank: int) -> Any:
     def body() -> None:
         if topology.rank == rank:
-            time.sleep(2.0)
+            time.sleep(2.4)
 
     outcome, _ = _error_of(topology, body)
     with topology.operation("save of the next one"), topology.phase("write") as phase:

@@ -167,10 +167,6 @@ def _check(outcome: Outcome, worst: _Worst) -> None:
         _check_what_is_committed(outcome, message)
 
 
-SILENT = f"has been silent for {AGREE_S:g} s, last seen"
-"""What may be noticed first where dozens of jobs share two cores, and a heartbeat is as late as that."""
-
-
 def _sentence(case: Case) -> str:
     """What all ranks should say of a case, as a pattern."""
     phase, within = case.step.phase, f"within {AGREE_S:g} s"
@@ -185,10 +181,9 @@ def _sentence(case: Case) -> str:
         case "goes elsewhere":
             return rf"ranks? [\d, ]+ in phase .*{of}; ranks? [\d, ]+ in phase .*{of}: {ALIKE} in the same order"
         case "is absent":
-            absent = f"did not come to phase {phase}{of} {within} and (is|was last seen) .*: {ALIKE}"
-            return f"({CALLS} failed in phase {phase}: )?{who} ({absent}|{SILENT} .*)"
+            return f"{who} did not come to phase {phase}{of} {within} and (is|was last seen) .*: {ALIKE}"
         case "hangs":
-            return f"{who} (made no progress for {AGREE_S:g} s|{SILENT}) in phase {phase}{of}"
+            return f"{who} made no progress for {AGREE_S:g} s in phase {phase}{of}"
     return f"{who} was killed or ended in phase {phase}{of}"
 
 
