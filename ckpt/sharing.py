@@ -174,9 +174,9 @@ def prefix_of(component: StateComponent, topology: Topology) -> str:
     """
     match component.pattern:
         case SharingPattern.PER_RANK:
-            return f"rank-{topology.rank:05d}/"
+            return copy_prefix(component.pattern, topology.rank)
         case SharingPattern.PER_NODE:
-            return f"node-{topology.node_rank:04d}/"
+            return copy_prefix(component.pattern, topology.node_rank)
         case SharingPattern.PER_GROUP:
             name = component.process_group_name
             assert name is not None
@@ -185,9 +185,16 @@ def prefix_of(component: StateComponent, topology: Topology) -> str:
                 raise ConfigurationError(
                     f"component {component.key}: there is no process group {name!r}; this run has: {known}"
                 )
-            return f"{name}-{topology.groups[name].instance:04d}/"
+            return copy_prefix(component.pattern, topology.groups[name].instance, name)
         case _:
             return ""
+
+
+def copy_prefix(pattern: SharingPattern, number: int, group: str = "") -> str:
+    """The folder, below the component's, of the copy of one rank, node or instance of `group`, counted from 0."""
+    if pattern is SharingPattern.PER_RANK:
+        return f"rank-{number:05d}/"
+    return f"{'node' if pattern is SharingPattern.PER_NODE else group}-{number:04d}/"
 
 
 def holders_of(component: StateComponent, topology: Topology) -> tuple[tuple[int, ...], ...]:

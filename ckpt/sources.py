@@ -14,7 +14,7 @@ from ckpt.device import Device
 from ckpt.dtypes import raw_bytes, torch_dtype
 from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeError, describe
 from ckpt.manifest import PLAIN_NAME, ArrayEntry, CheckpointManifest, digest_of
-from ckpt.sharing import OWN_COPIES, SharingPattern, StateComponent
+from ckpt.sharing import OWN_COPIES, SharingPattern, StateComponent, copy_prefix
 from ckpt.stored import check_file, read_listed_file
 from ckpt.strategies.base import LoadingStrategy, ReadRequest, ReadStats, StoredCheckpoint
 from ckpt.strategies.direct import DirectLoad
@@ -145,16 +145,17 @@ class CommittedSource:
 
     def prefixes(self, component: StateComponent) -> list[str]:
         saved = self._manifest.components[component.key]
-        match SharingPattern(saved.sharing_pattern):
+        pattern = SharingPattern(saved.sharing_pattern)
+        match pattern:
             case SharingPattern.PER_RANK:
-                return [f"rank-{rank:05d}/" for rank in range(self._manifest.world_size)]
+                copies = self._manifest.world_size
             case SharingPattern.PER_NODE:
-                return [f"node-{node:04d}/" for node in range(len(self._manifest.topology["nodes"]))]
+                copies = len(self._manifest.topology["nodes"])
             case SharingPattern.PER_GROUP:
-                name = saved.group_name or ""
-                return [f"{name}-{at:04d}/" for at in range(len(self._manifest.topology["groups"][name]))]
+                copies = len(self._manifest.topology["groups"][saved.group_name or ""])
             case _:
                 return [""]
+        return [copy_prefix(pattern, number, saved.group_name or "") for number in range(copies)]
 
     def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
         start = f"{component.key}/{prefix}"
@@ -299,10 +300,10 @@ def _same_ones(pattern: SharingPattern, world_size: int) -> str:
 
 def _own_prefix(pattern: SharingPattern, group: str, topology: Topology) -> str:
     if pattern is SharingPattern.PER_RANK:
-        return f"rank-{topology.rank:05d}/"
+        return copy_prefix(pattern, topology.rank)
     if pattern is SharingPattern.PER_NODE:
-        return f"node-{topology.node_rank:04d}/"
-    return f"{group}-{topology.groups[group].instance:04d}/"
+        return copy_prefix(pattern, topology.node_rank)
+    return copy_prefix(pattern, topology.groups[group].instance, group)
 
 
 def _note_damage(

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import statistics
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -33,7 +32,7 @@ from ckpt.flatten import flatten
 from ckpt.mapping import address_of, local_tensor
 from ckpt.sharing import find_aliases
 from ckpt.topology import Topology
-from recipes.memory import PeakMemory
+from recipes.measuring import PeakMemory, timed, together
 from recipes.training import Training
 
 READ_BYTES = 8 << 20
@@ -157,7 +156,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
                 rounds[name].append(_measure(contender, folder, training))
                 if training.digest() != reference:
                     raise CorruptCheckpointError(f"{name}: what was loaded is not what was saved")
-                _together(topology)
+                together(topology)
                 if topology.is_lead:
                     print(f"round {number + 1} {name}: {_line(rounds[name][-1])}", flush=True)
                     shutil.rmtree(folder)
@@ -197,33 +196,20 @@ def _measure(contender: Contender, folder: Path, training: Training) -> dict[str
     """One save and two loads: seconds of the slowest rank, and the most memory that any rank took on top of the state."""
     topology = training.topology
     figures = {}
-    _together(topology)
+    together(topology)
     memory = PeakMemory()
-    figures["save_s"] = _timed(lambda: contender.save(folder), topology)
+    figures["save_s"] = timed(lambda: contender.save(folder), topology)
     figures["save_peak_mib"] = memory.mib()
     _forget_cache(folder, topology)
     training.scramble()
     memory = PeakMemory()
-    figures["load_cold_s"] = _timed(lambda: contender.load(folder), topology)
+    figures["load_cold_s"] = timed(lambda: contender.load(folder), topology)
     figures["load_peak_mib"] = memory.mib()
     training.scramble()
-    figures["load_warm_s"] = _timed(lambda: contender.load(folder), topology)
+    figures["load_warm_s"] = timed(lambda: contender.load(folder), topology)
     with topology.phase("figures") as phase:
         phase.payload = figures
     return {name: max(rank[name] for rank in phase.payloads) for name in figures}
-
-
-def _timed(work: Callable[[], None], topology: Topology) -> float:
-    _together(topology)
-    started = time.perf_counter()
-    work()
-    _together(topology)
-    return time.perf_counter() - started
-
-
-def _together(topology: Topology) -> None:
-    with topology.phase("round"):
-        pass
 
 
 def _forget_cache(folder: Path, topology: Topology) -> None:
@@ -234,7 +220,7 @@ def _forget_cache(folder: Path, topology: Topology) -> None:
                 descriptor = os.open(path, os.O_RDONLY)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(descriptor)
-    _together(topology)
+    together(topology)
 
 
 _Place = tuple[str, Box]

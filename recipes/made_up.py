@@ -31,7 +31,7 @@ from ckpt.sharing import StateComponent
 from ckpt.tables import Table, TablePart
 from ckpt.topology import Phase
 from recipes.cli import import_torch
-from recipes.memory import PeakMemory
+from recipes.measuring import PeakMemory
 
 OPTIMIZERS = ("replicated", "sharded")
 _PATTERNS = {"model": "sharded", "optimizer": "sharded", "scheduler": "replicated", "rng": "per_rank"}

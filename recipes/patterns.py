@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ckpt.doctor import Verdict
 from ckpt.errors import ConfigurationError
 from ckpt.topology import Topology
-from recipes.reading import printable
+from recipes.reading import add_row, console, table_of
 from recipes.training import set_up
-
-_PIPE_WIDTH = 160
 
 
 @dataclass
@@ -74,14 +67,10 @@ def show(result: Mapping[str, Any], *, as_json: bool) -> int:
         print(json.dumps({"ok": not lost, **result}, indent=2))
         return 1 if lost else 0
     ranks = "1 rank" if result["world_size"] == 1 else f"{result['world_size']} ranks"
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, title=f"{result['parallel']} on {ranks}, after {result['steps']} steps"
-    )
-    for column in ("component", "declared", "found", "verdict", ""):
-        table.add_column(column, overflow="fold")
+    table = table_of("component", "declared", "found", "verdict", "")
+    table.title = f"{result['parallel']} on {ranks}, after {result['steps']} steps"
     for one in result["components"]:
         found = one["found"][0] if one["found"] else "nothing that fits"
-        cells = (one["component"], one["declared"], found, one["verdict"], one["sentence"])
-        table.add_row(*(Text(printable(cell)) for cell in cells))
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False).print(table)
+        add_row(table, one["component"], one["declared"], found, one["verdict"], one["sentence"])
+    console().print(table)
     return 1 if lost else 0

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from ckpt.pattern_check import examine
 from ckpt.replication import ValidationLevel
 from ckpt.sharing import EQUAL_COPIES
 from ckpt.topology import Topology
+from recipes.measuring import timed
 from recipes.training import Training
 
 
@@ -76,7 +76,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     try:
         for _ in range(cfg["benchmark"]["repeats"]):
             for name, call in work.items():
-                seconds[name].append(_timed(call, topology))
+                seconds[name].append(timed(call, topology))
     finally:
         if topology.is_lead:
             shutil.rmtree(cfg["checkpoint_root"], ignore_errors=True)
@@ -151,16 +151,3 @@ def _tensors(components: list[StateComponent]) -> list[Any]:
         for component in components
         for leaf in flatten(component.stateful.state_dict(), component.key).tensors.values()
     ]
-
-
-def _timed(work: Callable[[], None], topology: Topology) -> float:
-    _together(topology)
-    started = time.perf_counter()
-    work()
-    _together(topology)
-    return time.perf_counter() - started
-
-
-def _together(topology: Topology) -> None:
-    with topology.phase("round"):
-        pass

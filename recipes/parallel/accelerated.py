@@ -9,28 +9,18 @@ from accelerate.state import AcceleratorState
 from ckpt.errors import ConfigurationError
 from ckpt.topology import Topology
 from recipes.gpt import GPT, next_token_loss
-from recipes.parallel.base import Arranged, Backward, Layout
-from recipes.parallel.replicated import WithOneUnused
+from recipes.parallel.base import Arranged, Backward
+from recipes.parallel.replicated import DataParallel, WithOneUnused
 from recipes.ranks import environment_with
 
 
-class Accelerated(Layout):
-    """Every rank holds the whole model: `Accelerator.prepare` wraps model and optimizer, `Accelerator.backward` runs.
+class Accelerated(DataParallel):
+    """The same as `parallel=ddp`, by Accelerate: `Accelerator.prepare` wraps model and optimizer, its `backward` runs.
 
     Accelerate keeps what it knows of the ranks in one place per process; a new job begins with it empty.
-
-    Args:
-        dp, exact_resume: as for `parallel=ddp`.
     """
 
     name = "accelerate"
-    axes = ("dp",)
-    data_axes = ("dp",)
-    cuts_model = False
-
-    def __init__(self, *, dp: int | None = None, exact_resume: bool = True) -> None:
-        super().__init__(dp=dp)
-        self.exact_resume = exact_resume
 
     def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
         accelerator = self._accelerator(topology, device)

@@ -1,8 +1,12 @@
-"""How much memory something takes."""
+"""How much memory and time something takes."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+from ckpt.topology import Topology
 
 
 class PeakMemory:
@@ -19,3 +23,18 @@ class PeakMemory:
 def _status_kib(name: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith(name + ":")))
+
+
+def timed(work: Callable[[], None], topology: Topology) -> float:
+    """Do what all ranks do together, and return the seconds until the slowest was done. Collective."""
+    together(topology)
+    started = time.perf_counter()
+    work()
+    together(topology)
+    return time.perf_counter() - started
+
+
+def together(topology: Topology) -> None:
+    """Wait for all ranks."""
+    with topology.phase("round"):
+        pass
