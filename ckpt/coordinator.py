@@ -19,7 +19,7 @@ from ckpt.report import LoadReport
 from ckpt.saving import Saver, SaveReport
 from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.statefuls import as_stateful
-from ckpt.strategies.base import LoadingStrategy
+from ckpt.strategies.reading import LoadingStrategy
 from ckpt.topology import Topology
 
 _log = logging.getLogger("ckpt")

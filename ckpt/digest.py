@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from ckpt.address import Address, DTensorBoxes, address_of, local_tensor
 from ckpt.box import Box
 from ckpt.dtypes import raw_bytes
 from ckpt.flatten import TensorLeaf, flatten
 from ckpt.manifest import digest_of
-from ckpt.mapping import Address, DTensorBoxes, address_of, local_tensor
 from ckpt.plan import half_tied
 from ckpt.sharing import Stateful, find_aliases
 from ckpt.topology import Topology

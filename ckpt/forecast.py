@@ -21,8 +21,8 @@ from ckpt.report import ComponentReport, Misfits, Status
 from ckpt.sharing import DECIDED_BY_OBJECT, StateComponent
 from ckpt.sources import CommittedSource, Source
 from ckpt.stored import read_manifest
-from ckpt.strategies.base import StoredCheckpoint
 from ckpt.strategies.direct import DirectLoad
+from ckpt.strategies.reading import StoredCheckpoint
 from ckpt.topology import Topology
 
 

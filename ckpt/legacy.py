@@ -38,7 +38,7 @@ from ckpt.flatten import Leaves, flatten, path_to_json, to_json
 from ckpt.manifest import MANIFEST_NAME, ArrayEntry
 from ckpt.sharing import OWN_COPIES, SharingPattern, StateComponent, find_aliases, holders_of
 from ckpt.sources import Rows, require_same_kind
-from ckpt.strategies.base import ReadRequest, ReadStats
+from ckpt.strategies.reading import ReadRequest, ReadStats
 from ckpt.topology import Topology
 
 _FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_[A-Za-z0-9_.-]+)?\.pt")

@@ -30,7 +30,7 @@ from ckpt.report import ComponentReport, LoadReport, Status
 from ckpt.sharing import StateComponent
 from ckpt.sources import CommittedSource, Rows, Source
 from ckpt.stored import read_listed_file, read_manifest_bytes
-from ckpt.strategies.base import LoadingStrategy, StoredCheckpoint
+from ckpt.strategies.reading import LoadingStrategy, StoredCheckpoint
 from ckpt.topology import Phase, Topology
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from ckpt.address import Address, DTensorBoxes, address_of, local_tensor
 from ckpt.box import whole
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import (
@@ -24,11 +25,10 @@ from ckpt.errors import (
 )
 from ckpt.flatten import Leaves, Path, flatten, from_json, path_from_json, unflatten
 from ckpt.manifest import ArrayEntry
-from ckpt.mapping import Address, DTensorBoxes, address_of, local_tensor
 from ckpt.report import ComponentReport, Misfits, Status
 from ckpt.sharing import SharingPattern, StateComponent, find_aliases
 from ckpt.statefuls import Elastic
-from ckpt.strategies.base import ReadRequest
+from ckpt.strategies.reading import ReadRequest
 
 MISMATCHES = (MissingStateError, WorldSizeError, ShapeMismatchError)
 """What `strict=False` forgives: the checkpoint is sound, and this run asks for something else."""

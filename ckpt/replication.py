@@ -24,10 +24,11 @@ import numpy as np
 import torch
 import xxhash
 
+from ckpt.address import address_of, is_dtensor, local_tensor
 from ckpt.dtypes import raw_bytes
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.flatten import TensorLeaf
-from ckpt.mapping import ShardedTensor, address_of, is_dtensor, local_tensor
+from ckpt.mapping import ShardedTensor
 
 if TYPE_CHECKING:
     from ckpt.topology import Topology

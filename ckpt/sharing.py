@@ -10,9 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ckpt.address import Address, DTensorBoxes, address_of, is_dtensor
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.flatten import Leaves, TensorLeaf
-from ckpt.mapping import Address, DTensorBoxes, ShardedTensor, address_of, is_dtensor
+from ckpt.mapping import ShardedTensor
 from ckpt.replication import check_level
 from ckpt.topology import Topology
 

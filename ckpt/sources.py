@@ -16,8 +16,8 @@ from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeErro
 from ckpt.manifest import PLAIN_NAME, ArrayEntry, CheckpointManifest, digest_of
 from ckpt.sharing import OWN_COPIES, SharingPattern, StateComponent, copy_prefix
 from ckpt.stored import check_file, read_listed_file
-from ckpt.strategies.base import LoadingStrategy, ReadRequest, ReadStats, StoredCheckpoint
 from ckpt.strategies.direct import DirectLoad
+from ckpt.strategies.reading import LoadingStrategy, ReadRequest, ReadStats, StoredCheckpoint
 from ckpt.topology import Topology
 from ckpt.verify import Names
 

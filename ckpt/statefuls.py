@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ckpt.address import local_tensor
 from ckpt.device import Device
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import ConfigurationError, ShapeMismatchError
 from ckpt.flatten import TensorLeaf
 from ckpt.manifest import ArrayEntry
-from ckpt.mapping import ShardedTensor, local_tensor
+from ckpt.mapping import ShardedTensor
 from ckpt.sharing import Stateful
 
 _OF_THIS_RUN = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ckpt.address import Address
 from ckpt.box import Box, whole
 from ckpt.errors import ShapeMismatchError
-from ckpt.mapping import Address
 
 Ranks = tuple[int, ...]
 Names = tuple[tuple[str, int], ...]

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import xxhash
 
+from ckpt.address import local_tensor
 from ckpt.backends.base import ArraySpec, Backend, FileRecord, Writer
 from ckpt.box import Box
 from ckpt.collect import Contribution
 from ckpt.device import Device
 from ckpt.dtypes import raw_bytes, torch_dtype
 from ckpt.manifest import PLAIN_NAME, Index, Piece, digest_of, encode_key, index_name
-from ckpt.mapping import local_tensor
 from ckpt.plan import ChunkTask, PackTask, RankPlan, SavePlan
 from ckpt.sharing import OWN_COPIES, StateComponent, holders_of, prefix_of
 from ckpt.topology import Topology

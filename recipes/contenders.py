@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt import CheckpointCoordinator
+from ckpt.address import address_of, local_tensor
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.box import Box
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.flatten import flatten
-from ckpt.mapping import address_of, local_tensor
 from ckpt.sharing import find_aliases
 from ckpt.topology import Topology
 from recipes.measuring import PeakMemory, timed, together

@@ -20,12 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table as Printed
 
+from ckpt.address import Address
 from ckpt.box import Box, num_chunks, whole
 from ckpt.collect import Contribution, exchange_tables, settle_plain
 from ckpt.dtypes import item_bytes
 from ckpt.errors import ConfigurationError
 from ckpt.manifest import ArrayEntry, CheckpointManifest, encode_key
-from ckpt.mapping import Address
 from ckpt.plan import PlannedArray, SavePlan, plan_save
 from ckpt.sharing import StateComponent
 from ckpt.tables import Table, TablePart

@@ -13,6 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.address import local_tensor
 from ckpt.device import Device
 from ckpt.digest import state_digest
 from ckpt.errors import (
@@ -24,7 +25,6 @@ from ckpt.errors import (
 )
 from ckpt.ledger import Ledger
 from ckpt.loading import LoadReport
-from ckpt.mapping import local_tensor
 from ckpt.saving import SaveReport
 from ckpt.statefuls import ModelState, OptimizerState, RNGState
 from ckpt.topology import Topology

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.address import local_tensor
 from ckpt.collect import collect, settle_plain
 from ckpt.dtypes import raw_bytes
 from ckpt.errors import ConfigurationError
 from ckpt.flatten import flatten
-from ckpt.mapping import local_tensor
 from ckpt.pattern_check import examine
 from ckpt.replication import ValidationLevel
 from ckpt.sharing import EQUAL_COPIES

@@ -10,7 +10,7 @@ import torch
 from ckpt.backends.registry import backend_of_store
 from ckpt.device import Device
 from ckpt.extents import ExtentReader
-from ckpt.strategies.base import ReadRequest, ReadStats, StoredCheckpoint, StoredPart, by_chunk
+from ckpt.strategies.reading import ReadRequest, ReadStats, StoredCheckpoint, StoredPart, by_chunk
 from ckpt.topology import Topology
 
 

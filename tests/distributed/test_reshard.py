@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt import ShardedTensor, StateComponent
+from ckpt.address import address_of
 from ckpt.errors import ShardingError
-from ckpt.mapping import address_of
 from ckpt.topology import Topology
 from tests.ranks import run_ranks
 from tests.states import BACKENDS, Held, coordinator, global_index, same_bits

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ckpt import ShardedTensor, SharingPattern, StateComponent
+from ckpt.address import Address, address_of
 from ckpt.box import Box, whole
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.flatten import flatten
-from ckpt.mapping import Address, address_of
 from ckpt.sharing import addresses, find_aliases
 from ckpt.topology import Topology
 from tests.states import Held, coordinator
