@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt.box import Box
 from ckpt.errors import ConfigurationError, ReplicationError, ShardingError, describe, rebuild, sentence
 from ckpt.flatten import Leaves, TensorLeaf, flatten, path_to_json, to_json
 from ckpt.manifest import digest_of
@@ -37,6 +38,9 @@ from ckpt.sharing import (
 from ckpt.tables import Table, TablePart, piece_from_json, table_of_pieces, table_to_json
 from ckpt.topology import Topology
 
+Held = tuple[tuple[Box, TensorLeaf], ...]
+"""Boxes of one array, in global coordinates, and their values. A state dict's leaf is one box; a flattened range is a few."""
+
 
 @dataclass(frozen=True, slots=True)
 class Copies:
@@ -57,7 +61,7 @@ class Contribution:
 
     Attributes:
         components: key -> component, those that are part of this save.
-        tensors: array name -> the tensor; what `table` has addresses for.
+        held: array name -> the boxes of it that this rank holds; what `table` has addresses for.
         table: addresses and aliases.
         plain: component -> {joined key: [path, value]} as JSON, where this rank speaks for the component; tensors of an
             object that takes whatever was saved stand there too, as {joined key: [path]}.
@@ -68,7 +72,7 @@ class Contribution:
     """
 
     components: dict[str, StateComponent] = field(default_factory=dict)
-    tensors: dict[str, TensorLeaf] = field(default_factory=dict)
+    held: dict[str, Held] = field(default_factory=dict)
     table: Table = field(default_factory=lambda: Table(()))
     plain: dict[str, dict[str, Any]] = field(default_factory=dict)
     private: dict[str, set[str]] = field(default_factory=dict)
@@ -140,7 +144,7 @@ def collect(
         mine.private[component.key] = private
         if not _speaks(component, topology):
             found = {key: address for key, address in found.items() if key not in private}
-        mine.tensors |= {address.name: leaves.tensors[key] for key, address in found.items()}
+        mine.held |= {address.name: ((address.box, leaves.tensors[key]),) for key, address in found.items()}
         parts.append(TablePart.of(found.values()))
         start = f"{component.key}/{prefix_of(component, topology)}"
         if gives(component, topology):

@@ -6,8 +6,14 @@ come back as what they were. Tensors travel as arrays. Anything else is refused 
 
 from __future__ import annotations
 
+import argparse
 import base64
+import enum
+import io
+import json
 import math
+import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +101,8 @@ def to_json(value: Any, what: str) -> Any:
     Raises:
         ConfigurationError: the value holds something that is neither a tensor nor plain; `what` names it.
     """
+    if isinstance(value, enum.Enum):
+        return {"~enum": [type(value).__module__, type(value).__qualname__, value.name]}
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -103,6 +111,16 @@ def to_json(value: Any, what: str) -> Any:
         return [to_json(item, what) for item in value]
     if type(value) is tuple:
         return {"~tuple": [to_json(item, what) for item in value]}
+    if type(value) is torch.Size:
+        return {"~Size": list(value)}
+    if type(value) in (set, frozenset):  # in an order that all ranks find
+        return {f"~{type(value).__name__}": sorted((to_json(item, what) for item in value), key=json.dumps)}
+    if type(value) in _NAMESPACES:
+        return {f"~{type(value).__name__}": to_json(vars(value), what)}
+    if isinstance(value, torch.dtype):
+        return {"~dtype": str(value).removeprefix("torch.")}
+    if type(value) is io.BytesIO:
+        return {"~BytesIO": base64.b64encode(value.getvalue()).decode("ascii")}
     if isinstance(value, dict):
         if all(type(key) is str and not key.startswith("~") for key in value):
             return {key: to_json(item, what) for key, item in value.items()}
@@ -118,7 +136,8 @@ def to_json(value: Any, what: str) -> Any:
         return {"~complex": [repr(value.real), repr(value.imag)]}
     raise ConfigurationError(
         f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which is neither a tensor nor plain (None, bool, number, "
-        "str, bytes, list, tuple, dict, NumPy array). Give it as one of these from state_dict(); nothing is pickled."
+        "str, bytes, list, tuple, set, dict, namespace, enum member, torch.dtype, NumPy array). Give it as one of these from "
+        "state_dict(); nothing is pickled."
     )
 
 
@@ -135,6 +154,21 @@ def from_json(value: Any) -> Any:
     return {key: from_json(item) for key, item in value.items()}
 
 
+def _enum_member(data: list[str]) -> enum.Enum:
+    """The member, of a class that this process has imported: loading a checkpoint imports nothing."""
+    module, qualname, name = data
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, enum.Enum) and name in found.__members__):
+        raise ConfigurationError(
+            f"the checkpoint holds {qualname}.{name} of {module}, and no such member is there; import {module} before the load, "
+            "in a version that has it"
+        )
+    return found[name]
+
+
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _FROM_TAG: dict[str, Callable[[Any], Any]] = {
     "~float": float,
     "~tuple": lambda data: tuple(from_json(item) for item in data),
@@ -142,6 +176,14 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
     "~bytes": base64.b64decode,
     "~ndarray": lambda data: np.frombuffer(base64.b64decode(data[2]), data[0]).reshape(data[1]).copy(),
     "~scalar": lambda data: np.frombuffer(base64.b64decode(data[1]), data[0])[0],
+    "~set": lambda data: {from_json(item) for item in data},
+    "~frozenset": lambda data: frozenset(from_json(item) for item in data),
+    "~Size": torch.Size,
+    "~Namespace": lambda data: argparse.Namespace(**from_json(data)),
+    "~SimpleNamespace": lambda data: types.SimpleNamespace(**from_json(data)),
+    "~dtype": lambda data: getattr(torch, data),
+    "~enum": _enum_member,
+    "~BytesIO": lambda data: io.BytesIO(base64.b64decode(data)),
     "~complex": lambda data: complex(float(data[0]), float(data[1])),
 }
 

@@ -59,7 +59,6 @@ class Share:
         self._plan = plan
         self._tasks = tasks
         self._contribution = contribution
-        self._boxes = {name: part.places[at].box for part in contribution.table.parts for name, at in part.names}
         self._topology = topology
         self._device = device
         self._index = Index(topology.rank)
@@ -163,8 +162,9 @@ class Share:
         return self._device.stage([self._region(name, box)])[0]
 
     def _region(self, name: str, box: Box) -> torch.Tensor:
-        leaf = self._contribution.tensors[name]
-        held = self._boxes[name]
+        if not box.num_elements:
+            return torch.empty(box.shape, dtype=torch_dtype(self._plan.arrays[name].dtype))
+        held, leaf = next(one for one in self._contribution.held[name] if one[0].contains(box))
         local = local_tensor(leaf)
         return local if box == held else local[box.relative_to(held).slices]
 

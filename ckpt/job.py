@@ -1,0 +1,58 @@
+"""Whose agreement a call joins that names no topology: the first reference's calls know torch's default process group alone."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from ckpt.topology import Topology
+
+_chosen: ContextVar[Topology | None] = ContextVar("topology of this job", default=None)
+_joined: list[tuple[dist.ProcessGroup, Topology]] = []
+"""At most one: the default process group, and the topology that its ranks have joined."""
+_numbers = itertools.count()
+
+
+def current_topology() -> Topology:
+    """Return the topology of the ranks of torch's default process group, joined once; of one rank where there is none.
+
+    The first call of a rank joins, and so is collective; each later one costs nothing. A process group made anew is joined anew.
+
+    Raises:
+        RankAbsentError: a rank did not join.
+    """
+    chosen = _chosen.get()
+    if chosen is not None:
+        return chosen
+    if not (dist.is_available() and dist.is_initialized()):
+        return Topology.alone()
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is initialized"
+    if not _joined or _joined[0][0] is not group:
+        _leave()
+        store = PrefixStore(f"ckpt/{next(_numbers)}", dist.distributed_c10d._get_default_store())
+        _joined.append((group, Topology.join(store, dist.get_rank(), dist.get_world_size())))
+    return _joined[0][1]
+
+
+@contextmanager
+def use_topology(topology: Topology) -> Iterator[None]:
+    """Make calls inside the block, of this thread, join this topology."""
+    token = _chosen.set(topology)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+@atexit.register
+def _leave() -> None:
+    """Tell the ranks of an earlier process group, should any still wait, that this one has left."""
+    while _joined:
+        _joined.pop()[1].close()

@@ -1,0 +1,174 @@
+"""The lead's part of a save: what all ranks wrote is joined, described, and put on record in the manifest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import xxhash
+
+from ckpt.backends.base import ArraySpec, Backend
+from ckpt.errors import StorageError
+from ckpt.manifest import (
+    CONFIG_NAME,
+    MANIFEST_NAME,
+    PLAIN_NAME,
+    ArrayEntry,
+    CheckpointManifest,
+    ComponentManifest,
+    digest_of,
+    index_name,
+)
+from ckpt.plan import SavePlan
+from ckpt.sharing import EQUAL_COPIES, StateComponent, holders_of
+from ckpt.topology import Topology
+from ckpt.version import __version__
+from ckpt.writing import Vote, path_of, write_durably
+
+
+class Record:
+    """Puts one save on record, once every rank's bytes are durable. Lead rank only.
+
+    Args:
+        folder: what the ranks wrote into.
+        votes: of every rank, in order.
+        config_text: stored as config.yaml; None: there is none.
+        beside: files that lie in the folder already and belong to the checkpoint, relative to it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: SavePlan,
+        components: Mapping[str, StateComponent],
+        votes: Sequence[Vote],
+        *,
+        topology: Topology,
+        backend: Backend,
+        config_text: str | None = None,
+        beside: Sequence[str] = (),
+    ) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._components = components
+        self._votes = votes
+        self._topology = topology
+        self._backend = backend
+        self._config_text = config_text
+        self._beside = beside
+
+    def write(self, checkpoint_id: str) -> int:
+        """Write array metadata, config and, last, the manifest; return the bytes of all three.
+
+        Raises:
+            StorageError: what a rank wrote is not seen here.
+        """
+        _await_indexes(self._folder, self._votes, self._topology)
+        manifest = self._manifest(checkpoint_id)
+        added = self._write_lead_files(manifest)
+        data = manifest.to_bytes()
+        write_durably(self._folder / MANIFEST_NAME, data)
+        return added + len(data)
+
+    def _manifest(self, checkpoint_id: str) -> CheckpointManifest:
+        topology = self._topology
+        config = self._config_text
+        return CheckpointManifest(
+            checkpoint_id=checkpoint_id,
+            timestamp=datetime.now(UTC),
+            world_size=topology.world_size,
+            topology={
+                "nodes": [list(ranks) for ranks in topology.nodes],
+                "groups": {name: [list(ranks) for ranks in group.instances] for name, group in topology.groups.items()},
+            },
+            components={key: self._component(component) for key, component in self._components.items()},
+            arrays=self._arrays(),
+            files={},
+            training_args_hash=digest_of(config.encode()) if config is not None else None,
+            ckpt_version=__version__,
+            pytorch_version=torch.__version__,
+        )
+
+    def _arrays(self) -> dict[str, ArrayEntry]:
+        store = self._backend.store
+        arrays = {}
+        for name, array in self._plan.arrays.items():
+            if array.grid is not None:
+                path = path_of(name, self._components)
+                arrays[name] = ArrayEntry(array.dtype, array.shape, store, path, array.grid, array.runs())
+            else:
+                packed_in = tuple(sorted(set(array.packs.values())))
+                arrays[name] = ArrayEntry(array.dtype, array.shape, store, packed_in=packed_in)
+        for alias, first in self._plan.aliases.items():
+            if first in arrays:
+                arrays[alias] = ArrayEntry(arrays[first].dtype, arrays[first].shape, alias_of=first)
+        return arrays
+
+    def _component(self, component: StateComponent) -> ComponentManifest:
+        holders = holders_of(component, self._topology)
+        checksum = xxhash.xxh3_128()
+        for vote in self._votes:
+            checksum.update(vote.checksums.get(component.key, "").encode())
+        start = component.key + "/"
+        return ComponentManifest(
+            key=component.key,
+            sharing_pattern=component.pattern.value,
+            ranks=[rank for rank, vote in enumerate(self._votes) if component.key in vote.sizes],
+            replicated_across=sorted(r for ranks in holders for r in ranks)
+            if component.pattern in EQUAL_COPIES
+            else None,
+            group_name=component.process_group_name,
+            size_bytes=sum(vote.sizes.get(component.key, 0) for vote in self._votes),
+            checksum=checksum.hexdigest(),
+            plain_in={
+                path.removeprefix(start).removesuffix(PLAIN_NAME): rank
+                for rank, vote in enumerate(self._votes)
+                for path in vote.plain_files
+                if path.startswith(start)
+            },
+        )
+
+    def _write_lead_files(self, manifest: CheckpointManifest) -> int:
+        """Write array metadata and config, list every file of the lead's and every index; return the bytes added."""
+        specs = [
+            ArraySpec(path_of(name, self._components), array.dtype, array.shape, array.grid)
+            for name, array in self._plan.arrays.items()
+            if array.grid is not None
+        ]
+        specs += [
+            ArraySpec(path, dtype, (n,), (n,)) for vote in self._votes for path, (dtype, n) in vote.packed.items()
+        ]
+        writers = [rank for rank, vote in enumerate(self._votes) if vote.wrote_chunks]
+        made = self._backend.lay_out(self._folder, specs, writers)
+        if self._config_text is not None:
+            write_durably(self._folder / CONFIG_NAME, self._config_text.encode())
+            made = [*made, CONFIG_NAME]
+        added = 0
+        for path in [*made, *self._beside]:
+            data = (self._folder / path).read_bytes()
+            manifest.files[path] = (len(data), digest_of(data))
+            added += len(data)
+            self._topology.progress()
+        for path, (size, digest) in self._votes[0].plain_files.items():
+            manifest.files[path] = (size, digest)
+            added += size
+        for rank, vote in enumerate(self._votes):
+            if vote.index is not None:
+                manifest.files[index_name(rank)] = (vote.index[0], vote.index[1])
+        return added
+
+
+def _await_indexes(folder: Path, votes: Sequence[Vote], topology: Topology) -> None:
+    """Wait until the lead sees every index in its full length, on file systems where that takes a while."""
+    deadline = time.monotonic() + topology.timeout_s
+    for rank, vote in enumerate(votes):
+        path = folder / index_name(rank)
+        while vote.index is not None and not (path.exists() and path.stat().st_size == vote.index[0]):
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"rank {rank} wrote {path.name} with {vote.index[0]} bytes, but rank 0 does not see it so in {folder}"
+                )
+            time.sleep(0.01)
