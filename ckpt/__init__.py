@@ -11,9 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt.coordinator import CheckpointCoordinator
+    from ckpt.core import CheckpointingException, check_is_distributed_checkpoint
     from ckpt.manifest import CheckpointManifest, ComponentManifest
-    from ckpt.mapping import ShardedTensor
+    from ckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+    from ckpt.serialization import (
+        load,
+        load_common_state_dict,
+        load_plain_tensors,
+        load_sharded_metadata,
+        load_tensors_metadata,
+        remove_sharded_tensors,
+        save,
+    )
     from ckpt.sharing import SharingPattern, StateComponent
+    from ckpt.validation import StrictHandling
     from ckpt.version import __version__
 
 _HOME = {
@@ -21,19 +32,45 @@ _HOME = {
     "CheckpointCoordinator": "ckpt.coordinator",
     "CheckpointManifest": "ckpt.manifest",
     "ComponentManifest": "ckpt.manifest",
+    "CheckpointingException": "ckpt.core",
+    "LocalNonpersistentObject": "ckpt.mapping",
+    "ShardedObject": "ckpt.mapping",
     "ShardedTensor": "ckpt.mapping",
+    "ShardedTensorFactory": "ckpt.mapping",
     "SharingPattern": "ckpt.sharing",
     "StateComponent": "ckpt.sharing",
+    "StrictHandling": "ckpt.validation",
+    "check_is_distributed_checkpoint": "ckpt.core",
+    "load": "ckpt.serialization",
+    "load_common_state_dict": "ckpt.serialization",
+    "load_plain_tensors": "ckpt.serialization",
+    "load_sharded_metadata": "ckpt.serialization",
+    "load_tensors_metadata": "ckpt.serialization",
+    "remove_sharded_tensors": "ckpt.serialization",
+    "save": "ckpt.serialization",
 }
 
 __all__ = [
     "CheckpointCoordinator",
     "CheckpointManifest",
+    "CheckpointingException",
     "ComponentManifest",
+    "LocalNonpersistentObject",
+    "ShardedObject",
     "ShardedTensor",
+    "ShardedTensorFactory",
     "SharingPattern",
     "StateComponent",
+    "StrictHandling",
     "__version__",
+    "check_is_distributed_checkpoint",
+    "load",
+    "load_common_state_dict",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "remove_sharded_tensors",
+    "save",
 ]
 
 

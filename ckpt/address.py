@@ -39,9 +39,9 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local_tensor(leaf: torch.Tensor | ShardedTensor) -> torch.Tensor:
-    """The memory of this rank behind a leaf."""
+    """The memory of this rank behind a leaf, in the shape of its box. See `address_of` for what it refuses."""
     if isinstance(leaf, ShardedTensor):
-        return leaf.data.detach()
+        return _only_piece(leaf, leaf.key)[1]
     if is_dtensor(leaf):
         with torch.no_grad():  # without which to_local() goes through autograd, at ten times the price
             local: torch.Tensor = leaf.to_local()  # type: ignore[attr-defined]
@@ -56,15 +56,25 @@ def address_of(leaf: torch.Tensor | ShardedTensor, name: str, known: DTensorBoxe
         known: boxes of other leaves of the same state dict, where many are to be placed.
 
     Raises:
-        ShardingError: a DTensor is a pending sum (Partial), which has no place in a checkpoint.
+        ShardingError: a DTensor is a pending sum (Partial), which has no place in a checkpoint; a ShardedTensor has no data, or
+            is flattened, and so more than one box.
     """
     if isinstance(leaf, ShardedTensor):
-        return Address(name, zarr_name(leaf.data.dtype), tuple(leaf.global_shape), leaf.box)
+        return Address(name, zarr_name(leaf.dtype), leaf.global_shape, _only_piece(leaf, name)[0])
     shape = tuple(leaf.shape)
     if is_dtensor(leaf):
         box = (DTensorBoxes() if known is None else known).box_of(leaf, name)
         return Address(name, zarr_name(leaf.dtype), shape, box)
     return Address(name, zarr_name(leaf.dtype), shape, whole(shape))
+
+
+def _only_piece(leaf: ShardedTensor, name: str) -> tuple[Box, torch.Tensor]:
+    if leaf.flattened_range is not None:
+        raise ShardingError(
+            f"{name}: a ShardedTensor with a flattened_range is several boxes, and a component's tensor is one; save it with "
+            "ckpt.save"
+        )
+    return leaf.pieces()[0]
 
 
 class DTensorBoxes:

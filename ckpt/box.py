@@ -104,3 +104,61 @@ def chunks_meeting(shape: tuple[int, ...], grid: tuple[int, ...], wanted: Box) -
         for i, count in zip(index, counts, strict=True):
             number = number * count + i
         yield number
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[Box, int]]:
+    """Cut a run of consecutive elements of an array, in row-major order, into boxes.
+
+    The boxes come in the order of their elements, and each one's elements, in its own row-major order, are consecutive too: so
+    the run, kept as one flat piece of memory, holds every box contiguously. Of n >= 1 dimensions there are at most 2n - 1.
+
+    Args:
+        shape: of the array; () has one element.
+        start: the run's first element, counted from the array's first.
+        stop: one past its last; equal to `start` for none.
+
+    Returns:
+        (box in the array's coordinates, its first element counted from `start`) per box; [] for an empty run.
+
+    Raises:
+        ShapeMismatchError: the run leaves the array.
+
+    Example:
+        >>> flat_boxes((3, 4), 2, 9)
+        [(Box(offsets=(0, 2), shape=(1, 2)), 0), (Box(offsets=(1, 0), shape=(1, 4)), 2), (Box(offsets=(2, 0), shape=(1, 1)), 6)]
+    """
+    if start == stop:
+        return []
+    if not 0 <= start < stop <= math.prod(shape):
+        raise ShapeMismatchError(f"elements {start} to {stop} are not a run of an array of shape {shape}")
+    placed = []
+    at = 0
+    for box in _run(shape, start, stop):
+        placed.append((box, at))
+        at += box.num_elements
+    return placed
+
+
+def _run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes of a run that is not empty: what is left of a first row, the whole rows, the beginning of a last one."""
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, begins = divmod(start, row)
+    last, ends = divmod(stop, row)
+    if begins and first == last:
+        yield from _in_row(first, shape, begins, ends)
+        return
+    if begins:
+        yield from _in_row(first, shape, begins, row)
+        first += 1
+    if first < last:
+        yield Box((first, *(0,) * len(shape[1:])), (last - first, *shape[1:]))
+    if ends:
+        yield from _in_row(last, shape, 0, ends)
+
+
+def _in_row(number: int, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    for box in _run(shape[1:], start, stop):
+        yield Box((number, *box.offsets), (1, *box.shape))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,14 @@ from typing import Any
 import torch
 
 from ckpt.dtypes import raw_bytes, zarr_name
-from ckpt.errors import (
-    CheckpointNotFoundError,
-    ConfigurationError,
-    CorruptCheckpointError,
-    MissingStateError,
-    WorldSizeError,
-    sentence,
-)
+from ckpt.errors import CheckpointNotFoundError, MissingStateError, WorldSizeError
 from ckpt.flatten import Leaves, flatten, path_to_json, to_json
 from ckpt.manifest import MANIFEST_NAME, ArrayEntry
 from ckpt.sharing import OWN_COPIES, SharingPattern, StateComponent, find_aliases, holders_of
 from ckpt.sources import Rows, require_same_kind
 from ckpt.strategies.reading import ReadRequest, ReadStats
 from ckpt.topology import Topology
+from ckpt.unpickling import unpickle_state_dict
 
 _FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_[A-Za-z0-9_.-]+)?\.pt")
 _KINDS = {
@@ -200,7 +193,7 @@ class OldSource:
         at = component.key, prefix
         if at not in self._leaves:
             name = self._copies_of(component)[1][prefix]
-            state = _unpickled(self._folder / name)
+            state = unpickle_state_dict(self._folder / name)
             by_name = getattr(component.stateful, "named_from_positions", None)
             if by_name is not None and isinstance(state.get("param_groups"), list):
                 state = by_name(state)
@@ -237,31 +230,6 @@ def _copies_by_kind(files: Sequence[str], component: StateComponent) -> dict[Sha
 
 def _prefix(kind: SharingPattern, number: int) -> str:
     return f"{kind.value}-{number:05d}/" if kind in OWN_COPIES else ""
-
-
-def _unpickled(file: Path) -> dict[Any, Any]:
-    """Read one file: tensors, containers and plain values; anything else refuses it, and none of its code runs.
-
-    Raises:
-        ConfigurationError: it holds other objects, or is no state dict.
-        CorruptCheckpointError: it is missing or cannot be read.
-    """
-    try:
-        # A file of the older, non-zip kind cannot be mapped. Mapping saves a copy in memory of what is not wanted.
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except OSError as error:
-        raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error
-    except Exception as error:  # bytes that are no such file make torch's reader raise nearly anything
-        refused = re.search(r"(?i:unsupported (?:global: global|global|class)) ([\w.]+)", str(error))
-        if refused is None:
-            raise CorruptCheckpointError(f"{file} cannot be read as a file that torch.save wrote") from error
-        raise ConfigurationError(
-            f"{file} holds {refused[1]}, and from an old checkpoint nothing but tensors and plain values is ever unpickled; write it "
-            "anew from the run that saved it, or leave the component out"
-        ) from error
-    if not isinstance(state, dict):
-        raise ConfigurationError(f"{file} holds a {type(state).__name__}, where a state dict should be")
-    return state
 
 
 def _equal_leaves(one: Leaves, other: Leaves, key: str) -> bool:

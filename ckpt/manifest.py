@@ -8,6 +8,7 @@ text and back, and refuses text whose digest is wrong; it decides nothing.
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,11 +27,26 @@ MANIFEST_NAME = "checkpoint_manifest.json"
 CONFIG_NAME = "config.yaml"
 PLAIN_NAME = "plain.json"
 MAX_NAME_CHARS = 150
+SHARDED = "sharded"
+"""The component, and so the folder, of a sharded state dict's tensors."""
+COMMON, OBJECTS = "common", "objects"
+"""Folders beside it, each a checkpoint of its own, with what a sharded state dict holds besides."""
 _OURS = (PLAIN_NAME, "zarr.json")
 
 
-def index_name(rank: int) -> str:
-    return f"index-{rank:05d}.json"
+def index_name(rank: int, generation: int = 0) -> str:
+    """The file of a rank's index. A checkpoint of which arrays were removed has a later generation of it."""
+    return f"index-{rank:05d}.json" if generation == 0 else f"index-{rank:05d}.{generation}.json"
+
+
+_INDEX = re.compile(r"index-(?P<rank>\d{5,})(?:\.(?P<generation>\d+))?\.json")
+
+
+def index_generation(path: str) -> int:
+    """Of a file that `index_name` named."""
+    match = _INDEX.fullmatch(path)
+    assert match is not None, path
+    return int(match["generation"] or 0)
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -238,9 +254,14 @@ class CheckpointManifest:
         start = component + "/"
         return {name[len(start) :]: entry for name, entry in self.arrays.items() if name.startswith(start)}
 
+    def index_paths(self) -> dict[int, str]:
+        """Rank -> file of its index, of the ranks that left one, in order."""
+        found = (_INDEX.fullmatch(path) for path in self.files)
+        return dict(sorted((int(match["rank"]), match[0]) for match in found if match))
+
     def index_ranks(self) -> list[int]:
         """The ranks that left an index, in order."""
-        return sorted(int(path[6:-5]) for path in self.files if path.startswith("index-") and "/" not in path)
+        return list(self.index_paths())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-import xxhash
 
 from ckpt.backends.base import ArraySpec, Backend
 from ckpt.errors import StorageError
@@ -26,7 +25,7 @@ from ckpt.plan import SavePlan
 from ckpt.sharing import EQUAL_COPIES, StateComponent, holders_of
 from ckpt.topology import Topology
 from ckpt.version import __version__
-from ckpt.writing import Vote, path_of, write_durably
+from ckpt.writing import Vote, joined_checksum, path_of, write_durably
 
 
 class Record:
@@ -109,9 +108,6 @@ class Record:
 
     def _component(self, component: StateComponent) -> ComponentManifest:
         holders = holders_of(component, self._topology)
-        checksum = xxhash.xxh3_128()
-        for vote in self._votes:
-            checksum.update(vote.checksums.get(component.key, "").encode())
         start = component.key + "/"
         return ComponentManifest(
             key=component.key,
@@ -122,7 +118,7 @@ class Record:
             else None,
             group_name=component.process_group_name,
             size_bytes=sum(vote.sizes.get(component.key, 0) for vote in self._votes),
-            checksum=checksum.hexdigest(),
+            checksum=joined_checksum(vote.checksums.get(component.key, "") for vote in self._votes),
             plain_in={
                 path.removeprefix(start).removesuffix(PLAIN_NAME): rank
                 for rank, vote in enumerate(self._votes)

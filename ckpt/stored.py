@@ -55,7 +55,10 @@ def read_index(checkpoint_dir: Path, manifest: CheckpointManifest, rank: int) ->
     Raises:
         CorruptCheckpointError: it is missing, or not as it was written.
     """
-    return Index.from_bytes(read_listed_file(checkpoint_dir, manifest, index_name(rank)))
+    path = index_name(rank)
+    if path not in manifest.files:  # a later generation, or none
+        path = manifest.index_paths().get(rank, path)
+    return Index.from_bytes(read_listed_file(checkpoint_dir, manifest, path))
 
 
 def check_file(checkpoint_dir: Path, path: str, record: FileRecord, covered: Iterable[ChunkExtent]) -> None:

@@ -13,9 +13,10 @@ from typing import BinaryIO
 import xxhash
 
 from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.core import CONFIG_FNAME, maybe_load_config
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
-from ckpt.manifest import MANIFEST_NAME, CheckpointManifest, Index, index_name
+from ckpt.manifest import MANIFEST_NAME, SHARDED, CheckpointManifest, Index
 from ckpt.stored import read_listed_file, read_manifest
 
 _READ_BYTES = 4 << 20
@@ -63,24 +64,40 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
         result.problems.append(str(error))
         return result
     listed = {MANIFEST_NAME, *manifest.files}
-    index_names = {index_name(rank): rank for rank in manifest.index_ranks()}
+    index_paths = manifest.index_paths()
     indexes: dict[int, Index] = {}
     for path in manifest.files:
         with _noting(path, result):
             data = read_listed_file(checkpoint_dir, manifest, path)
             result.num_bytes += len(data)
             progress(len(data))
-            if path in index_names:
-                indexes[index_names[path]] = Index.from_bytes(data)
+            indexes |= {rank: Index.from_bytes(data) for rank, name in index_paths.items() if name == path}
     for rank, index in indexes.items():
         listed.update(index.files)
-        with _noting(index_name(rank), result):
+        with _noting(index_paths[rank], result):
             _Files(checkpoint_dir, manifest, index, result, progress).check()
+    if SHARDED in manifest.components:
+        listed.add(CONFIG_FNAME)
+        with _noting(CONFIG_FNAME, result):
+            maybe_load_config(str(checkpoint_dir))
     result.num_files = len(listed)
-    if len(indexes) == len(index_names):  # else nobody knows which files and chunks there should be
+    below = [Path(path).parent for path in manifest.files if Path(path).name == MANIFEST_NAME]
+    for folder in below:
+        _examine_below(checkpoint_dir, folder, result, progress)
+    if len(indexes) == len(index_paths):  # else nobody knows which files and chunks there should be
         result.problems += _chunks_without_index(manifest, indexes)
-        result.problems += [f"{path} does not belong to the checkpoint" for path in _extra(checkpoint_dir, listed)]
+        extra = _extra(checkpoint_dir, listed, {str(folder) for folder in below})
+        result.problems += [f"{path} does not belong to the checkpoint" for path in extra]
     return result
+
+
+def _examine_below(checkpoint_dir: Path, folder: Path, result: Verification, progress: Callable[[int], None]) -> None:
+    """Add what examining a checkpoint inside of a checkpoint shows; its manifest has been counted."""
+    with _noting(f"{folder}/{MANIFEST_NAME}", result):
+        inner = examine(checkpoint_dir / folder, progress=progress)
+        result.problems += [f"{folder}: {problem}" for problem in inner.problems]
+        result.num_files += inner.num_files - 1
+        result.num_bytes += inner.num_bytes
 
 
 @contextmanager
@@ -252,10 +269,17 @@ def _chunks_without_index(manifest: CheckpointManifest, indexes: Mapping[int, In
     return problems
 
 
-def _extra(checkpoint_dir: Path, listed: set[str]) -> list[str]:
-    """Files below the checkpoint that nothing lists, in order. A link to a folder counts as a file."""
+def _extra(checkpoint_dir: Path, listed: set[str], without: set[str]) -> list[str]:
+    """Files below the checkpoint that nothing lists, in order. A link to a folder counts as a file.
+
+    Args:
+        without: folders that are not looked into.
+    """
     found = []
     for folder, folders, files in os.walk(checkpoint_dir):
+        folders[:] = [
+            name for name in folders if os.path.relpath(os.path.join(folder, name), checkpoint_dir) not in without
+        ]
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         found += [os.path.relpath(os.path.join(folder, name), checkpoint_dir) for name in (*files, *links)]
     return sorted(set(found) - listed)

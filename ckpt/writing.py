@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,17 +193,32 @@ class Share:
             self._vote.total_bytes += len(data)
 
     def _add_checksums(self) -> None:
-        states = {key: xxhash.xxh3_128() for key in self._vote.sizes}
-        for path in sorted(self._index.chunks):
-            for number, extent in sorted(self._index.chunks[path].items()):
-                states[_component_of(path)].update(f"{path} {number} {extent.digests}\n".encode())
-        for path, (_, digest) in sorted(self._vote.plain_files.items()):
-            states[_component_of(path)].update(f"{path} {digest}\n".encode())
-        self._vote.checksums = {key: state.hexdigest() for key, state in states.items()}
+        plain = {path: digest for path, (_, digest) in self._vote.plain_files.items()}
+        self._vote.checksums = checksums_of(self._index, plain, self._vote.sizes)
 
     def _count(self, name: str, host: torch.Tensor) -> None:
         key = _component_of(name)
         self._vote.sizes[key] = self._vote.sizes.get(key, 0) + host.numel() * host.element_size()
+
+
+def checksums_of(index: Index, plain: Mapping[str, str], components: Iterable[str]) -> dict[str, str]:
+    """Component -> one digest over the digests of all that one rank wrote of it.
+
+    Args:
+        plain: path -> digest of this rank's files of plain values.
+    """
+    states = {key: xxhash.xxh3_128() for key in components}
+    for path in sorted(index.chunks):
+        for number, extent in sorted(index.chunks[path].items()):
+            states[_component_of(path)].update(f"{path} {number} {extent.digests}\n".encode())
+    for path, digest in sorted(plain.items()):
+        states[_component_of(path)].update(f"{path} {digest}\n".encode())
+    return {key: state.hexdigest() for key, state in states.items()}
+
+
+def joined_checksum(of_writers: Iterable[str]) -> str:
+    """One digest over those of all writers, in rank order."""
+    return xxhash.xxh3_128_hexdigest("".join(of_writers).encode())
 
 
 def folder_of(name: str, components: Mapping[str, StateComponent]) -> str:

@@ -213,7 +213,7 @@ def _state_of(pattern: str, topology: Topology) -> dict[str, Any]:
     if pattern == "sharded":
         first, end = CUTS[topology.rank], CUTS[topology.rank + 1]
         rows = random_bits(LARGE, torch.float32, seed_of(pattern, topology))[first:end].clone()
-        state["w"] = ShardedTensor("w", rows, tuple(rows.shape), LARGE, (first, 0))
+        state["w"] = ShardedTensor.at("w", rows, LARGE, (first, 0))
     return state
 
 

@@ -207,7 +207,7 @@ def _piece(tensor: Tensor, boxes: Sequence[Box | None], rank: int, *, filled: bo
     bits = _own(tensor, filled=filled)
     if box == whole(tensor.shape) and tensor.seed % 2:
         return bits  # a plain tensor is whole, also in a sharded component
-    return ShardedTensor("", bits[box.slices].clone(), box.shape, tensor.shape, box.offsets)
+    return ShardedTensor.at("", bits[box.slices].clone(), tensor.shape, box.offsets)
 
 
 def _own(tensor: Tensor, *, filled: bool) -> torch.Tensor:
@@ -407,7 +407,7 @@ def _gpt(case: MadeUp, rank: int, *, filled: bool) -> dict[str, Held]:
             component, _, key = name.partition("/")
             seed = int(digest_of(name.encode())[:8], 16) if filled else 0
             piece = random_bits(shape, torch_dtype(dtype), seed)[box.slices].clone()
-            states[component].state[key] = ShardedTensor(key, piece, box.shape, shape, box.offsets)
+            states[component].state[key] = ShardedTensor.at(key, piece, shape, box.offsets)
     return states
 
 

@@ -85,7 +85,7 @@ def _rows(topology: Topology) -> dict[str, Any]:
     rows = SHAPE[0] // topology.world_size
     first = topology.rank * rows
     piece = global_index(SHAPE)[first : first + rows].clone()
-    return {"w": ShardedTensor("w", piece, tuple(piece.shape), SHAPE, (first, 0))}
+    return {"w": ShardedTensor.at("w", piece, SHAPE, (first, 0))}
 
 
 def _only_on(topology: Topology, rank: int) -> dict[str, Any]:

@@ -66,9 +66,7 @@ def blank(state: dict[str, object]) -> dict[str, object]:
     made: dict[str, object] = {}
     for key, value in state.items():
         if isinstance(value, ShardedTensor):
-            made[key] = ShardedTensor(
-                key, torch.full_like(value.data, -1), value.local_shape, value.global_shape, value.global_offset
-            )
+            made[key] = ShardedTensor.at(key, torch.full_like(value.data, -1), value.global_shape, value.global_offset)
         else:
             made[key] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else {}
     return made
@@ -164,8 +162,8 @@ def _refuse_each(topology: Topology, root: Path) -> dict[str, str]:
     cases: dict[str, tuple[dict[str, object], str]] = {
         "plain differs": ({"w": w, "lr": 0.1 * rank}, "replicated"),
         "plain of sharded differs": ({"w": w, "lr": 0.1 * rank}, "sharded"),
-        "hole": ({"w": ShardedTensor("w", w[:100], (100,), (500,), (100 * rank,))}, "sharded"),
-        "overlap": ({"w": ShardedTensor("w", w[:300], (300,), (500,), (200 * rank,))}, "sharded"),
+        "hole": ({"w": ShardedTensor.at("w", w[:100], (500,), (100 * rank,))}, "sharded"),
+        "overlap": ({"w": ShardedTensor.at("w", w[:300], (500,), (200 * rank,))}, "sharded"),
         "shapes differ": ({"w": w[: 1000 + rank]}, "replicated"),
         "types differ": ({"w": w.to(torch.float64 if rank else torch.float32)}, "replicated"),
         "unpicklable": ({"w": w, "f": print}, "per_rank"),

@@ -48,7 +48,7 @@ def pieces(topology: Topology, seed: int, dtype: torch.dtype, *, filled: bool) -
         offsets, sides = grid_cut(shape, topology.world_size, dice)[topology.rank]
         whole = global_index(shape, dtype) if filled else torch.full(shape, -1).to(dtype)
         mine = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sides, strict=True))]
-        state[str(shape)] = ShardedTensor(str(shape), mine.clone(), sides, shape, offsets)
+        state[str(shape)] = ShardedTensor.at(str(shape), mine.clone(), shape, offsets)
     return state
 
 
@@ -170,7 +170,7 @@ def _vocabulary(topology: Topology, root: Path) -> None:
     edges = [0, 12565, 25129, 37694, 50257]
     start, stop = edges[topology.rank], edges[topology.rank + 1]
     whole = global_index((50257, 64))
-    held = Held({"wte": ShardedTensor("wte", whole[start:stop].clone(), (stop - start, 64), (50257, 64), (start, 0))})
+    held = Held({"wte": ShardedTensor.at("wte", whole[start:stop].clone(), (50257, 64), (start, 0))})
     coordinator(topology, root, [StateComponent("model", held, "sharded")]).save_checkpoint(checkpoint_id="1")
     got = Held({"wte": torch.full((50257, 64), -1.0)})
     coordinator(topology, root, [StateComponent("model", got, "replicated")]).load_checkpoint()

@@ -31,7 +31,7 @@ FORBIDDEN_CALLS = {
     "torch.load", "torch.save", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
     "send_object_list", "recv_object_list", "numpy.save", "np.save", "np.load",
 }  # fmt: skip
-THE_OLD_FILES = {"legacy.py": {"torch.load"}}
+OLD_FILES = {"unpickling.py": {"torch.load"}}
 """What may be called where, behind load.allow_pickle: with weights_only, as the test below makes sure."""
 
 
@@ -78,13 +78,13 @@ def test_no_module_of_the_library_mentions_a_pickler(path: Path) -> None:
     used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name)}
     keywords = {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)}
     names = {name for use in used for name in (use, use.rpartition(".")[2])} | keywords
-    assert FORBIDDEN_CALLS & names == THE_OLD_FILES.get(path.name, set())
+    assert FORBIDDEN_CALLS & names == OLD_FILES.get(path.name, set())
 
 
 def test_old_files_are_read_as_weights_only() -> None:
     calls = [
         node
-        for node in ast.walk(ast.parse(Path(ckpt.__file__).with_name("legacy.py").read_text()))
+        for node in ast.walk(ast.parse(Path(ckpt.__file__).with_name("unpickling.py").read_text()))
         if isinstance(node, ast.Call)
     ]
     loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]

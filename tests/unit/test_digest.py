@@ -38,7 +38,7 @@ def _by_columns(topology: Topology) -> str:
             cut[key] = tensor
             continue
         piece = tensor[:, start:stop].clone()
-        cut[key] = ShardedTensor(key, piece, tuple(piece.shape), SHAPE, (0, start))
+        cut[key] = ShardedTensor.at(key, piece, SHAPE, (0, start))
     return state_digest({"model": Held(cut)}, topology)
 
 

@@ -178,7 +178,7 @@ def test_no_tensor_is_copied_whole_to_be_hashed(monkeypatch: pytest.MonkeyPatch)
 
 
 def piece(first: int, values: torch.Tensor) -> ShardedTensor:
-    return ShardedTensor("w", values, tuple(values.shape), (8, 3), (first, 0))
+    return ShardedTensor.at("w", values, (8, 3), (first, 0))
 
 
 def test_a_piece_is_compared_with_the_same_piece_only() -> None:

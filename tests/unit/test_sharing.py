@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt import ShardedTensor, SharingPattern, StateComponent
-from ckpt.address import Address, address_of
+from ckpt.address import Address, address_of, local_tensor
 from ckpt.box import Box, whole
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.flatten import flatten
@@ -69,26 +69,23 @@ def test_a_sharded_tensor_speaks_for_itself() -> None:
     assert address_of(piece, "m/w") == Address("m/w", "float32", (2, 12), Box((0, 6), (2, 3)))
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        (((2, 4), (4, 4), (0, 0)), "data has shape"),
-        (((2, 3), (4,), (0, 0)), "differ in number of dimensions"),
-        (((2, 3), (4, 3), (3, 0)), "leaves the global shape"),
-        (((2, 3), (4, 3), (-1, 0)), "leaves the global shape"),
-    ],
-)
-def test_a_sharded_tensor_that_does_not_fit_itself_is_refused(fields: tuple, says: str) -> None:
-    with pytest.raises(ShardingError, match=says):
-        ShardedTensor("w", torch.zeros(2, 3), *fields)
+def test_the_memory_behind_a_sharded_tensor_has_the_shape_of_its_box() -> None:
+    data = torch.arange(6.0).view(2, 3)
+    stacked = ShardedTensor.from_rank_offsets("w", data, (0, 3, 4), (2, 0, 2), prepend_axis_num=1)
+    assert address_of(stacked, "m/w") == Address("m/w", "float32", (4, 2, 6), Box((3, 0, 0), (1, 2, 3)))
+    assert local_tensor(stacked).shape == (1, 2, 3)
+    local_tensor(stacked).zero_()
+    assert not data.any(), "a view of the very memory"
 
 
-@pytest.mark.parametrize(
-    ("offsets", "says"), [([(0, 0, 2), (0, 1, 2)], "given twice"), ([(0, 2, 2)], r"outside of 0\.\.1")]
-)
-def test_rank_offsets_that_make_no_sense_are_refused(offsets: list, says: str) -> None:
-    with pytest.raises(ShardingError, match=says):
-        ShardedTensor.from_rank_offsets("w", torch.zeros(2), *offsets)
+def test_a_sharded_tensor_that_is_not_one_box_with_values_is_no_leaf_of_a_component() -> None:
+    flat = ShardedTensor.from_rank_offsets_flat("w", torch.arange(5.0), (2, 3), flattened_range=slice(1, 6))
+    with pytest.raises(ShardingError, match="m/w: a ShardedTensor with a flattened_range is several boxes"):
+        address_of(flat, "m/w")
+    with pytest.raises(ShardingError, match="w: a ShardedTensor with a flattened_range is several boxes"):
+        local_tensor(flat)
+    with pytest.raises(ShardingError, match="w has no data, only a place"):
+        address_of(ShardedTensor.at("w", torch.zeros(2), (4,), (2,)).without_data(), "m/w")
 
 
 def test_tied_tensors_are_found_by_memory_and_the_first_name_wins() -> None:

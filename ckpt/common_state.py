@@ -1,0 +1,148 @@
+"""Do the ranks agree on the common part of a state dict? Only rank 0's is saved."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt.dict_utils import Path, path_name
+from ckpt.integrity import named_ranks
+from ckpt.job import current_topology
+from ckpt.manifest import digest_of
+from ckpt.mapping import CommonStateDict, StateDict
+from ckpt.replication import fingerprints
+from ckpt.report import some_of
+
+_log = logging.getLogger(__name__)
+_SCALARS = (type(None), bool, int, float, complex, str)
+
+
+def compare_common(
+    common_state_dict: CommonStateDict, preprocess: Callable[[CommonStateDict], StateDict] | None = None
+) -> dict[str, list[int]]:
+    """Compare the ranks' common state dicts with rank 0's, and let rank 0 warn of what differs. Collective.
+
+    Tensors are compared by type, shape and every bit, plain values by value, and namespaces and dataclasses are looked into. Of an
+    object that has no text of its own only the class is compared, for nothing else can be said of it.
+
+    Args:
+        preprocess: called with the state dict, which it must not change; returns what is to be compared, such as a copy without the
+            entries that are each rank's own.
+
+    Returns:
+        path -> ranks that differ there; equal on every rank.
+    """
+    topology = current_topology()
+    with topology.phase("common state") as phase:
+        mine = _rows_of(common_state_dict if preprocess is None else preprocess(common_state_dict), topology.progress)
+        phase.payload = digest_of(json.dumps(sorted(mine.items())).encode())
+    digests: list[str] = phase.payloads
+    if len(set(digests)) == 1:
+        return {}
+    with topology.phase("compare common state") as phase:
+        phase.payload = mine if digests.index(digests[topology.rank]) == topology.rank else None
+    rows_with = {digest: rows for digest, rows in zip(digests, phase.payloads, strict=True) if rows is not None}
+    found = _differences([rows_with[digest] for digest in digests])
+    if topology.is_lead:
+        named = [f"{path} ({named_ranks(ranks)})" for path, ranks in found.items()]
+        _log.warning(
+            "the common state dict of rank 0, which alone is saved, differs from other ranks' in %s", some_of(named)
+        )
+    return found
+
+
+def _differences(rows: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(rows):
+        if theirs is not rows[0]:
+            for path in {**rows[0], **theirs}:
+                if rows[0].get(path) != theirs.get(path):
+                    found.setdefault(path, []).append(rank)
+    return found
+
+
+def _rows_of(state_dict: StateDict, progress: Callable[[], None]) -> dict[str, str]:
+    """What ranks compare, by path. Two entries of one name, which only odd keys have, share a row."""
+    rows: dict[str, str] = {}
+    for path, text in _walk(state_dict, (), ()):
+        name = path_name(path)
+        rows[name] = digest_of((rows.get(name, "") + text).encode(errors="surrogatepass"))[:16]
+        progress()
+    return rows
+
+
+def _walk(value: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, str]]:
+    """Yield (path, text that tells it from other values) of everything inside.
+
+    Args:
+        above: what the value is in, by identity.
+    """
+    inside = _inside(value)
+    if inside is None:
+        yield path, _text(value)
+    elif id(value) in above:
+        yield path, "itself"
+    else:
+        yield path, _class_name(value)
+        for key, child in inside.items():
+            yield from _walk(child, (*path, key), (*above, id(value)))
+
+
+def _inside(value: Any) -> Mapping[Any, Any] | None:
+    """What is looked into, by key; None of a leaf."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, list | tuple) and not all(type(item) in _SCALARS for item in value):
+        return dict(enumerate(value))
+    if isinstance(value, np.ndarray) and value.dtype.hasobject and value.ndim:
+        return dict(enumerate(value))
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return vars(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
+    return None
+
+
+def _text(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return _text_of_tensor(leaf)
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        return f"{leaf.dtype.str} {leaf.shape} {digest_of(leaf.tobytes())}"
+    if isinstance(leaf, Enum):
+        return f"{_class_name(leaf)}.{leaf.name}"
+    if isinstance(leaf, set | frozenset):
+        return f"{_class_name(leaf)} {sorted(map(_text, leaf))}"
+    if isinstance(leaf, type | types.FunctionType | types.BuiltinFunctionType):
+        return f"{leaf.__module__}.{leaf.__qualname__}"
+    return f"{_class_name(leaf)} {_own_text(leaf)}"
+
+
+def _text_of_tensor(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
+    return str(tuple(fingerprints({"": tensor})[""]))
+
+
+def _own_text(leaf: Any) -> str:
+    """What an object says of itself; nothing if that is only where it lies in memory, which differs between equal ones."""
+    own: object = type(leaf).__repr__
+    if own is object.__repr__:
+        return ""
+    try:
+        text = repr(leaf)
+    except Exception as error:
+        return f"repr() raised {type(error).__name__}"
+    return "" if " at 0x" in text else text
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

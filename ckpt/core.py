@@ -1,0 +1,126 @@
+"""`metadata.json`: which formats a checkpoint was written in, and so who can read it. Written last, it marks the folder complete.
+
+Names follow megatron.core.dist_checkpointing.core.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, sentence
+
+CONFIG_FNAME = "metadata.json"
+
+CheckpointingException = CheckpointError
+"""The base of all errors of this package, under the name by which code written for Megatron-Core catches it."""
+
+_BEFORE_COMMON_WAS_NAMED: dict[str, Any] = {"common_backend": "torch", "common_backend_version": 1}
+_CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+@dataclass
+class CheckpointingConfig:
+    """The formats of a checkpoint: of its sharded tensors, and of everything else. Not of what the application put in.
+
+    Attributes:
+        sharded_backend: such as "zarr".
+        common_backend: such as "json", which is ours; "torch" is a pickle.
+    """
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "json"
+    common_backend_version: int = 1
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a distributed checkpoint that was finished. Any rank; reads one small file.
+
+    Raises:
+        CorruptCheckpointError, StorageError: as `maybe_load_config`, for what is damaged is not something else.
+    """
+    return maybe_load_config(checkpoint_dir) is not None
+
+
+def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
+    """Return what `metadata.json` says, or None if the folder has none. Any rank.
+
+    Keys that this version does not know are passed over. The common backend was not always named: then it is torch's, version 1.
+
+    Raises:
+        CorruptCheckpointError: the file is no such record.
+        StorageError: it cannot be read.
+    """
+    path = Path(checkpoint_dir, CONFIG_FNAME)
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {sentence(error)}") from error
+    return _parsed(path, data)
+
+
+def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Write `metadata.json`, durably and in one step: whoever looks finds the old one, if any, or the new one. One rank.
+
+    Raises:
+        StorageError: the folder cannot be written; what was there is unchanged.
+    """
+    path = Path(checkpoint_dir, CONFIG_FNAME)
+    beside = path.with_name(f".{CONFIG_FNAME}-{secrets.token_hex(4)}")
+    try:
+        try:
+            with beside.open("wb") as file:
+                file.write(json.dumps(asdict(config)).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {sentence(error)}") from error
+
+
+def _parsed(path: Path, data: bytes) -> CheckpointingConfig:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _unlike(path, f"is no JSON ({sentence(error)})") from error
+    if not isinstance(found, dict):
+        raise _unlike(path, f"holds a {type(found).__name__}, not an object")
+    if "sharded_backend" not in found:
+        raise _unlike(path, "has no sharded_backend")
+    named = {field.name: found[field.name] for field in fields(CheckpointingConfig) if field.name in found}
+    for name, value in named.items():
+        kind = int if name.endswith("_version") else str
+        if type(value) is not kind:
+            raise _unlike(
+                path, f"has {name}: {value!r:.40}, which should be {'a string' if kind is str else 'a whole number'}"
+            )
+    return CheckpointingConfig(**(_BEFORE_COMMON_WAS_NAMED | named))
+
+
+def _unlike(path: Path, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path} {what}, so the checkpoint's formats are unknown; take another checkpoint, or a copy of this one"
+    )
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder durable, as far as its file system can."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC_FOLDERS:
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,199 @@
+"""Saves into a folder that is there already, by all ranks or none: what the first reference's strategies do with a directory.
+
+The coordinator saves under a name that is published by a rename. Here the user has made the folder, so the manifest, written
+last, is all that makes a checkpoint of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt.address import Address
+from ckpt.backends.base import Backend
+from ckpt.box import Box
+from ckpt.collect import Contribution, collect, settle_plain
+from ckpt.device import Device
+from ckpt.dtypes import zarr_name
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ShardingError
+from ckpt.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
+from ckpt.mapping import ShardedTensor, is_main_replica
+from ckpt.plan import PACK_BELOW_BYTES
+from ckpt.planner import Planner
+from ckpt.recording import Record
+from ckpt.saving import require_reachable
+from ckpt.sharing import SharingPattern, StateComponent
+from ckpt.tables import Table, TablePart
+from ckpt.topology import Topology
+from ckpt.writing import Share, Vote
+
+
+class FolderSave:
+    """One save of what the ranks contribute into a folder. The steps, in order: `prepare`, `write`, `finish`.
+
+    All are called by all ranks, but only the first and the last talk to the others: `write` may run in another thread.
+
+    Args:
+        folder: exists, and holds no checkpoint.
+        tensors: of a device, or of the host; all of one type of device.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mine: Contribution,
+        *,
+        topology: Topology,
+        backend: Backend,
+        device: Device,
+        pack_below_bytes: int = PACK_BELOW_BYTES,
+    ) -> None:
+        self._folder = folder
+        self._mine = mine
+        self._topology = topology
+        self._backend = backend
+        self._device = device
+        self._planner = Planner(pack_below_bytes=pack_below_bytes)
+        self._plain: Mapping[str, Mapping[str, Any]] = {}
+        self._slivers: dict[int, memoryview] = {}
+        self._vote: Vote | None = None
+
+    def prepare(self) -> None:
+        """Agree on who writes what, and exchange the slivers. Collective.
+
+        Raises:
+            CheckpointExistsError: a checkpoint, or a part of one, lies in the folder.
+            ShardingError, ShapeMismatchError, ReplicationError: what the ranks hold does not make up one state.
+        """
+        topology = self._topology
+        with topology.phase("open"):
+            if topology.is_lead:
+                _require_free(self._folder, list(self._mine.components))
+        with topology.phase("reach"):
+            require_reachable(self._folder, topology)
+        with topology.phase("collect") as phase:
+            phase.payload = self._mine.summary()
+        self._plain = settle_plain(self._mine, phase.payloads, topology)
+        self._plan, tasks = self._planner.plan(self._mine, [said["table"] for said in phase.payloads], topology)
+        self._share = Share(self._plan, tasks, self._mine, topology, self._device)
+        self._slivers = self._share.exchange_slivers()
+
+    def write(self) -> None:
+        """Write this rank's share, durably. Talks to nobody."""
+        self._vote = self._share.write(self._folder, self._backend, self._plain, self._slivers)
+
+    def finish(self) -> None:
+        """Put the save on record, when all ranks have written. Collective."""
+        with self._topology.phase("votes") as phase:
+            assert self._vote is not None, "finish comes after write"
+            phase.payload = self._vote.to_json()
+        votes = [Vote(**tree) for tree in phase.payloads]
+        with self._topology.phase("record"):
+            if self._topology.is_lead:
+                record = Record(
+                    self._folder,
+                    self._plan,
+                    self._mine.components,
+                    votes,
+                    topology=self._topology,
+                    backend=self._backend,
+                    beside=[
+                        path
+                        for name in (COMMON, OBJECTS)
+                        if (self._folder / (path := f"{name}/{MANIFEST_NAME}")).is_file()
+                    ],
+                )
+                record.write(self._folder.name)
+
+    def run(self) -> None:
+        """All three steps, as one operation."""
+        with self._topology.operation(f"save into {self._folder}"):
+            self.prepare()
+            with self._topology.phase("write"):
+                self.write()
+            self.finish()
+
+
+def save_state(
+    folder: Path, key: str, state: Mapping[str, Any], pattern: SharingPattern, topology: Topology, backend: Backend
+) -> None:
+    """Save one nested state dict as the component `key` of a checkpoint that is nothing else. Collective.
+
+    Args:
+        pattern: GLOBAL, or SHARDED where the ranks hold different keys of it.
+    """
+    with topology.phase("make the folder"):
+        if topology.is_lead:
+            folder.mkdir(exist_ok=True)
+    with topology.phase("collect"):
+        mine = collect([StateComponent(key, Given(state), pattern)], topology)
+    device = device_of(tensor for held in mine.held.values() for _, tensor in held if isinstance(tensor, torch.Tensor))
+    FolderSave(folder, mine, topology=topology, backend=backend, device=device).run()
+
+
+def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool, copied: bool = False) -> Contribution:
+    """What this rank gives of a sharded state dict's tensors.
+
+    Args:
+        spread_replicas: give replicas, too, so that any of the ranks that hold a shard may write it. Without, only the main
+            ones: nobody checks that the others hold equal bits.
+        copied: copy the values to memory of their own, so that the tensors may change from now on.
+
+    Raises:
+        ShardingError: a main replica has no data.
+    """
+    held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    addresses = []
+    for tensor in tensors:
+        is_main = is_main_replica(tensor.replica_id)
+        if not (is_main or (spread_replicas and tensor.data is not None)):
+            continue
+        if tensor.data is None:
+            raise ShardingError(f"{tensor.key}: the main replica of a shard has no data to save")
+        name = f"{SHARDED}/{tensor.key}"
+        for box, values in tensor.pieces():
+            addresses.append(Address(name, zarr_name(tensor.dtype), tuple(tensor.global_shape), box))
+            values = values.detach()
+            held.setdefault(name, []).append((box, values.to("cpu", copy=True) if copied else values))
+    component = StateComponent(SHARDED, Given({}), SharingPattern.SHARDED)
+    return Contribution(
+        components={SHARDED: component},
+        held={name: tuple(boxes) for name, boxes in held.items()},
+        table=Table((TablePart.of(addresses),)),
+    )
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> Device:
+    """The device that tensors lie on, as far as moving them to the host goes."""
+    types = sorted({tensor.device.type for tensor in tensors} - {"cpu"})
+    return Device(type=types[0] if types else "cpu", collectives="gloo")
+
+
+def _require_free(folder: Path, components: Sequence[str]) -> None:
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(f"{folder} does not exist: make the folder that a checkpoint is to be saved into")
+    if (folder / MANIFEST_NAME).exists():
+        raise CheckpointExistsError(
+            f"{folder} holds a checkpoint already; save into another folder, or remove this one"
+        )
+    for path in [*(folder / component for component in components), *folder.glob("index-*.json")]:
+        if path.exists():
+            raise CheckpointExistsError(
+                f"{path} exists already, of a save that did not finish; remove it, or save through ckpt.save, which does"
+            )
+
+
+class Given:
+    """A state dict as the object behind a component."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: what is saved from a given state dict is loaded into a new one."""

@@ -1,0 +1,209 @@
+"""Checkpoints that Megatron-Core itself wrote, with its zarr strategy, before that was removed: read, never written.
+
+```text
+metadata.json                  {"sharded_backend": "zarr", ...}, written last
+<key>/.zarray, 0.0, 0.1 ...    a Zarr v2 array per tensor: raw chunks, row-major; a key with `/` is a folder in a folder
+<key>.sync/                    empty files, by which ranks kept out of each other's way
+<key>/shard_<offset>_<shape>.pt   an object per file, pickled
+common.pt                      everything else, pickled
+```
+
+There are no digests, so damage shows only where a file is missing, of the wrong size, or not to be decoded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ckpt.box import chunk_box, num_chunks
+from ckpt.core import CONFIG_FNAME, maybe_load_config
+from ckpt.dtypes import item_bytes, torch_dtype
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, sentence
+from ckpt.manifest import MANIFEST_NAME
+
+COMMON_FILE = "common.pt"
+ARRAY_FILE = ".zarray"
+NO_DIGESTS = "Take another checkpoint, or a copy of this one."
+_CHUNK_FILE = re.compile(r"\d+(\.\d+)*")
+_OBJECT_FILE = re.compile(r"shard_(\d+(\.\d+)*)?_(-?\d+(\.-?\d+)*)?\.pt")
+
+
+def is_megatron_zarr(checkpoint_dir: Path) -> bool:
+    """Whether a folder is a checkpoint of this kind. One with a manifest is ours, whatever its metadata.json says.
+
+    Raises:
+        CorruptCheckpointError: its metadata.json cannot be understood.
+    """
+    if (checkpoint_dir / MANIFEST_NAME).exists():
+        return False
+    config = maybe_load_config(checkpoint_dir)
+    return config is not None and config.sharded_backend == "zarr"
+
+
+def require_version(checkpoint_dir: Path) -> None:
+    config = maybe_load_config(checkpoint_dir)
+    if config is None or not is_megatron_zarr(checkpoint_dir):
+        what = "there is none" if config is None else f"it says {config.sharded_backend}, or there is a {MANIFEST_NAME}"
+        raise CheckpointNotFoundError(
+            f"{checkpoint_dir} is no checkpoint that Megatron-Core's zarr strategy wrote: its {CONFIG_FNAME} would say "
+            f"sharded_backend zarr, and {what}"
+        )
+    if config.sharded_backend_version != 1:
+        raise ConfigurationError(
+            f"{checkpoint_dir} is of version {config.sharded_backend_version} of Megatron-Core's zarr format; version 1 is known"
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What lies in a checkpoint, by paths below it, in order.
+
+    Attributes:
+        arrays: folders with array metadata; each is the key of a tensor.
+        objects: files of objects.
+        headless: folders that hold chunks of an array, but not what it is.
+        others: files that mean nothing to this format.
+    """
+
+    arrays: list[str] = field(default_factory=list)
+    objects: list[str] = field(default_factory=list)
+    headless: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+
+def layout_of(checkpoint_dir: Path) -> Layout:
+    """Look through a folder, links included. Chunks are not looked at."""
+    found = Layout()
+    for folder, files in _folders(checkpoint_dir):
+        path = folder.relative_to(checkpoint_dir).as_posix()
+        if ARRAY_FILE in files:
+            if not _is_for_locks(folder):
+                found.arrays.append(path)
+            continue
+        chunks = [name for name in files if _CHUNK_FILE.fullmatch(name)]
+        found.headless.extend([path] if chunks else [])
+        for name in sorted(set(files) - set(chunks)):
+            below = name if path == "." else f"{path}/{name}"
+            if path != "." and _OBJECT_FILE.fullmatch(name):
+                found.objects.append(below)
+            elif below not in (CONFIG_FNAME, COMMON_FILE):
+                found.others.append(below)
+    return found
+
+
+def array_folders(checkpoint_dir: Path) -> list[str]:
+    """The keys of all tensors below a folder: each is the path of a folder with the metadata of a Zarr v2 array."""
+    return layout_of(checkpoint_dir).arrays
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronArray:
+    """One tensor as Megatron-Core stored it.
+
+    Attributes:
+        dtype: a Zarr v3 data type name, as in `ckpt.dtypes`.
+        grid: shape of one chunk; every side is at least 1.
+        is_raw: chunks are the elements themselves, row-major and little-endian.
+        separator: between the numbers in a chunk's file name.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    grid: tuple[int, ...]
+    is_raw: bool
+    separator: str
+
+    @property
+    def num_chunks(self) -> int:
+        return math.prod(num_chunks(self.shape, self.grid))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of a raw chunk; one at the edge is as long as any other."""
+        return math.prod(self.grid) * item_bytes(self.dtype)
+
+    def chunk_file(self, number: int) -> str:
+        """Name of the file of a chunk, by its row-major number."""
+        offsets = chunk_box(self.shape, self.grid, number).offsets
+        return self.separator.join(str(o // side) for o, side in zip(offsets, self.grid, strict=True)) or "0"
+
+
+def array_at(checkpoint_dir: Path, key: str) -> MegatronArray:
+    file = checkpoint_dir / key / ARRAY_FILE
+    try:
+        document = json.loads(file.read_bytes())
+        shape, chunks = (tuple(map(int, document[name])) for name in ("shape", "chunks"))
+        text, order = document["dtype"], document["order"]
+        if document["zarr_format"] != 2 or len(shape) != len(chunks) or min((*shape, *chunks), default=0) < 0:
+            raise ValueError(f"format {document['zarr_format']}, shape {shape} in chunks of {chunks}")
+        is_encoded = bool(document.get("compressor") or document.get("filters"))
+        separator = document.get("dimension_separator", ".")
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CorruptCheckpointError(f"{key}: {file} does not describe a Zarr v2 array: {sentence(error)}") from error
+    return MegatronArray(
+        key=key,
+        dtype=_dtype_name(text, key, file),
+        shape=shape,
+        grid=tuple(max(side, 1) for side in chunks),
+        is_raw=not is_encoded and order == "C" and not str(text).startswith(">"),
+        separator=separator,
+    )
+
+
+def _dtype_name(text: object, key: str, file: Path) -> str:
+    """The name in `ckpt.dtypes` of a data type of Zarr v2, such as "<f4", or "bfloat16", which Megatron-Core put in."""
+    try:
+        name = np.dtype(text).name if isinstance(text, str) and re.fullmatch(r"[<>|][biufc]\d+", text) else str(text)
+        torch_dtype(name)
+    except (TypeError, CorruptCheckpointError) as error:
+        raise CorruptCheckpointError(f"{key}: {file} says data type {text!r}, of which torch has no tensors") from error
+    return name
+
+
+def headless(checkpoint_dir: Path, key: str) -> CorruptCheckpointError:
+    """What to raise for chunks of which nobody can say what they are."""
+    return CorruptCheckpointError(
+        f"{key}: {checkpoint_dir / key} holds chunks of an array, and its {ARRAY_FILE} is missing. {NO_DIGESTS}"
+    )
+
+
+def _folders(checkpoint_dir: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Every folder with its files, but nothing below an array; where links lead in a circle they are followed once."""
+    seen: set[str] = set()
+    for folder, folders, files in os.walk(checkpoint_dir, followlinks=True, onerror=_raise):
+        folders.sort()
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        if ARRAY_FILE in files:
+            folders.clear()
+        yield Path(folder), files
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _is_for_locks(folder: Path) -> bool:
+    """Whether a folder that looks like an array's only holds the locks of the one beside it."""
+    return (
+        folder.name.endswith(".sync")
+        and (folder / ARRAY_FILE).stat().st_size == 0
+        and (folder.with_name(folder.name.removesuffix(".sync")) / ARRAY_FILE).is_file()
+    )

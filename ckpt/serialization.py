@@ -1,0 +1,309 @@
+"""Entry points of the first reference: `save` and `load` of sharded state dicts, and what one may ask of a checkpoint.
+
+A sharded state dict is nested, and tells by ShardedTensors and ShardedObjects which pieces of one global state this rank holds.
+Everything else in it is *common*: equal on all ranks, and saved by rank 0.
+
+| step of `save` | writes |
+|---|---|
+| 1 apply factories, drop local objects | |
+| 2 common state | `common/` |
+| 3 ShardedObjects | `objects/` |
+| 4 ShardedTensors | `sharded/`, `index-*.json`, `checkpoint_manifest.json` |
+| 5 which strategies did it | `metadata.json`, whose presence says that all of it is there |
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ckpt.backends.tensorstore import DATABASE
+from ckpt.backends.zarr_format import DOCUMENT
+from ckpt.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config, save_config
+from ckpt.dict_utils import dict_list_map_outplace, extract_matching_values, merge
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
+from ckpt.job import current_topology, use_topology
+from ckpt.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
+from ckpt.mapping import (
+    CommonStateDict,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensorFactory,
+    StateDict,
+    apply_factories,
+    apply_factory_merges,
+)
+from ckpt.strategies.async_utils import AsyncRequest
+from ckpt.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+from ckpt.strategies.common import TorchCommonLoadStrategy
+from ckpt.topology import Topology
+from ckpt.utils import extract_nonpersistent, extract_sharded_base
+from ckpt.validation import (
+    StrictHandling,
+    compare_common,
+    determine_global_metadata,
+    parse_strict_flag,
+    validate_integrity_and_strict_load,
+    validate_sharded_objects_handling,
+    validate_sharding_integrity,
+    verify_checkpoint_and_load_strategy,
+)
+
+_log = logging.getLogger("ckpt")
+CkptShardedMetadata = dict[str, Any]
+"""Key -> ShardedTensor or ShardedObject without data."""
+
+
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: SaveCommonStrategy | tuple[str, int] | None = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None = None,
+) -> AsyncRequest | None:
+    """Save a sharded state dict into a folder that exists. Collective; if it fails on one rank, it does on all.
+
+    What an interrupted save has left in the folder is removed first; files of other people are left alone.
+
+    Args:
+        sharded_state_dict: nested; not changed.
+        sharded_strategy: an object, or (backend, version) of a registered one; None: ("zarr", 1).
+        common_strategy: likewise; None: ("json", 1).
+        validate_access_integrity: make sure that every shard, and every object, has exactly one main replica, and warn where the
+            ranks' common states differ.
+        async_sharded_save: copy the tensors, and return the rest of the save as a request for the caller to schedule
+            (`ckpt.strategies.async_utils`). metadata.json is written by its last finalizer.
+        preprocess_common_before_consistancy_check: returns what of the common state should be equal on all ranks; must not
+            change it.
+
+    Raises:
+        CheckpointNotFoundError: the folder does not exist.
+        CheckpointExistsError: it holds a checkpoint.
+        ConfigurationError: no such strategy; or one that cannot save asynchronously; or a value that is neither a tensor nor plain.
+        ShardingError, ShapeMismatchError: the ranks' shards do not make up global tensors.
+    """
+    topology, folder = current_topology(), Path(checkpoint_dir)
+    with topology.operation(f"save into {folder}"):
+        with topology.phase("destination"):
+            if topology.is_lead:
+                _make_free(folder)
+            sharded, common = _sharded_strategy(sharded_strategy), _common_strategy(common_strategy)
+            if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
+                raise ConfigurationError(
+                    f"{sharded} saves before it returns: give async_sharded_save=False, or another strategy"
+                )
+            tensors, common_state = _prepared_to_save(sharded_state_dict)
+        if validate_access_integrity:
+            _, everybodys = determine_global_metadata(tensors)
+            with topology.phase("integrity"):
+                validate_sharding_integrity(everybodys)
+            compare_common(common_state, preprocess_common_before_consistancy_check)
+        common.save_common(common_state, folder)
+        if not sharded.can_handle_sharded_objects:
+            validate_sharded_objects_handling(sharded, common)
+            objects, tensors = extract_matching_values(tensors, lambda value: isinstance(value, ShardedObject))
+            common.save_sharded_objects(objects, folder)
+        config = CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version)
+        if async_sharded_save:
+            assert isinstance(sharded, AsyncSaveShardedStrategy)
+            request = sharded.async_save(tensors, folder)
+            request.add_finalize_fn(lambda: _complete(config, folder, topology))
+            return request
+        sharded.save(tensors, folder)
+        _complete(config, folder, topology)
+    return None
+
+
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    allow_pickle: bool = False,
+) -> StateDict | tuple[StateDict, set[str], set[str]]:
+    """Load the state that a sharded state dict describes. Collective; if it fails on one rank, it does on all.
+
+    Args:
+        sharded_state_dict: which piece of which global tensor goes where; cut as this run needs it, whoever saved it. Not changed.
+        sharded_strategy, common_strategy: an object, or (backend, version) of a registered one; None: what the checkpoint asks for.
+        validate_access_integrity: make sure that the ranks together ask for every shard exactly once as main replica.
+        strict: what becomes of keys that are asked for and not in the checkpoint (*unexpected*), or there and not asked for
+            (*missing*): the words are the first reference's, and the reverse of torch's.
+        allow_pickle: a checkpoint that Megatron-Core wrote keeps its common state and objects in pickles: read them; tensors,
+            plain values and containers, and nothing else.
+
+    Returns:
+        the state dict, common state included; under a `strict` that returns keys, also the missing and the unexpected ones.
+
+    Raises:
+        CheckpointNotFoundError: the folder does not exist or holds no complete checkpoint.
+        ConfigurationError: a strategy cannot read it; or pickles would have to be read.
+        MissingStateError, ShapeMismatchError, ShardingError: what is asked for does not fit what is there.
+        CorruptCheckpointError: bytes are missing or not as they were written.
+    """
+    topology, folder = current_topology(), Path(checkpoint_dir)
+    with topology.operation(f"load of {folder}"):
+        with topology.phase("common state"):
+            handling = parse_strict_flag(strict)
+            if allow_pickle and common_strategy is None and _is_pickled(folder):
+                common_strategy = TorchCommonLoadStrategy(allow_pickle=True)
+            sharded, common = verify_checkpoint_and_load_strategy(str(folder), sharded_strategy, common_strategy)
+            state = common.load_common(folder)
+            wanted, local, factories = _prepared_to_load(sharded_state_dict)
+            merge(state, local)
+            saved = None
+            if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
+                saved = _sharded_metadata(folder, sharded, common)
+        local_metadata, everybodys = None, None
+        if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
+            local_metadata, everybodys = determine_global_metadata(wanted)
+        wanted, missing, unexpected = validate_integrity_and_strict_load(
+            wanted, handling, validate_access_integrity, local_metadata, everybodys, saved
+        )
+        if not sharded.can_handle_sharded_objects:
+            objects, wanted = extract_matching_values(wanted, lambda value: isinstance(value, ShardedObject))
+            with topology.phase("objects"):
+                validate_sharded_objects_handling(sharded, common)
+                merge(state, common.load_sharded_objects(objects, folder))
+        merge(state, sharded.load(wanted, folder))
+        with topology.phase("merge"):
+            apply_factory_merges(state, factories)
+    if StrictHandling.requires_returning_mismatch_keys(handling):
+        return state, missing, unexpected
+    return state
+
+
+def load_common_state_dict(checkpoint_dir: str | Path, *, allow_pickle: bool = False) -> StateDict:
+    """Load what is not sharded. Any process, alone."""
+    common = TorchCommonLoadStrategy(allow_pickle=True) if allow_pickle and _is_pickled(Path(checkpoint_dir)) else None
+    _, strategy = verify_checkpoint_and_load_strategy(str(checkpoint_dir), None, common)
+    return strategy.load_common(Path(checkpoint_dir))
+
+
+def load_tensors_metadata(
+    checkpoint_dir: str | Path, sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None
+) -> CkptShardedMetadata:
+    """Describe the tensors in a checkpoint: key -> ShardedTensor without data and uncut. Any process, alone."""
+    strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir), sharded_strategy)
+    return strategy.load_tensors_metadata(Path(checkpoint_dir))
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | Path,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
+) -> CkptShardedMetadata:
+    """Describe the tensors and objects in a checkpoint; objects go by their unique key. Any process, alone."""
+    sharded, common = verify_checkpoint_and_load_strategy(str(checkpoint_dir), sharded_strategy, common_strategy)
+    return _sharded_metadata(Path(checkpoint_dir), sharded, common)
+
+
+def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
+    """Load all tensors whole: key -> tensor. The common state is not among them. Any process, alone."""
+    with use_topology(Topology.alone()):
+        strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
+        return strategy.load(strategy.load_tensors_metadata(Path(checkpoint_dir)), Path(checkpoint_dir))
+
+
+def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
+    """Remove every tensor whose key starts with `key_prefix`; what remains is a whole checkpoint. Collective."""
+    strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
+    strategy.remove_sharded_tensors(str(checkpoint_dir), key_prefix)
+
+
+def _make_free(folder: Path) -> None:
+    """Refuse a folder that is missing or holds a checkpoint; remove what an interrupted save has left in it."""
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(f"{folder} does not exist: make the folder that a checkpoint is to be saved into")
+    if (folder / CONFIG_FNAME).exists():
+        raise CheckpointExistsError(
+            f"{folder} holds a checkpoint already; save into another folder, or remove this one"
+        )
+    names = (COMMON, OBJECTS, SHARDED, DATABASE, MANIFEST_NAME, DOCUMENT)
+    left = [path for name in names if (path := folder / name).exists()] + sorted(folder.glob("index-*.json"))
+    if left:
+        _log.warning("%s holds what an interrupted save has left, which is removed now: %s", folder, left[0].name)
+    for path in left:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    others = sorted(os.listdir(folder))
+    if others:
+        _log.warning(
+            "%s is not empty: %s and what else is there stays, and belongs to no checkpoint", folder, others[0]
+        )
+
+
+def _complete(config: CheckpointingConfig, folder: Path, topology: Topology) -> None:
+    """The last step of a save."""
+    with topology.phase("complete"):
+        if topology.is_lead:
+            save_config(config, folder)
+
+
+def _prepared_to_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
+    """The sharded part, factories applied, and the common part; objects that are only local left out."""
+    copy = dict_list_map_outplace(lambda value: value, sharded_state_dict)
+    apply_factories(copy)
+    _, copy = extract_nonpersistent(copy)
+    return extract_sharded_base(copy)
+
+
+def _prepared_to_load(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict, dict[Any, Any]]:
+    """What is asked for, factories applied; the local objects as they are; and the factories, where they were."""
+    copy = dict_list_map_outplace(lambda value: value, sharded_state_dict)
+    factories, _ = extract_matching_values(
+        copy, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
+    )
+    factories = dict_list_map_outplace(lambda factory: factory.without_data(), factories)
+    apply_factories(copy)
+    local, copy = extract_nonpersistent(copy)
+    local = dict_list_map_outplace(lambda one: one.unwrap(), local)
+    wanted, _ = extract_sharded_base(copy)
+    return wanted, local, factories
+
+
+def _sharded_metadata(folder: Path, sharded: LoadShardedStrategy, common: LoadCommonStrategy) -> CkptShardedMetadata:
+    found = dict(sharded.load_sharded_metadata(folder))
+    if not sharded.can_handle_sharded_objects:
+        validate_sharded_objects_handling(sharded, common)
+        found |= common.load_sharded_metadata(folder)
+    return found
+
+
+def _is_pickled(folder: Path) -> bool:
+    config = maybe_load_config(str(folder))
+    return config is not None and config.common_backend == "torch"
+
+
+def _sharded_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:
+    if given is None or isinstance(given, tuple):
+        return get_default_strategy(StrategyAction.SAVE_SHARDED, *(given or ("zarr", 1)))
+    if not isinstance(given, SaveShardedStrategy):
+        raise ConfigurationError(f"sharded_strategy: a {type(given).__name__} is no SaveShardedStrategy")
+    return given
+
+
+def _common_strategy(given: SaveCommonStrategy | tuple[str, int] | None) -> SaveCommonStrategy:
+    if given is None or isinstance(given, tuple):
+        return get_default_strategy(StrategyAction.SAVE_COMMON, *(given or ("json", 1)))
+    if not isinstance(given, SaveCommonStrategy):
+        raise ConfigurationError(f"common_strategy: a {type(given).__name__} is no SaveCommonStrategy")
+    return given

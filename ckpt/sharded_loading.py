@@ -1,0 +1,264 @@
+"""Fills a sharded state dict from a folder: ours, or one that Megatron-Core's own zarr strategy wrote."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ckpt.box import Box, overlap, whole
+from ckpt.device import Device
+from ckpt.dict_utils import dict_list_map_inplace, nested_values
+from ckpt.dtypes import torch_dtype
+from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
+from ckpt.flatten import Path as StatePath
+from ckpt.flatten import from_json, path_from_json, unflatten
+from ckpt.folder import Given, device_of
+from ckpt.manifest import MANIFEST_NAME, SHARDED, CheckpointManifest
+from ckpt.mapping import ShardedStateDict, ShardedTensor
+from ckpt.megatron_zarr import MegatronZarr, is_megatron_zarr
+from ckpt.sharing import SharingPattern, StateComponent
+from ckpt.sources import CommittedSource
+from ckpt.stored import read_manifest, read_manifest_bytes
+from ckpt.strategies.direct import DirectLoad
+from ckpt.strategies.reading import ReadRequest, StoredCheckpoint
+from ckpt.topology import Topology
+
+_log = logging.getLogger("ckpt")
+Library = Literal["zarr", "tensorstore"]
+"""What opens arrays that Megatron-Core wrote, and ours where they are compressed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """A global tensor of a checkpoint, as far as it can be known without reading it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+Wanted = tuple[str, Box, torch.Tensor]
+"""A key, a box of that array in global coordinates, and memory of the box's shape and the stored data type."""
+
+
+class TensorSource(Protocol):
+    """The sharded tensors of one checkpoint, open for reading by one rank."""
+
+    def stored(self) -> Mapping[str, StoredArray]:
+        """All of them by key."""
+
+    def fill(self, wanted: Sequence[Wanted]) -> None:
+        """Read every wanted box. Talks to no other rank."""
+
+
+class OurTensors:
+    """Those of a checkpoint of ours."""
+
+    def __init__(self, checkpoint: StoredCheckpoint, topology: Topology) -> None:
+        self._checkpoint = checkpoint
+        self._topology = topology
+
+    def stored(self) -> Mapping[str, StoredArray]:
+        arrays = self._checkpoint.manifest.arrays_of(SHARDED)
+        return {key: StoredArray(torch_dtype(entry.dtype), entry.shape) for key, entry in arrays.items()}
+
+    def fill(self, wanted: Sequence[Wanted]) -> None:
+        requests = [ReadRequest(f"{SHARDED}/{key}", key, box, out) for key, box, out in wanted]
+        device = device_of(out for _, _, out in wanted)
+        DirectLoad().load(requests, self._checkpoint, self._topology, device, verify=True)
+
+
+class MegatronTensors:
+    """Those that Megatron-Core's zarr strategy wrote. They have no digests."""
+
+    def __init__(self, checkpoint_dir: Path, library: Library, topology: Topology) -> None:
+        self._arrays = MegatronZarr(checkpoint_dir, library)
+        self._topology = topology
+
+    def stored(self) -> Mapping[str, StoredArray]:
+        return {key: StoredArray(torch_dtype(one.dtype), tuple(one.shape)) for key, one in self._arrays.arrays.items()}
+
+    def fill(self, wanted: Sequence[Wanted]) -> None:
+        for key, box, out in wanted:
+            host = out if out.device.type == "cpu" and out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+            self._arrays.read(key, box, host)
+            if host is not out:
+                out.copy_(host)
+            self._topology.progress()
+
+
+def load_tensors(
+    sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *, library: Library, into_data: bool, topology: Topology
+) -> ShardedStateDict:
+    """Replace every ShardedTensor of a nested state dict, in place, by the tensor it describes. Collective.
+
+    Args:
+        into_data: read into the memory of `ShardedTensor.data`, and put that very tensor into the dict. Otherwise new tensors
+            of the stored data type are made, on the host.
+
+    Raises:
+        MissingStateError: the checkpoint does not hold a key.
+        ShapeMismatchError: it holds it in another global shape, and the tensor does not allow that.
+        ConfigurationError: `into_data`, and a tensor has no data.
+        CorruptCheckpointError: bytes are missing or not as they were written.
+    """
+    with topology.operation(f"load of {checkpoint_dir}"):
+        source = open_tensors(checkpoint_dir, library, topology)
+        with topology.phase("check"):
+            stored = source.stored()
+            loads = {
+                id(one): _Load(one, stored, checkpoint_dir, into_data)
+                for one in tensors_in(sharded_state_dict, "loads")
+            }
+        with topology.phase("read"):
+            source.fill([wanted for load in loads.values() for wanted in load.wanted])
+            for load in loads.values():
+                load.finish()
+    dict_list_map_inplace(lambda one: loads[id(one)].result, sharded_state_dict)
+    return sharded_state_dict
+
+
+def open_tensors(checkpoint_dir: Path, library: Library, topology: Topology) -> TensorSource:
+    """Open a checkpoint's tensors. Collective: the lead reads the manifest, once for all."""
+    where = str(checkpoint_dir / MANIFEST_NAME)
+    with topology.phase("open") as phase:
+        if topology.is_lead and not is_megatron_zarr(checkpoint_dir):
+            phase.payload = read_manifest_bytes(checkpoint_dir).decode()
+    if phase.payloads[0] is None:
+        return MegatronTensors(checkpoint_dir, library, topology)
+    manifest = CheckpointManifest.from_bytes(phase.payloads[0].encode(), where)
+    return OurTensors(StoredCheckpoint(checkpoint_dir, manifest), topology)
+
+
+def tensors_in(sharded_state_dict: ShardedStateDict, does: str) -> list[ShardedTensor]:
+    """The ShardedTensors of a nested state dict that must hold nothing else.
+
+    Args:
+        does: what the strategy does with them, for the message: "saves" or "loads".
+    """
+    tensors = list(nested_values(sharded_state_dict))
+    for value in tensors:
+        if not isinstance(value, ShardedTensor):
+            raise ConfigurationError(
+                f"a sharded strategy {does} ShardedTensors, and was given a {type(value).__name__}"
+            )
+    return tensors
+
+
+def load_state(folder: Path, key: str, *, only: Sequence[str] | None = None) -> dict[Any, Any]:
+    """Read a nested state dict that `ckpt.folder.save_state` wrote, into new memory. Any process, alone.
+
+    Args:
+        only: entries of the outermost dictionary to read; None: all.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        CorruptCheckpointError: it is damaged.
+    """
+    source, component = _open_state(folder, key)
+    entries = source.entries(component, "")
+    leaves: dict[str, Any] = {}
+    paths: dict[str, StatePath] = {}
+    requests = []
+    for name, row in source.rows(component, "").items():
+        path = path_from_json(row[0])
+        if only is not None and path[0] not in only:
+            continue
+        paths[name] = path
+        if len(row) == 2:
+            leaves[name] = from_json(row[1])
+            continue
+        entry = entries[name]
+        leaves[name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        array = entry.alias_of or f"{key}/{name}"
+        requests.append(ReadRequest(array, f"{key}: {name}", whole(entry.shape), leaves[name]))
+    source.read(requests)
+    return unflatten(leaves, paths)
+
+
+def state_keys(folder: Path, key: str) -> list[str]:
+    """The entries of the outermost dictionary that `ckpt.folder.save_state` wrote, in order. Any process, alone."""
+    source, component = _open_state(folder, key)
+    return list(dict.fromkeys(str(row[0][0]) for row in source.rows(component, "").values()))
+
+
+def _open_state(folder: Path, key: str) -> tuple[CommittedSource, StateComponent]:
+    manifest = read_manifest(folder)
+    device = Device(type="cpu", collectives="gloo")
+    checkpoint = StoredCheckpoint(folder, manifest)
+    source = CommittedSource(checkpoint, "", Topology.alone(), DirectLoad(), device, verify=True)
+    return source, StateComponent(key, Given({}), SharingPattern(manifest.components[key].sharing_pattern))
+
+
+class _Load:
+    """One ShardedTensor, and the memory its values are read into.
+
+    Attributes:
+        wanted: boxes to read.
+        result: what takes its place in the state dict; complete after `finish`.
+    """
+
+    def __init__(
+        self, tensor: ShardedTensor, stored: Mapping[str, StoredArray], checkpoint_dir: Path, into_data: bool
+    ) -> None:
+        array = _require_stored(tensor, stored, checkpoint_dir)
+        if into_data and tensor.data is None:
+            raise ConfigurationError(
+                f"{tensor.key}: load_directly_on_device=True fills the tensor that a ShardedTensor holds, and this one holds none; "
+                "give it data (init_data), or load without"
+            )
+        self._tensor = tensor
+        own = tensor.data if into_data else None
+        self._memory = own if own is not None and own.dtype == array.dtype else self._new_memory(array)
+        self.result = self._memory if own is None else own
+        self.wanted = self._boxes(array)
+
+    def finish(self) -> None:
+        """Where memory of the stored data type had to be read first, copy to what the caller holds."""
+        if self.result is not self._memory:
+            self.result.detach().copy_(self._memory)
+
+    def _new_memory(self, array: StoredArray) -> torch.Tensor:
+        flat = self._tensor.flattened_range
+        shape = tuple(self._tensor.local_shape) if flat is None else (flat.stop - flat.start,)
+        return torch.empty(shape, dtype=array.dtype)
+
+    def _boxes(self, array: StoredArray) -> list[Wanted]:
+        """The boxes of this shard that the stored array has; what it lacks, at its far ends, is padded with zeros."""
+        memory = self._memory.detach()
+        pieces = replace(self._tensor, data=memory, dtype=memory.dtype).pieces()
+        if array.shape == tuple(self._tensor.global_shape):
+            return [(self._tensor.key, box, out) for box, out in pieces]
+        memory.zero_()
+        wanted = []
+        for box, out in pieces:
+            there = overlap(whole(array.shape), box)
+            if there is not None:
+                wanted.append((self._tensor.key, there, out[there.relative_to(box).slices]))
+        return wanted
+
+
+def _require_stored(tensor: ShardedTensor, stored: Mapping[str, StoredArray], checkpoint_dir: Path) -> StoredArray:
+    array = stored.get(tensor.key)
+    if array is None:
+        _log.debug("%s holds %s", checkpoint_dir, sorted(os.listdir(checkpoint_dir)))
+        raise MissingStateError(
+            f"{tensor.key} is asked for, and {checkpoint_dir} does not hold it; it holds {_some_of(sorted(stored))}. Leave it out, or load "
+            "with a `strict` that lets unexpected keys go, such as 'log_unexpected'."
+        )
+    wanted = tuple(tensor.global_shape)
+    if array.shape != wanted and not (tensor.allow_shape_mismatch and len(array.shape) == len(wanted)):
+        raise ShapeMismatchError(
+            f"{tensor.key}: the checkpoint holds global shape {list(array.shape)}, the sharded state dict asks for {list(wanted)}. Ask "
+            "for what was saved, or set allow_shape_mismatch=True for a tensor that is padded to fit."
+        )
+    return array
+
+
+def _some_of(keys: Sequence[str], limit: int = 5) -> str:
+    return ", ".join(keys[:limit]) + (f" and {len(keys) - limit} more" if len(keys) > limit else "") or "no tensor"

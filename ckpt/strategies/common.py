@@ -1,0 +1,209 @@
+"""The part of a state dict that is not sharded, and the ShardedObjects: as JSON and arrays, or read from pickled files.
+
+Two small checkpoints of our format, `common/` and `objects/`, below the one that holds the tensors; its manifest lists theirs, so
+that every byte below the folder is answered for. Nothing is pickled: what is neither a tensor nor plain (ckpt/flatten.py) is
+refused by name. `common.pt` and the object files that Megatron-Core wrote are read where that is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.dict_utils import dict_list_map_inplace, nested_values
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError
+from ckpt.folder import save_state
+from ckpt.job import current_topology
+from ckpt.manifest import COMMON, MANIFEST_NAME, OBJECTS
+from ckpt.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
+from ckpt.megatron_zarr import load_megatron_common, load_megatron_object, megatron_objects
+from ckpt.sharded_loading import load_state, state_keys
+from ckpt.sharing import SharingPattern
+from ckpt.stored import read_listed_file, read_manifest
+from ckpt.strategies.base import (
+    DeclaredFormats,
+    LoadCommonStrategy,
+    SaveCommonStrategy,
+    StrategyAction,
+    register_default_strategy,
+)
+from ckpt.topology import Topology
+
+_log = logging.getLogger("ckpt")
+
+
+def register_default_common_strategies() -> None:
+    """Register what writes and reads ("json", 1), and what reads ("torch", 1), pickled files not allowed."""
+    register_default_strategy(StrategyAction.SAVE_COMMON, "json", 1, JsonSaveCommonStrategy())
+    register_default_strategy(StrategyAction.LOAD_COMMON, "json", 1, JsonLoadCommonStrategy())
+    register_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1, TorchCommonLoadStrategy())
+
+
+class JsonSaveCommonStrategy(SaveCommonStrategy):
+    """Saves plain values as JSON, and tensors among them as arrays."""
+
+    def __init__(self, backend: str = "json", version: int = 1) -> None:
+        super().__init__(backend, version)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: Path) -> None:
+        """Save rank 0's state dict; the others' is not looked at. Collective.
+
+        Raises:
+            ConfigurationError: it holds something that is neither a tensor nor plain.
+        """
+        topology = current_topology()
+        with topology.operation(f"save into {checkpoint_dir}"), topology.phase("common state"):
+            if topology.is_lead:
+                folder = Path(checkpoint_dir) / COMMON
+                save_state(folder, COMMON, common_state_dict, SharingPattern.GLOBAL, Topology.alone(), ZarrBackend())
+
+    def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+        """Save the objects of all ranks' main replicas, each under its unique key. Collective.
+
+        Raises:
+            ConfigurationError: one holds something that is neither a tensor nor plain.
+            ReplicationError: two ranks give different objects under one unique key.
+        """
+        topology = current_topology()
+        with topology.operation(f"save into {checkpoint_dir}"):
+            with topology.phase("count objects") as phase:
+                objects = {
+                    one.unique_key: one.data
+                    for one in nested_values(sharded_objects_state_dict)
+                    if is_main_replica(one.replica_id)
+                }
+                phase.payload = len(objects)
+            if any(phase.payloads):
+                folder = Path(checkpoint_dir) / OBJECTS
+                save_state(folder, OBJECTS, objects, SharingPattern.SHARDED, topology, ZarrBackend())
+
+
+class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
+    """Loads what `JsonSaveCommonStrategy` saved. Every rank reads for itself; no call waits for another rank."""
+
+    backends = ("json",)
+    versions = (1,)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def load_common(self, checkpoint_dir: Path) -> StateDict:
+        """Load the state dict that rank 0 saved.
+
+        Raises:
+            CorruptCheckpointError: it is missing or damaged.
+        """
+        return load_state(_below(Path(checkpoint_dir), COMMON), COMMON)
+
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path
+    ) -> ShardedStateDict:
+        """Replace every ShardedObject, in place, by what was saved under its unique key; return the state dict.
+
+        Raises:
+            MissingStateError: nothing was.
+        """
+        wanted = sorted({one.unique_key for one in nested_values(sharded_objects_state_dict)})
+        if not wanted:
+            return sharded_objects_state_dict
+        folder = Path(checkpoint_dir) / OBJECTS
+        found = load_state(_below(Path(checkpoint_dir), OBJECTS), OBJECTS, only=wanted) if folder.is_dir() else {}
+        _require_found(wanted, found, Path(checkpoint_dir))
+        dict_list_map_inplace(lambda one: found[one.unique_key], sharded_objects_state_dict)
+        return sharded_objects_state_dict
+
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+        """Unique key -> ShardedObject without data, of all that were saved."""
+        if not (Path(checkpoint_dir) / OBJECTS).is_dir():
+            return {}
+        keys = state_keys(_below(Path(checkpoint_dir), OBJECTS), OBJECTS)
+        return {key: ShardedObject.empty_from_unique_key(key) for key in keys}
+
+
+class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
+    """Loads `common.pt` and the object files that Megatron-Core wrote: tensors, plain values and containers, no code.
+
+    Args:
+        allow_pickle: they are pickles, and are read only where this says so.
+        unknown: what happens to objects of other classes: "refuse" refuses the file, "keep" keeps an inert
+            `ckpt.unpickling.UnknownObject` in place of each.
+    """
+
+    backends = ("torch",)
+    versions = (1,)
+
+    def __init__(self, *, allow_pickle: bool = False, unknown: Literal["refuse", "keep"] = "refuse") -> None:
+        self._allow_pickle = allow_pickle
+        self._unknown = unknown
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def load_common(self, checkpoint_dir: Path) -> StateDict:
+        """Load `common.pt`.
+
+        Raises:
+            ConfigurationError: pickles are not allowed, or it holds objects of unknown classes.
+        """
+        return load_megatron_common(Path(checkpoint_dir), allow_pickle=self._allow_pickle, unknown=self._unknown)
+
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path
+    ) -> ShardedStateDict:
+        """Replace every ShardedObject, in place, by what its file holds; return the state dict.
+
+        Raises:
+            MissingStateError: there is no such file.
+            ConfigurationError: as `load_common`.
+        """
+
+        def load(one: ShardedObject) -> Any:
+            return load_megatron_object(
+                Path(checkpoint_dir), one.unique_key, allow_pickle=self._allow_pickle, unknown=self._unknown
+            )
+
+        dict_list_map_inplace(load, sharded_objects_state_dict)
+        return sharded_objects_state_dict
+
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+        """Unique key -> ShardedObject without data, by the names of the files; none is opened."""
+        return dict(megatron_objects(Path(checkpoint_dir)))
+
+
+class TorchCommonSaveStrategy(SaveCommonStrategy):
+    """The first reference's name for what writes `common.pt`. Nothing is pickled here, so it refuses to be made."""
+
+    def __init__(self, backend: str = "torch", version: int = 1) -> None:
+        raise ConfigurationError(
+            f"common strategy ({backend!r}, {version}) would write a pickle, which can run code when it is read; save with ('json', 1), "
+            "the default"
+        )
+
+
+def _below(checkpoint_dir: Path, name: str) -> Path:
+    """The small checkpoint `name`, whose manifest must be the one that the manifest above lists, where there is one."""
+    folder = checkpoint_dir / name
+    if not folder.is_dir():
+        raise CorruptCheckpointError(f"{folder} is missing")
+    if (checkpoint_dir / MANIFEST_NAME).is_file():
+        read_listed_file(checkpoint_dir, read_manifest(checkpoint_dir), f"{name}/{MANIFEST_NAME}")
+    return folder
+
+
+def _require_found(wanted: list[str], found: Mapping[Any, Any], checkpoint_dir: Path) -> None:
+    missing = [key for key in wanted if key not in found]
+    if missing:
+        raise MissingStateError(
+            f"object {missing[0]} is asked for, and {checkpoint_dir} does not hold it"
+            + (f", nor {len(missing) - 1} more" if len(missing) > 1 else "")
+            + ". An object cannot be cut anew: ask for the shards that were saved, or leave it out."
+        )

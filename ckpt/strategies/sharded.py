@@ -1,0 +1,121 @@
+"""What the named pairs of format and algorithm have in common: each is one backend around one engine."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from ckpt.backends.base import Backend
+from ckpt.folder import FolderSave, contribution_of, device_of
+from ckpt.job import current_topology
+from ckpt.mapping import ShardedStateDict, ShardedTensor
+from ckpt.removing import remove_tensors
+from ckpt.sharded_loading import Library, load_tensors, open_tensors, tensors_in
+from ckpt.strategies.async_utils import AsyncRequest
+from ckpt.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
+from ckpt.topology import Topology
+
+_log = logging.getLogger("ckpt")
+
+
+class SaveTensors(AsyncSaveShardedStrategy):
+    """Saves ShardedTensors into a folder: every shard once, one writer per chunk, the manifest last.
+
+    Args:
+        backend, version: what metadata.json will say.
+        spread_replicas: any rank that holds a shard may write it, so that replicas share the work; without, only main
+            replicas are written, and nothing is asked of the others' bits.
+    """
+
+    def __init__(self, backend: str, version: int, *, spread_replicas: bool = False) -> None:
+        super().__init__(backend, version)
+        self._spread_replicas = spread_replicas
+
+    @abstractmethod
+    def _storage(self) -> Backend:
+        """What moves the bytes."""
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+        """Save the tensors of all ranks. Collective; the folder exists.
+
+        Raises:
+            CheckpointExistsError: the folder holds a checkpoint, or what is left of a save.
+            ShardingError: the shards leave a hole or overlap.
+            ShapeMismatchError: the ranks disagree about a tensor.
+        """
+        self._prepared(sharded_state_dict, Path(checkpoint_dir), copied=False).run()
+
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
+        """Copy all tensors to host memory and agree on who writes what; return the rest of the save as a request. Collective.
+
+        The copy is the size of this rank's shards, and lives until the request has been written.
+        """
+        save = self._prepared(sharded_state_dict, Path(checkpoint_dir), copied=True)
+        with current_topology().operation(f"save into {checkpoint_dir}"):
+            save.prepare()
+        return AsyncRequest(save.write, (), [save.finish])
+
+    def _prepared(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *, copied: bool) -> FolderSave:
+        topology = current_topology()
+        with topology.operation(f"save into {checkpoint_dir}"), topology.phase("look at the tensors"):
+            tensors = tensors_in(sharded_state_dict, "saves")
+            mine = contribution_of(tensors, spread_replicas=self._spread_replicas, copied=copied)
+            device = device_of(() if copied else (one.data for one in tensors if one.data is not None))
+        return FolderSave(
+            checkpoint_dir, mine, topology=topology, backend=self._storage(), device=device, pack_below_bytes=0
+        )
+
+
+class LoadTensors(DeclaredFormats, LoadShardedStrategy):
+    """Loads ShardedTensors from a folder that any of our strategies wrote, or Megatron-Core's zarr strategy.
+
+    Args:
+        load_directly_on_device: read into the tensors that the state dict holds, which are put into the result themselves.
+    """
+
+    library: ClassVar[Library]
+    backends = ("zarr", "tensorstore")
+    versions = (1,)
+
+    def __init__(self, load_directly_on_device: bool = False) -> None:
+        self.load_directly_on_device = load_directly_on_device
+        self._has_told = False
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> ShardedStateDict:
+        """Replace every ShardedTensor, in place, by the tensor it describes; return the state dict. Collective.
+
+        Raises: those of `ckpt.sharded_loading.load_tensors`.
+        """
+        return load_tensors(
+            sharded_state_dict,
+            Path(checkpoint_dir),
+            library=self.library,
+            into_data=self.load_directly_on_device,
+            topology=self._topology(),
+        )
+
+    def _topology(self) -> Topology:
+        """Of this job; the first time, its lead says who loads."""
+        topology = current_topology()
+        if topology.is_lead and not self._has_told:
+            _log.info("sharded tensors are loaded by %s", type(self).__name__)
+        self._has_told = True
+        return topology
+
+    def load_tensors_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+        """Key -> ShardedTensor without data and uncut, of every tensor in the checkpoint. Any process, alone."""
+        stored = open_tensors(Path(checkpoint_dir), self.library, Topology.alone()).stored()
+        return {key: uncut(key, one.dtype, one.shape) for key, one in stored.items()}
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Remove every tensor whose key starts with `key_prefix`; what remains is a whole checkpoint. Collective."""
+        remove_tensors(Path(checkpoint_dir), key_prefix, current_topology())
+
+
+def uncut(key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> ShardedTensor:
+    """The description of a whole tensor."""
+    return ShardedTensor(key, None, dtype, shape, shape, (0,) * len(shape), (1,) * len(shape))

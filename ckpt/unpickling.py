@@ -1,0 +1,303 @@
+"""The one door to pickled files, which others wrote before: nothing of theirs is ever run. Our own checkpoints hold none.
+
+Everything goes through torch's reader of weights, which makes tensors, containers and plain values and refuses the rest.
+`unpickle` lets it also make a few harmless containers, and stands an inert `UnknownObject` in for whatever is left, so
+that what such a file holds can be said, and the other parts of it used. NumPy's numbers and arrays are made here from
+their bytes, because NumPy itself does not check what it is told about them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pathlib
+import re
+import threading
+import types
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
+
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
+
+Unknown = Literal["refuse", "keep"]
+"""What to do about objects of classes that may not be built: say which and where, or put an `UnknownObject` in their place."""
+
+_NAMED = 8
+"""How many of them a refusal names before it says how many more there are."""
+
+
+class UnknownObject:
+    """What a file says of an object of a class that may not be built here. It does nothing.
+
+    Attributes:
+        name: full name of its class, or of the function that would make it.
+        args: what that would be called with; None: the file holds the class or function itself.
+        state: what its `__setstate__` or its `__dict__` would get; None if nothing.
+    """
+
+    name: ClassVar[str] = ""
+    args: tuple[Any, ...] | None
+    state: Any
+
+    def __new__(cls, *args: Any) -> UnknownObject:
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __repr__(self) -> str:
+        given = "" if self.args is None else f"({', '.join(map(repr, self.args))})"
+        return f"<unknown {self.name}{given}>"
+
+
+def unpickle_state_dict(file: Path) -> dict[Any, Any]:
+    """Read a state dict of tensors, containers and plain values; anything else refuses it.
+
+    Raises:
+        ConfigurationError: it holds other objects, or is no state dict.
+        CorruptCheckpointError: it is missing or cannot be read.
+    """
+    state = _load(
+        file,
+        lambda name: (
+            f"{file} holds {name}, and from an old checkpoint nothing but tensors and plain values is ever unpickled; write it anew "
+            "from the run that saved it, or leave the component out"
+        ),
+    )
+    if not isinstance(state, dict):
+        raise ConfigurationError(f"{file} holds a {type(state).__name__}, where a state dict should be")
+    return state
+
+
+def unpickle(file: Path, *, unknown: Unknown = "refuse") -> Any:
+    """Read what `torch.save` wrote: tensors (mapped, not read), plain values, namespaces, bytes, paths and NumPy's numbers.
+
+    A class given to `torch.serialization.add_safe_globals` is built, as everywhere in torch. A `defaultdict` comes back as
+    a dict.
+
+    Args:
+        unknown: "keep" puts an `UnknownObject` in the place of each object of any other class.
+
+    Raises:
+        ConfigurationError: it holds objects of other classes, and is to be refused; it names each with the way to it. Or it
+            holds one that nothing can stand in for.
+        CorruptCheckpointError: it is missing or cannot be read.
+    """
+    with _ONE_AT_A_TIME:
+        names, added = _additions(file)
+        with safe_globals(list(added)):
+            loaded = _load(
+                file,
+                lambda name: (
+                    f"{file} holds {name}, which torch's reader of weights does not make, and which nothing can stand in for; leave it "
+                    "out where the file is written"
+                ),
+            )
+    resolve = _Resolve()
+    try:
+        resolved = resolve(loaded, "")
+    except (ValueError, TypeError, RecursionError) as error:  # NumPy's values that are none
+        raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error
+    if unknown == "refuse":
+        _require_known(file, resolve, names)
+    return resolved
+
+
+def unknown_in(value: Any) -> dict[str, str]:
+    """Where, in what `unpickle` returned, unknown objects are: the way to each -> the name of its class.
+
+    Example:
+        >>> unknown_in({"args": argparse.Namespace(lr=0.1)})
+        {}
+    """
+    resolve = _Resolve()
+    resolve(value, "")
+    return resolve.places
+
+
+def _load(file: Path, refusal: Callable[[str], str]) -> Any:
+    """Call torch's reader.
+
+    Args:
+        refusal: the sentence for a file that holds something of this name.
+    """
+    try:
+        # A file of the older, non-zip kind cannot be mapped. Mapping saves a copy in memory of what is not wanted.
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except OSError as error:
+        raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error
+    except Exception as error:  # bytes that are no such file make torch's reader raise nearly anything
+        refused = _REFUSED.search(str(error))
+        if refused is None:
+            raise CorruptCheckpointError(f"{file} cannot be read as a file that torch.save wrote") from error
+        raise ConfigurationError(refusal(refused[1] or refused[2])) from error
+
+
+_REFUSED = re.compile(r"(?i:unsupported (?:global: global|global|class)) ([\w.]+)|but got <class '([\w.]+)'>")
+
+
+def _additions(file: Path) -> tuple[set[str], list[tuple[Any, str]]]:
+    """The names in a file that only a stand-in may be made for, and what to allow besides what the user has allowed.
+
+    What the user allowed is left out: it would be forgotten when ours is taken back. NumPy's names go together.
+    """
+    users = {one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in get_safe_globals()}
+    known = {name: made for name, made in _HARMLESS.items() if name not in users}
+    known |= {} if users & _NUMPY.keys() else _NUMPY
+    try:
+        names = set(get_unsafe_globals_in_checkpoint(file)) - known.keys() - _NUMPY.keys()
+    except Exception:  # of the older kind, or damaged: `_load` says what it is
+        names = set()
+    known |= {name: _stand_in(name) for name in names}
+    return names, [(made, name) for name, made in known.items()]
+
+
+def _stand_in(name: str) -> type[UnknownObject]:
+    module, _, qualname = name.rpartition(".")
+    return type(qualname, (UnknownObject,), {"name": name, "__module__": module})
+
+
+def _require_known(file: Path, resolved: _Resolve, names: Iterable[str]) -> None:
+    """Refuse a file in which there are unknown objects, or names that were met nowhere.
+
+    A built-in class alone is nothing: it is what a `defaultdict` makes, for example.
+    """
+    hidden = sorted(name for name in set(names) - resolved.names if not name.startswith("builtins."))
+    places = [f"{path or 'the whole of it'}: {name}" for path, name in resolved.places.items()]
+    places += [f"inside of another object: {name}" for name in hidden]
+    if places:
+        more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
+        raise ConfigurationError(
+            f"{file} holds objects of classes that are not built unasked: {'; '.join(places[:_NAMED])}{more}. {_HOW_TO_ALLOW}"
+        )
+
+
+_HOW_TO_ALLOW = (
+    "Allow a class that you trust with torch.serialization.add_safe_globals([<class>]) before the load, or read the file with "
+    'unknown="keep", which puts an inert UnknownObject in the place of each.'
+)
+
+
+class _Resolve:
+    """Walks through what was read, makes NumPy's values of their stand-ins, and notes where unknown objects are.
+
+    Containers are changed in place, so that what was shared stays shared. Objects of the user's classes are entered where
+    they have a `__dict__`.
+
+    Attributes:
+        places: the way to each unknown object -> the name of its class; what one holds is part of it.
+        names: of the classes of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[str, str] = {}
+        self.names: set[str] = set()
+        self._inside = 0  # so many unknown objects around what is looked at
+        self._done: dict[int, tuple[Any, Any]] = {}  # also keeps what was replaced, so that no id comes twice
+
+    def __call__(self, value: Any, path: str) -> Any:
+        if id(value) not in self._done:
+            self._done[id(value)] = value, value  # so that a circle ends
+            self._done[id(value)] = value, self._resolved(value, path)
+        return self._done[id(value)][1]
+
+    def _resolved(self, value: Any, path: str) -> Any:
+        if isinstance(value, type) and issubclass(value, UnknownObject):
+            value = value()
+            value.args = None
+        if isinstance(value, UnknownObject):
+            return self._stand_in(value, path)
+        if type(value) in (dict, OrderedDict, Counter):
+            pairs = [(self(key, f"{path} (a key)"), self(item, _below(path, key))) for key, item in value.items()]
+            value.clear()
+            dict.update(value, pairs)  # a Counter's own would count
+        elif type(value) in (list, tuple, set, frozenset):
+            return self._items(value, path)
+        elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | type | types.FunctionType):
+            for name, item in list(vars(value).items()):
+                if (resolved := self(item, _below(path, name))) is not item:
+                    vars(value)[name] = resolved
+        return value
+
+    def _items(self, value: Any, path: str) -> Any:
+        before = list(value)
+        after = [self(item, f"{path}[{at}]") for at, item in enumerate(before)]
+        if all(a is b for a, b in zip(before, after, strict=True)):
+            return value
+        if isinstance(value, list):
+            value[:] = after
+            return value
+        return type(value)(after)
+
+    def _stand_in(self, value: UnknownObject, path: str) -> Any:
+        if value.name in _NUMPY and (made := _of_numpy(value)) is not None:
+            return made
+        self.names.add(value.name)
+        if not self._inside:
+            self.places[path] = value.name
+        self._inside += 1
+        value.args = self(value.args, path)
+        value.state = self(value.state, path)
+        self._inside -= 1
+        return value
+
+
+def _below(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _of_numpy(value: UnknownObject) -> Any:
+    """The data type, number or array that a stand-in stands for; None if it is of no plain numbers."""
+    kind = value.name.rpartition(".")[2]
+    args, state = value.args or (), value.state
+    if kind == "dtype" and args and isinstance(args[0], str) and re.fullmatch(r"[biufc]\d+", args[0]):
+        is_big = isinstance(state, tuple) and state[1:2] == (">",)
+        return np.dtype(args[0]).newbyteorder(">" if is_big else "=")
+    if kind == "scalar" and len(args) == 2:
+        dtype = _dtype_of(args[0])
+        return None if dtype is None else np.frombuffer(args[1], dtype)[0]
+    if kind == "_reconstruct" and isinstance(state, tuple) and len(state) == 5:
+        _, shape, told, is_fortran, data = state
+        dtype = _dtype_of(told)
+        if dtype is not None:
+            return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C").copy(order="K")
+    return None
+
+
+def _dtype_of(value: Any) -> np.dtype[Any] | None:
+    made = _of_numpy(value) if isinstance(value, UnknownObject) and value.name == "numpy.dtype" else None
+    return made if isinstance(made, np.dtype) else None
+
+
+_HARMLESS: dict[str, Any] = {
+    "argparse.Namespace": argparse.Namespace,
+    "types.SimpleNamespace": types.SimpleNamespace,
+    "_io.BytesIO": io.BytesIO,
+    "builtins.frozenset": frozenset,
+    "collections.defaultdict": lambda *_: {},
+    "pathlib.PosixPath": pathlib.Path,
+    "pathlib.PurePosixPath": pathlib.PurePosixPath,
+    "pathlib.WindowsPath": pathlib.PureWindowsPath,
+    "pathlib.PureWindowsPath": pathlib.PureWindowsPath,
+}
+"""Names that a file may use beside those that torch allows, and what is made of them: nothing here does more than hold."""
+
+_NUMPY = {
+    name: _stand_in(name)
+    for name in (
+        "numpy.dtype",
+        "numpy.ndarray",
+        *(f"numpy.{core}.multiarray.{made}" for core in ("core", "_core") for made in ("scalar", "_reconstruct")),
+    )
+}
+_ONE_AT_A_TIME = threading.Lock()
+"""What torch's reader may make is a list of the process, to which `unpickle` adds for the time of one file."""

@@ -1,0 +1,136 @@
+"""Checks before a save and a load, and the choice of a load's strategies. Names follow megatron.core.dist_checkpointing.validation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckpt.common_state import compare_common
+from ckpt.core import CONFIG_FNAME, maybe_load_config
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.global_metadata import determine_global_metadata
+from ckpt.integrity import GlobalMetadata, LocalMetadata, check_sharding
+from ckpt.mapping import CommonStateDict
+from ckpt.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+from ckpt.strictness import (
+    CkptShardedMetadata,
+    StrictHandling,
+    adjust_non_strict_load,
+    maybe_report_missing_and_unexpected_keys,
+    parse_strict_flag,
+    validate_integrity_and_strict_load,
+)
+
+__all__ = [
+    "CkptShardedMetadata",
+    "GlobalMetadata",
+    "LocalMetadata",
+    "StrictHandling",
+    "adjust_non_strict_load",
+    "compare_common",
+    "determine_global_metadata",
+    "maybe_report_missing_and_unexpected_keys",
+    "parse_strict_flag",
+    "validate_integrity_and_strict_load",
+    "validate_sharded_objects_handling",
+    "validate_sharding_integrity",
+    "verify_checkpoint_and_load_strategy",
+]
+
+Format = tuple[str, int]
+"""A backend and the version of its format."""
+
+
+def verify_checkpoint_and_load_strategy(
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: LoadShardedStrategy | Format | None = None,
+    common_strategy: LoadCommonStrategy | Format | None = None,
+) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
+    """Return the strategies that load a checkpoint, each checked against what the checkpoint says it was written by. Not collective.
+
+    Args:
+        sharded_strategy: or the format whose default one is meant; None: of the checkpoint's own.
+        common_strategy: the same for everything that is not sharded.
+
+    Raises:
+        CheckpointNotFoundError: there is no distributed checkpoint.
+        ConfigurationError: a strategy does not read the checkpoint's format, or there is none.
+    """
+    if not Path(checkpoint_dir).is_dir():
+        raise CheckpointNotFoundError(
+            f"{checkpoint_dir} does not exist, or is no folder; give the folder of a checkpoint"
+        )
+    saved = maybe_load_config(checkpoint_dir)
+    if saved is None:
+        raise CheckpointNotFoundError(
+            f"{checkpoint_dir} is not a distributed checkpoint: it has no {CONFIG_FNAME}, which is written last; take a checkpoint "
+            "whose save has ended"
+        )
+    sharded = _sharded_loader(sharded_strategy or (saved.sharded_backend, saved.sharded_backend_version))
+    common = _common_loader(common_strategy or (saved.common_backend, saved.common_backend_version))
+    sharded.check_backend_compatibility(saved.sharded_backend)
+    sharded.check_version_compatibility(saved.sharded_backend_version)
+    common.check_backend_compatibility(saved.common_backend)
+    common.check_version_compatibility(saved.common_backend_version)
+    return sharded, common
+
+
+def validate_sharded_objects_handling(
+    sharded_strategy: SaveShardedStrategy | LoadShardedStrategy,
+    common_strategy: SaveCommonStrategy | LoadCommonStrategy,
+) -> None:
+    """Make sure that one of two strategies handles ShardedObjects.
+
+    Raises:
+        ConfigurationError: neither does.
+    """
+    if not (sharded_strategy.can_handle_sharded_objects or common_strategy.can_handle_sharded_objects):
+        raise ConfigurationError(
+            f"neither {type(sharded_strategy).__name__} nor {type(common_strategy).__name__} handles ShardedObjects; give a common "
+            'strategy that does, such as the default of ("json", 1)'
+        )
+
+
+def validate_sharding_integrity(
+    global_metadata: GlobalMetadata, common_state_dict: CommonStateDict | None = None
+) -> None:
+    """Make sure that the ranks' shards make up one state: see `check_sharding`, which raises on every rank alike.
+
+    Args:
+        global_metadata: equal on every rank.
+        common_state_dict: compared with the other ranks', too (`compare_common`); the call is collective if one is given.
+
+    Raises:
+        ShardingError: it names the key, the ranks, and what overlaps or is missing.
+    """
+    if common_state_dict is not None:
+        compare_common(common_state_dict)
+    check_sharding(global_metadata)
+
+
+def _sharded_loader(asked: LoadShardedStrategy | Format) -> LoadShardedStrategy:
+    if isinstance(asked, tuple):
+        return get_default_strategy(StrategyAction.LOAD_SHARDED, *asked)
+    _require(LoadShardedStrategy, asked, "sharded_strategy")
+    return asked
+
+
+def _common_loader(asked: LoadCommonStrategy | Format) -> LoadCommonStrategy:
+    if isinstance(asked, tuple):
+        return get_default_strategy(StrategyAction.LOAD_COMMON, *asked)
+    _require(LoadCommonStrategy, asked, "common_strategy")
+    return asked
+
+
+def _require(kind: type, given: object, name: str) -> None:
+    if not isinstance(given, kind):
+        raise ConfigurationError(
+            f"{name}: a {type(given).__name__} is no {kind.__name__}; give one, or (backend, version), or None for the checkpoint's own"
+        )

@@ -1,0 +1,23 @@
+"""python -m recipes.convert src=<Megatron-Core zarr checkpoint> dst=<new folder>: make one of ours of it."""
+
+if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+    import sys
+    from os.path import abspath, dirname
+
+    sys.path[0] = dirname(dirname(abspath(__file__)))
+
+from omegaconf import DictConfig
+
+from recipes.cli import recipe
+
+
+@recipe("convert", writes=False)
+def main(cfg: DictConfig) -> None:
+    from recipes.converting import convert, keys_of, show
+
+    keys = keys_of(cfg)
+    show(convert(keys), keys)
+
+
+if __name__ == "__main__":
+    main()
