@@ -177,7 +177,7 @@ def map_reduce(
 
 def path_name(path: Path) -> str:
     """A path as people write it: `optimizer.param_groups.0.lr`."""
-    return ".".join(map(str, path)) or "the top"
+    return ".".join(map(str, path)) or "the top level"
 
 
 def same_bits(x1: torch.Tensor, x2: torch.Tensor) -> bool:
@@ -260,14 +260,15 @@ def _require_mergeable(x1: Any, x2: Any, path: Path) -> None:
     elif isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
             raise ConfigurationError(
-                f"at {path_name(path)} a list of {len(x1)} elements meets one of {len(x2)}; only lists of one length can be merged"
+                f"{path_name(path)} is a list of length {len(x1)} in one state dict and {len(x2)} in the other; only lists of one "
+                "length can be merged"
             )
         for at, pair in enumerate(zip(x1, x2, strict=True)):
             _require_mergeable(*pair, (*path, at))
     else:
         raise ConfigurationError(
-            f"at {path_name(path)} a {type(x1).__name__} meets a {type(x2).__name__}; two state dicts can be merged only if each value "
-            "is in one of them alone"
+            f"{path_name(path)} is in both state dicts, as {type(x1).__name__} and as {type(x2).__name__}; they can be merged only "
+            "if every value is in one of them alone"
         )
 
 

@@ -24,8 +24,8 @@ import torch
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.mapping import ShardedTensor
 
-PathPart = str | int | tuple[int, str]
-"""A step into a nested state dict: a dictionary key, or (position, "list" | "tuple")."""
+PathPart = str | int | tuple[int | str, str]
+"""A step into a nested state dict: a dictionary key, (position, "list" | "tuple"), or (JSON of a key of another type, "key")."""
 Path = tuple[PathPart, ...]
 TensorLeaf = torch.Tensor | ShardedTensor
 
@@ -191,15 +191,21 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
 def _walk(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Mapping) and (value or not path):
         for key, child in value.items():
-            if type(key) not in (str, int):
-                raise ConfigurationError(f"state dict key {key!r} is a {type(key).__name__}; use str or int")
-            yield from _walk(child, (*path, key))
+            yield from _walk(child, (*path, _step(key)))
     elif isinstance(value, list | tuple) and _holds_tensor(value):
         kind = "tuple" if isinstance(value, tuple) else "list"
         for position, child in enumerate(value):
             yield from _walk(child, (*path, (position, kind)))
     else:
         yield path, value
+
+
+def _step(key: Any) -> PathPart:
+    return key if type(key) in (str, int) else (json.dumps(to_json(key, "a state dict's key")), "key")
+
+
+def _is_position(part: PathPart) -> bool:
+    return isinstance(part, tuple) and part[1] != "key"
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -219,7 +225,9 @@ class _Sequence(dict[int, Any]):
 def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
     here: dict[Any, Any] = root
     for at, part in enumerate(path):
-        key = part[0] if isinstance(part, tuple) else part
+        key: Any = part[0] if isinstance(part, tuple) else part
+        if isinstance(part, tuple) and part[1] == "key":
+            key = from_json(json.loads(part[0]))
         if at == len(path) - 1:
             if type(value) is dict and not value:  # of a rank that has nothing there, where others may have something
                 here.setdefault(key, {})
@@ -228,8 +236,8 @@ def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
             return
         below = path[at + 1]
         if key not in here:
-            here[key] = _Sequence() if isinstance(below, tuple) else {}
-            if isinstance(below, tuple):
+            here[key] = _Sequence() if _is_position(below) else {}
+            if isinstance(below, tuple) and _is_position(below):
                 here[key].kind = below[1]
         here = here[key]
 

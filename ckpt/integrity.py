@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ckpt.box import Box, overlap, whole
 from ckpt.errors import ShardingError
-from ckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-
-Sharded = ShardedTensor | ShardedObject
-LocalMetadata = Sequence[Sharded]
-"""What one rank holds, or asks for, without data."""
-GlobalMetadata = Sequence[LocalMetadata]
-"""The same of every rank, by rank."""
-
-_Held = Sequence[tuple[int, Sharded]]
-_Run = tuple[int, int, int]
-"""(First element, end, rank): which of a shard's elements, counted row by row, the main replica on that rank is."""
-_Cells = Mapping[Box, Sequence[_Run]]
+from ckpt.global_metadata import Column, Form, GlobalMetadata, LocalMetadata
+from ckpt.mapping import is_main_replica
 
 _RANKS_NAMED = 8
 
 
-def check_sharding(global_metadata: GlobalMetadata) -> None:
+class _Run(NamedTuple):
+    """Which elements of a shard, counted row by row, the main replica on a rank is."""
+
+    start: int
+    stop: int
+    rank: int
+
+
+_Shards = Mapping[Box, Sequence[_Run]]
+"""The main replicas of one key, by shard."""
+
+
+def check_sharding(global_metadata: GlobalMetadata | Sequence[LocalMetadata]) -> None:
     """Make sure that every element and object of what the ranks hold together has one main replica, and one alone.
 
     All ranks must describe a key alike. Shards of a regular grid have one shape; where `axis_fragmentations` is None they may have
-    any, and must fill the global shape all the same. Takes time in proportion to the number of shards.
+    any, and must fill the global shape all the same. The time grows with the number of distinct shards, not with the ranks that hold
+    equal copies.
 
     Raises:
         ShardingError: it names the key, the ranks, and what overlaps or is missing.
     """
-    held: dict[str, list[tuple[int, Sharded]]] = {}
-    for rank, local in enumerate(global_metadata):
-        for one in local:
-            held.setdefault(one.key, []).append((rank, one))
-    for key, some in held.items():
-        _check_alike(key, some)
-        _check_cells(key, some[0][1], _cells(some), some)
+    everybodys = GlobalMetadata.of(global_metadata)
+    forms = _forms(everybodys)
+    shards = _main_shards(everybodys)
+    for key, form in forms.items():
+        _check_key(key, form, shards.get(key, {}), everybodys)
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
@@ -59,129 +60,143 @@ def named_ranks(ranks: Iterable[int]) -> str:
     return f"{'rank' if is_one else 'ranks'} {shown}{', ...' if len(runs) > _RANKS_NAMED else ''}"
 
 
-def _check_alike(key: str, held: _Held) -> None:
-    first_rank, first = held[0]
-    form = _form(first)
-    for rank, one in held:
-        if _form(one) != form:
-            _raise_unlike(key, first_rank, first, rank, one)
-    if isinstance(first, ShardedObject):
-        if any(side < 0 for side in first.global_shape):
-            raise ShardingError(
-                f"{key}: global_shape {first.global_shape} has a side that is not known; give all of them"
-            )
-        return
-    counts = first.axis_fragmentations
-    sides = first.box.shape
-    if counts is not None and tuple(n * c for n, c in zip(sides, counts, strict=True)) != first.global_shape:
-        raise ShardingError(
-            f"{key}: shards of shape {list(sides)}, {list(counts)} of them along the axes, do not make up the global shape "
-            f"{list(first.global_shape)}; give the axis_fragmentations of an even grid, or None for shards of any size"
-        )
+def _forms(everybodys: GlobalMetadata) -> dict[str, Form]:
+    """The form of every key, which all ranks must say alike."""
+    first_said: dict[str, tuple[Form, int]] = {}
+    seen: set[tuple[int, int]] = set()
+    for rank, (keys, forms, _, _) in enumerate(everybodys.columns):
+        if (id(keys), id(forms)) in seen:
+            continue
+        seen.add((id(keys), id(forms)))
+        for key, form in zip(everybodys.rows(keys), everybodys.rows(forms), strict=True):
+            first, first_rank = first_said.setdefault(key, (form, rank))
+            if form is not first and _alike(form) != _alike(first):
+                raise _unlike(key, first, first_rank, form, rank)
+    return {key: form for key, (form, _) in first_said.items()}
 
 
-def _form(one: Sharded) -> tuple[object, ...]:
+def _alike(form: Form) -> dict[str, object]:
     """What all ranks must say alike of a key."""
-    if isinstance(one, ShardedObject):
-        return (one.global_shape,)
-    counts = one.axis_fragmentations
+    said = {name: getattr(form, name) for name in ("global_shape", "dtype", "axis_fragmentations", "is_flat")}
     # The chunks of a regular grid are of one shape, those of any other need only be of one number of dimensions.
-    chunk = len(one.local_shape) if counts is None else one.local_shape
-    return one.global_shape, one.dtype, counts, chunk, one.flattened_range is None
+    return said | {"local_shape": form.local_shape if form.axis_fragmentations is not None else len(form.local_shape)}
 
 
-_FORM_NAMES = ("global_shape", "dtype", "axis_fragmentations", "local_shape", "flattened_range")
-
-
-def _raise_unlike(key: str, first_rank: int, first: Sharded, rank: int, one: Sharded) -> None:
-    differing = [] if type(first) is not type(one) else zip(_FORM_NAMES, _form(first), _form(one), strict=True)
-    name = next((name for name, a, b in differing if a != b), None)
-    what, other = (f"a {type(x).__name__}" if name is None else f"{getattr(x, name)}" for x in (one, first))
-    raise ShardingError(
-        f"{key}: {f'{name} ' if name else ''}is {what} on rank {rank} and {other} on rank {first_rank}; the ranks must describe what "
-        "they hold under one key alike"
+def _unlike(key: str, first: Form, first_rank: int, form: Form, rank: int) -> ShardingError:
+    if bool(first.dtype) != bool(form.dtype):
+        what = [f"is a {'ShardedTensor' if one.dtype else 'ShardedObject'}" for one in (form, first)]
+    elif first.is_flat != form.is_flat:
+        what = [f"has {'a' if one.is_flat else 'no'} flattened_range" for one in (form, first)]
+    else:
+        name = next(name for name, said in _alike(form).items() if said != _alike(first)[name])
+        what = [f"has {name} {_shown(getattr(one, name))}" for one in (form, first)]
+    return ShardingError(
+        f"{key} {what[0]} on rank {rank}, and {what[1]} on rank {first_rank}; the ranks must describe what they hold under one key "
+        "alike"
     )
 
 
-def _cells(held: _Held) -> _Cells:
-    """The main replicas, by shard. Empty ones are left out, of a state that is not."""
-    cells: dict[Box, list[_Run]] = {}
-    for rank, one in held:
-        if not is_main_replica(one.replica_id):
-            continue
-        if isinstance(one, ShardedObject):
-            cells.setdefault(Box(one.global_offset, (1,) * len(one.global_offset)), []).append((0, 1, rank))
-            continue
-        run = one.flattened_range
-        start, stop = (0, math.prod(one.local_shape)) if run is None else (run.start, run.stop)
-        if start != stop or 0 in one.global_shape:
-            cells.setdefault(one.box, []).append((start, stop, rank))
-    return cells
+def _main_shards(everybodys: GlobalMetadata) -> dict[str, dict[Box, list[_Run]]]:
+    """The main replicas of every key. Of a tensor with elements, the empty ones are left out."""
+    main_rows: dict[int, list[int]] = {}
+    shards: dict[str, dict[Box, list[_Run]]] = {}
+    for rank, columns in enumerate(everybodys.columns):
+        if id(columns.replica_ids) not in main_rows:
+            main_rows[id(columns.replica_ids)] = _main_rows(columns.replica_ids)
+        rows = main_rows[id(columns.replica_ids)]
+        keys, forms, places = (everybodys.rows(column) for column in columns[:3])
+        for row in rows:
+            form, place = forms[row], places[row]
+            if place.start != place.stop or 0 in form.global_shape:
+                runs = shards.setdefault(keys[row], {}).setdefault(Box(place.offset, form.sides), [])
+                runs.append(_Run(place.start, place.stop, rank))
+    return shards
 
 
-def _check_cells(key: str, first: Sharded, cells: _Cells, held: _Held) -> None:
-    """Make sure that main replicas fill each shard, and shards the whole, without overlap."""
-    if 0 in first.global_shape:
-        if not cells:
-            raise _missing(key, first, whole(first.global_shape), held)
-        return  # nothing that could be missing or there twice
-    for box, runs in cells.items():
-        _check_runs(key, first, box, runs)
-    if (fault := _first_fault(first.global_shape, cells)) is not None:
+def _main_rows(replica_ids: Column) -> list[int]:
+    values, rows = replica_ids
+    is_main = [is_main_replica(value) for value in values]
+    return [row for row, number in enumerate(rows) if is_main[number]]
+
+
+def _check_key(key: str, form: Form, shards: _Shards, everybodys: GlobalMetadata) -> None:
+    """Make sure that main replicas fill each shard, and the shards the whole, without overlap."""
+    _check_form(key, form)
+    if 0 in form.global_shape:
+        if not shards:
+            raise _missing(key, form, whole(form.global_shape), everybodys)
+        return  # there is nothing that could be missing or there twice
+    for box, runs in shards.items():
+        _check_runs(key, form, box, runs)
+    fault = _first_fault(form.global_shape, shards)
+    if fault is not None:
         point, is_overlap = fault
         if is_overlap:
-            raise _overlap(key, first, [box for box in cells if box.contains(point)], cells)
-        raise _missing(key, first, _hole_at(point, first.global_shape, cells), held)
+            raise _overlapping(key, form, [box for box in shards if box.contains(point)], shards)
+        raise _missing(key, form, _hole_at(point, form.global_shape, shards), everybodys)
 
 
-def _check_runs(key: str, first: Sharded, box: Box, runs: Sequence[_Run]) -> None:
-    """Make sure that the main replicas of a shard are one, or flattened ranges that fill it without overlap."""
-    if len(runs) > 1 and not _is_flat(first):
-        ranks = [rank for _, _, rank in runs]
-        twice = f"on {named_ranks(ranks)}" if len(set(ranks)) > 1 else f"all on rank {ranks[0]}"
+def _check_form(key: str, form: Form) -> None:
+    if any(side < 0 for side in form.global_shape):
         raise ShardingError(
-            f"{key}: {_the(first, box)} has {len(runs)} main replicas, {twice}; give all but one another replica_id than 0"
+            f"{key}: global_shape {_shown(form.global_shape)} has a side that is not known; give all of them"
         )
-    done, done_rank = 0, -1
-    for start, stop, rank in sorted(runs):
-        if start < done:
+    counts = form.axis_fragmentations
+    if counts is not None and tuple(n * c for n, c in zip(form.sides, counts, strict=True)) != form.global_shape:
+        raise ShardingError(
+            f"{key}: {_shown(counts)} shards of shape {_shown(form.sides)} along the axes do not make up the global shape "
+            f"{_shown(form.global_shape)}; give the axis_fragmentations of an even grid, or None for shards of any size"
+        )
+
+
+def _check_runs(key: str, form: Form, box: Box, runs: Sequence[_Run]) -> None:
+    """Make sure that a shard has one main replica, or ones whose flattened ranges fill it without overlap."""
+    if len(runs) > 1 and not form.is_flat:
+        ranks = [run.rank for run in runs]
+        where = f"on {named_ranks(ranks)}" if len(set(ranks)) > 1 else f"all of them on rank {ranks[0]}"
+        raise ShardingError(
+            f"{key}: {_the(form, box)} has {len(runs)} main replicas, {where}; give all but one another replica_id than 0"
+        )
+    before = _Run(0, 0, -1)
+    for run in [*sorted(runs), _Run(box.num_elements, box.num_elements, -1)]:
+        if run.start > before.stop:
             raise ShardingError(
-                f"{key}: elements {start} to {min(stop, done)} of {_the(first, box)} are in the flattened ranges of "
-                f"{named_ranks([done_rank, rank])}, main replicas both; ranges of main replicas must not overlap"
+                f"{key}: elements {before.stop} to {run.start} of {_the(form, box)} are in no main replica's flattened range; "
+                f"{named_ranks(run.rank for run in runs)} {_have(run.rank for run in runs)} the others, and together they must fill it"
             )
-        if start > done:
-            raise _gap(key, first, box, done, start, runs)
-        done, done_rank = stop, rank
-    if done < box.num_elements:
-        raise _gap(key, first, box, done, box.num_elements, runs)
+        if run.start < before.stop:
+            raise ShardingError(
+                f"{key}: elements {run.start} to {min(run.stop, before.stop)} of {_the(form, box)} are in the flattened ranges of "
+                f"two main replicas, on {named_ranks([before.rank, run.rank])}; such ranges must not overlap"
+            )
+        before = run
 
 
 def _first_fault(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[Box, bool] | None:
-    """Find out whether boxes fill a shape exactly; else return one element, as a box, and whether it is in several of them.
+    """Find out whether boxes fill a shape exactly; if not, return one element, as a box, and whether it is in several of them.
 
-    Count at every point how many boxes it is in, less one inside of the shape: the boxes are right if that is 0 everywhere. Taking
-    differences along every dimension loses nothing, and leaves of each box only its 2^n corners, with alternating signs. So the
-    corners of all must cancel; and the first that does not, row by row, is the first element that is wrong, and its sum is how often
-    it is there too often. No box is compared with another one.
+    Count for every element how many boxes it is in, less the one that it should be in: all is well if that is 0 everywhere. Taking
+    differences along each dimension loses nothing of it, and leaves of a box only its 2^n corners, with alternating signs. So the
+    corners of all must cancel, and no two boxes need be compared. The first that does not cancel, row by row, is the first element
+    that is wrong, and its sum is how often it is there too often.
     """
     sums: dict[int, int] = {}
     for box, sign in _signed(global_shape, boxes):
         corners = [(0, sign)]
         for offset, side, length in zip(box.offsets, box.shape, global_shape, strict=True):
-            # Numbers of points of a grid that is one longer than the shape, because boxes end beside it.
-            ends = [(at * (length + 1) + offset + side, -s) for at, s in corners]
-            corners = [(at * (length + 1) + offset, s) for at, s in corners] + ends
-        for at, s in corners:
-            sums[at] = sums.get(at, 0) + s
-    first = min((at for at, total in sums.items() if total), default=None)
+            # A corner by its number in a grid that is one longer than the shape, for boxes end beside their last element.
+            begins = [(number * (length + 1) + offset, s) for number, s in corners]
+            corners = begins + [(number + side, -s) for number, s in begins]
+        for number, s in corners:
+            sums[number] = sums.get(number, 0) + s
+    first = min((number for number, total in sums.items() if total), default=None)
     if first is None:
         return None
-    is_overlap = sums[first] > 0
-    point = []
+    point, number = [], first
     for length in reversed(global_shape):
-        first, at = divmod(first, length + 1)
+        number, at = divmod(number, length + 1)
         point.append(at)
-    return Box(tuple(reversed(point)), (1,) * len(point)), is_overlap
+    return Box(tuple(reversed(point)), (1,) * len(point)), sums[first] > 0
 
 
 def _signed(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> Iterator[tuple[Box, int]]:
@@ -191,67 +206,62 @@ def _signed(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> Iterator[tup
 
 
 def _hole_at(point: Box, global_shape: tuple[int, ...], boxes: Iterable[Box]) -> Box:
-    """A box that begins at an element which is in none of the boxes, and meets none of them."""
+    """A box that begins at an element that is in none of the boxes, and that meets none of them."""
     ends = list(global_shape)
     for box in boxes:
-        hole = Box(point.offsets, tuple(e - o for e, o in zip(ends, point.offsets, strict=True)))
+        hole = _between(point.offsets, ends)
         if overlap(box, hole) is None:
             continue
-        # It begins behind the point in some dimension; cut there, where most is left.
+        # It begins behind the element along some dimension; cut there, along the one where most is left.
         behind = [dim for dim, (b, p) in enumerate(zip(box.offsets, point.offsets, strict=True)) if b > p]
         dim = max(behind, key=lambda d: (box.offsets[d] - point.offsets[d]) / hole.shape[d])
         ends[dim] = box.offsets[dim]
-    return Box(point.offsets, tuple(e - o for e, o in zip(ends, point.offsets, strict=True)))
+    return _between(point.offsets, ends)
 
 
-def _overlap(key: str, first: Sharded, boxes: Sequence[Box], cells: _Cells) -> ShardingError:
+def _between(starts: Sequence[int], ends: Sequence[int]) -> Box:
+    return Box(tuple(starts), tuple(end - start for start, end in zip(starts, ends, strict=True)))
+
+
+def _overlapping(key: str, form: Form, boxes: Sequence[Box], shards: _Shards) -> ShardingError:
     one, other = boxes[:2]
     common = overlap(one, other)
-    assert common is not None, "both hold one point"
-    held = [f"{_slices(box)} of {named_ranks(rank for _, _, rank in cells[box])}" for box in (one, other)]
+    assert common is not None, "an element is in both"
+    held = [f"{_slices(box)} of {named_ranks(run.rank for run in shards[box])}" for box in (one, other)]
     return ShardingError(
-        f"{key}: {held[0]} and {held[1]}, main replicas both, overlap in {_slices(common)} of the global shape "
-        f"{list(first.global_shape)}; every element must have one main replica"
+        f"{key}: the shards {held[0]} and {held[1]}, main replicas both, overlap in {_slices(common)} of the global shape "
+        f"{_shown(form.global_shape)}; every element must have one main replica"
     )
 
 
-def _missing(key: str, first: Sharded, hole: Box, held: _Held) -> ShardingError:
-    others = [
-        rank for rank, one in held if not is_main_replica(one.replica_id) and overlap(_box(one), hole) is not None
-    ]
-    if others:
-        who = f"{named_ranks(others)} {_verb(others)} it as another replica"
-    else:
-        who = f"{named_ranks(rank for rank, _ in held)} {_verb(rank for rank, _ in held)} other parts of it alone"
+def _missing(key: str, form: Form, hole: Box, everybodys: GlobalMetadata) -> ShardingError:
+    holders: list[int] = []
+    others: list[int] = []
+    for rank, columns in enumerate(everybodys.columns):
+        rows = [row for row, other in enumerate(everybodys.rows(columns.keys)) if other == key]
+        holders += [rank] * bool(rows)
+        forms, places = everybodys.rows(columns.forms), everybodys.rows(columns.places)
+        boxes = [Box(places[row].offset, forms[row].sides) for row in rows if places[row].start != places[row].stop]
+        others += [rank] * any(overlap(box, hole) is not None for box in boxes)
+    who = f"{named_ranks(others)} {_have(others)} it under other replica ids" if others else ""
+    who = who or f"{named_ranks(holders)} {_have(holders)} the rest of {key}"
     return ShardingError(
-        f"{key}: no rank has the main replica of {_the(first, hole)}; {who}. One rank must give it, with replica_id 0."
+        f"{key}: no rank has the main replica of {_the(form, hole)}; {who}. One rank must give it, with replica_id 0."
     )
 
 
-def _verb(ranks: Iterable[int]) -> str:
+def _have(ranks: Iterable[int]) -> str:
     return "has" if len(set(ranks)) == 1 else "have"
 
 
-def _gap(key: str, first: Sharded, box: Box, start: int, stop: int, runs: Sequence[_Run]) -> ShardingError:
-    return ShardingError(
-        f"{key}: elements {start} to {stop} of {_the(first, box)} are in no main replica's flattened range; those of "
-        f"{named_ranks(rank for _, _, rank in runs)} leave them out, and together they must fill the shard"
-    )
-
-
-def _is_flat(one: Sharded) -> bool:
-    return isinstance(one, ShardedTensor) and one.flattened_range is not None
-
-
-def _box(one: Sharded) -> Box:
-    return one.box if isinstance(one, ShardedTensor) else Box(one.global_offset, (1,) * len(one.global_offset))
-
-
-def _the(first: Sharded, box: Box) -> str:
-    if isinstance(first, ShardedTensor):
-        return f"the shard {_slices(box)} of global shape {list(first.global_shape)}"
-    return f"object {_slices(box)} of a grid {list(first.global_shape)}"
+def _the(form: Form, box: Box) -> str:
+    what = "the shard" if form.dtype else "the object"
+    return f"{what} {_slices(box)} of the global shape {_shown(form.global_shape)}"
 
 
 def _slices(box: Box) -> str:
     return "[" + ", ".join(f"{side.start}:{side.stop}" for side in box.slices) + "]"
+
+
+def _shown(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

@@ -69,6 +69,8 @@ def _check_dimensions(tensor: ShardedTensor) -> None:
             f"{tensor.key}: axis_fragmentations {tensor.axis_fragmentations} and global_shape {tensor.global_shape} differ in "
             "number of dimensions; give one count per axis, or None for chunks of any size"
         )
+    if any(count < 1 for count in tensor.axis_fragmentations or ()):
+        raise ShardingError(f"{tensor.key}: axis_fragmentations {tensor.axis_fragmentations} has a count below 1")
 
 
 def _check_range(tensor: ShardedTensor) -> None:

@@ -90,12 +90,14 @@ def layout_of(checkpoint_dir: Path) -> Layout:
             continue
         chunks = [name for name in files if _CHUNK_FILE.fullmatch(name)]
         found.headless.extend([path] if chunks else [])
-        for name in sorted(set(files) - set(chunks)):
+        for name in set(files) - set(chunks):
             below = name if path == "." else f"{path}/{name}"
             if path != "." and _OBJECT_FILE.fullmatch(name):
                 found.objects.append(below)
             elif below not in (CONFIG_FNAME, COMMON_FILE):
                 found.others.append(below)
+    for paths in (found.arrays, found.objects, found.headless, found.others):
+        paths.sort()
     return found
 
 
@@ -185,7 +187,6 @@ def _folders(checkpoint_dir: Path) -> Iterator[tuple[Path, list[str]]]:
     """Every folder with its files, but nothing below an array; where links lead in a circle they are followed once."""
     seen: set[str] = set()
     for folder, folders, files in os.walk(checkpoint_dir, followlinks=True, onerror=_raise):
-        folders.sort()
         real = os.path.realpath(folder)
         if real in seen:
             folders.clear()

@@ -27,6 +27,7 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict
 
     Args:
         optim_params_iter: all parameters, in the order of the optimizer's groups. One that comes twice keeps its first number.
+            The local part of a DTensor is its `_local_tensor`.
     """
     numbers: dict[int, int] = {}
     for number, parameter in enumerate(optim_params_iter):
@@ -132,9 +133,6 @@ def _data_shape(parameter: ShardedTensor | ShardedTensorFactory) -> tuple[int, .
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, or this rank's part of a DTensor: that very object, so that its id() is the one in the model's state dict."""
-    if not is_dtensor(tensor):
-        return tensor
-    with torch.no_grad():  # through autograd it would be a new object
-        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    """A tensor, or this rank's part of a DTensor: that very object, which `to_local()` of a parameter is not (torch 2.13)."""
+    local: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return local

@@ -147,7 +147,8 @@ def load(
         strict: what becomes of keys that are asked for and not in the checkpoint (*unexpected*), or there and not asked for
             (*missing*): the words are the first reference's, and the reverse of torch's.
         allow_pickle: a checkpoint that Megatron-Core wrote keeps its common state and objects in pickles: read them; tensors,
-            plain values and containers, and nothing else.
+            plain values and containers. Instead of objects of other classes there are inert `UnknownObject`s, and a warning
+            names them; what is given to `torch.serialization.add_safe_globals` is made.
 
     Returns:
         the state dict, common state included; under a `strict` that returns keys, also the missing and the unexpected ones.
@@ -163,7 +164,7 @@ def load(
         with topology.phase("common state"):
             handling = parse_strict_flag(strict)
             if allow_pickle and common_strategy is None and _is_pickled(folder):
-                common_strategy = TorchCommonLoadStrategy(allow_pickle=True)
+                common_strategy = _of_pickles()
             sharded, common = verify_checkpoint_and_load_strategy(str(folder), sharded_strategy, common_strategy)
             state = common.load_common(folder)
             wanted, local, factories = _prepared_to_load(sharded_state_dict)
@@ -192,7 +193,7 @@ def load(
 
 def load_common_state_dict(checkpoint_dir: str | Path, *, allow_pickle: bool = False) -> StateDict:
     """Load what is not sharded. Any process, alone."""
-    common = TorchCommonLoadStrategy(allow_pickle=True) if allow_pickle and _is_pickled(Path(checkpoint_dir)) else None
+    common = _of_pickles() if allow_pickle and _is_pickled(Path(checkpoint_dir)) else None
     _, strategy = verify_checkpoint_and_load_strategy(str(checkpoint_dir), None, common)
     return strategy.load_common(Path(checkpoint_dir))
 
@@ -291,6 +292,11 @@ def _sharded_metadata(folder: Path, sharded: LoadShardedStrategy, common: LoadCo
 def _is_pickled(folder: Path) -> bool:
     config = maybe_load_config(str(folder))
     return config is not None and config.common_backend == "torch"
+
+
+def _of_pickles() -> LoadCommonStrategy:
+    """What reads the pickles of a user who has allowed that."""
+    return TorchCommonLoadStrategy(allow_pickle=True, unknown="keep")
 
 
 def _sharded_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:

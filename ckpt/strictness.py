@@ -12,7 +12,8 @@ from enum import Enum
 
 from ckpt.dict_utils import extract_matching_values, nested_values
 from ckpt.errors import ConfigurationError, MissingStateError
-from ckpt.integrity import GlobalMetadata, LocalMetadata, check_sharding, named_ranks
+from ckpt.global_metadata import GlobalMetadata, LocalMetadata
+from ckpt.integrity import check_sharding, named_ranks
 from ckpt.job import current_topology
 from ckpt.mapping import ShardedBase, ShardedStateDict
 from ckpt.report import some_of
@@ -87,7 +88,7 @@ def validate_integrity_and_strict_load(
     strict: StrictHandling,
     validate_access_integrity: bool,
     local_metadata: LocalMetadata | None = None,
-    global_metadata: GlobalMetadata | None = None,
+    global_metadata: GlobalMetadata | Sequence[LocalMetadata] | None = None,
     ckpt_sharded_metadata: CkptShardedMetadata | None = None,
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
     """Compare what is requested with what the checkpoint holds, and what the ranks request with each other. Collective.
@@ -127,15 +128,14 @@ def validate_integrity_and_strict_load(
             sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected)
         if strict is StrictHandling.IGNORE_ALL:
             unexpected = set()
-        if strict in (*_LOG, *_RAISE):
-            phase.payload = [sorted(missing), sorted(unexpected)]
-    if any(said and any(said) for said in phase.payloads):
-        _report(
-            sorted({key for said in phase.payloads for key in said[0]}),
-            [said[1] for said in phase.payloads],
-            raises=strict in _RAISE,
-            logs=topology.is_lead,
-        )
+        told = strict in (*_LOG, *_RAISE)
+        phase.payload = [strict.value, sorted(missing), sorted(unexpected)] if told else [strict.value, [], []]
+    flags, everybodys_missing, everybodys_unexpected = zip(*phase.payloads, strict=True)
+    if len(set(flags)) > 1:
+        raise ConfigurationError(f"strict differs between the ranks: {', '.join(flags)}, by rank; give the same on all")
+    if any(everybodys_missing) or any(everybodys_unexpected):
+        everything_missing = sorted({key for keys in everybodys_missing for key in keys})
+        _report(everything_missing, everybodys_unexpected, raises=strict in _RAISE, logs=topology.is_lead)
     if validate_access_integrity:
         assert global_metadata is not None, "all ranks have just agreed on that"
         check_sharding(global_metadata)
@@ -166,7 +166,7 @@ def maybe_report_missing_and_unexpected_keys(
 def _misfits(
     strict: StrictHandling,
     local: LocalMetadata,
-    everybodys: GlobalMetadata | None,
+    everybodys: GlobalMetadata | Sequence[LocalMetadata] | None,
     checkpoint: CkptShardedMetadata | None,
 ) -> tuple[set[str], set[str]]:
     """Missing keys, if they are asked for, and this rank's unexpected ones."""
@@ -182,7 +182,7 @@ def _misfits(
         raise ConfigurationError(
             f"strict={strict.value} needs what all ranks request, global_metadata; get it by determine_global_metadata"
         )
-    return saved - {one.key for of_rank in everybodys for one in of_rank}, unexpected
+    return saved - GlobalMetadata.of(everybodys).keys, unexpected
 
 
 def _report(missing: Sequence[str], unexpected: Sequence[Sequence[str]], *, raises: bool, logs: bool) -> None:

@@ -94,7 +94,7 @@ def unpickle(file: Path, *, unknown: Unknown = "refuse") -> Any:
     """
     with _ONE_AT_A_TIME:
         names, added = _additions(file)
-        with safe_globals(list(added)):
+        with safe_globals(added):
             loaded = _load(
                 file,
                 lambda name: (
@@ -145,7 +145,7 @@ def _load(file: Path, refusal: Callable[[str], str]) -> Any:
 _REFUSED = re.compile(r"(?i:unsupported (?:global: global|global|class)) ([\w.]+)|but got <class '([\w.]+)'>")
 
 
-def _additions(file: Path) -> tuple[set[str], list[tuple[Any, str]]]:
+def _additions(file: Path) -> tuple[set[str], list[Any]]:
     """The names in a file that only a stand-in may be made for, and what to allow besides what the user has allowed.
 
     What the user allowed is left out: it would be forgotten when ours is taken back. NumPy's names go together.
@@ -183,15 +183,15 @@ def _require_known(file: Path, resolved: _Resolve, names: Iterable[str]) -> None
 
 _HOW_TO_ALLOW = (
     "Allow a class that you trust with torch.serialization.add_safe_globals([<class>]) before the load, or read the file with "
-    'unknown="keep", which puts an inert UnknownObject in the place of each.'
+    'unknown="keep" (of TorchCommonLoadStrategy), which puts an inert UnknownObject in the place of each.'
 )
 
 
 class _Resolve:
     """Walks through what was read, makes NumPy's values of their stand-ins, and notes where unknown objects are.
 
-    Containers are changed in place, so that what was shared stays shared. Objects of the user's classes are entered where
-    they have a `__dict__`.
+    Dictionaries and lists are changed in place, and what was shared stays shared. Objects of the user's classes are entered
+    where they have a `__dict__`.
 
     Attributes:
         places: the way to each unknown object -> the name of its class; what one holds is part of it.
@@ -282,6 +282,7 @@ _HARMLESS: dict[str, Any] = {
     "argparse.Namespace": argparse.Namespace,
     "types.SimpleNamespace": types.SimpleNamespace,
     "_io.BytesIO": io.BytesIO,
+    "builtins.bytes": lambda: b"",  # the only one that is pickled so
     "builtins.frozenset": frozenset,
     "collections.defaultdict": lambda *_: {},
     "pathlib.PosixPath": pathlib.Path,

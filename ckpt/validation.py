@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt.common_state import compare_common
 from ckpt.core import CONFIG_FNAME, maybe_load_config
+from ckpt.dict_utils import nested_values
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
-from ckpt.global_metadata import determine_global_metadata
-from ckpt.integrity import GlobalMetadata, LocalMetadata, check_sharding
-from ckpt.mapping import CommonStateDict
+from ckpt.global_metadata import Column, Columns, GlobalMetadata, LocalMetadata, Sharded, column_of_json
+from ckpt.integrity import check_sharding
+from ckpt.job import current_topology
+from ckpt.manifest import digest_of
+from ckpt.mapping import CommonStateDict, ShardedStateDict
 from ckpt.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -46,6 +51,42 @@ __all__ = [
 
 Format = tuple[str, int]
 """A backend and the version of its format."""
+
+
+def determine_global_metadata(sharded_state_dict: ShardedStateDict) -> tuple[list[Sharded], GlobalMetadata]:
+    """Let every rank know what each of them holds. Collective.
+
+    What several ranks say alike crosses once: first come digests, then each column from the lowest rank that has it.
+
+    Args:
+        sharded_state_dict: nested, of ShardedTensors and ShardedObjects alone.
+
+    Returns:
+        (what this rank holds, what every rank holds), without data.
+
+    Raises:
+        ConfigurationError: a rank gives something else; on every rank.
+    """
+    topology = current_topology()
+    with topology.phase("metadata") as phase:
+        mine = Columns.of(nested_values(sharded_state_dict))
+        local = [one.without_data() for one in nested_values(sharded_state_dict)]
+        phase.payload = [digest_of(json.dumps(column, separators=(",", ":")).encode()) for column in mine]
+    digests: list[list[str]] = phase.payloads
+    first_with: dict[str, int] = {}
+    for rank, of_rank in enumerate(digests):
+        for digest in of_rank:
+            first_with.setdefault(digest, rank)
+    with topology.phase("columns of metadata") as phase:
+        said = zip(digests[topology.rank], mine, strict=True)
+        phase.payload = {digest: column for digest, column in said if first_with[digest] == topology.rank}
+    trees = {digest: tree for sent in phase.payloads for digest, tree in sent.items()}
+    known: dict[tuple[int, str], Column] = {}
+    for of_rank in digests:
+        for number, digest in enumerate(of_rank):
+            if (number, digest) not in known:
+                known[number, digest] = column_of_json(trees[digest], number)
+    return local, GlobalMetadata([Columns(*(known[at] for at in enumerate(of_rank))) for of_rank in digests])
 
 
 def verify_checkpoint_and_load_strategy(
@@ -99,7 +140,7 @@ def validate_sharded_objects_handling(
 
 
 def validate_sharding_integrity(
-    global_metadata: GlobalMetadata, common_state_dict: CommonStateDict | None = None
+    global_metadata: GlobalMetadata | Sequence[LocalMetadata], common_state_dict: CommonStateDict | None = None
 ) -> None:
     """Make sure that the ranks' shards make up one state: see `check_sharding`, which raises on every rank alike.
 

@@ -32,7 +32,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.flatten import flatten
 from ckpt.sharing import find_aliases
 from ckpt.topology import Topology
-from recipes.measuring import PeakMemory, timed, together
+from recipes.measuring import PeakMemory, forget_cache, timed, together
 from recipes.training import Training
 
 READ_BYTES = 8 << 20
@@ -200,7 +200,7 @@ def _measure(contender: Contender, folder: Path, training: Training) -> dict[str
     memory = PeakMemory()
     figures["save_s"] = timed(lambda: contender.save(folder), topology)
     figures["save_peak_mib"] = memory.mib()
-    _forget_cache(folder, topology)
+    forget_cache(folder, topology)
     training.scramble()
     memory = PeakMemory()
     figures["load_cold_s"] = timed(lambda: contender.load(folder), topology)
@@ -210,17 +210,6 @@ def _measure(contender: Contender, folder: Path, training: Training) -> dict[str
     with topology.phase("figures") as phase:
         phase.payload = figures
     return {name: max(rank[name] for rank in phase.payloads) for name in figures}
-
-
-def _forget_cache(folder: Path, topology: Topology) -> None:
-    """Drop the files from the page cache, so that the next read comes from the disk (as far as the host lets it)."""
-    if topology.is_lead:
-        for path in folder.rglob("*"):
-            if path.is_file():
-                descriptor = os.open(path, os.O_RDONLY)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(descriptor)
-    together(topology)
 
 
 _Place = tuple[str, Box]

@@ -257,7 +257,8 @@ def _state(
     name = "sharded"
     while name in common:
         name += "_"
-    return common | {name: {"tensors": dict(tensors), "objects": objects}}
+    sharded = {key: part for key, part in (("tensors", dict(tensors)), ("objects", objects)) if part}
+    return common | ({name: sharded} if sharded else {})  # an empty one would be a common value
 
 
 _LEFT_OUT = object()
@@ -297,7 +298,7 @@ class _Carry:
         carried = {}
         for key, item in value.items():
             below = f"{path}.{key}" if path else str(key)
-            if self._leaf(key, f"{below} (the key)") is _LEFT_OUT:
+            if self._leaf(key, f"{path} (a key)") is _LEFT_OUT:
                 continue
             made = self(item, below)
             if made is not _LEFT_OUT:

@@ -1,12 +1,19 @@
-"""How much memory and time something takes."""
+"""How much memory and time something takes.
+
+Importing it imports nothing of `ckpt`, which does not run in the environment of recipes/megatron_peer.py.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckpt.topology import Topology
+if TYPE_CHECKING:
+    from ckpt.topology import Topology
 
 
 class PeakMemory:
@@ -38,3 +45,24 @@ def together(topology: Topology) -> None:
     """Wait for all ranks."""
     with topology.phase("round"):
         pass
+
+
+def forget_cache(folder: Path, topology: Topology) -> None:
+    """Drop the files from the page cache, so that the next read comes from the disk (as far as the host lets it)."""
+    if topology.is_lead:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+    together(topology)
+
+
+def make_durable(folder: Path) -> None:
+    """Return when all that was written on the folder's file system is on its disk, by whichever process."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot sync the file system of {folder}")
+    finally:
+        os.close(descriptor)

@@ -83,10 +83,10 @@ class AsyncRequest:
         topology = current_topology()
         with topology.operation(self.what):
             with topology.phase("run"):
-                self.function()()
+                self.preload()()
             _finalize(self, topology, None)
 
-    def function(self) -> Callable[[], object]:
+    def preload(self) -> Callable[[], object]:
         """Call `preload_fn`, and return the function that is left to call, with its arguments."""
         arguments = list(self.async_fn_args)
         staged = None if self.preload_fn is None else self.preload_fn()
@@ -143,13 +143,15 @@ class AsyncCallsQueue:
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
+        """Return how many requests this rank has scheduled and not taken from the queue. No call of other ranks is needed."""
         return len(self._calls)
 
     def close(self) -> None:
         """Wait for all requests and finalize them, also those behind one that failed. Every rank calls it.
 
         Raises:
-            CheckpointError: requests failed: the class of the first error, the sentences of all; on every rank.
+            CheckpointError: requests failed, or the ranks cannot agree: the class of the first error, the sentences of all; on
+                every rank. Only in the second case something is left in the queue.
         """
         errors: list[CheckpointError] = []
         while self._calls:
@@ -157,9 +159,9 @@ class AsyncCallsQueue:
             try:
                 self.maybe_finalize_async_calls(blocking=True)
             except CheckpointError as error:
-                if len(self._calls) == before:  # no request's error: the ranks cannot agree
-                    raise
                 errors.append(error)
+                if len(self._calls) == before:  # no request's error: the ranks cannot agree
+                    break
         if len(errors) > 1:
             raise rebuild({**describe(errors[0]), "message": "; ".join(map(str, errors))}) from errors[0]
         if errors:
@@ -206,7 +208,7 @@ class _Call:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         try:
-            function = request.function()
+            function = request.preload()
             if request.async_fn is not None:
                 target, name = copy_context().run, f"async call {number}"  # it sees the topology of its caller
                 thread = threading.Thread(target=target, args=(self._run, function), name=name, daemon=True)

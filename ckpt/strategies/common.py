@@ -23,6 +23,7 @@ from ckpt.megatron_zarr import load_megatron_common, load_megatron_object, megat
 from ckpt.sharded_loading import load_state, state_keys
 from ckpt.sharing import SharingPattern
 from ckpt.stored import read_listed_file, read_manifest
+from ckpt.unpickling import unknown_in
 from ckpt.strategies.base import (
     DeclaredFormats,
     LoadCommonStrategy,
@@ -154,7 +155,12 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
         Raises:
             ConfigurationError: pickles are not allowed, or it holds objects of unknown classes.
         """
-        return load_megatron_common(Path(checkpoint_dir), allow_pickle=self._allow_pickle, unknown=self._unknown)
+        common = load_megatron_common(Path(checkpoint_dir), allow_pickle=self._allow_pickle, unknown=self._unknown)
+        unknown = unknown_in(common)
+        if unknown and current_topology().is_lead:
+            named = ", ".join(f"{path} ({name})" for path, name in unknown.items())
+            _log.warning("%s: in the place of objects of unknown classes are inert ones: %s", checkpoint_dir, named)
+        return common
 
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path

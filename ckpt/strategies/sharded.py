@@ -57,7 +57,7 @@ class SaveTensors(AsyncSaveShardedStrategy):
         save = self._prepared(sharded_state_dict, Path(checkpoint_dir), copied=True)
         with current_topology().operation(f"save into {checkpoint_dir}"):
             save.prepare()
-        return AsyncRequest(save.write, (), [save.finish])
+        return AsyncRequest(save.write, (), [save.finish], what=f"save into {checkpoint_dir}")
 
     def _prepared(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *, copied: bool) -> FolderSave:
         topology = current_topology()

@@ -27,7 +27,9 @@ GROUPS = {
     "hydra": {"default"},
 }
 CHOICES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
-ROOTS = {"train", "inspect", "verify", "benchmark", "benchmark_plan", "plan", "doctor", "benchmark_validation"}
+ROOTS = {
+    "train", "inspect", "verify", "plan", "doctor", "convert", "benchmark", "benchmark_megatron", "benchmark_plan", "benchmark_validation",
+}  # fmt: skip
 
 
 def plain(run_dir: Path, *overrides: str) -> dict[str, Any]:

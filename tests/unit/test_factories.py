@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ def test_the_factory_of_a_parameter_serves_runs_of_its_optimizer_state(borders: 
     """S1.64: where an optimizer is spread over replicas, each holds a run of the flattened state (`flattened_range`)."""
     edges, built, merged = [0, *borders, 12], [], []
     for number in range(COUNT):
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise(edges):
             run = replace(
                 gated(number, rows(number)), data=rows(number).flatten()[start:stop], flattened_range=slice(start, stop)
             )

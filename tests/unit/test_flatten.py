@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import enum
+import io
 import json
 import math
+import sys
+import types
 from collections import OrderedDict
 from typing import Any
 
@@ -105,9 +110,60 @@ def test_mappings_of_other_kinds_are_entered_and_an_empty_state_is_empty() -> No
     assert (empty.tensors, empty.plain) == ({}, {})
 
 
-def test_a_key_that_is_neither_text_nor_number_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="state dict key"):
-        flatten({("a", 1): 2}, "m")
+def test_plain_keys_of_any_kind_come_back_as_they_were() -> None:
+    state = {("a", torch.bfloat16): {"w": torch.arange(3), True: 1, 1.5: [2, torch.ones(1)]}, None: (3,), 7: "x"}
+    leaves = flatten(state, "m")
+    paths = {key: path_from_json(json.loads(json.dumps(path_to_json(path)))) for key, path in leaves.paths.items()}
+    back = unflatten({**leaves.tensors, **leaves.plain}, paths)
+    assert set(back) == set(state)
+    inner = state["a", torch.bfloat16]
+    assert set(back["a", torch.bfloat16]) == set(inner)
+    assert back["a", torch.bfloat16]["w"] is inner["w"]
+    assert back["a", torch.bfloat16][1.5][1] is inner[1.5][1]
+    assert (back[None], back[7]) == ((3,), "x")
+
+
+def test_a_key_that_is_not_plain_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="key is a builtins.object"):
+        flatten({object(): 2}, "m")
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        argparse.Namespace(lr=0.1, dtype=torch.bfloat16, deep=argparse.Namespace(a=(1,))),
+        types.SimpleNamespace(a=None),
+        torch.Size([2, 3]),
+        {"b", "a"},
+        frozenset({1, (2, "x")}),
+        torch.float8_e4m3fn,
+        Colour.RED,
+    ],
+)
+def test_what_training_scripts_keep_beside_tensors_comes_back(value: Any) -> None:
+    back = from_json(json.loads(json.dumps(to_json(value, "x"))))
+    assert type(back) is type(value)
+    assert back == value
+
+
+def test_bytes_in_memory_come_back_wherever_they_were_read_up_to() -> None:
+    stream = io.BytesIO(b"\x00abc")
+    stream.seek(2)
+    assert from_json(json.loads(json.dumps(to_json(stream, "x")))).read() == b"\x00abc"
+
+
+def test_a_set_has_the_same_json_in_every_process() -> None:
+    assert to_json({"b", "a", "c"}, "x") == {"~set": ["a", "b", "c"]}
+
+
+def test_an_enum_member_of_a_class_that_nobody_has_imported_is_refused_and_nothing_is_imported() -> None:
+    with pytest.raises(ConfigurationError, match="import this before the load"):
+        from_json({"~enum": ["this", "Zen", "A"]})
+    assert "this" not in sys.modules
 
 
 def test_an_empty_dictionary_of_one_rank_takes_nothing_away_from_what_others_have_there() -> None:

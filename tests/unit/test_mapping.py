@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ def cut_in_runs(chunk: ShardedTensor, borders: list[int]) -> list[ShardedTensor]
     flat = chunk.data.flatten()
     return [
         replace(chunk, data=flat[start:stop].clone(), flattened_range=slice(start, stop))
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in pairwise(edges)
     ]
 
 
@@ -86,6 +86,7 @@ def assembled(pieces: list[ShardedTensor]) -> torch.Tensor:
         (PIECE, {"global_offset": (1, 3)}, ShardingError, r"\(1, 3\) is not divisible by the chunk's shape \(2, 3\)"),
         (RUN, {"flattened_range": slice(1, 5, 1)}, ShardingError, r"slice\(1, 5, 1\) has a step"),
         (PIECE, {"axis_fragmentations": (2,)}, ShapeMismatchError, r"axis_fragmentations \(2,\) and global_shape"),
+        (PIECE, {"axis_fragmentations": (2, 0)}, ShardingError, r"axis_fragmentations \(2, 0\) has a count below 1"),
         (RUN, {"flattened_range": slice(None, 4)}, ShardingError, "has an open end"),
         (RUN, {"flattened_range": slice(3, 7)}, ShardingError, r"is not a run of the 6 elements of local_shape \(2, 3\)"),
         (RUN, {"flattened_range": slice(5, 1)}, ShardingError, "is not a run of the 6 elements"),

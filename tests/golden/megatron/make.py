@@ -157,7 +157,8 @@ class Builder:
             offsets = [(axis, self.tp_rank, self.tp)]
         start, stop = cuts[self.dp_rank], cuts[self.dp_rank + 1]
         if start < stop:
-            chunk = ShardedTensor.from_rank_offsets(key, part, *offsets, replica_id=(0, 0, 0))
+            replica_id = (0, 0 if offsets else self.tp_rank, 0)
+            chunk = ShardedTensor.from_rank_offsets(key, part, *offsets, replica_id=replica_id)
             held = part.reshape(-1)[start:stop].clone()
             self.sharded[key] = replace(chunk, data=held, flattened_range=slice(start, stop))
 
@@ -237,8 +238,7 @@ def tp2_dp2(rank: int) -> tuple[State, State]:
         else:
             b.split(f"model.{name}", shape, torch.bfloat16, axis, **_mismatch(name))
         for moment in ("fp32_param", "exp_avg"):
-            if axis is not None or b.tp_rank == 0:  # flattened ranges of a second replica are not written, nor allowed
-                b.flat(f"optimizer.state.{moment}.model.{name}", shape, cuts, axis)
+            b.flat(f"optimizer.state.{moment}.model.{name}", shape, cuts, axis)
     b.object("rng_state", [_rng_state(b.tp_rank)], (1, 2), (0, b.tp_rank), b.dp_rank)
     return b.sharded, _common() | {"args": _arguments(model_type=ModelType.encoder_or_decoder)}
 

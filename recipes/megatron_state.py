@@ -1,0 +1,177 @@
+"""A GPT and the moments of Adam as Megatron holds them, cut for one rank: what both sides of the benchmark save.
+
+It imports torch alone, because ranks of another environment, in which `ckpt` does not run, import it too.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+OPTIMIZERS = ("tensors", "ranges")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+VOCABULARY_MULTIPLE = 128  # Megatron pads the embedding to a multiple of this on every tensor-parallel rank
+
+
+@dataclass(frozen=True)
+class Held:
+    """Whose part of which state.
+
+    Attributes:
+        vocabulary, context, layers, width: of the GPT.
+        optimizer: "tensors": the moments are cut as the weights are, and data-parallel ranks hold them alike; "ranges": each
+            of these holds a range of all flattened moments behind each other, as Megatron's distributed optimizer does.
+        tp_rank, tp, dp_rank, dp: this rank's place, and the number of places, along either axis.
+    """
+
+    vocabulary: int
+    context: int
+    layers: int
+    width: int
+    optimizer: str
+    tp_rank: int
+    tp: int
+    dp_rank: int
+    dp: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The arguments of a ShardedTensor, but for its data; `start` and `stop` are those of a flattened range."""
+
+    key: str
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    fragmentations: tuple[int, ...]
+    replica_id: tuple[int, int, int]
+    prepended: int
+    may_differ: bool = False
+    start: int | None = None
+    stop: int | None = None
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.local_shape) if self.stop is None else self.stop - (self.start or 0)
+
+    def values(self) -> torch.Tensor:
+        """Return float32 whose bits follow from the place in the global tensor: equal in replicas, else all different."""
+        seed = zlib.crc32(f"{self.key} {self.global_offset}".encode()) - 2**31
+        start = self.start or 0
+        bits = torch.arange(start, start + self.num_elements, dtype=torch.int32).mul_(-1640531527).add_(seed)
+        return bits.view(torch.float32).view(self.local_shape if self.stop is None else (-1,))
+
+    def is_equal(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that was loaded has these values, bit for bit."""
+        wanted = self.values()
+        same_kind = tensor.dtype == wanted.dtype and tensor.shape == wanted.shape
+        return same_kind and torch.equal(tensor.contiguous().view(torch.int32), wanted.view(torch.int32))
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """`axis` is the one that tensor-parallel ranks cut; None: they hold it alike. Layers are stacked in front."""
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int | None
+    in_layers: bool = False
+    may_differ: bool = False
+
+
+def shards_of(held: Held) -> dict[str, Shard]:
+    """Return all that one rank holds, by names that are equal on no two entries."""
+    model = dict(_model(held))
+    found = {f"model {name}": shard for name, shard in model.items()}
+    ranges = dict(_ranges(held, model))
+    for moment in MOMENTS:
+        for name, shard in ranges.items() if held.optimizer == "ranges" else model.items():
+            found[f"{moment} {name}"] = replace(shard, key=f"optimizer.state.{moment}.{shard.key}")
+    return found
+
+
+def sharded(shards: Mapping[str, Shard], data: Mapping[str, torch.Tensor], make: Callable[..., Any]) -> dict[str, Any]:
+    """Return a sharded state dict over `data`, with some common state. `make`: the ShardedTensor of either side."""
+    state: dict[str, Any] = {"iteration": 7, "checkpoint_version": 3.0, "lr": 3e-4}
+    for name, shard in shards.items():
+        state[name] = make(
+            shard.key,
+            data[name],
+            torch.float32,
+            shard.local_shape,
+            shard.global_shape,
+            shard.global_offset,
+            shard.fragmentations,
+            shard.replica_id,
+            shard.prepended,
+            shard.may_differ,
+            None if shard.stop is None else slice(shard.start, shard.stop),
+        )
+    return state
+
+
+def _model(held: Held) -> Iterator[tuple[str, Shard]]:
+    for parameter in _parameters(held):
+        for layer in range(held.layers) if parameter.in_layers else [None]:
+            yield f"{parameter.name} {layer}", _shard(parameter, layer, held)
+
+
+def _shard(parameter: _Parameter, layer: int | None, held: Held) -> Shard:
+    local, offset, cuts = list(parameter.shape), [0] * len(parameter.shape), [1] * len(parameter.shape)
+    if parameter.axis is not None:
+        local[parameter.axis] //= held.tp
+        offset[parameter.axis] = held.tp_rank * local[parameter.axis]
+        cuts[parameter.axis] = held.tp
+    whole = list(parameter.shape)
+    if layer is not None:
+        whole, offset, cuts = [held.layers, *whole], [layer, *offset], [held.layers, *cuts]
+    return Shard(
+        key=parameter.name,
+        local_shape=tuple(local),
+        global_shape=tuple(whole),
+        global_offset=tuple(offset),
+        fragmentations=tuple(cuts),
+        replica_id=(0, held.tp_rank if parameter.axis is None else 0, held.dp_rank),
+        prepended=0 if layer is None else 1,
+        may_differ=parameter.may_differ,
+    )
+
+
+def _ranges(held: Held, model: Mapping[str, Shard]) -> Iterator[tuple[str, Shard]]:
+    """What this rank holds of the flattened parameters when they lie behind each other, the last one first."""
+    part = -(-sum(shard.num_elements for shard in model.values()) // held.dp)
+    at = -held.dp_rank * part
+    for name, shard in reversed(model.items()):
+        start, stop = max(0, -at), min(shard.num_elements, part - at)
+        if start < stop:
+            yield name, replace(shard, replica_id=(*shard.replica_id[:2], 0), start=start, stop=stop)
+        at += shard.num_elements
+
+
+def _parameters(held: Held) -> Iterator[_Parameter]:
+    width, multiple = held.width, VOCABULARY_MULTIPLE * held.tp
+    vocabulary = -(-held.vocabulary // multiple) * multiple
+    yield _Parameter("embedding.word_embeddings.weight", (vocabulary, width), 0, may_differ=True)
+    yield _Parameter("embedding.position_embeddings.weight", (held.context, width), None)
+    for name, shape, axis in (
+        ("self_attention.linear_proj.weight", (width, width), 1),
+        ("self_attention.linear_proj.bias", (width,), None),
+        ("self_attention.linear_qkv.layer_norm_weight", (width,), None),
+        ("self_attention.linear_qkv.layer_norm_bias", (width,), None),
+        ("self_attention.linear_qkv.weight", (3 * width, width), 0),
+        ("self_attention.linear_qkv.bias", (3 * width,), 0),
+        ("mlp.linear_fc1.layer_norm_weight", (width,), None),
+        ("mlp.linear_fc1.layer_norm_bias", (width,), None),
+        ("mlp.linear_fc1.weight", (4 * width, width), 0),
+        ("mlp.linear_fc1.bias", (4 * width,), 0),
+        ("mlp.linear_fc2.weight", (width, 4 * width), 1),
+        ("mlp.linear_fc2.bias", (width,), None),
+    ):
+        yield _Parameter(f"decoder.layers.{name}", shape, axis, in_layers=True)
+    yield _Parameter("decoder.final_layernorm.weight", (width,), None)
+    yield _Parameter("decoder.final_layernorm.bias", (width,), None)
