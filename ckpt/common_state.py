@@ -133,10 +133,7 @@ def _text_of_tensor(tensor: torch.Tensor) -> str:
 
 
 def _own_text(leaf: Any) -> str:
-    """What an object says of itself; nothing if that is only where it lies in memory, which differs between equal ones."""
-    own: object = type(leaf).__repr__
-    if own is object.__repr__:
-        return ""
+    """What an object says of itself; nothing if that is where it lies in memory, which differs between equal ones."""
     try:
         text = repr(leaf)
     except Exception as error:

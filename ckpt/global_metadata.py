@@ -85,7 +85,9 @@ class Columns(NamedTuple):
             _column(one.key for one in pieces),
             _column(map(Form.of, pieces)),
             _column(map(Place.of, pieces)),
-            _column(one.replica_id if isinstance(one.replica_id, int) else _ints(one.replica_id) for one in pieces),
+            _column(
+                _ints(one.replica_id) if isinstance(one.replica_id, tuple) else int(one.replica_id) for one in pieces
+            ),
         )
 
 

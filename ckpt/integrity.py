@@ -212,9 +212,8 @@ def _hole_at(point: Box, global_shape: tuple[int, ...], boxes: Iterable[Box]) ->
         hole = _between(point.offsets, ends)
         if overlap(box, hole) is None:
             continue
-        # It begins behind the element along some dimension; cut there, along the one where most is left.
-        behind = [dim for dim, (b, p) in enumerate(zip(box.offsets, point.offsets, strict=True)) if b > p]
-        dim = max(behind, key=lambda d: (box.offsets[d] - point.offsets[d]) / hole.shape[d])
+        # Along some dimension it begins behind the element: end before it there.
+        dim = next(dim for dim, (b, p) in enumerate(zip(box.offsets, point.offsets, strict=True)) if b > p)
         ends[dim] = box.offsets[dim]
     return _between(point.offsets, ends)
 

@@ -145,7 +145,7 @@ def _run_of(
     start, stop = (chunk.numel() * i * i // ranks**2 for i in (rank, rank + 1))
     return ShardedTensor.from_rank_offsets_flat(
         key,
-        chunk.reshape(-1)[start:stop],
+        chunk.reshape(-1)[start:stop].clone(memory_format=torch.contiguous_format),
         tuple(chunk.shape),
         *offsets,
         flattened_range=slice(start, stop),

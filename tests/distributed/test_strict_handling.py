@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ def held_by(rank: int) -> dict[str, Any]:
     state["moment"] = ShardedTensor.from_rank_offsets_flat(
         "moment", data, (2, 3), (0, np.int64(part), 2), flattened_range=run, allow_shape_mismatch=True
     )
-    state["step"] = ShardedTensor.at("step", torch.tensor(rank), (), (), replica_id=rank)
+    state["step"] = ShardedTensor.at("step", torch.tensor(rank), (), (), replica_id=(np.int64(rank), 0))
     return state
 
 
@@ -203,6 +204,8 @@ class Opaque:
     def __init__(self, value: int) -> None:
         self.value = value
 
+    def __call__(self) -> None: ...
+
 
 def common_of(rank: int) -> dict[str, Any]:
     """What is equal on all ranks, in other objects, orders and memory."""
@@ -212,8 +215,9 @@ def common_of(rank: int) -> dict[str, Any]:
         ("w", torch.arange(6.0).view(2, 3).T if rank else torch.arange(6.0).view(2, 3).T.contiguous()),
         ("array", np.arange(3)),
         ("args", argparse.Namespace(lr=0.1, dtype=torch.bfloat16, colour=Colour.RED, of=[Settings(0.5, ("a",))])),
-        ("tuple", (1, torch.ones(2), {3, 1, 2} if rank else {1, 2, 3})),
+        ("tuple", (1, torch.ones(2), {8, 0} if rank else {0, 8})),
         ("opaque", Opaque(rank)),
+        ("partial", functools.partial(Opaque(rank), 1)),
         ("sparse", torch.zeros(2).to_sparse()),
         ("call", torch.relu),
         ("objects", np.array([1, "a"], dtype=object)),

@@ -89,6 +89,17 @@ def num_elements(shard: Sharded) -> int:
     return math.prod(shard.local_shape) if run is None else run.stop - run.start
 
 
+def other_places(shard: ShardedTensor) -> list[tuple[int, ...]]:
+    rooms = [range(n - s + 1) for n, s in zip(shard.global_shape, shard.local_shape, strict=True)]
+    return [place for place in product(*rooms) if place != shard.global_offset]
+
+
+def other_starts(run: ShardedTensor) -> list[int]:
+    assert run.flattened_range is not None
+    room = math.prod(run.local_shape) - num_elements(run)
+    return [start for start in range(room + 1) if start != run.flattened_range.start]
+
+
 states = grids() | flattened() | irregular() | objects()
 
 
@@ -131,12 +142,11 @@ def test_a_shard_at_another_place_is_found(
     shards: list[ShardedTensor], num_ranks: int, seed: int, data: st.DataObject
 ) -> None:
     """S1.72: it leaves a hole and overlaps another one, or has its box."""
-    at = data.draw(st.sampled_from([n for n, shard in enumerate(shards) if num_elements(shard)]))
-    moved = shards[at]
-    rooms = [range(n - s + 1) for n, s in zip(moved.global_shape, moved.local_shape, strict=True)]
-    offset = data.draw(st.sampled_from([*product(*rooms)]))
-    assume(offset != moved.global_offset)
-    held = spread([*shards[:at], replace(moved, global_offset=offset), *shards[at + 1 :]], num_ranks, seed)
+    moves = [(at, place) for at, shard in enumerate(shards) if num_elements(shard) for place in other_places(shard)]
+    if not moves:  # one shard, which fills the whole
+        return
+    at, place = data.draw(st.sampled_from(moves))
+    held = spread([*shards[:at], replace(shards[at], global_offset=place), *shards[at + 1 :]], num_ranks, seed)
     with pytest.raises(ShardingError, match="^w: .*(overlap in|no rank has the main replica|has 2 main replicas)"):
         check_sharding(held)
 
@@ -146,12 +156,11 @@ def test_a_flattened_range_at_another_place_is_found(
     runs: list[ShardedTensor], num_ranks: int, seed: int, data: st.DataObject
 ) -> None:
     """S1.72"""
-    at = data.draw(st.sampled_from([n for n, run in enumerate(runs) if num_elements(run)]))
-    moved = runs[at].flattened_range
-    assert moved is not None
-    start = data.draw(st.integers(0, math.prod(runs[at].local_shape) - (moved.stop - moved.start)))
-    assume(start != moved.start)
-    run = replace(runs[at], flattened_range=slice(start, start + moved.stop - moved.start))
+    moves = [(at, start) for at, run in enumerate(runs) if num_elements(run) for start in other_starts(run)]
+    if not moves:
+        return
+    at, start = data.draw(st.sampled_from(moves))
+    run = replace(runs[at], flattened_range=slice(start, start + num_elements(runs[at])))
     with pytest.raises(ShardingError, match=r"^w: elements \d+ to \d+ of the shard"):
         check_sharding(spread([*runs[:at], run, *runs[at + 1 :]], num_ranks, seed))
 
@@ -226,6 +235,10 @@ def test_errors_name_the_ranks_and_what_is_missing_or_there_twice() -> None:
     assert said([[flat(0, 4)], [flat(3, 6)]]) == (
         "w: elements 3 to 4 of the shard [0:2, 0:3] of the global shape [2, 3] are in the flattened ranges of two main replicas, on "
         "ranks 0-1; such ranges must not overlap"
+    )
+    empty = replace(rows(1, 2), flattened_range=slice(0, 0))
+    assert said([[replace(rows(0, 2), flattened_range=slice(0, 6))], [empty]]).endswith(
+        "[2:4, 0:3] of the global shape [4, 3]; ranks 0-1 have the rest of w. One rank must give it, with replica_id 0."
     )
     grid = [[ShardedObject("rng", None, (2, 2), number)] for number in [(0, 0), (0, 1), (1, 1)]]
     assert said(grid) == (
