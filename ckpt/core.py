@@ -5,14 +5,13 @@ Names follow megatron.core.dist_checkpointing.core.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import secrets
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ckpt.durable import replace_durably
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, sentence
 
 CONFIG_FNAME = "metadata.json"
@@ -21,7 +20,6 @@ CheckpointingException = CheckpointError
 """The base of all errors of this package, under the name by which code written for Megatron-Core catches it."""
 
 _BEFORE_COMMON_WAS_NAMED: dict[str, Any] = {"common_backend": "torch", "common_backend_version": 1}
-_CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 @dataclass
@@ -74,17 +72,8 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[s
         StorageError: the folder cannot be written; what was there is unchanged.
     """
     path = Path(checkpoint_dir, CONFIG_FNAME)
-    beside = path.with_name(f".{CONFIG_FNAME}-{secrets.token_hex(4)}")
     try:
-        try:
-            with beside.open("wb") as file:
-                file.write(json.dumps(asdict(config)).encode())
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        replace_durably(path, json.dumps(asdict(config)).encode())
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {sentence(error)}") from error
 
@@ -112,15 +101,3 @@ def _unlike(path: Path, what: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{path} {what}, so the checkpoint's formats are unknown; take another checkpoint, or a copy of this one"
     )
-
-
-def _sync_folder(path: Path) -> None:
-    """Make the names in a folder durable, as far as its file system can."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC_FOLDERS:
-            raise
-    finally:
-        os.close(descriptor)

@@ -227,7 +227,7 @@ def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
     for at, part in enumerate(path):
         key: Any = part[0] if isinstance(part, tuple) else part
         if isinstance(part, tuple) and part[1] == "key":
-            key = from_json(json.loads(part[0]))
+            key = from_json(json.loads(str(part[0])))
         if at == len(path) - 1:
             if type(value) is dict and not value:  # of a rank that has nothing there, where others may have something
                 here.setdefault(key, {})

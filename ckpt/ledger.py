@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ckpt.durable import sync_folder
 from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sentence
 from ckpt.manifest import MANIFEST_NAME
 from ckpt.owner import OWNER_SUFFIX, Owner, abandoned, owner_file
@@ -35,7 +36,6 @@ _VALID_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _HIDDEN = re.compile(r"\.(?P<kind>unpublished|replaced|quarantined|removed)-(?P<id>.+)-[0-9a-f]{8}")
 _TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
 _HEAD_BYTES = 1 << 16
-_CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 _log = logging.getLogger(__name__)
 
@@ -131,11 +131,11 @@ class Ledger:
         with _told(f"{unpublished.name} cannot be published as {target}"):
             if not (unpublished / MANIFEST_NAME).is_file():
                 raise FileNotFoundError(errno.ENOENT, "it holds no manifest", str(unpublished / MANIFEST_NAME))
-            _sync_folder(unpublished)
+            sync_folder(unpublished)
             aside = self._make_way(target, checkpoint_id, refused or {})
             try:
                 os.rename(unpublished, target)
-                _sync_folder(self._root)
+                sync_folder(self._root)
             except OSError:
                 if target.exists():
                     os.rename(target, unpublished)
@@ -225,7 +225,7 @@ class Ledger:
                     self._make_way(target, id, refused={})
                     back = candidates.pop().path
                     os.rename(back, target)
-                    _sync_folder(self._root)
+                    sync_folder(self._root)
                     self._restored[target] = back
                 for old in candidates:
                     self._remove(old.path, id)
@@ -304,19 +304,7 @@ def _make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        _sync_folder(folder.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    """Make the names in a folder durable, as far as its file system can."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC_FOLDERS:
-            raise
-    finally:
-        os.close(descriptor)
+        sync_folder(folder.parent)
 
 
 def _delete(doomed: Path) -> None:

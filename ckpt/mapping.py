@@ -14,16 +14,16 @@ import torch
 
 from ckpt.box import Box, flat_boxes
 from ckpt.errors import ShardingError
-from ckpt.factories import (
+from ckpt.sharded.base import CommonStateDict, ReplicaId, ShardedBase, ShardedStateDict, StateDict, is_main_replica
+from ckpt.sharded.checks import check, check_narrow
+from ckpt.sharded.factories import (
     FactoryBuildFn,
     FactoryMergeFn,
     ShardedTensorFactory,
     apply_factories,
     apply_factory_merges,
 )
-from ckpt.mapping_checks import check, check_narrow
-from ckpt.objects import LocalNonpersistentObject, LocalNonpersitentObject, ShardedObject
-from ckpt.sharded_base import CommonStateDict, ReplicaId, ShardedBase, ShardedStateDict, StateDict, is_main_replica
+from ckpt.sharded.objects import LocalNonpersistentObject, LocalNonpersitentObject, ShardedObject
 
 __all__ = [
     "CommonStateDict",

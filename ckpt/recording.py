@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ckpt.backends.base import ArraySpec, Backend
+from ckpt.durable import replace_durably, write_durably
 from ckpt.errors import StorageError
 from ckpt.manifest import (
     CONFIG_NAME,
@@ -25,7 +26,7 @@ from ckpt.plan import SavePlan
 from ckpt.sharing import EQUAL_COPIES, StateComponent, holders_of
 from ckpt.topology import Topology
 from ckpt.version import __version__
-from ckpt.writing import Vote, joined_checksum, path_of, write_durably
+from ckpt.writing import Vote, joined_checksum, path_of
 
 
 class Record:
@@ -69,7 +70,7 @@ class Record:
         manifest = self._manifest(checkpoint_id)
         added = self._write_lead_files(manifest)
         data = manifest.to_bytes()
-        write_durably(self._folder / MANIFEST_NAME, data)
+        replace_durably(self._folder / MANIFEST_NAME, data)
         return added + len(data)
 
     def _manifest(self, checkpoint_id: str) -> CheckpointManifest:

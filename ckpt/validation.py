@@ -7,15 +7,23 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt.common_state import compare_common
 from ckpt.core import CONFIG_FNAME, maybe_load_config
 from ckpt.dict_utils import nested_values
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
-from ckpt.global_metadata import Column, Columns, GlobalMetadata, LocalMetadata, Sharded, column_of_json
-from ckpt.integrity import check_sharding
 from ckpt.job import current_topology
 from ckpt.manifest import digest_of
 from ckpt.mapping import CommonStateDict, ShardedStateDict
+from ckpt.sharded.common_state import compare_common
+from ckpt.sharded.global_metadata import Column, Columns, GlobalMetadata, LocalMetadata, Sharded, column_of_json
+from ckpt.sharded.integrity import check_sharding
+from ckpt.sharded.strictness import (
+    CkptShardedMetadata,
+    StrictHandling,
+    adjust_non_strict_load,
+    maybe_report_missing_and_unexpected_keys,
+    parse_strict_flag,
+    validate_integrity_and_strict_load,
+)
 from ckpt.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -23,14 +31,6 @@ from ckpt.strategies.base import (
     SaveShardedStrategy,
     StrategyAction,
     get_default_strategy,
-)
-from ckpt.strictness import (
-    CkptShardedMetadata,
-    StrictHandling,
-    adjust_non_strict_load,
-    maybe_report_missing_and_unexpected_keys,
-    parse_strict_flag,
-    validate_integrity_and_strict_load,
 )
 
 __all__ = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ from ckpt.box import Box
 from ckpt.collect import Contribution
 from ckpt.device import Device
 from ckpt.dtypes import raw_bytes, torch_dtype
+from ckpt.durable import write_durably
 from ckpt.manifest import PLAIN_NAME, Index, Piece, digest_of, encode_key, index_name
 from ckpt.plan import ChunkTask, PackTask, RankPlan, SavePlan
 from ckpt.sharing import OWN_COPIES, StateComponent, holders_of, prefix_of
@@ -233,19 +233,6 @@ def path_of(name: str, components: Mapping[str, StateComponent]) -> str:
     """The path of an array that is not packed."""
     folder = folder_of(name, components)
     return folder + encode_key(name.removeprefix(folder))
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a small file and make it and its name durable."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _component_of(name: str) -> str:

@@ -28,8 +28,8 @@ from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, Configur
 from ckpt.flatten import to_json
 from ckpt.job import use_topology
 from ckpt.mapping import ShardedObject, ShardedTensor
-from ckpt.megatron_layout import headless
-from ckpt.megatron_zarr import (
+from ckpt.megatron.layout import headless
+from ckpt.megatron.zarr import (
     MegatronZarr,
     is_megatron_zarr,
     load_megatron_common,

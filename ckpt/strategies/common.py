@@ -15,15 +15,14 @@ from typing import Any, Literal
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.dict_utils import dict_list_map_inplace, nested_values
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError
-from ckpt.folder import save_state
 from ckpt.job import current_topology
 from ckpt.manifest import COMMON, MANIFEST_NAME, OBJECTS
 from ckpt.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
-from ckpt.megatron_zarr import load_megatron_common, load_megatron_object, megatron_objects
-from ckpt.sharded_loading import load_state, state_keys
+from ckpt.megatron.zarr import load_megatron_common, load_megatron_object, megatron_objects
+from ckpt.sharded.folder import save_state
+from ckpt.sharded.loading import load_state, state_keys
 from ckpt.sharing import SharingPattern
 from ckpt.stored import read_listed_file, read_manifest
-from ckpt.unpickling import unknown_in
 from ckpt.strategies.base import (
     DeclaredFormats,
     LoadCommonStrategy,
@@ -32,6 +31,7 @@ from ckpt.strategies.base import (
     register_default_strategy,
 )
 from ckpt.topology import Topology
+from ckpt.unpickling import unknown_in
 
 _log = logging.getLogger("ckpt")
 

@@ -10,11 +10,11 @@ from typing import ClassVar
 import torch
 
 from ckpt.backends.base import Backend
-from ckpt.folder import FolderSave, contribution_of, device_of
 from ckpt.job import current_topology
 from ckpt.mapping import ShardedStateDict, ShardedTensor
-from ckpt.removing import remove_tensors
-from ckpt.sharded_loading import Library, load_tensors, open_tensors, tensors_in
+from ckpt.sharded.folder import FolderSave, contribution_of, device_of
+from ckpt.sharded.loading import Library, load_tensors, open_tensors, tensors_in
+from ckpt.sharded.removing import remove_tensors
 from ckpt.strategies.async_utils import AsyncRequest
 from ckpt.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
 from ckpt.topology import Topology
@@ -88,7 +88,7 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> ShardedStateDict:
         """Replace every ShardedTensor, in place, by the tensor it describes; return the state dict. Collective.
 
-        Raises: those of `ckpt.sharded_loading.load_tensors`.
+        Raises: those of `ckpt.sharded.loading.load_tensors`.
         """
         return load_tensors(
             sharded_state_dict,

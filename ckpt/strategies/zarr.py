@@ -14,7 +14,7 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import ConfigurationError, ShapeMismatchError
 from ckpt.mapping import ShardedStateDict, ShardedTensor
-from ckpt.megatron_zarr import array_folders
+from ckpt.megatron.zarr import array_folders
 from ckpt.strategies.base import StrategyAction, register_default_strategy
 from ckpt.strategies.sharded import LoadTensors, SaveTensors, uncut
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from ckpt.box import Box, overlap
 from ckpt.errors import ShardingError
-from ckpt.global_metadata import Columns, GlobalMetadata, Sharded
-from ckpt.integrity import _first_fault, _hole_at, check_sharding, named_ranks
 from ckpt.mapping import ReplicaId, ShardedObject, ShardedTensor
+from ckpt.sharded.global_metadata import Columns, GlobalMetadata, Sharded
+from ckpt.sharded.integrity import _first_fault, _hole_at, check_sharding, named_ranks
 from tests.tilings import cuts
 
 Held = list[list[Sharded]]

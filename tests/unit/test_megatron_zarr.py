@@ -30,8 +30,8 @@ from ckpt.errors import (
     MissingStateError,
     StorageError,
 )
-from ckpt.megatron_layout import layout_of
-from ckpt.megatron_zarr import (
+from ckpt.megatron.layout import layout_of
+from ckpt.megatron.zarr import (
     MegatronZarr,
     array_folders,
     is_megatron_zarr,

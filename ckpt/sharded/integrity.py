@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ckpt.box import Box, overlap, whole
 from ckpt.errors import ShardingError
-from ckpt.global_metadata import Column, Form, GlobalMetadata, LocalMetadata
 from ckpt.mapping import is_main_replica
+from ckpt.sharded.global_metadata import Column, Form, GlobalMetadata, LocalMetadata
 
 _RANKS_NAMED = 8
 

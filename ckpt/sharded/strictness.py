@@ -12,11 +12,11 @@ from enum import Enum
 
 from ckpt.dict_utils import extract_matching_values, nested_values
 from ckpt.errors import ConfigurationError, MissingStateError
-from ckpt.global_metadata import GlobalMetadata, LocalMetadata
-from ckpt.integrity import check_sharding, named_ranks
 from ckpt.job import current_topology
 from ckpt.mapping import ShardedBase, ShardedStateDict
 from ckpt.report import some_of
+from ckpt.sharded.global_metadata import GlobalMetadata, LocalMetadata
+from ckpt.sharded.integrity import check_sharding, named_ranks
 
 CkptShardedMetadata = Mapping[str, ShardedBase]
 """The tensors and objects of a checkpoint, without data, under whatever name; their `key` counts."""

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from ckpt.dict_utils import Path, path_name
-from ckpt.integrity import named_ranks
 from ckpt.job import current_topology
 from ckpt.manifest import digest_of
 from ckpt.mapping import CommonStateDict, StateDict
 from ckpt.replication import fingerprints
 from ckpt.report import some_of
+from ckpt.sharded.integrity import named_ranks
 
 _log = logging.getLogger(__name__)
 _SCALARS = (type(None), bool, int, float, complex, str)

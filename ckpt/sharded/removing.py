@@ -13,6 +13,7 @@ from ckpt.backends.base import FileRecord
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.tensorstore import DATABASE
 from ckpt.dtypes import item_bytes
+from ckpt.durable import replace_durably, write_durably
 from ckpt.manifest import (
     MANIFEST_NAME,
     SHARDED,
@@ -23,10 +24,10 @@ from ckpt.manifest import (
     index_generation,
     index_name,
 )
-from ckpt.megatron_zarr import MegatronZarr, is_megatron_zarr
+from ckpt.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.stored import read_index, read_manifest, rest_digest
 from ckpt.topology import Topology
-from ckpt.writing import checksums_of, joined_checksum, write_durably
+from ckpt.writing import checksums_of, joined_checksum
 
 
 def remove_tensors(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[str]:
@@ -80,7 +81,7 @@ def _remove(checkpoint_dir: Path, key_prefix: str) -> list[str]:
     if "ocdbt" in {entry.store for entry in gone.values()}:
         _remove_from_database(checkpoint_dir, manifest, gone)
     _correct_component(manifest, indexes, gone)
-    _replace_manifest(checkpoint_dir, manifest)
+    replace_durably(checkpoint_dir / MANIFEST_NAME, manifest.to_bytes())
     for path in old_indexes.values():
         (checkpoint_dir / path).unlink()
     for entry in gone.values():
@@ -139,14 +140,3 @@ def _correct_component(
     manifest.components[SHARDED] = replace(
         component, ranks=wrote, size_bytes=component.size_bytes - num_bytes, checksum=joined_checksum(checksums)
     )
-
-
-def _replace_manifest(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
-    later = checkpoint_dir / f"{MANIFEST_NAME}.later"
-    write_durably(later, manifest.to_bytes())
-    os.replace(later, checkpoint_dir / MANIFEST_NAME)
-    folder = os.open(checkpoint_dir, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

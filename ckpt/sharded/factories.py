@@ -10,7 +10,7 @@ import torch
 
 from ckpt.dict_utils import dict_list_map_inplace, path_name
 from ckpt.errors import ShardingError
-from ckpt.sharded_base import ReplicaId, ShardedBase, ShardedStateDict, StateDict
+from ckpt.sharded.base import ReplicaId, ShardedBase, ShardedStateDict, StateDict
 
 FactoryBuildFn = Callable[[str, torch.Tensor, ReplicaId, slice | None], Any]
 """(key, data, replica_id, flattened_range) to the sharded tensors, nested in dicts and lists, that are saved for it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ckpt.errors import ShapeMismatchError, ShardingError
-from ckpt.sharded_base import ReplicaId, ShardedBase
+from ckpt.sharded.base import ReplicaId, ShardedBase
 
 _UNKNOWN = -1
 """The last side of a global shape that an older unique key does not give."""

@@ -18,10 +18,10 @@ from ckpt.dtypes import torch_dtype
 from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
 from ckpt.flatten import Path as StatePath
 from ckpt.flatten import from_json, path_from_json, unflatten
-from ckpt.folder import Given, device_of
 from ckpt.manifest import MANIFEST_NAME, SHARDED, CheckpointManifest
 from ckpt.mapping import ShardedStateDict, ShardedTensor
-from ckpt.megatron_zarr import MegatronZarr, is_megatron_zarr
+from ckpt.megatron.zarr import MegatronZarr, is_megatron_zarr
+from ckpt.sharded.folder import Given, device_of
 from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.sources import CommittedSource
 from ckpt.stored import read_manifest, read_manifest_bytes
@@ -151,7 +151,7 @@ def tensors_in(sharded_state_dict: ShardedStateDict, does: str) -> list[ShardedT
 
 
 def load_state(folder: Path, key: str, *, only: Sequence[str] | None = None) -> dict[Any, Any]:
-    """Read a nested state dict that `ckpt.folder.save_state` wrote, into new memory. Any process, alone.
+    """Read a nested state dict that `ckpt.sharded.folder.save_state` wrote, into new memory. Any process, alone.
 
     Args:
         only: entries of the outermost dictionary to read; None: all.
@@ -182,7 +182,7 @@ def load_state(folder: Path, key: str, *, only: Sequence[str] | None = None) -> 
 
 
 def state_keys(folder: Path, key: str) -> list[str]:
-    """The entries of the outermost dictionary that `ckpt.folder.save_state` wrote, in order. Any process, alone."""
+    """The entries of the outermost dictionary that `ckpt.sharded.folder.save_state` wrote, in order. Any process, alone."""
     source, component = _open_state(folder, key)
     return list(dict.fromkeys(str(row[0][0]) for row in source.rows(component, "").values()))
 

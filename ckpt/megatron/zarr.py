@@ -1,6 +1,6 @@
 """Reads what Megatron-Core's zarr strategy wrote: the tensors through either Zarr library or as mapped files, and the pickled parts.
 
-What lies where is in `ckpt/megatron_layout.py`. A chunk that is not there is never read as zeros. What is pickled is read where
+What lies where is in `ckpt/megatron/layout.py`. A chunk that is not there is never read as zeros. What is pickled is read where
 that is asked for, and by `ckpt.unpickling` alone.
 """
 
@@ -20,7 +20,7 @@ from ckpt import zarr_dtypes
 from ckpt.box import Box, chunk_box, chunks_meeting
 from ckpt.dtypes import bits_of, torch_dtype
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
-from ckpt.megatron_layout import (
+from ckpt.megatron.layout import (
     ARRAY_FILE,
     COMMON_FILE,
     NO_DIGESTS,
@@ -32,7 +32,7 @@ from ckpt.megatron_layout import (
     layout_of,
     require_version,
 )
-from ckpt.objects import ShardedObject
+from ckpt.sharded.objects import ShardedObject
 from ckpt.unpickling import Unknown, unpickle
 
 __all__ = [
