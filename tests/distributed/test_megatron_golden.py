@@ -6,8 +6,13 @@ their files is read is the matter of tests/unit/test_megatron_zarr.py, their con
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
 import re
+import shutil
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +21,7 @@ import torch
 
 import ckpt
 from ckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ckpt.errors import (
-    CheckpointError,
-)
+from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.job import current_topology, use_topology
 from ckpt.strategies.base import LoadShardedStrategy
 from ckpt.strategies.common import TorchCommonLoadStrategy
@@ -27,7 +30,7 @@ from ckpt.strategies.zarr import ZarrLoadShardedStrategy
 from ckpt.topology import Topology
 from ckpt.verify import examine
 from recipes.converting import ConvertKeys, LoadKeys, convert
-from tests.cuts import CUTS, Cut, chunks_of, padded, padded_and_flattened
+from tests.cuts import CUTS, Cut, along, chunks_of, fitted, flattened, layers_cut, on_every_rank, padded, padded_and_flattened
 from tests.golden.megatron.truth import Truth, truth
 from tests.ranks import run_ranks
 from tests.states import same_bits
@@ -316,3 +319,288 @@ def test_objects_and_common_state_come_when_pickles_are_allowed_and_else_one_sen
     assert first.keys() == says.keys()
     for name, pattern in says.items():
         assert re.match(pattern, first[name]), first[name]
+
+
+# Keys that one of the two does not have
+
+
+def _load_strictly(topology: Topology) -> dict[str, Any]:
+    """Rank 0 asks for a tensor that is not there, rank 1 for an object; what comes back is compared here."""
+    path, rank = truth("tp2").path, topology.rank
+    norm = "model.decoder.final_layernorm.weight"
+    here = on_every_rank(norm, truth("tp2").tensors[norm], rank, 2)[0]
+    new: Any = ShardedTensor.from_rank_offsets("new.weight", torch.ones(2))
+    if rank:
+        new = ShardedObject("new.object", None, (1,), (0,))
+    found: dict[str, Any] = {}
+    for strict in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
+        call = lambda: ckpt.load({"norm": here, "new": new}, path, strict=strict, allow_pickle=True)  # noqa: B023, E731
+        found[strict] = _refusal(topology, call)
+    for strict in ("log_unexpected", "log_all", "ignore_all", "return_unexpected", "return_all"):
+        with use_topology(topology):
+            loaded = ckpt.load({"norm": here, "new": new}, path, strict=strict, allow_pickle=True)
+        state, *found[strict] = loaded if isinstance(loaded, tuple) else (loaded,)
+        assert here.data is not None and same_bits(state.pop("norm"), here.data)
+        assert same_values(state, truth("tp2").common), "what is not there is left out"
+    return found
+
+
+def test_keys_that_the_checkpoint_or_the_program_does_not_have_are_told_on_every_rank() -> None:
+    """S1.70, S1.71: tensors and objects; missing is what no rank asks for, unexpected what a rank asks for in vain."""
+    first, second = run_ranks(2, _load_strictly)
+    held = {*truth("tp2").tensors, *(key.rpartition("/")[0] for key in truth("tp2").objects)}
+    missing = held - {"model.decoder.final_layernorm.weight"}
+    unexpected = "unexpected, requested but not in the checkpoint: new.object (rank 1), new.weight (rank 0)."
+    says = {
+        "assume_ok_unexpected": r"failed on rank 1: object new\.object/shard_0_1 is not in \S+/tp2\.",
+        "raise_unexpected": rf"differ in their keys; {re.escape(unexpected)}",
+        "raise_all": rf"differ in their keys; missing, in the checkpoint but not requested: .*; {re.escape(unexpected)}",
+    }
+    for strict, pattern in says.items():
+        assert first[strict] == second[strict] and first[strict].startswith("MissingStateError: ")
+        assert re.search(pattern, first[strict]), first[strict]
+    for found, new in ((first, "new.weight"), (second, "new.object")):
+        assert found["return_all"] == [missing, {new}]
+        assert found["return_unexpected"] == [set(), {new}]
+        assert all(found[strict] == [] for strict in ("log_unexpected", "log_all", "ignore_all"))
+
+
+# Damage
+
+DAMAGED = {
+    "a chunk": "types.int16/1.0",
+    "a chunk of zeros": "zeros.weight/1.0",
+    "the end of a chunk": "types.int16/1.0",
+    "all of a chunk's bytes": "types.int16/1.0",
+    "what an array is": "types.int16/.zarray",
+    "the metadata of an array in part": "types.int16/.zarray",
+    "a whole array": "types.int16",
+    "the common state": "common.pt",
+    "an object": "bytes/shard_0_1.pt",
+    "what a checkpoint is": "metadata.json",
+}
+"""What is lost of the checkpoint "tp2", and where it was."""
+
+
+def damaged(damage: str, path: Path) -> Path:
+    place = shutil.copytree(truth("tp2").path, path) / DAMAGED[damage]
+    if place.is_dir():
+        shutil.rmtree(place)
+    elif damage in ("the end of a chunk", "the metadata of an array in part"):
+        place.write_bytes(place.read_bytes()[:-1])
+    elif damage == "all of a chunk's bytes":
+        place.write_bytes(b"")
+    else:
+        place.unlink()
+    return path
+
+
+def _load_damaged(topology: Topology, root: Path) -> dict[str, list[str]]:
+    """What this rank raises, by damage, for each library. Rank 0 asks for nothing that the lost chunks hold."""
+    found: dict[str, list[str]] = {}
+    for damage in DAMAGED:
+        for library in LIBRARIES:
+            asked: dict[str, Any] = {
+                key: along(0)(key, truth("tp2").tensors[key], topology.rank, 2) for key in ("types.int16", "zeros.weight")
+            }
+            asked["object"] = ShardedObject("bytes", None, (1,), (0,), topology.rank)
+            call = lambda: ckpt.load(asked, root / damage, library(), allow_pickle=True)  # noqa: B023, E731
+            found.setdefault(damage, []).append(_refusal(topology, call))
+    sound = {"types.int8": ("along 0", along(0)("types.int8", truth("tp2").tensors["types.int8"], topology.rank, 2))}
+    load_and_compare(topology, root / "a chunk", sound, ZarrLoadShardedStrategy())
+    return found
+
+
+def test_what_is_lost_of_a_checkpoint_is_an_error_on_every_rank_and_never_zeros(tmp_path: Path) -> None:
+    """S1.32, S1.43, S1.80: one sentence that names it, by either library; what is sound beside it can be loaded."""
+    for damage in DAMAGED:
+        damaged(damage, tmp_path / damage)
+    first, second = run_ranks(2, _load_damaged, tmp_path)
+    assert first == second
+    corrupt = "CorruptCheckpointError: .* failed on rank 1: types.int16: chunk 1.0"
+    says = {
+        "a chunk": f"{corrupt} is missing, there is no ",
+        "a chunk of zeros": "CorruptCheckpointError: .* failed on rank 1: zeros.weight: chunk 1.0 is missing",
+        "the end of a chunk": f"{corrupt} has 11 bytes, and .* are 12: ",
+        "all of a chunk's bytes": f"{corrupt} has 0 bytes, and .* are 12: ",
+        "what an array is": "CorruptCheckpointError: .*types.int16: .*holds chunks of an array, and its .zarray is missing",
+        "the metadata of an array in part": "CorruptCheckpointError: .*types.int16: .*does not describe a Zarr v2 array",
+        "a whole array": "MissingStateError: .*: types.int16 is asked for, and .* does not hold it",
+        "the common state": r"CorruptCheckpointError: .*common\.pt is missing",
+        "an object": "MissingStateError: .*object bytes/shard_0_1 is not in ",
+        "what a checkpoint is": r"CheckpointNotFoundError: .* is not a distributed checkpoint: it has no metadata\.json",
+    }
+    for damage, pattern in says.items():
+        assert len(first[damage]) == 2
+        for said in first[damage]:
+            assert re.match(pattern, said), (damage, said)
+
+
+# Into tensors that the program holds
+
+
+def _load_in_place(topology: Topology) -> list[str]:
+    refusals = []
+    for library in LIBRARIES:
+        strategy = library(load_directly_on_device=True)
+        _fill_parameters(topology, strategy)
+        _fill_pieces(topology, strategy)
+        none = ShardedTensor.from_rank_offsets("types.bool", torch.ones(4, 3).bool(), replica_id=topology.rank)
+        call = lambda: ckpt.load({"x": none.without_data()}, truth("tp2").path, strategy, allow_pickle=True)  # noqa: B023, E731
+        refusals.append(_refusal(topology, call))
+    return refusals
+
+
+def _fill_parameters(topology: Topology, strategy: LoadShardedStrategy) -> None:
+    """Parameters that autograd watches: of the stored type, of another one, and not contiguous."""
+    expected = truth("dp2").tensors
+    held = {key: expected[key].chunk(3, 1)[topology.rank] for key in ("model.proj.weight",)}
+    held |= {WORDS: expected[WORDS].chunk(2, 1)[topology.rank].float()}
+    moment = "optimizer.state.exp_avg.model.proj.weight"
+    held |= {moment: expected[moment]}
+    model = {key: torch.nn.Parameter(torch.full_like(tensor, 7).contiguous()) for key, tensor in held.items()}
+    model[moment] = torch.nn.Parameter(torch.full((9, 5), 7.0).T)
+    asked = {
+        "model.proj.weight": ShardedTensor.at("model.proj.weight", model["model.proj.weight"], (5, 9), (0, 3 * topology.rank)),
+        WORDS: ShardedTensor.from_rank_offsets(WORDS, model[WORDS], (1, topology.rank, 2)),
+        moment: ShardedTensor.from_rank_offsets(moment, model[moment], replica_id=topology.rank),
+    }
+    with use_topology(topology):
+        loaded = ckpt.load(
+            {"model": asked}, truth("dp2").path, strategy, validate_access_integrity=False, allow_pickle=True
+        )
+    assert isinstance(loaded, dict)
+    for key, parameter in model.items():
+        assert loaded["model"][key] is parameter and parameter.requires_grad and parameter.grad_fn is None
+        assert same_bits(parameter.detach(), held[key]), key
+
+
+def _fill_pieces(topology: Topology, strategy: LoadShardedStrategy) -> None:
+    """Runs, layers and padding, in memory that holds something else before."""
+    stacked = "model.decoder.layers.self_attention.linear_qkv.weight"
+    cuts = {WORDS: padded(24), "bits.float32": flattened, stacked: layers_cut, "model.output_layer.weight": fitted}
+    held = {
+        key: cut(key, truth("tp2").tensors[key], topology.rank, topology.world_size) for key, cut in cuts.items()
+    }
+    asked = {key: [replace(one, data=torch.full_like(one.data, 7)) for one in pieces] for key, pieces in held.items()}
+    with use_topology(topology):
+        loaded = ckpt.load({"model": asked}, truth("tp2").path, strategy, allow_pickle=True)
+    assert isinstance(loaded, dict)
+    for key, pieces in held.items():
+        for one, given, tensor in zip(pieces, asked[key], loaded["model"][key], strict=True):
+            assert tensor is given.data and one.data is not None and same_bits(tensor, one.data), key
+
+
+def test_the_tensors_that_a_program_holds_are_filled_and_come_back_themselves() -> None:
+    """S1.39, S1.40: also parameters of another data type; who asks for that and holds none is refused on every rank."""
+    for refusals in zip(*run_ranks(2, _load_in_place), strict=True):
+        (said,) = set(refusals)
+        assert said.startswith("ConfigurationError: ") and "types.bool: load_directly_on_device=True fills the tensor" in said
+
+
+# What one may ask of a checkpoint
+
+
+@pytest.fixture
+def unpickled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Whatever torch.load has been called with."""
+    calls: list[Any] = []
+    read = torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **options: (calls.append(args[0]), read(*args, **options))[1])
+    return calls
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_one_process_may_ask_what_is_in_a_checkpoint(name: str, unpickled: list[Any]) -> None:
+    """S1.36, S1.37, S1.45, S1.75: keys with `/` are listed, the folders of locks (`.sync`) are not; no pickle is opened."""
+    expected = truth(name)
+    assert list(expected.path.glob("*.sync")) != [] or name in ("tp2", "zero-dim")
+    for strategy in (None, ("zarr", 1), *(library() for library in LIBRARIES)):
+        tensors = ckpt.load_tensors_metadata(expected.path, strategy)
+        assert tensors.keys() == expected.tensors.keys()
+        for key, tensor in expected.tensors.items():
+            one = tensors[key]
+            assert (one.key, one.dtype, one.global_shape, one.data) == (key, tensor.dtype, tuple(tensor.shape), None)
+            assert (one.local_shape, one.global_offset) == (one.global_shape, (0,) * tensor.dim())
+        everything = ckpt.load_sharded_metadata(expected.path, strategy)
+        assert everything.keys() == {*expected.tensors, *expected.objects}
+        for key in expected.objects:
+            assert everything[key].unique_key == key and everything[key].data is None
+    whole = ckpt.load_plain_tensors(expected.path)
+    assert whole.keys() == expected.tensors.keys()
+    assert all(same_bits(whole[key], tensor) for key, tensor in expected.tensors.items())
+    assert ckpt.check_is_distributed_checkpoint(expected.path)
+    with pytest.raises(ConfigurationError, match=r"common\.pt is a pickle, which is read only where that is asked for"):
+        ckpt.load_common_state_dict(expected.path)
+    assert unpickled == []
+    require_pickled(ckpt.load_common_state_dict(expected.path, allow_pickle=True), expected)
+    assert unpickled != []
+
+
+def test_the_classes_of_another_program_are_named_in_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """S1.75, S1.80: as in every checkpoint that Megatron-LM itself wrote; a class that is allowed is made."""
+    path = truth("tp2-dp2").path
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        ckpt.load_common_state_dict(path, allow_pickle=True)
+    (record,) = caplog.records
+    assert str(path) in record.message and "args.model_type (megatron.core.enums.ModelType)" in record.message
+
+
+def _ask_alone(topology: Topology) -> None:
+    """Rank 1 asks; rank 0 does not, and neither waits for the other."""
+    if topology.rank == 1:
+        with use_topology(topology):
+            path = truth("dp2").path
+            assert len(ckpt.load_tensors_metadata(path)) == 15 and len(ckpt.load_sharded_metadata(path)) == 17
+            assert len(ckpt.load_plain_tensors(path)) == 15
+            assert ckpt.load_common_state_dict(path, allow_pickle=True)["iteration"] == 7
+    with topology.phase("after that") as phase:
+        phase.payload = topology.rank
+    assert phase.payloads == [0, 1]
+
+
+def test_a_rank_may_ask_alone_what_is_in_a_checkpoint() -> None:
+    """S1.75: these calls are not collective."""
+    run_ranks(2, _ask_alone)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({"sharded_backend": "torch_dist"}, "torch_dist"),
+        ({"sharded_backend_version": 2}, "2"),
+        ({"common_backend": "msgpack"}, "msgpack"),
+        ({"common_backend_version": 3}, "3"),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_what_another_version_or_backend_wrote_is_refused(tmp_path: Path, metadata: dict[str, Any], says: str) -> None:
+    """S1.5, S1.37, S1.45: by the strategies that the checkpoint asks for, and by those that are given."""
+    path = shutil.copytree(truth("zero-dim").path, tmp_path / "other")
+    file = path / "metadata.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | metadata))
+    given = TorchCommonLoadStrategy(allow_pickle=True)
+    for sharded, common in ((None, None), *((library(), given) for library in LIBRARIES)):
+        with pytest.raises(ConfigurationError, match=says):
+            ckpt.load({}, path, sharded, common)
+        with pytest.raises(ConfigurationError, match=says):
+            ckpt.load_sharded_metadata(path, sharded, common)
+
+
+def test_metadata_of_old_that_name_no_common_backend_mean_torch(tmp_path: Path) -> None:
+    """S1.69"""
+    path = shutil.copytree(truth("old-names").path, tmp_path / "older")
+    (path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    assert ckpt.load({}, path, allow_pickle=True) == truth("old-names").common
+
+
+def test_tensors_that_are_removed_take_their_locks_along_and_the_rest_loads(tmp_path: Path) -> None:
+    """S1.14, S1.75: a checkpoint without its optimizer is one all the same."""
+    path, expected = shutil.copytree(truth("dp2").path, tmp_path / "dp2"), truth("dp2").tensors
+    ckpt.remove_sharded_tensors(path, "optimizer.")
+    left = {key: tensor for key, tensor in expected.items() if not key.startswith("optimizer.")}
+    loaded = ckpt.load_plain_tensors(path)
+    assert loaded.keys() == left.keys() and all(same_bits(loaded[key], tensor) for key, tensor in left.items())
+    assert list(path.glob("*.sync")) == []
+    ckpt.remove_sharded_tensors(path, "no such")
+    assert ckpt.load_tensors_metadata(path).keys() == left.keys()

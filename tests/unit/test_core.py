@@ -115,7 +115,7 @@ def test_saving_replaces_the_file_in_one_step_after_its_bytes_are_durable(
     """S1.66: metadata.json says that all of a checkpoint is there, so no reader may meet half of it."""
     save_config(CheckpointingConfig("old"), tmp_path)
     steps = []
-    sync, rename = os.fsync, os.rename
+    sync, rename = os.fsync, os.replace
 
     def watched_sync(descriptor: int) -> None:
         steps.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
@@ -128,10 +128,10 @@ def test_saving_replaces_the_file_in_one_step_after_its_bytes_are_durable(
         rename(source, target)
 
     monkeypatch.setattr(os, "fsync", watched_sync)
-    monkeypatch.setattr(os, "rename", watched_rename)
+    monkeypatch.setattr(os, "replace", watched_rename)
     save_config(CheckpointingConfig("new"), tmp_path)
     beside = steps[0].removeprefix("sync ")
-    assert beside.startswith(".metadata.json-")
+    assert beside.startswith(".metadata.json.")
     assert steps == [f"sync {beside}", f"rename {beside} to metadata.json", f"sync {tmp_path.name}"]
     assert maybe_load_config(tmp_path) == CheckpointingConfig("new")
     assert os.listdir(tmp_path) == ["metadata.json"]
