@@ -142,6 +142,12 @@ def _row(one: Committed) -> dict[str, Any]:
     }
 
 
+def _below(path: Path, manifest: CheckpointManifest) -> dict[str, CheckpointManifest]:
+    """The checkpoints inside of a checkpoint, by folder."""
+    folders = [Path(file).parent for file in manifest.files if Path(file).name == MANIFEST_NAME]
+    return {str(folder): read_manifest(path / folder) for folder in folders}
+
+
 def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, Any]:
     return {
         "path": str(path),
@@ -156,6 +162,9 @@ def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, A
         "components": {key: component.to_json() for key, component in manifest.components.items()},
         "arrays": {
             name: entry.to_json() | {"size_bytes": _size_bytes(entry)} for name, entry in manifest.arrays.items()
+        },
+        "below": {
+            folder: _checkpoint_as_json(path / folder, one) for folder, one in _below(path, manifest).items()
         },
     }
 
@@ -179,12 +188,13 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest) -> None:
         f"version {manifest.format_version}, ckpt {manifest.ckpt_version}, torch {manifest.pytorch_version}"
     )
     components = table_of("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
-    for key, component in manifest.components.items():
-        num_arrays, size = str(len(manifest.arrays_of(key))), decimal(component.size_bytes)
-        add_row(components, key, *_component_cells(component), num_arrays, size)
     arrays = table_of("array", "dtype", "shape", "size", "where", right=(3,))
-    for name, entry in manifest.arrays.items():
-        add_row(arrays, name, entry.dtype, _shape(entry.shape), decimal(_size_bytes(entry)), _where(entry))
+    for one in (manifest, *_below(path, manifest).values()):
+        for key, component in one.components.items():
+            num_arrays, size = str(len(one.arrays_of(key))), decimal(component.size_bytes)
+            add_row(components, key, *_component_cells(component), num_arrays, size)
+        for name, entry in one.arrays.items():
+            add_row(arrays, name, entry.dtype, _shape(entry.shape), decimal(_size_bytes(entry)), _where(entry))
     console().print(Text(printable(head)), components, arrays, sep="\n")
 
 

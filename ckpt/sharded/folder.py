@@ -14,7 +14,8 @@ import torch
 
 from ckpt.address import Address
 from ckpt.backends.base import Backend
-from ckpt.box import Box
+from ckpt.backends.tensorstore import DATABASE
+from ckpt.box import Box, whole
 from ckpt.collect import Contribution, collect, settle_plain
 from ckpt.device import Device
 from ckpt.dtypes import zarr_name
@@ -154,7 +155,7 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool, 
         if tensor.data is None:
             raise ShardingError(f"{tensor.key}: the main replica of a shard has no data to save")
         name = f"{SHARDED}/{tensor.key}"
-        for box, values in tensor.pieces():
+        for box, values in tensor.pieces() or _all_of_nothing(tensor):
             addresses.append(Address(name, zarr_name(tensor.dtype), tuple(tensor.global_shape), box))
             values = values.detach()
             held.setdefault(name, []).append((box, values.to("cpu", copy=True) if copied else values))
@@ -164,6 +165,12 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool, 
         held={name: tuple(boxes) for name, boxes in held.items()},
         table=Table((TablePart.of(addresses),)),
     )
+
+
+def _all_of_nothing(tensor: ShardedTensor) -> list[tuple[Box, torch.Tensor]]:
+    """A run without elements is no box; but where the whole tensor has none, this is what says that there is such a tensor."""
+    shape = tuple(tensor.global_shape)
+    return [(whole(shape), torch.empty(shape, dtype=tensor.dtype))] if 0 in shape else []
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Device:
@@ -179,7 +186,9 @@ def _require_free(folder: Path, components: Sequence[str]) -> None:
         raise CheckpointExistsError(
             f"{folder} holds a checkpoint already; save into another folder, or remove this one"
         )
-    for path in [*(folder / component for component in components), *folder.glob("index-*.json")]:
+    # Whichever backend saved before: what is left of it must not be taken for a part of this checkpoint.
+    left = [*(folder / component for component in components), folder / DATABASE, *folder.glob("index-*.json")]
+    for path in left:
         if path.exists():
             raise CheckpointExistsError(
                 f"{path} exists already, of a save that did not finish; remove it, or save through ckpt.save, which does"

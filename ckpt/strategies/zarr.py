@@ -140,7 +140,8 @@ def _to_torch(array: np.ndarray[Any, Any], key: str) -> torch.Tensor:
     if array.dtype.kind == "V" or array.dtype.name.startswith(("bfloat", "float8")):
         bits = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape)
         return torch.from_numpy(np.array(bits)).view(dtype)
-    return torch.from_numpy(np.array(array, order="C"))
+    # Zarr stores numbers in either byte order, torch knows the machine's own.
+    return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
 
 
 def _torch_dtype_of(dtype: np.dtype[Any], key: str) -> torch.dtype:

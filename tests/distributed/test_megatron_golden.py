@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 import ckpt
 from ckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.job import current_topology, use_topology
+from ckpt.job import use_topology
 from ckpt.strategies.base import LoadShardedStrategy
 from ckpt.strategies.common import TorchCommonLoadStrategy
 from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy
@@ -30,7 +31,18 @@ from ckpt.strategies.zarr import ZarrLoadShardedStrategy
 from ckpt.topology import Topology
 from ckpt.verify import examine
 from recipes.converting import ConvertKeys, LoadKeys, convert
-from tests.cuts import CUTS, Cut, along, chunks_of, fitted, flattened, layers_cut, on_every_rank, padded, padded_and_flattened
+from tests.cuts import (
+    CUTS,
+    Cut,
+    along,
+    chunks_of,
+    fitted,
+    flattened,
+    layers_cut,
+    on_every_rank,
+    padded,
+    padded_and_flattened,
+)
 from tests.golden.megatron.truth import Truth, truth
 from tests.ranks import run_ranks
 from tests.states import same_bits
@@ -125,7 +137,9 @@ def _load_on_four(topology: Topology) -> tuple[set[tuple[str, str, str]], list[s
     seen = _load_in_rounds(topology, paths, range(1, ALL_ROUNDS, 4), LIBRARIES)
     for library in LIBRARIES:
         _load_padded_vocabulary(topology, library())
-    return seen, [_refusal(topology, lambda: _ask_for_other_shapes(library)) for library in LIBRARIES]
+    other = {"w": ShardedTensor.from_rank_offsets(WORDS, torch.zeros(4, 6), (0, topology.rank, 4))}
+    path = truth("dp2").path
+    return seen, [_refusal(topology, ckpt.load, other, path, library(), allow_pickle=True) for library in LIBRARIES]
 
 
 def _load_padded_vocabulary(topology: Topology, strategy: LoadShardedStrategy) -> None:
@@ -144,15 +158,10 @@ def _load_padded_vocabulary(topology: Topology, strategy: LoadShardedStrategy) -
             assert is_all_padding[:2] == [rows == 24] * 2
 
 
-def _ask_for_other_shapes(library: Callable[..., LoadShardedStrategy]) -> None:
-    wanted = ShardedTensor.from_rank_offsets(WORDS, torch.zeros(4, 6), (0, current_topology().rank, 4))
-    ckpt.load({"w": wanted}, truth("dp2").path, library(), allow_pickle=True)
-
-
-def _refusal(topology: Topology, call: Callable[[], Any]) -> str:
+def _refusal(topology: Topology, call: Callable[..., Any], *args: Any, **options: Any) -> str:
     """The class and the sentence of what this rank raises."""
     with use_topology(topology), pytest.raises(CheckpointError) as caught:
-        call()
+        call(*args, **options)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -212,12 +221,18 @@ def program_state(expected: Truth, rank: int, ranks: int) -> dict[str, Any]:
                         stacked, part.chunk(ranks)[rank], (0, layer, 3), (1, rank, ranks), prepend_axis_num=1
                     ),
                     "extra": ShardedObject(
-                        "model.decoder.layers.self_attention.linear_qkv._extra_state", None, (3,), (layer,), (0, rank, 0)
+                        "model.decoder.layers.self_attention.linear_qkv._extra_state",
+                        None,
+                        (3,),
+                        (layer,),
+                        (0, rank, 0),
                     ),
                 }
                 for layer, part in enumerate(expected.tensors[stacked])
             ],
-            "gated": ShardedTensorFactory(GATED, gated_part(expected, rank, ranks), gated_shards(rank, ranks), torch.cat),
+            "gated": ShardedTensorFactory(
+                GATED, gated_part(expected, rank, ranks), gated_shards(rank, ranks), torch.cat
+            ),
         },
         "rng": ShardedObject("rng_state", None, (1, 2), (0, rank % 2), (0, rank // 2)),
         "folder": [ShardedObject("folder/of/object", None, (1,), (0,), (0, rank, 0))],
@@ -280,24 +295,24 @@ def _load_pickled(topology: Topology) -> dict[str, str]:
         for number, one in enumerate(objects):
             one.replica_id = int(number % 2 != rank)
         with use_topology(topology):
-            loaded = ckpt.load({"objects": {one.unique_key: one for one in objects}}, truth(name).path, allow_pickle=True)
-        require_pickled(loaded, truth(name))
+            loaded = ckpt.load(
+                {"objects": {one.unique_key: one for one in objects}}, truth(name).path, allow_pickle=True
+            )
+        assert isinstance(loaded, dict) and same_values(loaded.pop("objects", {}), truth(name).objects)
+        require_common(loaded, truth(name))
     words = ShardedTensor.from_rank_offsets("types.bool", torch.ones(4, 3).bool(), replica_id=rank)
     absent = ShardedObject("rng_state", None, (1, 3), (0, 2)), ShardedObject("cube", None, (1, 1, 3), (0, 0, 1))
-    calls: dict[str, Callable[[], Any]] = {
-        "not allowed": lambda: ckpt.load({"w": words}, truth("tp2").path),
-        "not allowed by its format": lambda: ckpt.load({}, truth("tp2").path, common_strategy=("torch", 1)),
-        "unknown": lambda: ckpt.load({}, truth("tp2-dp2").path, None, TorchCommonLoadStrategy(allow_pickle=True)),
-        "no such object": lambda: ckpt.load(
-            {"one": absent[1 - rank]}, cube, validate_access_integrity=False, allow_pickle=True
-        ),
+    refuse = partial(_refusal, topology, ckpt.load)
+    return {
+        "not allowed": refuse({"w": words}, truth("tp2").path),
+        "not allowed by its format": refuse({}, truth("tp2").path, common_strategy=("torch", 1)),
+        "unknown": refuse({}, truth("tp2-dp2").path, None, TorchCommonLoadStrategy(allow_pickle=True)),
+        "no such object": refuse({"one": absent[1 - rank]}, cube, validate_access_integrity=False, allow_pickle=True),
     }
-    return {name: _refusal(topology, call) for name, call in calls.items()}
 
 
-def require_pickled(loaded: Any, expected: Truth) -> None:
-    """Compare objects and common state; of a class of another program there is what is known of it."""
-    assert same_values(loaded.pop("objects", {}), expected.objects)
+def require_common(loaded: Any, expected: Truth) -> None:
+    """Compare the common state; of a class of another program there is what is known of it."""
     named = vars(expected.common.get("args", argparse.Namespace())).pop("model_type", None)
     assert (named is not None) == (expected.path.name == "tp2-dp2")
     if named is not None:
@@ -314,7 +329,7 @@ def test_objects_and_common_state_come_when_pickles_are_allowed_and_else_one_sen
         "not allowed": r"ConfigurationError: load of \S+/tp2: \S+/common\.pt is a pickle, which is read only where that",
         "not allowed by its format": r"ConfigurationError: load of \S+/tp2: \S+/common\.pt is a pickle, ",
         "unknown": r"ConfigurationError: .*/common\.pt holds .*: args\.model_type: megatron\.core\.enums\.ModelType",
-        "no such object": r"MissingStateError: .* failed on rank 1: object rng_state/shard_0\.2_1\.3 is not in ",
+        "no such object": r"MissingStateError: .* failed in phase \w+ on rank 1: object rng_state/shard_0\.2_1\.3 is not in ",
     }
     assert first.keys() == says.keys()
     for name, pattern in says.items():
@@ -334,8 +349,9 @@ def _load_strictly(topology: Topology) -> dict[str, Any]:
         new = ShardedObject("new.object", None, (1,), (0,))
     found: dict[str, Any] = {}
     for strict in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
-        call = lambda: ckpt.load({"norm": here, "new": new}, path, strict=strict, allow_pickle=True)  # noqa: B023, E731
-        found[strict] = _refusal(topology, call)
+        found[strict] = _refusal(
+            topology, ckpt.load, {"norm": here, "new": new}, path, strict=strict, allow_pickle=True
+        )
     for strict in ("log_unexpected", "log_all", "ignore_all", "return_unexpected", "return_all"):
         with use_topology(topology):
             loaded = ckpt.load({"norm": here, "new": new}, path, strict=strict, allow_pickle=True)
@@ -350,9 +366,9 @@ def test_keys_that_the_checkpoint_or_the_program_does_not_have_are_told_on_every
     first, second = run_ranks(2, _load_strictly)
     held = {*truth("tp2").tensors, *(key.rpartition("/")[0] for key in truth("tp2").objects)}
     missing = held - {"model.decoder.final_layernorm.weight"}
-    unexpected = "unexpected, requested but not in the checkpoint: new.object (rank 1), new.weight (rank 0)."
+    unexpected = "unexpected, requested but not in the checkpoint: new.weight (rank 0), new.object (rank 1)."
     says = {
-        "assume_ok_unexpected": r"failed on rank 1: object new\.object/shard_0_1 is not in \S+/tp2\.",
+        "assume_ok_unexpected": r"failed in phase \w+ on rank 1: object new\.object/shard_0_1 is not in \S+/tp2\.",
         "raise_unexpected": rf"differ in their keys; {re.escape(unexpected)}",
         "raise_all": rf"differ in their keys; missing, in the checkpoint but not requested: .*; {re.escape(unexpected)}",
     }
@@ -401,11 +417,12 @@ def _load_damaged(topology: Topology, root: Path) -> dict[str, list[str]]:
     for damage in DAMAGED:
         for library in LIBRARIES:
             asked: dict[str, Any] = {
-                key: along(0)(key, truth("tp2").tensors[key], topology.rank, 2) for key in ("types.int16", "zeros.weight")
+                key: along(0)(key, truth("tp2").tensors[key], topology.rank, 2)
+                for key in ("types.int16", "zeros.weight")
             }
             asked["object"] = ShardedObject("bytes", None, (1,), (0,), topology.rank)
-            call = lambda: ckpt.load(asked, root / damage, library(), allow_pickle=True)  # noqa: B023, E731
-            found.setdefault(damage, []).append(_refusal(topology, call))
+            said = _refusal(topology, ckpt.load, asked, root / damage, library(), allow_pickle=True)
+            found.setdefault(damage, []).append(said)
     sound = {"types.int8": ("along 0", along(0)("types.int8", truth("tp2").tensors["types.int8"], topology.rank, 2))}
     load_and_compare(topology, root / "a chunk", sound, ZarrLoadShardedStrategy())
     return found
@@ -417,10 +434,10 @@ def test_what_is_lost_of_a_checkpoint_is_an_error_on_every_rank_and_never_zeros(
         damaged(damage, tmp_path / damage)
     first, second = run_ranks(2, _load_damaged, tmp_path)
     assert first == second
-    corrupt = "CorruptCheckpointError: .* failed on rank 1: types.int16: chunk 1.0"
+    corrupt = r"CorruptCheckpointError: .* failed in phase \w+ on rank 1: types.int16: chunk 1.0"
     says = {
         "a chunk": f"{corrupt} is missing, there is no ",
-        "a chunk of zeros": "CorruptCheckpointError: .* failed on rank 1: zeros.weight: chunk 1.0 is missing",
+        "a chunk of zeros": r"CorruptCheckpointError: .* failed in phase \w+ on rank 1: zeros.weight: chunk 1.0 is missing",
         "the end of a chunk": f"{corrupt} has 11 bytes, and .* are 12: ",
         "all of a chunk's bytes": f"{corrupt} has 0 bytes, and .* are 12: ",
         "what an array is": "CorruptCheckpointError: .*types.int16: .*holds chunks of an array, and its .zarray is missing",
@@ -446,8 +463,8 @@ def _load_in_place(topology: Topology) -> list[str]:
         _fill_parameters(topology, strategy)
         _fill_pieces(topology, strategy)
         none = ShardedTensor.from_rank_offsets("types.bool", torch.ones(4, 3).bool(), replica_id=topology.rank)
-        call = lambda: ckpt.load({"x": none.without_data()}, truth("tp2").path, strategy, allow_pickle=True)  # noqa: B023, E731
-        refusals.append(_refusal(topology, call))
+        asked = {"x": none.without_data()}
+        refusals.append(_refusal(topology, ckpt.load, asked, truth("tp2").path, strategy, allow_pickle=True))
     return refusals
 
 
@@ -461,7 +478,9 @@ def _fill_parameters(topology: Topology, strategy: LoadShardedStrategy) -> None:
     model = {key: torch.nn.Parameter(torch.full_like(tensor, 7).contiguous()) for key, tensor in held.items()}
     model[moment] = torch.nn.Parameter(torch.full((9, 5), 7.0).T)
     asked = {
-        "model.proj.weight": ShardedTensor.at("model.proj.weight", model["model.proj.weight"], (5, 9), (0, 3 * topology.rank)),
+        "model.proj.weight": ShardedTensor.at(
+            "model.proj.weight", model["model.proj.weight"], (5, 9), (0, 3 * topology.rank)
+        ),
         WORDS: ShardedTensor.from_rank_offsets(WORDS, model[WORDS], (1, topology.rank, 2)),
         moment: ShardedTensor.from_rank_offsets(moment, model[moment], replica_id=topology.rank),
     }
@@ -479,9 +498,7 @@ def _fill_pieces(topology: Topology, strategy: LoadShardedStrategy) -> None:
     """Runs, layers and padding, in memory that holds something else before."""
     stacked = "model.decoder.layers.self_attention.linear_qkv.weight"
     cuts = {WORDS: padded(24), "bits.float32": flattened, stacked: layers_cut, "model.output_layer.weight": fitted}
-    held = {
-        key: cut(key, truth("tp2").tensors[key], topology.rank, topology.world_size) for key, cut in cuts.items()
-    }
+    held = {key: cut(key, truth("tp2").tensors[key], topology.rank, topology.world_size) for key, cut in cuts.items()}
     asked = {key: [replace(one, data=torch.full_like(one.data, 7)) for one in pieces] for key, pieces in held.items()}
     with use_topology(topology):
         loaded = ckpt.load({"model": asked}, truth("tp2").path, strategy, allow_pickle=True)
@@ -495,7 +512,10 @@ def test_the_tensors_that_a_program_holds_are_filled_and_come_back_themselves() 
     """S1.39, S1.40: also parameters of another data type; who asks for that and holds none is refused on every rank."""
     for refusals in zip(*run_ranks(2, _load_in_place), strict=True):
         (said,) = set(refusals)
-        assert said.startswith("ConfigurationError: ") and "types.bool: load_directly_on_device=True fills the tensor" in said
+        assert (
+            said.startswith("ConfigurationError: ")
+            and "types.bool: load_directly_on_device=True fills the tensor" in said
+        )
 
 
 # What one may ask of a checkpoint
@@ -533,7 +553,7 @@ def test_one_process_may_ask_what_is_in_a_checkpoint(name: str, unpickled: list[
     with pytest.raises(ConfigurationError, match=r"common\.pt is a pickle, which is read only where that is asked for"):
         ckpt.load_common_state_dict(expected.path)
     assert unpickled == []
-    require_pickled(ckpt.load_common_state_dict(expected.path, allow_pickle=True), expected)
+    require_common(ckpt.load_common_state_dict(expected.path, allow_pickle=True), expected)
     assert unpickled != []
 
 

@@ -11,7 +11,10 @@ import pytest
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import TEXT, Command
 
-FAILED = "train.batch_size=12 does not divide by the 5 ranks that share a batch: give a multiple of 5, such as train.batch_size=15"
+FAILED = (
+    "train.batch_size=12 does not divide into the 5 parts that parallel=ddp makes of a batch on 5 ranks: give a multiple of 5, "
+    "such as train.batch_size=15"
+)
 
 
 def _sweep(folder: Path, *choices: str) -> tuple[Command, list[dict[str, Any]]]:

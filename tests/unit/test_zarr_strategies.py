@@ -198,11 +198,10 @@ def test_a_tensor_without_dimensions_is_an_array_like_any_other(tmp_path: Path, 
     """S1.24: the set of its offsets is empty, and the source lets nobody create it: Adam's step."""
     step = torch.tensor(1234.5)
     flat = ShardedTensor.from_rank_offsets_flat("flat step", step[None], (), flattened_range=slice(0, 1))
-    stacked = [uncut("stacked", torch.tensor(i), prepend_axis_num=0) for i in range(1)]
     layers = [
         ShardedTensor.from_rank_offsets("layers", torch.tensor(10 + i), (0, i, 3), prepend_axis_num=1) for i in range(3)
     ]
-    save.save({"step": uncut("step", step), "flat": flat, "one": stacked, "layers": layers}, tmp_path)
+    save.save({"step": uncut("step", step), "flat": flat, "layers": layers}, tmp_path)
     for load in LOADS.values():
         loaded = load.load(
             {"step": uncut("step", torch.zeros(())), "flat": blank(flat), "layers": uncut("layers", torch.zeros(3).long())},
@@ -211,9 +210,7 @@ def test_a_tensor_without_dimensions_is_an_array_like_any_other(tmp_path: Path, 
         assert same_bits(loaded["step"], step) and same_bits(loaded["flat"], step[None])
         assert loaded["layers"].tolist() == [10, 11, 12]
     found = load.load_tensors_metadata(tmp_path)
-    assert {key: one.global_shape for key, one in found.items()} == {
-        "step": (), "flat step": (), "stacked": (), "layers": (3,),
-    }  # fmt: skip
+    assert {key: one.global_shape for key, one in found.items()} == {"step": (), "flat step": (), "layers": (3,)}
 
 
 @every_save
