@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,8 @@ _chosen: ContextVar[Topology | None] = ContextVar("topology of this job", defaul
 _joined: list[tuple[dist.ProcessGroup, Topology]] = []
 """At most one: the default process group, and the topology that its ranks have joined."""
 _numbers = itertools.count()
+_alone = threading.local()
+"""Of each thread without torch.distributed, its topology. Calls inside of a call find the same one, as those of several ranks do."""
 
 
 def current_topology() -> Topology:
@@ -31,7 +34,10 @@ def current_topology() -> Topology:
     if chosen is not None:
         return chosen
     if not (dist.is_available() and dist.is_initialized()):
-        return Topology.alone()
+        if not hasattr(_alone, "topology"):
+            _alone.topology = Topology.alone()
+        alone: Topology = _alone.topology
+        return alone
     group = dist.group.WORLD
     assert group is not None, "torch.distributed is initialized"
     if not _joined or _joined[0][0] is not group:

@@ -21,13 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt.backends.tensorstore import DATABASE
-from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config, save_config
 from ckpt.dict_utils import dict_list_map_outplace, extract_matching_values, merge
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
 from ckpt.job import current_topology, use_topology
-from ckpt.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
 from ckpt.mapping import (
     CommonStateDict,
     ShardedObject,
@@ -37,6 +34,7 @@ from ckpt.mapping import (
     apply_factories,
     apply_factory_merges,
 )
+from ckpt.sharded.folder import leftovers
 from ckpt.strategies.async_utils import AsyncRequest
 from ckpt.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -92,7 +90,7 @@ def save(
 
     Raises:
         CheckpointNotFoundError: the folder does not exist.
-        CheckpointExistsError: it holds a checkpoint.
+        CheckpointExistsError: it holds a checkpoint, or files of others where a save puts its own.
         ConfigurationError: no such strategy; or one that cannot save asynchronously; or a value that is neither a tensor nor plain.
         ShardingError, ShapeMismatchError: the ranks' shards do not make up global tensors.
     """
@@ -230,15 +228,15 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
 
 
 def _make_free(folder: Path) -> None:
-    """Refuse a folder that is missing or holds a checkpoint; remove what an interrupted save has left in it."""
+    """Refuse a folder that is missing or holds a checkpoint, or files of others where a save puts its own; remove what an
+    interrupted save has left in it."""
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"{folder} does not exist: make the folder that a checkpoint is to be saved into")
     if (folder / CONFIG_FNAME).exists():
         raise CheckpointExistsError(
             f"{folder} holds a checkpoint already; save into another folder, or remove this one"
         )
-    names = (COMMON, OBJECTS, SHARDED, DATABASE, MANIFEST_NAME, DOCUMENT)
-    left = [path for name in names if (path := folder / name).exists()] + sorted(folder.glob("index-*.json"))
+    left = leftovers(folder)
     if left:
         _log.warning("%s holds what an interrupted save has left, which is removed now: %s", folder, left[0].name)
     for path in left:
@@ -251,10 +249,11 @@ def _make_free(folder: Path) -> None:
 
 
 def _complete(config: CheckpointingConfig, folder: Path, topology: Topology) -> None:
-    """The last step of a save."""
-    with topology.phase("complete"):
+    """The last step of a save. Should another rank fail in it, the error says that the checkpoint is complete all the same."""
+    with topology.phase("complete") as phase:
         if topology.is_lead:
             save_config(config, folder)
+            phase.stands = f"{folder} is complete"
 
 
 def _prepared_to_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:

@@ -6,7 +6,9 @@ last, is all that makes a checkpoint of it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ import torch
 from ckpt.address import Address
 from ckpt.backends.base import Backend
 from ckpt.backends.tensorstore import DATABASE
+from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.box import Box, whole
 from ckpt.collect import Contribution, collect, settle_plain
+from ckpt.core import CONFIG_FNAME
 from ckpt.device import Device
 from ckpt.dtypes import zarr_name
-from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ShardingError
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, ShardingError
 from ckpt.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
 from ckpt.mapping import ShardedTensor, is_main_replica
 from ckpt.plan import PACK_BELOW_BYTES
@@ -27,9 +31,14 @@ from ckpt.planner import Planner
 from ckpt.recording import Record
 from ckpt.saving import require_reachable
 from ckpt.sharing import SharingPattern, StateComponent
+from ckpt.stored import read_manifest
 from ckpt.tables import Table, TablePart
 from ckpt.topology import Topology
 from ckpt.writing import Share, Vote
+
+INDEX_FILES = "index-[0-9][0-9][0-9][0-9][0-9]*.json"
+BESIDE_FILES = (f".{MANIFEST_NAME}.*", f".{CONFIG_FNAME}.*")
+"""Files that are about to take the place of another one."""
 
 
 class FolderSave:
@@ -167,6 +176,52 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool, 
     )
 
 
+def leftovers(folder: Path) -> list[Path]:
+    """What a save of a sharded state dict that did not end has left in a folder.
+
+    Raises:
+        CheckpointExistsError: under a name that such a save uses lies a checkpoint of another kind, or something else that it
+            would not have made.
+    """
+    _require_no_other_checkpoint(folder)
+    found = [path for name in (COMMON, OBJECTS, SHARDED) if (path := folder / name).exists()]
+    for path in found:
+        if not _is_of_a_save(path):
+            raise CheckpointExistsError(
+                f"{path} is in the way, and no save has made it; save into a folder of its own, such as an empty one"
+            )
+    found += [path for name in (DATABASE, MANIFEST_NAME, DOCUMENT) if (path := folder / name).exists()]
+    return found + [path for pattern in (*BESIDE_FILES, INDEX_FILES) for path in sorted(folder.glob(pattern))]
+
+
+def _require_no_other_checkpoint(folder: Path) -> None:
+    """Refuse what has a manifest and is whole, for all that it has no metadata.json: the coordinator's checkpoints."""
+    try:
+        components = read_manifest(folder).components
+    except (CheckpointNotFoundError, CorruptCheckpointError):  # none, or one that was being written
+        return
+    if list(components) != [SHARDED]:
+        raise CheckpointExistsError(
+            f"{folder} holds a checkpoint already, of {', '.join(components) or 'nothing'}; save into another folder"
+        )
+
+
+def _is_of_a_save(path: Path) -> bool:
+    """Whether a folder by one of our names has in it what we put there, and nothing else."""
+    if not path.is_dir():
+        return False
+    inside = list(path.iterdir())
+    if path.name == SHARDED:
+        return all(one.name == DOCUMENT or holds_array(one) for one in inside)
+    ours = (path.name, DOCUMENT, MANIFEST_NAME, *BESIDE_FILES, INDEX_FILES)
+    return all(any(fnmatchcase(one.name, pattern) for pattern in ours) for one in inside)
+
+
+def holds_array(path: Path) -> bool:
+    """Whether this is the folder of a Zarr v3 array, or what is left of one, and nothing else."""
+    return path.is_dir() and set(os.listdir(path)) <= {"c", DOCUMENT}
+
+
 def _all_of_nothing(tensor: ShardedTensor) -> list[tuple[Box, torch.Tensor]]:
     """A run without elements is no box; but where the whole tensor has none, this is what says that there is such a tensor."""
     shape = tuple(tensor.global_shape)
@@ -187,7 +242,7 @@ def _require_free(folder: Path, components: Sequence[str]) -> None:
             f"{folder} holds a checkpoint already; save into another folder, or remove this one"
         )
     # Whichever backend saved before: what is left of it must not be taken for a part of this checkpoint.
-    left = [*(folder / component for component in components), folder / DATABASE, *folder.glob("index-*.json")]
+    left = [*(folder / component for component in components), folder / DATABASE, *folder.glob(INDEX_FILES)]
     for path in left:
         if path.exists():
             raise CheckpointExistsError(

@@ -21,6 +21,7 @@ from ckpt.flatten import from_json, path_from_json, unflatten
 from ckpt.manifest import MANIFEST_NAME, SHARDED, CheckpointManifest
 from ckpt.mapping import ShardedStateDict, ShardedTensor
 from ckpt.megatron.zarr import MegatronZarr, is_megatron_zarr
+from ckpt.memory import HostMemory
 from ckpt.sharded.folder import Given, device_of
 from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.sources import CommittedSource
@@ -110,9 +111,9 @@ def load_tensors(
     with topology.operation(f"load of {checkpoint_dir}"):
         source = open_tensors(checkpoint_dir, library, topology)
         with topology.phase("check"):
-            stored = source.stored()
+            stored, memory = source.stored(), HostMemory()
             loads = {
-                id(one): _Load(one, stored, checkpoint_dir, into_data)
+                id(one): _Load(one, _require_stored(one, stored, checkpoint_dir), memory, into_data)
                 for one in tensors_in(sharded_state_dict, "loads")
             }
         with topology.phase("read"):
@@ -203,10 +204,7 @@ class _Load:
         result: what takes its place in the state dict; complete after `finish`.
     """
 
-    def __init__(
-        self, tensor: ShardedTensor, stored: Mapping[str, StoredArray], checkpoint_dir: Path, into_data: bool
-    ) -> None:
-        array = _require_stored(tensor, stored, checkpoint_dir)
+    def __init__(self, tensor: ShardedTensor, array: StoredArray, memory: HostMemory, into_data: bool) -> None:
         if into_data and tensor.data is None:
             raise ConfigurationError(
                 f"{tensor.key}: load_directly_on_device=True fills the tensor that a ShardedTensor holds, and this one holds none; "
@@ -214,7 +212,7 @@ class _Load:
             )
         self._tensor = tensor
         own = tensor.data if into_data else None
-        self._memory = own if own is not None and own.dtype == array.dtype else self._new_memory(array)
+        self._memory = own if own is not None and own.dtype == array.dtype else self._new(array.dtype, memory)
         self.result = self._memory if own is None else own
         self.wanted = self._boxes(array)
 
@@ -223,10 +221,9 @@ class _Load:
         if self.result is not self._memory:
             self.result.detach().copy_(self._memory)
 
-    def _new_memory(self, array: StoredArray) -> torch.Tensor:
+    def _new(self, dtype: torch.dtype, memory: HostMemory) -> torch.Tensor:
         flat = self._tensor.flattened_range
-        shape = tuple(self._tensor.local_shape) if flat is None else (flat.stop - flat.start,)
-        return torch.empty(shape, dtype=array.dtype)
+        return memory.empty(tuple(self._tensor.local_shape) if flat is None else (flat.stop - flat.start,), dtype)
 
     def _boxes(self, array: StoredArray) -> list[Wanted]:
         """The boxes of this shard that the stored array has; what it lacks, at its far ends, is padded with zeros."""

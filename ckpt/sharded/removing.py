@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt.backends.base import FileRecord
+from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.tensorstore import DATABASE
+from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dtypes import item_bytes
 from ckpt.durable import replace_durably, write_durably
 from ckpt.manifest import (
@@ -25,6 +26,7 @@ from ckpt.manifest import (
     index_name,
 )
 from ckpt.megatron.zarr import MegatronZarr, is_megatron_zarr
+from ckpt.sharded.folder import BESIDE_FILES, INDEX_FILES, holds_array
 from ckpt.stored import read_index, read_manifest, rest_digest
 from ckpt.topology import Topology
 from ckpt.writing import checksums_of, joined_checksum
@@ -33,8 +35,9 @@ from ckpt.writing import checksums_of, joined_checksum
 def remove_tensors(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[str]:
     """Remove the sharded tensors whose key starts with `key_prefix`; return their keys. Collective; the lead does it.
 
-    The manifest changes at one moment, by a rename. Whoever is killed before has changed nothing that a load sees; after, files
-    may be left that belong to nothing, which `verify` names. Where the arrays lie in OCDBT, their bytes stay in the data files.
+    The manifest changes at one moment, by a rename. Whoever is killed before has changed nothing that a load sees; files may be
+    left that belong to nothing, which `verify` names, and the next call removes. Where the arrays lie in OCDBT, their bytes stay in
+    the data files; the database, which no load reads, changes just before the manifest.
 
     Raises:
         CheckpointNotFoundError: the folder is no checkpoint.
@@ -54,17 +57,26 @@ def remove_tensors(checkpoint_dir: Path, key_prefix: str, topology: Topology) ->
 
 
 def _remove_of_megatron(checkpoint_dir: Path, key_prefix: str) -> list[str]:
+    """Each with the folder of locks beside it, which without it would look like an array that is damaged."""
     keys = [key for key in MegatronZarr(checkpoint_dir, "zarr").arrays if key.startswith(key_prefix)]
     for key in keys:
-        shutil.rmtree(checkpoint_dir / key)
+        for folder in (checkpoint_dir / f"{key}.sync", checkpoint_dir / key):
+            if folder.is_dir():
+                shutil.rmtree(folder)
     return keys
 
 
 def _remove(checkpoint_dir: Path, key_prefix: str) -> list[str]:
     manifest = read_manifest(checkpoint_dir)
     gone = {name: entry for name, entry in manifest.arrays.items() if name.startswith(f"{SHARDED}/{key_prefix}")}
-    if not gone:
-        return []
+    if gone:
+        _take_out(gone, checkpoint_dir, manifest)
+    _sweep(checkpoint_dir, manifest)
+    return [name.removeprefix(f"{SHARDED}/") for name in gone]
+
+
+def _take_out(gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
+    """Put the checkpoint on record without these arrays; `manifest` becomes the new one."""
     old_indexes = manifest.index_paths()
     indexes = {rank: read_index(checkpoint_dir, manifest, rank) for rank in old_indexes}
     for index in indexes.values():
@@ -77,35 +89,43 @@ def _remove(checkpoint_dir: Path, key_prefix: str) -> list[str]:
         manifest.files[later] = len(data), digest_of(data)
     for name, entry in gone.items():
         del manifest.arrays[name]
-        manifest.files.pop(f"{entry.path}/zarr.json", None)
+        manifest.files.pop(f"{entry.path}/{DOCUMENT}", None)
     if "ocdbt" in {entry.store for entry in gone.values()}:
         _remove_from_database(checkpoint_dir, manifest, gone)
     _correct_component(manifest, indexes, gone)
     replace_durably(checkpoint_dir / MANIFEST_NAME, manifest.to_bytes())
-    for path in old_indexes.values():
-        (checkpoint_dir / path).unlink()
-    for entry in gone.values():
-        if entry.store == "zarr" and entry.path is not None:
-            shutil.rmtree(checkpoint_dir / entry.path)
-    return [name.removeprefix(f"{SHARDED}/") for name in gone]
+
+
+def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
+    """Remove the files that the manifest does not name any more, those too that an earlier removal left when it was killed."""
+    for pattern in (INDEX_FILES, *BESIDE_FILES):
+        for file in checkpoint_dir.glob(pattern):
+            if file.name not in manifest.files:
+                file.unlink()
+    for folder in (checkpoint_dir / SHARDED).glob("*/"):
+        if f"{SHARDED}/{folder.name}/{DOCUMENT}" not in manifest.files and holds_array(folder):
+            shutil.rmtree(folder)
 
 
 def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path) -> None:
     """Take arrays out of an index. A file of theirs alone goes, too; one that others share has more loose bytes now."""
     paths = {entry.path for entry in gone.values() if entry.path is not None}
-    emptied: set[str] = set()
+    covered: dict[str, list[ChunkExtent]] = {}
     for path in paths & set(index.chunks):
-        emptied |= {extent.file for extent in index.chunks.pop(path).values()}
+        for extent in index.chunks.pop(path).values():
+            if extent.file.startswith(f"{path}/"):
+                del index.files[extent.file]
+            else:
+                covered[extent.file] = []
     for name in set(gone) & set(index.pieces):
         del index.pieces[name]
-    kept = [extent for by_number in index.chunks.values() for extent in by_number.values()]
-    for file in emptied:
-        covered = [extent for extent in kept if extent.file == file]
-        if any(file.startswith(f"{path}/") for path in paths):
-            del index.files[file]
-        else:
-            size = index.files[file].size
-            index.files[file] = FileRecord(size, rest_digest(checkpoint_dir / file, size, covered))
+    for by_number in index.chunks.values():
+        for extent in by_number.values():
+            if extent.file in covered:
+                covered[extent.file].append(extent)
+    for file, extents in covered.items():
+        size = index.files[file].size
+        index.files[file] = FileRecord(size, rest_digest(checkpoint_dir / file, size, extents))
 
 
 def _remove_from_database(checkpoint_dir: Path, manifest: CheckpointManifest, gone: Mapping[str, ArrayEntry]) -> None:

@@ -8,7 +8,8 @@ refused by name. `common.pt` and the object files that Megatron-Core wrote are r
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,7 +103,8 @@ class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
         Raises:
             CorruptCheckpointError: it is missing or damaged.
         """
-        return load_state(_below(Path(checkpoint_dir), COMMON), COMMON)
+        with _naming(COMMON):
+            return load_state(_below(Path(checkpoint_dir), COMMON), COMMON)
 
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path
@@ -116,7 +118,8 @@ class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
         if not wanted:
             return sharded_objects_state_dict
         folder = Path(checkpoint_dir) / OBJECTS
-        found = load_state(_below(Path(checkpoint_dir), OBJECTS), OBJECTS, only=wanted) if folder.is_dir() else {}
+        with _naming(OBJECTS):
+            found = load_state(_below(Path(checkpoint_dir), OBJECTS), OBJECTS, only=wanted) if folder.is_dir() else {}
         _require_found(wanted, found, Path(checkpoint_dir))
         dict_list_map_inplace(lambda one: found[one.unique_key], sharded_objects_state_dict)
         return sharded_objects_state_dict
@@ -125,7 +128,8 @@ class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
         """Unique key -> ShardedObject without data, of all that were saved."""
         if not (Path(checkpoint_dir) / OBJECTS).is_dir():
             return {}
-        keys = state_keys(_below(Path(checkpoint_dir), OBJECTS), OBJECTS)
+        with _naming(OBJECTS):
+            keys = state_keys(_below(Path(checkpoint_dir), OBJECTS), OBJECTS)
         return {key: ShardedObject.empty_from_unique_key(key) for key in keys}
 
 
@@ -203,6 +207,17 @@ def _below(checkpoint_dir: Path, name: str) -> Path:
     if (checkpoint_dir / MANIFEST_NAME).is_file():
         read_listed_file(checkpoint_dir, read_manifest(checkpoint_dir), f"{name}/{MANIFEST_NAME}")
     return folder
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Say of which small checkpoint an error is: each has files of the same names, and so has the one above."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        if str(error).startswith(f"{name}: "):
+            raise
+        raise CorruptCheckpointError(f"{name}: {error}") from error
 
 
 def _require_found(wanted: list[str], found: Mapping[Any, Any], checkpoint_dir: Path) -> None:

@@ -204,7 +204,11 @@ def test_a_tensor_without_dimensions_is_an_array_like_any_other(tmp_path: Path, 
     save.save({"step": uncut("step", step), "flat": flat, "layers": layers}, tmp_path)
     for load in LOADS.values():
         loaded = load.load(
-            {"step": uncut("step", torch.zeros(())), "flat": blank(flat), "layers": uncut("layers", torch.zeros(3).long())},
+            {
+                "step": uncut("step", torch.zeros(())),
+                "flat": blank(flat),
+                "layers": uncut("layers", torch.zeros(3).long()),
+            },
             tmp_path,
         )
         assert same_bits(loaded["step"], step) and same_bits(loaded["flat"], step[None])
@@ -275,12 +279,16 @@ def test_an_array_that_is_there_already_is_an_error(tmp_path: Path) -> None:
         save.save({"w": uncut("w", torch.arange(4))}, folder)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         for other in SAVES.values():
-            with pytest.raises(CheckpointExistsError, match=f"^save into {folder}: {folder} holds a checkpoint already; "):
+            with pytest.raises(
+                CheckpointExistsError, match=f"^save into {folder}: {folder} holds a checkpoint already; "
+            ):
                 other.save({"w": uncut("w", torch.ones(4).long())}, folder)
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
         for record in [folder / "checkpoint_manifest.json", *folder.glob("index-*.json")]:
             record.unlink()  # what a save leaves that is interrupted before its records
-            with pytest.raises(CheckpointExistsError, match=f"{folder}/.* exists already, of a save that did not finish"):
+            with pytest.raises(
+                CheckpointExistsError, match=f"{folder}/.* exists already, of a save that did not finish"
+            ):
                 save.save({"v": uncut("v", torch.ones(4).long())}, folder)
 
 
@@ -326,7 +334,9 @@ def test_a_load_puts_tensors_in_the_place_of_the_sharded_ones_and_returns_the_ve
 
 
 @every_load
-def test_another_global_shape_is_refused_with_both_shapes_and_the_key(tmp_path: Path, load: LoadShardedStrategy) -> None:
+def test_another_global_shape_is_refused_with_both_shapes_and_the_key(
+    tmp_path: Path, load: LoadShardedStrategy
+) -> None:
     """S1.31: unless a mismatch is allowed; never in the number of axes."""
     ZarrSaveShardedStrategy().save({"w": uncut("wte", torch.zeros(5, 4))}, tmp_path)
     for wanted in (
@@ -394,7 +404,9 @@ def test_the_metadata_of_tensors_go_by_their_own_keys_and_are_of_uncut_tensors_w
         }
         save.save(state, folder)
         found = load.load_tensors_metadata(folder)
-        assert {key: (one.key, one.dtype, one.local_shape, one.global_shape, one.data) for key, one in found.items()} == {
+        assert {
+            key: (one.key, one.dtype, one.local_shape, one.global_shape, one.data) for key, one in found.items()
+        } == {
             "model/w": ("model/w", torch.float8_e5m2, (4, 3), (4, 3), None),
             "step": ("step", torch.int64, (), (), None),
         }

@@ -1,0 +1,324 @@
+"""Tensors are taken out of a checkpoint, and everything that is on record stays true: manifest, indexes, digests."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstore as ts
+import torch
+import zarr
+
+import ckpt
+from ckpt import ShardedObject, ShardedTensor
+from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, MissingStateError
+from ckpt.job import use_topology
+from ckpt.manifest import Index
+from ckpt.stored import read_manifest
+from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
+from ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from ckpt.verify import verify_checkpoint
+from tests.ranks import Dead, Topology, run_ranks, run_threads
+from tests.states import random_bits, same_bits
+
+SAVES = {
+    "zarr": ZarrSaveShardedStrategy(),
+    "zarr, compressed": ZarrSaveShardedStrategy(
+        compressors=[{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
+    ),
+    "tensorstore, files": TensorStoreSaveShardedStrategy(kvstore="file"),
+    "tensorstore, ocdbt": TensorStoreSaveShardedStrategy(),
+}
+TENSORS = {
+    "model.w": random_bits((6, 4), torch.bfloat16, 1),
+    "model.w2": random_bits((6,), torch.float32, 2),
+    "optimizer.m": random_bits((5, 7), torch.float32, 3),
+    "optimizer.v": random_bits((3, 2), torch.float32, 6),
+    "optimizer.step": torch.tensor(9.0),
+    "optimizer/état": random_bits((3,), torch.int64, 4),
+    "empty": torch.zeros(0, 3),
+    "z.optimizer": random_bits((4, 4), torch.float64, 5),
+}
+every_save = pytest.mark.parametrize("save", SAVES.values(), ids=SAVES.keys())
+in_files = pytest.mark.parametrize("save", list(SAVES.values())[:3], ids=list(SAVES)[:3])
+
+
+def part_of(key: str, tensor: torch.Tensor, topology: Topology) -> ShardedTensor:
+    """One rank's part: rows, of which each rank writes its own, or runs of uneven length, or a replica."""
+    rank, ranks = topology.rank, topology.world_size
+    if tensor.dim() < 2 or not tensor.numel():
+        return ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank)
+    if len(tensor) % ranks == 0:
+        return ShardedTensor.from_rank_offsets(key, tensor.chunk(ranks)[rank], (0, rank, ranks))
+    start, stop = (tensor.numel() * i * i // ranks**2 for i in (rank, rank + 1))
+    return ShardedTensor.from_rank_offsets_flat(
+        key, tensor.flatten()[start:stop], tuple(tensor.shape), flattened_range=slice(start, stop)
+    )
+
+
+def _save(topology: Topology, folder: Path, save: Any, tensors: Mapping[str, torch.Tensor] = TENSORS) -> None:
+    with use_topology(topology):
+        state: dict[str, Any] = {key: part_of(key, tensor, topology) for key, tensor in tensors.items()}
+        state["rng"] = ShardedObject("rng", {"seed": torch.tensor(7)}, (1,), (0,), replica_id=topology.rank)
+        ckpt.save(state | {"iteration": 3}, folder, save)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
+    """Return the checkpoint of three ranks by this strategy, saved when it is first asked for."""
+    found: dict[int, Path] = {}
+
+    def get(save: Any) -> Path:
+        if id(save) not in found:
+            found[id(save)] = tmp_path_factory.mktemp("saved")
+            run_threads(3, _save, found[id(save)], save, agree_s=30.0)
+        return found[id(save)]
+
+    return get
+
+
+@pytest.fixture
+def folder(tmp_path: Path, save: Any, saved: Callable[[Any], Path]) -> Path:
+    """A copy, to be changed."""
+    return shutil.copytree(saved(save), tmp_path / "it")
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def indexes_of(folder: Path) -> list[Index]:
+    return [Index.from_bytes(path.read_bytes()) for path in sorted(folder.glob("index-*.json"))]
+
+
+def require_holds(folder: Path, keys: set[str]) -> None:
+    """By every way to look: these tensors, to the bit, and no others; and the rest of the state as it was."""
+    for load in (ZarrLoadShardedStrategy(), TensorStoreLoadShardedStrategy()):
+        assert set(load.load_tensors_metadata(folder)) == keys
+        state: dict[str, Any] = {
+            key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(TENSORS[key])) for key in keys
+        }
+        state["rng"] = ShardedObject("rng", None, (1,), (0,))
+        loaded = ckpt.load(state, folder, load)
+        assert isinstance(loaded, dict)
+        assert [key for key in keys if not same_bits(loaded[key], TENSORS[key])] == []
+        assert (loaded["rng"]["seed"].item(), loaded["iteration"]) == (7, 3)
+
+
+@every_save
+def test_what_is_left_is_a_whole_checkpoint_of_the_other_tensors(folder: Path, save: Any) -> None:
+    """S1.14: every key that starts with the prefix goes, wherever `/` stands, and no other."""
+    assert verify_checkpoint(folder) == []
+    ckpt.remove_sharded_tensors(folder, "optimizer")
+    assert verify_checkpoint(folder) == []
+    require_holds(folder, {"model.w", "model.w2", "empty", "z.optimizer"})
+    wanted = ShardedTensor.from_rank_offsets("optimizer.m", torch.zeros(5, 7))
+    with pytest.raises(MissingStateError, match="optimizer.m is asked for, and .* does not hold it"):
+        ckpt.load({"m": wanted}, folder)
+    with pytest.raises(CheckpointExistsError, match="holds a checkpoint already"):
+        ckpt.save({"m": wanted}, folder)
+
+
+@every_save
+def test_manifest_and_indexes_say_of_the_rest_what_a_save_of_it_would_have_said(
+    folder: Path, save: Any, tmp_path: Path
+) -> None:
+    """S1.14: size, checksum, writers, arrays; and no index lists a chunk or a file of what is gone."""
+    before = sum(len(index.chunks) for index in indexes_of(folder))
+    ckpt.remove_sharded_tensors(folder, "optimizer")
+    kept = {key: tensor for key, tensor in TENSORS.items() if not key.startswith("optimizer")}
+    (tmp_path / "again").mkdir()
+    run_threads(3, _save, tmp_path / "again", save, kept, agree_s=30.0)
+    found, again = read_manifest(folder), read_manifest(tmp_path / "again")
+    assert found.arrays == again.arrays
+    assert found.components == again.components
+    assert {path for path in found.files if path.endswith("zarr.json")} == {
+        path for path in again.files if path.endswith("zarr.json")
+    }
+    for one, other in zip(indexes_of(folder), indexes_of(tmp_path / "again"), strict=True):
+        assert (one.rank, one.pieces, one.chunks.keys()) == (other.rank, other.pieces, other.chunks.keys())
+        assert {path for path in one.files if not path.startswith("arrays.ocdbt")} == {
+            path for path in other.files if not path.startswith("arrays.ocdbt")
+        }
+    assert sum(len(index.chunks) for index in indexes_of(folder)) < before
+
+
+@in_files
+def test_the_arrays_themselves_are_gone_for_everybody(folder: Path, save: Any) -> None:
+    """S1.14: in directories the bytes go, and what other libraries see is what the manifest says."""
+    ckpt.remove_sharded_tensors(folder, "optimizer.")
+    assert {path.name for path in (folder / "sharded").iterdir()} == {
+        "model.w", "model.w2", "optimizer%2F%C3%A9tat", "z.optimizer", "zarr.json",
+    }  # fmt: skip
+    assert set(zarr.open_group(folder / "sharded", mode="r").array_keys()) == {
+        "model.w", "model.w2", "optimizer%2F%C3%A9tat", "z.optimizer",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("save", [SAVES["tensorstore, ocdbt"]], ids=["ocdbt"])
+def test_in_ocdbt_the_names_go_and_the_bytes_stay(folder: Path, save: Any) -> None:
+    """S1.14: the joined database forgets the keys; the ranks' data files, which hold more than one array, stay as they were."""
+    ranks = {name: data for name, data in files_of(folder).items() if "/rank-" in name}
+    ckpt.remove_sharded_tensors(folder, "optimizer")
+    database = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/arrays.ocdbt/"}}
+    keys = {key.decode().split("/")[1] for key in ts.KvStore.open(database).result().list().result() if b"/" in key}
+    assert keys == {"model.w", "model.w2", "z.optimizer", "zarr.json"}
+    assert {name: data for name, data in files_of(folder).items() if "/rank-" in name} == ranks
+    flipped = bytearray(data := max((data for _, data in ranks.values()), key=len))
+    flipped[len(data) // 2] ^= 1
+    (folder / next(name for name, (_, held) in ranks.items() if held == data)).write_bytes(flipped)
+    assert verify_checkpoint(folder) != [], "also what nobody needs any more is answered for"
+
+
+@every_save
+def test_a_prefix_that_matches_nothing_changes_nothing(folder: Path, save: Any) -> None:
+    """S1.14: not a byte, not a time; a prefix of names is not a part of names."""
+    before = files_of(folder)
+    for prefix in ("ptimizer", "sharded/model", "model.w22", "MODEL", "rng", "common", "model%2E", "^model", "*"):
+        ckpt.remove_sharded_tensors(folder, prefix)
+        assert files_of(folder) == before, prefix
+
+
+@every_save
+def test_everything_can_be_removed_step_by_step_or_at_once(folder: Path, save: Any) -> None:
+    """S1.14: the common state and the objects stay."""
+    for number, key in enumerate(sorted(TENSORS, reverse=True)):
+        ckpt.remove_sharded_tensors(folder, key)
+        assert verify_checkpoint(folder) == []
+        assert {path.suffixes[0] for path in folder.glob("index-*.json")} == {f".{number + 1}"}
+    require_holds(folder, set())
+    assert read_manifest(folder).components["sharded"].size_bytes == 0
+
+
+@every_save
+def test_the_empty_prefix_is_every_tensor(folder: Path, save: Any) -> None:
+    """S1.14: removal of everything."""
+    ckpt.remove_sharded_tensors(folder, "")
+    assert verify_checkpoint(folder) == []
+    require_holds(folder, set())
+    assert [path for path in (folder / "sharded").glob("*") if path.is_dir()] == []
+
+
+def _remove(topology: Topology, folder: Path, prefix: str) -> None:
+    with use_topology(topology):
+        ckpt.remove_sharded_tensors(folder, prefix)
+        with topology.phase("look"):
+            assert set(ckpt.load_tensors_metadata(folder)) == {"model.w", "model.w2", "empty", "z.optimizer"}
+        ZarrLoadShardedStrategy().remove_sharded_tensors(folder, "z")
+        TensorStoreLoadShardedStrategy().remove_sharded_tensors(str(folder), "e")
+        assert set(ckpt.load_tensors_metadata(folder)) == {"model.w", "model.w2"}
+
+
+@pytest.mark.parametrize("save", [SAVES["zarr"], SAVES["tensorstore, ocdbt"]], ids=["zarr", "ocdbt"])
+def test_other_ranks_than_the_savers_remove_together(folder: Path, save: Any) -> None:
+    """S1.14: collective; when it returns on a rank, it is done; also by either load strategy."""
+    run_threads(2, _remove, folder, "optimizer", agree_s=30.0)
+    assert verify_checkpoint(folder) == []
+    require_holds(folder, {"model.w", "model.w2"})
+
+
+def _remove_what_is_damaged(topology: Topology, folder: Path) -> tuple[str, int | None]:
+    with use_topology(topology), pytest.raises(CorruptCheckpointError) as caught:
+        ckpt.remove_sharded_tensors(folder, "optimizer")
+    return str(caught.value), caught.value.rank
+
+
+@pytest.mark.parametrize("save", [SAVES["zarr"]], ids=["zarr"])
+def test_damaged_records_are_left_as_they_are_and_every_rank_says_so(folder: Path, save: Any) -> None:
+    """S1.14: nothing is removed by an index that cannot be trusted."""
+    index = folder / "index-00001.json"
+    index.write_bytes(index.read_bytes().replace(b"optimizer", b"Optimizer"))
+    before = files_of(folder)
+    first, second = run_threads(2, _remove_what_is_damaged, folder, agree_s=30.0)
+    assert first == second and first[1] == 0
+    assert first[0].startswith(
+        f"removal of optimizer* from {folder} failed in phase remove on rank 0: index-00001.json "
+    )
+    assert files_of(folder) == before
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        ckpt.remove_sharded_tensors(folder / "nowhere", "")
+    with pytest.raises(CheckpointNotFoundError, match="not a distributed checkpoint"):
+        ckpt.remove_sharded_tensors(folder / "sharded", "")
+
+
+# Interrupted
+
+
+class Fails:
+    """Stands in for a call of the operating system; the n-th time it fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, n: int) -> None:
+        self.left, self.really = n, getattr(os, name)
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
+        return self.really(*args, **options)
+
+
+def require_whole_whether_or_not_removed(folder: Path, manifest_before: bytes) -> None:
+    """What a load sees is all as it was, or all as it shall be; verify names what is left over, and nothing else."""
+    is_as_before = (folder / "checkpoint_manifest.json").read_bytes() == manifest_before
+    others = {key for key in TENSORS if not key.startswith("optimizer")}
+    require_holds(folder, set(TENSORS) if is_as_before else others)
+    odd = [
+        problem for problem in verify_checkpoint(folder) if not problem.endswith(" does not belong to the checkpoint")
+    ]
+    if (folder / "arrays.ocdbt").exists() and is_as_before:  # the database changes just before the manifest
+        odd = [problem for problem in odd if not problem.startswith("arrays.ocdbt/manifest.ocdbt ")]
+    assert odd == []
+
+
+@pytest.mark.parametrize("save", [SAVES["zarr"], SAVES["tensorstore, ocdbt"]], ids=["zarr", "ocdbt"])
+@pytest.mark.parametrize("call", ["fsync", "replace", "unlink", "rmdir"])
+def test_whenever_a_removal_is_interrupted_there_is_a_whole_checkpoint_and_the_next_one_ends_it(
+    folder: Path, save: Any, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S1.14: before the manifest's rename nothing is changed, after it only files are left that belong to nothing."""
+    before = (folder / "checkpoint_manifest.json").read_bytes()
+    for n in range(1, 100):
+        with monkeypatch.context() as patched:
+            fails = Fails(patched, call, n)
+            try:
+                ckpt.remove_sharded_tensors(folder, "optimizer")
+            except OSError as error:
+                assert "No space left on device" in str(error)
+        require_whole_whether_or_not_removed(folder, before)
+        if fails.left > 0:
+            break
+    assert n > 1 or (call == "rmdir" and "ocdbt" in str(save._storage().store))
+    assert verify_checkpoint(folder) == []
+    require_holds(folder, {"model.w", "model.w2", "empty", "z.optimizer"})
+
+
+def _die_at_the_rename(topology: Topology, folder: Path) -> None:
+    os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    with use_topology(topology):
+        ckpt.remove_sharded_tensors(folder, "optimizer")
+
+
+@pytest.mark.parametrize("save", [SAVES["zarr"]], ids=["zarr"])
+def test_who_is_killed_just_before_the_rename_has_changed_nothing(folder: Path, save: Any) -> None:
+    """S1.14: not even what it had no time to clean up stays for ever."""
+    before = files_of(folder)
+    assert run_ranks(1, _die_at_the_rename, folder, expect_dead=[0]) == [Dead(-signal.SIGKILL)]
+    assert {name: held for name, held in files_of(folder).items() if name in before} == before
+    require_holds(folder, set(TENSORS))
+    left = [problem.split(" does not belong")[0] for problem in verify_checkpoint(folder)]
+    assert sorted(left)[1:] == [f"index-0000{rank}.1.json" for rank in range(3)]
+    assert left[0].startswith(".checkpoint_manifest.json.")
+    ckpt.remove_sharded_tensors(folder, "optimizer")
+    assert verify_checkpoint(folder) == []
+    require_holds(folder, {"model.w", "model.w2", "empty", "z.optimizer"})
