@@ -13,8 +13,10 @@ from typing import Any
 
 from ckpt.durable import replace_durably
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, sentence
+from ckpt.manifest import digest_of
 
 CONFIG_FNAME = "metadata.json"
+_DIGEST = "digest"
 
 CheckpointingException = CheckpointError
 """The base of all errors of this package, under the name by which code written for Megatron-Core catches it."""
@@ -73,9 +75,19 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[s
     """
     path = Path(checkpoint_dir, CONFIG_FNAME)
     try:
-        replace_durably(path, json.dumps(asdict(config)).encode())
+        replace_durably(path, config_bytes(config))
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {sentence(error)}") from error
+
+
+def config_bytes(config: CheckpointingConfig) -> bytes:
+    """What `metadata.json` holds: the config, and a digest of it, which other readers pass over."""
+    said = asdict(config)
+    return json.dumps(said | {_DIGEST: _digest(said)}).encode()
+
+
+def _digest(said: dict[str, Any]) -> str:
+    return digest_of(json.dumps(said).encode())
 
 
 def _parsed(path: Path, data: bytes) -> CheckpointingConfig:
@@ -85,6 +97,9 @@ def _parsed(path: Path, data: bytes) -> CheckpointingConfig:
         raise _unlike(path, f"is no JSON ({sentence(error)})") from error
     if not isinstance(found, dict):
         raise _unlike(path, f"holds a {type(found).__name__}, not an object")
+    digest = found.pop(_DIGEST, None)
+    if digest is not None and digest != _digest(found):
+        raise _unlike(path, "does not match its own digest")
     if "sharded_backend" not in found:
         raise _unlike(path, "has no sharded_backend")
     named = {field.name: found[field.name] for field in fields(CheckpointingConfig) if field.name in found}

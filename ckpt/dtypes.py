@@ -69,7 +69,8 @@ def item_bytes(name: str) -> int:
 
 def raw_bytes(host: torch.Tensor) -> torch.Tensor:
     """Return the elements of a C-contiguous host tensor as a flat uint8 tensor over the same memory."""
-    return host.detach().view(-1).view(torch.uint8)
+    # Not view(-1): of a single element torch keeps whatever stride it had, and then finds no bytes in it.
+    return host.detach().as_strided((host.numel(),), (1,)).view(torch.uint8)
 
 
 def bits_of(host: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -11,6 +11,8 @@ from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name
 
+_PIECE_BYTES = 4 << 20
+
 
 def read_manifest(checkpoint_dir: Path) -> CheckpointManifest:
     """Read and check the manifest of a checkpoint folder. Any process.
@@ -99,7 +101,9 @@ def rest_digest(file: Path, size: int, covered: Iterable[ChunkExtent]) -> str:
         with file.open("rb") as stream:
             for offset, length in gaps:
                 stream.seek(offset)
-                state.update(stream.read(length))
+                while length and (piece := stream.read(min(length, _PIECE_BYTES))):
+                    state.update(piece)
+                    length -= len(piece)
     return state.hexdigest()
 
 

@@ -13,10 +13,10 @@ from typing import BinaryIO
 import xxhash
 
 from ckpt.backends.base import ChunkExtent, FileRecord
-from ckpt.core import CONFIG_FNAME, maybe_load_config
+from ckpt.core import CONFIG_FNAME, config_bytes, maybe_load_config
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
-from ckpt.manifest import MANIFEST_NAME, SHARDED, CheckpointManifest, Index
+from ckpt.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManifest, Index
 from ckpt.stored import read_listed_file, read_manifest
 
 _READ_BYTES = 4 << 20
@@ -79,7 +79,7 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
     if SHARDED in manifest.components:
         listed.add(CONFIG_FNAME)
         with _noting(CONFIG_FNAME, result):
-            maybe_load_config(str(checkpoint_dir))
+            _check_config(checkpoint_dir, manifest)
     result.num_files = len(listed)
     below = [Path(path).parent for path in manifest.files if Path(path).name == MANIFEST_NAME]
     for folder in below:
@@ -89,6 +89,15 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
         extra = _extra(checkpoint_dir, listed, {str(folder) for folder in below})
         result.problems += [f"{path} does not belong to the checkpoint" for path in extra]
     return result
+
+
+def _check_config(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
+    """Check `metadata.json`, which is written after the manifest and stands in none. A strategy alone writes none."""
+    config = maybe_load_config(checkpoint_dir)
+    if config is not None and (checkpoint_dir / CONFIG_FNAME).read_bytes() != config_bytes(config):
+        raise CorruptCheckpointError(f"{CONFIG_FNAME} is not as it was written; it was changed after the save")
+    if config is None and f"{COMMON}/{MANIFEST_NAME}" in manifest.files:
+        raise CorruptCheckpointError(f"{CONFIG_FNAME} is missing, so no load takes this for a whole checkpoint")
 
 
 def _examine_below(checkpoint_dir: Path, folder: Path, result: Verification, progress: Callable[[int], None]) -> None:

@@ -45,7 +45,8 @@ def is_megatron_zarr(checkpoint_dir: Path) -> bool:
     if (checkpoint_dir / MANIFEST_NAME).exists():
         return False
     config = maybe_load_config(checkpoint_dir)
-    return config is not None and config.sharded_backend == "zarr"
+    # With a common state in JSON it is one of ours, which has lost its manifest.
+    return config is not None and config.sharded_backend == "zarr" and config.common_backend != "json"
 
 
 def require_version(checkpoint_dir: Path) -> None:

@@ -6,6 +6,7 @@ last, is all that makes a checkpoint of it.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -184,13 +185,13 @@ def leftovers(folder: Path) -> list[Path]:
             would not have made.
     """
     _require_no_other_checkpoint(folder)
-    found = [path for name in (COMMON, OBJECTS, SHARDED) if (path := folder / name).exists()]
+    found = [path for name in (COMMON, OBJECTS, SHARDED, DOCUMENT) if (path := folder / name).exists()]
     for path in found:
         if not _is_of_a_save(path):
             raise CheckpointExistsError(
                 f"{path} is in the way, and no save has made it; save into a folder of its own, such as an empty one"
             )
-    found += [path for name in (DATABASE, MANIFEST_NAME, DOCUMENT) if (path := folder / name).exists()]
+    found += [path for name in (DATABASE, MANIFEST_NAME) if (path := folder / name).exists()]
     return found + [path for pattern in (*BESIDE_FILES, INDEX_FILES) for path in sorted(folder.glob(pattern))]
 
 
@@ -207,7 +208,9 @@ def _require_no_other_checkpoint(folder: Path) -> None:
 
 
 def _is_of_a_save(path: Path) -> bool:
-    """Whether a folder by one of our names has in it what we put there, and nothing else."""
+    """Whether a folder by one of our names has in it what we put there, and nothing else; and the group's document what we say."""
+    if path.name == DOCUMENT:
+        return _is_bare_group(path)
     if not path.is_dir():
         return False
     inside = list(path.iterdir())
@@ -215,6 +218,15 @@ def _is_of_a_save(path: Path) -> bool:
         return all(one.name == DOCUMENT or holds_array(one) for one in inside)
     ours = (path.name, DOCUMENT, MANIFEST_NAME, *BESIDE_FILES, INDEX_FILES)
     return all(any(fnmatchcase(one.name, pattern) for pattern in ours) for one in inside)
+
+
+def _is_bare_group(document: Path) -> bool:
+    """Whether a Zarr group has nothing to say that would be lost with its document, which is empty while it is being written."""
+    try:
+        found = json.loads(document.read_bytes() or b"{}")
+    except (ValueError, OSError):
+        return False
+    return isinstance(found, dict) and not (found.get("attributes") or found.get("consolidated_metadata"))
 
 
 def holds_array(path: Path) -> bool:

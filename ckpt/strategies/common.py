@@ -117,18 +117,19 @@ class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
         wanted = sorted({one.unique_key for one in nested_values(sharded_objects_state_dict)})
         if not wanted:
             return sharded_objects_state_dict
-        folder = Path(checkpoint_dir) / OBJECTS
+        found: Mapping[Any, Any] = {}
         with _naming(OBJECTS):
-            found = load_state(_below(Path(checkpoint_dir), OBJECTS), OBJECTS, only=wanted) if folder.is_dir() else {}
+            if _is_part(Path(checkpoint_dir), OBJECTS):
+                found = load_state(_below(Path(checkpoint_dir), OBJECTS), OBJECTS, only=wanted)
         _require_found(wanted, found, Path(checkpoint_dir))
         dict_list_map_inplace(lambda one: found[one.unique_key], sharded_objects_state_dict)
         return sharded_objects_state_dict
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
         """Unique key -> ShardedObject without data, of all that were saved."""
-        if not (Path(checkpoint_dir) / OBJECTS).is_dir():
-            return {}
         with _naming(OBJECTS):
+            if not _is_part(Path(checkpoint_dir), OBJECTS):
+                return {}
             keys = state_keys(_below(Path(checkpoint_dir), OBJECTS), OBJECTS)
         return {key: ShardedObject.empty_from_unique_key(key) for key in keys}
 
@@ -197,6 +198,14 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
             f"common strategy ({backend!r}, {version}) would write a pickle, which can run code when it is read; save with ('json', 1), "
             "the default"
         )
+
+
+def _is_part(checkpoint_dir: Path, name: str) -> bool:
+    """Whether the small checkpoint `name` is there, or should be."""
+    if (checkpoint_dir / name).is_dir():
+        return True
+    has_record = (checkpoint_dir / MANIFEST_NAME).is_file()
+    return has_record and f"{name}/{MANIFEST_NAME}" in read_manifest(checkpoint_dir).files
 
 
 def _below(checkpoint_dir: Path, name: str) -> Path:

@@ -13,8 +13,10 @@ from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import ConfigurationError, ShapeMismatchError
+from ckpt.manifest import MANIFEST_NAME, SHARDED
 from ckpt.mapping import ShardedStateDict, ShardedTensor
 from ckpt.megatron.zarr import array_folders
+from ckpt.stored import read_manifest
 from ckpt.strategies.base import StrategyAction, register_default_strategy
 from ckpt.strategies.sharded import LoadTensors, SaveTensors, uncut
 
@@ -125,14 +127,22 @@ def load_zarr_based_sharded_metadata(
         get_shape_dtype_fn: path of an array -> its global shape and data type, by whatever library.
 
     Returns:
-        key -> ShardedTensor without data and uncut. A key is the folder's path below `checkpoint_dir`, so one that holds `/` is a
-        folder in a folder.
+        key -> ShardedTensor without data and uncut. In a checkpoint of ours the manifest says which folder is whose. In any other a
+        key is the folder's path below `checkpoint_dir`, so one that holds `/` is a folder in a folder.
     """
     found = {}
-    for key in array_folders(Path(checkpoint_dir)):
-        shape, dtype = get_shape_dtype_fn(str(Path(checkpoint_dir) / key))
+    for key, path in _arrays_in(Path(checkpoint_dir)).items():
+        shape, dtype = get_shape_dtype_fn(str(Path(checkpoint_dir) / path))
         found[key] = uncut(key, _torch_dtype_of(np.dtype(dtype), key), tuple(shape))
     return found
+
+
+def _arrays_in(checkpoint_dir: Path) -> dict[str, str]:
+    """Key -> path of the array's folder."""
+    if not (checkpoint_dir / MANIFEST_NAME).is_file():
+        return {key: key for key in array_folders(checkpoint_dir)}
+    arrays = read_manifest(checkpoint_dir).arrays_of(SHARDED)
+    return {key: one.path for key, one in arrays.items() if one.store == "zarr" and one.path is not None}
 
 
 def _to_torch(array: np.ndarray[Any, Any], key: str) -> torch.Tensor:

@@ -532,3 +532,15 @@ def test_only_folders_with_array_metadata_are_described_and_a_key_with_a_slash_i
     }
     with pytest.raises(ConfigurationError, match="layers/0/bias: torch has no data type for arrays of <U2"):
         load_zarr_based_sharded_metadata(tmp_path, lambda path: ((6, 2), np.dtype("<U2")))
+
+
+def test_in_a_checkpoint_of_ours_the_manifest_says_which_folder_is_whose(tmp_path: Path) -> None:
+    """S1.36: whatever the folders are called."""
+    keys = ["a/b", "..", "w"]
+    ckpt.save({key: ShardedTensor.from_rank_offsets(key, torch.arange(6).view(2, 3)) for key in keys}, tmp_path)
+    found = load_zarr_based_sharded_metadata(
+        tmp_path, lambda path: (zarr.open_array(path).shape, zarr.open_array(path).dtype)
+    )
+    assert {key: (one.global_shape, one.dtype) for key, one in found.items()} == dict.fromkeys(
+        keys, ((2, 3), torch.int64)
+    )
