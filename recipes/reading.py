@@ -163,9 +163,7 @@ def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, A
         "arrays": {
             name: entry.to_json() | {"size_bytes": _size_bytes(entry)} for name, entry in manifest.arrays.items()
         },
-        "below": {
-            folder: _checkpoint_as_json(path / folder, one) for folder, one in _below(path, manifest).items()
-        },
+        "below": {folder: _checkpoint_as_json(path / folder, one) for folder, one in _below(path, manifest).items()},
     }
 
 

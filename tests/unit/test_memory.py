@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 
 import torch
@@ -32,7 +33,7 @@ def test_a_large_tensor_has_memory_of_its_own_and_an_arena_that_is_full_is_follo
         tensor.fill_(number)
     assert [int(tensor[-1]) for tensor in [large, *some]] == [0, 1, 2, 3, 4]
     starts = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in [large, *some])
-    assert all(a + n <= b for (a, n), (b, _) in zip(starts, starts[1:], strict=False))
+    assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(starts))
 
 
 def test_an_arena_is_freed_with_the_last_of_its_tensors() -> None:
