@@ -9,20 +9,27 @@ from __future__ import annotations
 import argparse
 import base64
 import enum
+import functools
 import io
 import json
+import logging
 import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.mapping import ShardedTensor
+
+if TYPE_CHECKING:
+    from ckpt.unpickling import UnknownObject
+
+_log = logging.getLogger("ckpt")
 
 PathPart = str | int | tuple[int | str, str]
 """A step into a nested state dict: a dictionary key, (position, "list" | "tuple"), or (JSON of a key of another type, "key")."""
@@ -99,10 +106,11 @@ def to_json(value: Any, what: str) -> Any:
     """Return JSON that `from_json` turns back into an equal value of equal type.
 
     Raises:
-        ConfigurationError: the value holds something that is neither a tensor nor plain; `what` names it.
+        ConfigurationError: the value holds something that is neither a tensor nor plain, or an enum member that a load would not
+            find; `what` names it.
     """
     if isinstance(value, enum.Enum):
-        return {"~enum": [type(value).__module__, type(value).__qualname__, value.name]}
+        return {"~enum": _enum_to_json(value, what)}
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -134,6 +142,8 @@ def to_json(value: Any, what: str) -> Any:
         return {"~scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode("ascii")]}
     if type(value) is complex:
         return {"~complex": [repr(value.real), repr(value.imag)]}
+    if type(value) in _UNKNOWN_ENUMS:
+        return {"~enum": [*_UNKNOWN_ENUMS[type(value)], value.args[0]]}
     raise ConfigurationError(
         f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which is neither a tensor nor plain (None, bool, number, "
         "str, bytes, list, tuple, set, dict, namespace, enum member, torch.dtype, NumPy array). Give it as one of these from "
@@ -142,7 +152,7 @@ def to_json(value: Any, what: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The value that `to_json` was given."""
+    """The value that `to_json` was given; an `UnknownObject` for an enum member that this process does not have."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
@@ -154,20 +164,81 @@ def from_json(value: Any) -> Any:
     return {key: from_json(item) for key, item in value.items()}
 
 
-def _enum_member(data: list[str]) -> enum.Enum:
-    """The member, of a class that this process has imported: loading a checkpoint imports nothing."""
-    module, qualname, name = data
+def _enum_to_json(member: enum.Enum, what: str) -> list[Any]:
+    """[module, class, name] of a member; of flags without a name of their own, as A | B is, the value for the name."""
+    kind = type(member)
+    given = int(member.value) if isinstance(member, enum.Flag) and member.name not in kind.__members__ else member.name
+    if _enum_member(kind.__module__, kind.__qualname__, given) is not member:
+        raise ConfigurationError(
+            f"{what} is {given!r} of the enum {kind.__qualname__}, which a load would not find under that name in module "
+            f"{kind.__module__}; define the enum at the top level of its module, under its own name, or give the member's value"
+        )
+    return [kind.__module__, kind.__qualname__, given]
+
+
+def _enum_from_json(data: list[Any]) -> enum.Enum | UnknownObject:
+    module, qualname, given = data
+    member = _enum_member(module, qualname, given)
+    return _unknown_member(module, qualname, given) if member is None else member
+
+
+def _enum_member(module: str, qualname: str, given: str | int) -> enum.Enum | None:
+    """The member of this name, or flags of this value, of a class that this process has imported; None if there is none.
+
+    Loading a checkpoint imports nothing. That is why attributes are not asked for: a module may import for one.
+    """
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, enum.Enum) and name in found.__members__):
-        raise ConfigurationError(
-            f"the checkpoint holds {qualname}.{name} of {module}, and no such member is there; import {module} before the load, "
-            "in a version that has it"
-        )
-    return found[name]
+        found = getattr(found, "__dict__", {}).get(part)
+    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
+        return None
+    if isinstance(given, str):
+        return found.__members__.get(given)
+    if not issubclass(found, enum.Flag):
+        return None
+    try:
+        flags = found(given)
+    except ValueError:  # a bit that the class has no longer
+        return None
+    return flags if flags.value == given else None  # a class may also drop such a bit
 
 
+@functools.cache  # equal members are one object, so that they are one key of a dictionary
+def _unknown_member(module: str, qualname: str, given: str | int) -> UnknownObject:
+    return _unknown_enum(module, qualname, given)(given)
+
+
+def _unknown_enum(module: str, qualname: str, given: str | int) -> type[UnknownObject]:
+    """What stands in for an enum class; the first time, a warning says so."""
+    from ckpt.unpickling import UnknownObject
+
+    for kind, place in _UNKNOWN_ENUMS.items():
+        if place == (module, qualname):
+            return kind
+    _log.warning(
+        "the checkpoint holds %r of the enum %s of %s, which this process does not have; an inert UnknownObject stands in for it, "
+        "and for others like it. Import %s before the load, in a version that has it, to get the member.",
+        given, qualname, module, module,
+    )  # fmt: skip
+    body = {"name": f"{module}.{qualname}", "__module__": module, "__reduce__": _reduce_unknown}
+    made = type(qualname.rpartition(".")[2], (UnknownObject,), body)
+    _UNKNOWN_ENUMS[made] = module, qualname
+    return made
+
+
+def _reduce_unknown(member: UnknownObject) -> tuple[Any, ...]:
+    """How a stand-in is copied and pickled: it is looked up anew."""
+    return from_json, (to_json(member, "an enum member"),)
+
+
+def _namespace(made: Any, data: Any) -> Any:
+    """Fill a namespace. Its constructor takes no attribute that is called `self`, or by no string."""
+    vars(made).update(from_json(data))
+    return made
+
+
+_UNKNOWN_ENUMS: dict[type[UnknownObject], tuple[str, str]] = {}
+"""What stands in for the enum classes that this process does not have: the class -> (module, class) of the enum."""
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _FROM_TAG: dict[str, Callable[[Any], Any]] = {
     "~float": float,
@@ -179,10 +250,10 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
     "~set": lambda data: {from_json(item) for item in data},
     "~frozenset": lambda data: frozenset(from_json(item) for item in data),
     "~Size": torch.Size,
-    "~Namespace": lambda data: argparse.Namespace(**from_json(data)),
-    "~SimpleNamespace": lambda data: types.SimpleNamespace(**from_json(data)),
+    "~Namespace": lambda data: _namespace(argparse.Namespace(), data),
+    "~SimpleNamespace": lambda data: _namespace(types.SimpleNamespace(), data),
     "~dtype": lambda data: getattr(torch, data),
-    "~enum": _enum_member,
+    "~enum": _enum_from_json,
     "~BytesIO": lambda data: io.BytesIO(base64.b64decode(data)),
     "~complex": lambda data: complex(float(data[0]), float(data[1])),
 }

@@ -60,7 +60,7 @@ class ShardedTensor(ShardedBase):
         global_offset: where the chunk begins, in elements.
         axis_fragmentations: into how many chunks of equal size each axis of the global tensor is cut; None where they may
             have any size.
-        replica_id: 0 (or all zeros) for the main copy; others hold equal bits.
+        replica_id: 0 (or all zeros) for the main copy; others hold equal bits. NumPy's and torch's numbers become Python's.
         prepend_axis_num: how many axes, the first ones, only the global tensor has; the chunk's side along them is 1.
         allow_shape_mismatch: the saved global shape may differ from `global_shape`, as that of a padded vocabulary does.
         flattened_range: `data` is this run of the chunk's elements in row-major order, as a 1-D tensor; None if it is the chunk.
@@ -81,6 +81,7 @@ class ShardedTensor(ShardedBase):
     flattened_range: slice | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # NumPy's integers, which a product of shapes easily is, are no numbers of JSON.
         self.local_shape, self.global_shape = _ints(self.local_shape), _ints(self.global_shape)
         self.global_offset = _ints(self.global_offset)

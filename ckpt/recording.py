@@ -70,6 +70,7 @@ class Record:
         manifest = self._manifest(checkpoint_id)
         added = self._write_lead_files(manifest)
         data = manifest.to_bytes()
+        self._topology.require_awaited()
         replace_durably(self._folder / MANIFEST_NAME, data)
         return added + len(data)
 
@@ -139,7 +140,7 @@ class Record:
             ArraySpec(path, dtype, (n,), (n,)) for vote in self._votes for path, (dtype, n) in vote.packed.items()
         ]
         writers = [rank for rank, vote in enumerate(self._votes) if vote.wrote_chunks]
-        made = self._backend.lay_out(self._folder, specs, writers)
+        made = self._backend.lay_out(self._folder, specs, writers, self._topology.progress)
         if self._config_text is not None:
             write_durably(self._folder / CONFIG_NAME, self._config_text.encode())
             made = [*made, CONFIG_NAME]

@@ -27,14 +27,17 @@ from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, Configur
 from ckpt.job import current_topology, use_topology
 from ckpt.mapping import (
     CommonStateDict,
+    LocalNonpersistentObject,
     ShardedObject,
     ShardedStateDict,
+    ShardedTensor,
     ShardedTensorFactory,
     StateDict,
     apply_factories,
     apply_factory_merges,
 )
-from ckpt.sharded.folder import leftovers
+from ckpt.sharded.folder import leftovers, require_alike
+from ckpt.sharded.mark import Mark, marked
 from ckpt.strategies.async_utils import AsyncRequest
 from ckpt.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -62,6 +65,7 @@ from ckpt.validation import (
 _log = logging.getLogger("ckpt")
 CkptShardedMetadata = dict[str, Any]
 """Key -> ShardedTensor or ShardedObject without data."""
+_COMMON = "common values"
 
 
 def save(
@@ -96,33 +100,75 @@ def save(
     """
     topology, folder = current_topology(), Path(checkpoint_dir)
     with topology.operation(f"save into {folder}"):
-        with topology.phase("destination"):
-            if topology.is_lead:
-                _make_free(folder)
+        with topology.phase("strategies") as phase:
             sharded, common = _sharded_strategy(sharded_strategy), _common_strategy(common_strategy)
+            phase.payload = {
+                "sharded_strategy": sharded.described,
+                "common_strategy": common.described,
+                "async_sharded_save": async_sharded_save,
+                "validate_access_integrity": validate_access_integrity,
+            }
+        with topology.phase("destination"):
+            require_alike(phase.payloads)
             if async_sharded_save and not isinstance(sharded, AsyncSaveShardedStrategy):
                 raise ConfigurationError(
                     f"{sharded} saves before it returns: give async_sharded_save=False, or another strategy"
                 )
             tensors, common_state = _prepared_to_save(sharded_state_dict)
-        if validate_access_integrity:
-            _, everybodys = determine_global_metadata(tensors)
-            with topology.phase("integrity"):
-                validate_sharding_integrity(everybodys)
-            compare_common(common_state, preprocess_common_before_consistancy_check)
-        common.save_common(common_state, folder)
-        if not sharded.can_handle_sharded_objects:
-            validate_sharded_objects_handling(sharded, common)
-            objects, tensors = extract_matching_values(tensors, lambda value: isinstance(value, ShardedObject))
-            common.save_sharded_objects(objects, folder)
-        config = CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version)
-        if async_sharded_save:
-            assert isinstance(sharded, AsyncSaveShardedStrategy)
-            request = sharded.async_save(tensors, folder)
-            request.add_finalize_fn(lambda: _complete(config, folder, topology))
-            return request
-        sharded.save(tensors, folder)
-        _complete(config, folder, topology)
+            mark = _take(folder) if topology.is_lead else None
+        try:
+            with marked(mark):
+                return _save_parts(
+                    tensors,
+                    common_state,
+                    folder,
+                    sharded,
+                    common,
+                    validate=validate_access_integrity,
+                    preprocess=preprocess_common_before_consistancy_check,
+                    in_background=async_sharded_save,
+                    mark=mark,
+                )
+        except BaseException:
+            if mark is not None:
+                mark.remove()
+            raise
+
+
+def _save_parts(
+    tensors: ShardedStateDict,
+    common_state: StateDict,
+    folder: Path,
+    sharded: SaveShardedStrategy,
+    common: SaveCommonStrategy,
+    *,
+    validate: bool,
+    preprocess: Callable[[CommonStateDict], StateDict] | None,
+    in_background: bool,
+    mark: Mark | None,
+) -> AsyncRequest | None:
+    """The steps of a save from the integrity check on, into a folder that is marked as this save's."""
+    topology = current_topology()
+    if validate:
+        _, everybodys = determine_global_metadata(tensors)
+        with topology.phase("integrity"):
+            validate_sharding_integrity(everybodys)
+        compare_common(common_state, preprocess)
+    common.save_common(common_state, folder)
+    if not sharded.can_handle_sharded_objects:
+        validate_sharded_objects_handling(sharded, common)
+        objects, tensors = extract_matching_values(tensors, lambda value: isinstance(value, ShardedObject))
+        common.save_sharded_objects(objects, folder)
+    config = CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version)
+    if in_background:
+        assert isinstance(sharded, AsyncSaveShardedStrategy)
+        request = sharded.async_save(tensors, folder)
+        request.add_finalize_fn(lambda: _complete(config, folder, topology, mark))
+        if mark is not None:
+            request.abandon_fns.append(mark.remove)
+        return request
+    sharded.save(tensors, folder)
+    _complete(config, folder, topology, mark)
     return None
 
 
@@ -161,7 +207,7 @@ def load(
     with topology.operation(f"load of {folder}"):
         with topology.phase("common state"):
             handling = parse_strict_flag(strict)
-            if allow_pickle and common_strategy is None and _is_pickled(folder):
+            if allow_pickle and common_strategy in (None, ("torch", 1)) and _is_pickled(folder):
                 common_strategy = _of_pickles()
             sharded, common = verify_checkpoint_and_load_strategy(str(folder), sharded_strategy, common_strategy)
             state = common.load_common(folder)
@@ -223,45 +269,99 @@ def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
 
 def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     """Remove every tensor whose key starts with `key_prefix`; what remains is a whole checkpoint. Collective."""
-    strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
-    strategy.remove_sharded_tensors(str(checkpoint_dir), key_prefix)
+    topology = current_topology()
+    with topology.operation(f"removal of {key_prefix}* from {checkpoint_dir}"):
+        with topology.phase("look at the checkpoint"):
+            strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
+        strategy.remove_sharded_tensors(str(checkpoint_dir), key_prefix)
 
 
-def _make_free(folder: Path) -> None:
-    """Refuse a folder that is missing or holds a checkpoint, or files of others where a save puts its own; remove what an
-    interrupted save has left in it."""
+def _take(folder: Path) -> Mark:
+    """Refuse a folder that is missing or holds a checkpoint, or files of others where a save puts its own, or that another save
+    writes into; mark it, and remove what an interrupted save has left in it."""
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"{folder} does not exist: make the folder that a checkpoint is to be saved into")
     if (folder / CONFIG_FNAME).exists():
         raise CheckpointExistsError(
             f"{folder} holds a checkpoint already; save into another folder, or remove this one"
         )
-    left = leftovers(folder)
+    mark = Mark(folder)
+    try:
+        _make_free(folder, mark)
+    except BaseException:
+        mark.remove()
+        raise
+    return mark
+
+
+def _make_free(folder: Path, mark: Mark) -> None:
+    left = [path for path in leftovers(folder) if path != mark.path]
     if left:
         _log.warning("%s holds what an interrupted save has left, which is removed now: %s", folder, left[0].name)
     for path in left:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    others = sorted(os.listdir(folder))
+    others = sorted({*os.listdir(folder)} - {mark.path.name})
     if others:
         _log.warning(
             "%s is not empty: %s and what else is there stays, and belongs to no checkpoint", folder, others[0]
         )
 
 
-def _complete(config: CheckpointingConfig, folder: Path, topology: Topology) -> None:
+def _complete(config: CheckpointingConfig, folder: Path, topology: Topology, mark: Mark | None) -> None:
     """The last step of a save. Should another rank fail in it, the error says that the checkpoint is complete all the same."""
     with topology.phase("complete") as phase:
-        if topology.is_lead:
+        if mark is not None:
+            mark.require()
+            topology.require_awaited()
             save_config(config, folder)
             phase.stands = f"{folder} is complete"
+            mark.remove()
 
 
 def _prepared_to_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
     """The sharded part, factories applied, and the common part; objects that are only local left out."""
     copy = dict_list_map_outplace(lambda value: value, sharded_state_dict)
     apply_factories(copy)
+    _require_whole_lists(copy, "")
     _, copy = extract_nonpersistent(copy)
     return extract_sharded_base(copy)
+
+
+def _require_whole_lists(value: Any, path: str) -> set[str]:
+    """Refuse a list whose elements are of different kinds: parted by kind, nobody would know where in the list each was.
+
+    Returns:
+        the kinds of the leaves below.
+
+    Raises:
+        ConfigurationError: it names the list.
+    """
+    if isinstance(value, dict):
+        kinds = [_require_whole_lists(inner, f"{path}.{key}" if path else str(key)) for key, inner in value.items()]
+        return set().union(*kinds)
+    if not isinstance(value, list):
+        return {_kind_of(value)}
+    # An empty container in a list is common, like a value.
+    kinds = [_require_whole_lists(inner, f"{path}[{number}]") or {_COMMON} for number, inner in enumerate(value)]
+    for number, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise ConfigurationError(
+                f"{path} is a list whose elements 0 and {number} hold different kinds of values ({_listed(kinds[0])}; {_listed(kind)}): "
+                "parted by kind they would lose their places; give a dictionary instead"
+            )
+    return kinds[0] if kinds else set()
+
+
+def _kind_of(leaf: Any) -> str:
+    if isinstance(leaf, ShardedTensor):
+        return "sharded tensors"
+    if isinstance(leaf, ShardedObject):
+        return "sharded objects"
+    return "local objects" if isinstance(leaf, LocalNonpersistentObject) else _COMMON
+
+
+def _listed(kinds: set[str]) -> str:
+    return " and ".join(sorted(kinds))
 
 
 def _prepared_to_load(

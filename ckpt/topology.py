@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -89,6 +89,7 @@ class Topology:
         self._whats: list[str] = []
         self._told: BaseException | None = None  # what is on its way up, and known to the other ranks
         self._in_phase = False
+        self._told_of_moves: Callable[[int], None] | None = None
 
     @property
     def is_lead(self) -> bool:
@@ -96,9 +97,15 @@ class Topology:
         return self.rank == 0
 
     @classmethod
-    def alone(cls) -> Topology:
-        """Return the topology of one rank: the same calls, without store, threads or other processes."""
-        return cls(0, [socket.gethostname()], timeout_s=300.0, grace_s=20.0)
+    def alone(cls, progress: Callable[[int], None] | None = None) -> Topology:
+        """Return the topology of one rank: the same calls, without store, threads or other processes.
+
+        Args:
+            progress: told of every move: that of the job whose lead does something by itself.
+        """
+        topology = cls(0, [socket.gethostname()], timeout_s=300.0, grace_s=20.0)
+        topology._told_of_moves = progress
+        return topology
 
     @classmethod
     def supposed(cls, rank: int, hosts: Sequence[str], groups: Mapping[str, Iterable[Sequence[int]]]) -> Topology:
@@ -175,6 +182,8 @@ class Topology:
         """Say that this rank is moving. Any thread, any time; costs nothing."""
         if self._agreement is not None:
             self._agreement.heartbeat.move(num)
+        elif self._told_of_moves is not None:
+            self._told_of_moves(num)
 
     def require_awaited(self) -> None:
         """Make sure, before a step that cannot be taken back, that the others still wait for this rank.

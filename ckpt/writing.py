@@ -19,6 +19,7 @@ from ckpt.collect import Contribution
 from ckpt.device import Device
 from ckpt.dtypes import raw_bytes, torch_dtype
 from ckpt.durable import write_durably
+from ckpt.flatten import TensorLeaf
 from ckpt.manifest import PLAIN_NAME, Index, Piece, digest_of, encode_key, index_name
 from ckpt.plan import ChunkTask, PackTask, RankPlan, SavePlan
 from ckpt.sharing import OWN_COPIES, StateComponent, holders_of, prefix_of
@@ -63,6 +64,7 @@ class Share:
         self._device = device
         self._index = Index(topology.rank)
         self._vote = Vote()
+        self._by_box: dict[str, dict[Box, TensorLeaf]] = {}
 
     def exchange_slivers(self) -> dict[int, memoryview]:
         """Send the parts of chunks that other ranks write; return the bytes of the parts that come here, by sender."""
@@ -164,9 +166,17 @@ class Share:
     def _region(self, name: str, box: Box) -> torch.Tensor:
         if not box.num_elements:
             return torch.empty(box.shape, dtype=torch_dtype(self._plan.arrays[name].dtype))
-        held, leaf = next(one for one in self._contribution.held[name] if one[0].contains(box))
+        held, leaf = self._held(name, box)
         local = local_tensor(leaf)
         return local if box == held else local[box.relative_to(held).slices]
+
+    def _held(self, name: str, box: Box) -> tuple[Box, TensorLeaf]:
+        """What of ours holds a box; whole pieces, which most are, are found at once, however many there are."""
+        if name not in self._by_box:
+            self._by_box[name] = dict(self._contribution.held[name])
+        if box in self._by_box[name]:
+            return box, self._by_box[name][box]
+        return next(one for one in self._contribution.held[name] if one[0].contains(box))
 
     def _write_plain(self, folder: Path, plain: Mapping[str, Mapping[str, Any]]) -> None:
         """The lowest rank of those that hold one state of a component writes its plain values."""

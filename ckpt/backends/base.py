@@ -6,7 +6,7 @@ raw local chunk: it reports each chunk's extent, and extents.py reads those for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -111,9 +111,11 @@ class Backend(Protocol):
     def writer(self, root: Path, rank: int, progress: Callable[[int], None]) -> Writer:
         """Return this rank's writer below the unpublished folder `root`; it calls `progress(num_bytes)` as bytes move."""
 
-    def lay_out(self, root: Path, arrays: Sequence[ArraySpec], writers: Sequence[int]) -> list[str]:
+    def lay_out(
+        self, root: Path, arrays: Sequence[ArraySpec], writers: Sequence[int], progress: Callable[[int], None]
+    ) -> list[str]:
         """Write the metadata of all arrays and join what the ranks in `writers` wrote. Lead rank only, after all of
-        them finished.
+        them finished. Calls `progress(num_bytes)` as bytes move.
 
         Returns:
             the files made, relative to `root`, durable.
@@ -125,5 +127,5 @@ class Backend(Protocol):
     def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
         """Return every array below `root` as the format's own library sees it, by path."""
 
-    def remove(self, root: Path, prefix: str) -> None:
-        """Remove every array whose path starts with `prefix`."""
+    def remove(self, root: Path, paths: Collection[str]) -> None:
+        """Remove the arrays at these paths, and no others, without looking at the rest. One that is gone already is no error."""

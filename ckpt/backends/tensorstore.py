@@ -67,13 +67,19 @@ class TensorStoreBackend:
             return OcdbtWriter(root, rank, progress)
         return FileWriter(root, progress)
 
-    def lay_out(self, root: Path, arrays: Sequence[ArraySpec], writers: Sequence[int]) -> list[str]:
+    def lay_out(
+        self,
+        root: Path,
+        arrays: Sequence[ArraySpec],
+        writers: Sequence[int],
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> list[str]:
         """Write the `zarr.json` of every array and group; in OCDBT also join the databases of `writers`."""
         documents = {_below(path, DOCUMENT): _json(group_document()) for path in groups_above(arrays)}
         documents |= {_below(array.path, DOCUMENT): _json(array_document(array)) for array in arrays}
         if self._in_database:
-            return _join_databases(root, documents, writers)
-        return write_documents(root, documents, lambda num_bytes: None)
+            return _join_databases(root, documents, writers, progress)
+        return write_documents(root, documents, progress)
 
     def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (host, shape box.shape) through TensorStore, in place.
@@ -110,16 +116,20 @@ class TensorStoreBackend:
                 f"tensorstore cannot list the arrays of {root}: {_one_line(error)}. Load an earlier checkpoint."
             ) from error
 
-    def remove(self, root: Path, prefix: str) -> None:
-        """Remove every array whose path starts with `prefix`. In OCDBT the keys go; the ranks' data files stay."""
-        paths = [path for path in self.list_arrays(root) if path.startswith(prefix)]
+    def remove(self, root: Path, paths: Collection[str]) -> None:
+        """Remove the arrays at these paths. In OCDBT their keys go, written together; the ranks' data files stay.
+
+        One that is gone already is no error.
+        """
         if not self._in_database:
-            remove_arrays(root, paths)
+            remove_arrays(root, [path for path in paths if (root / path).is_dir()])
             return
-        with _naming_errors(f"remove {prefix!r} from {root / DATABASE}"):
-            database = ts.KvStore.open(self._kvstore(root)).result()
+        with _naming_errors(f"remove {len(paths)} arrays from {root / DATABASE}"):
+            transaction = ts.Transaction()  # other than copies, deletions leave the references that stay as they are
+            database = ts.KvStore.open(self._kvstore(root), transaction=transaction).result()
             for path in paths:
-                database.delete_range(ts.KvStore.KeyRange(f"{path}/", f"{path}0")).result()
+                database.delete_range(ts.KvStore.KeyRange(f"{path}/", f"{path}0")).result()  # "0" comes after "/"
+            _wait(transaction.commit_async())
 
     def _kvstore(self, root: Path) -> dict[str, Any]:
         return _database(root / DATABASE) if self._in_database else _folder(root)
@@ -332,7 +342,9 @@ def _values_below(base: ts.KvStore, location: str, prefix: bytes) -> Iterator[_V
         yield _Value(key, kind_and_folder.split(":", 1)[1] + file, int(offset), int(length))
 
 
-def _join_databases(root: Path, documents: Mapping[str, bytes], writers: Sequence[int]) -> list[str]:
+def _join_databases(
+    root: Path, documents: Mapping[str, bytes], writers: Sequence[int], progress: Callable[[int], None]
+) -> list[str]:
     """Write `documents` into the joined database and add what the ranks committed, by reference. Returns its files."""
     context = _unsynced()  # one for both sides: copying by reference needs that
     database = root / DATABASE
@@ -350,10 +362,11 @@ def _join_databases(root: Path, documents: Mapping[str, bytes], writers: Sequenc
         described = joined.with_transaction(transaction)
         for key, document in documents.items():
             described.write(key, document).result()
+            progress(len(document))
         _wait(transaction.commit_async())
         _check_joined(database, len(documents), folders)
     sizes = _sizes_below(database, root, below_ranks=False)
-    make_durable(root, sizes, _folders_above(root, sizes), lambda num_bytes: None)
+    make_durable(root, sizes, _folders_above(root, sizes), progress)
     return list(sizes)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,18 @@ class ZarrBackend:
         """Return this rank's writer below the unpublished folder `root`."""
         return ZarrWriter(root, self._compressors, progress)
 
-    def lay_out(self, root: Path, arrays: Sequence[ArraySpec], writers: Sequence[int]) -> list[str]:
+    def lay_out(
+        self,
+        root: Path,
+        arrays: Sequence[ArraySpec],
+        writers: Sequence[int],
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> list[str]:
         """Write the `zarr.json` of every array and of every group above one, the checkpoint itself included."""
         documents = {_below(path, DOCUMENT): _document_bytes(GroupMetadata()) for path in groups_above(arrays)}
         for array in arrays:
             documents[_below(array.path, DOCUMENT)] = _document_bytes(_metadata(array, self._compressors))
-        return write_documents(root, documents, lambda num_bytes: None)
+        return write_documents(root, documents, progress)
 
     def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (host, shape box.shape) through zarr-python.
@@ -90,9 +96,9 @@ class ZarrBackend:
         """
         return {spec.path: spec for spec in sorted(_arrays_below(root), key=lambda spec: spec.path)}
 
-    def remove(self, root: Path, prefix: str) -> None:
-        """Remove every array whose path starts with `prefix`: its metadata and its chunks."""
-        remove_arrays(root, [path for path in self.list_arrays(root) if path.startswith(prefix)])
+    def remove(self, root: Path, paths: Collection[str]) -> None:
+        """Remove the arrays at these paths: their metadata and their chunks. One that is gone already is no error."""
+        remove_arrays(root, [path for path in paths if (root / path).is_dir()])
 
 
 class ZarrWriter:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from typing import Any, Self
+
+import numpy as np
+import torch
+
+from ckpt.errors import ShardingError
 
 StateDict = dict[str, Any]
 """A nested state dict of plain tensors and values."""
@@ -28,6 +34,9 @@ class ShardedBase(ABC):
     data: object
     replica_id: ReplicaId
 
+    def __post_init__(self) -> None:
+        self.replica_id = _plain_replica_id(self.key, self.replica_id)
+
     @abstractmethod
     def validate_metadata_integrity(self) -> None:
         """Refuse attributes that contradict each other. Called on construction; call it again after changing one.
@@ -50,3 +59,22 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     if isinstance(replica_id, int):
         return replica_id == 0
     return all(number == 0 for number in replica_id)
+
+
+def _plain_replica_id(key: str, given: object) -> ReplicaId:
+    """A replica id as a Python number or a tuple of them, whichever library's numbers it is given in.
+
+    Raises:
+        ShardingError: it is neither a whole number nor a sequence of them.
+    """
+    if type(given) is int:
+        return given
+    try:
+        if isinstance(given, list | tuple) or (isinstance(given, np.ndarray | torch.Tensor) and given.ndim == 1):
+            return tuple(int(operator.index(number)) for number in given)
+        return int(operator.index(given))  # type: ignore[arg-type]
+    except TypeError:
+        raise ShardingError(
+            f"{key}: replica_id {given!r} is neither a whole number nor a tuple of them; give 0 (or all zeros) for the main copy, "
+            "and another number for each of the others"
+        ) from None

@@ -17,7 +17,7 @@ def check(tensor: ShardedTensor) -> None:
 
     Raises:
         ShapeMismatchError: numbers of dimensions, data types or sizes differ that should be equal.
-        ShardingError: the range is no run of the chunk's elements, or the chunk has no such place.
+        ShardingError: the range is no run of the chunk's elements, the chunk has no such place, or the data is a DTensor.
     """
     _check_dimensions(tensor)
     _check_range(tensor)
@@ -94,6 +94,7 @@ def _check_range(tensor: ShardedTensor) -> None:
 def _check_data(tensor: ShardedTensor) -> None:
     if tensor.data is None:
         return
+    _check_is_local(tensor)
     shape = tuple(tensor.data.shape)
     if tensor.data.dtype != tensor.dtype:
         raise ShapeMismatchError(f"{tensor.key}: data has dtype {tensor.data.dtype}, dtype says {tensor.dtype}")
@@ -108,6 +109,16 @@ def _check_data(tensor: ShardedTensor) -> None:
     if shape != tensor.data_shape:
         raise ShapeMismatchError(
             f"{tensor.key}: data has {shape[0]} elements, flattened_range {tensor.flattened_range} says {tensor.data_shape[0]}"
+        )
+
+
+def _check_is_local(tensor: ShardedTensor) -> None:
+    from ckpt.address import is_dtensor  # which imports what is checked here
+
+    if is_dtensor(tensor.data):
+        raise ShardingError(
+            f"{tensor.key}: data is a DTensor, which says itself where it lies; give its to_local(), or put the DTensor itself into "
+            "a component of the coordinator"
         )
 
 

@@ -21,9 +21,11 @@ from ckpt.mapping import CommonStateDict, StateDict
 from ckpt.replication import fingerprints
 from ckpt.report import some_of
 from ckpt.sharded.integrity import named_ranks
+from ckpt.topology import Topology
 
 _log = logging.getLogger(__name__)
 _SCALARS = (type(None), bool, int, float, complex, str)
+_MAX_SENT = 100  # paths that a rank sends: every rank gets every rank's
 
 
 def compare_common(
@@ -34,12 +36,16 @@ def compare_common(
     Tensors are compared by type, shape and every bit, plain values by value, and namespaces and dataclasses are looked into. Of an
     object that has no text of its own only the class is compared, for nothing else can be said of it.
 
+    Equal ranks send one digest each. Else rank 0 sends a short digest for every path, and a rank that differs the paths where it
+    does, the first 100 of them; ranks that are equal to one another send them once.
+
     Args:
         preprocess: called with the state dict, which it must not change; returns what is to be compared, such as a copy without the
             entries that are each rank's own.
 
     Returns:
-        path -> ranks that differ there; equal on every rank.
+        path -> ranks that differ there; equal on every rank. A rank that differs in more than 100 paths is only in its first 100,
+        and the warning says so.
     """
     topology = current_topology()
     with topology.phase("common state") as phase:
@@ -48,26 +54,48 @@ def compare_common(
     digests: list[str] = phase.payloads
     if len(set(digests)) == 1:
         return {}
-    with topology.phase("compare common state") as phase:
-        phase.payload = mine if digests.index(digests[topology.rank]) == topology.rank else None
-    rows_with = {digest: rows for digest, rows in zip(digests, phase.payloads, strict=True) if rows is not None}
-    found = _differences([rows_with[digest] for digest in digests])
-    if topology.is_lead:
-        named = [f"{path} ({named_ranks(ranks)})" for path, ranks in found.items()]
-        _log.warning(
-            "the common state dict of rank 0, which alone is saved, differs from other ranks' in %s", some_of(named)
-        )
-    return found
-
-
-def _differences(rows: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    differing = _exchange_differing(mine, digests, topology)
     found: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(rows):
-        if theirs is not rows[0]:
-            for path in {**rows[0], **theirs}:
-                if rows[0].get(path) != theirs.get(path):
-                    found.setdefault(path, []).append(rank)
+    for rank, (_, paths) in enumerate(differing):
+        for path in paths:
+            found.setdefault(path, []).append(rank)
+    if topology.is_lead:
+        _warn(found, [num for num, _ in differing])
     return found
+
+
+def _exchange_differing(
+    mine: Mapping[str, str], digests: Sequence[str], topology: Topology
+) -> list[tuple[int, list[str]]]:
+    """By rank, in how many paths it differs from rank 0, and the first of these paths."""
+    with topology.phase("common state of rank 0") as phase:
+        phase.payload = mine if topology.is_lead else None
+    expected: dict[str, str] = phase.payloads[0]
+    speakers = [digests.index(digest) for digest in digests]
+    with topology.phase("paths that differ from rank 0's") as phase:
+        if speakers[topology.rank] == topology.rank != 0:
+            paths = [path for path in {**expected, **mine} if expected.get(path) != mine.get(path)]
+            phase.payload = [len(paths), paths[:_MAX_SENT]]
+    said: dict[int, tuple[int, list[str]]] = {rank: tuple(one) for rank, one in enumerate(phase.payloads) if one}
+    return [said.get(speaker, (0, [])) for speaker in speakers]
+
+
+def _warn(found: Mapping[str, Sequence[int]], num_differing: Sequence[int]) -> None:
+    """Say where ranks differ.
+
+    Args:
+        num_differing: by rank, in how many paths, of which `found` may hold only the first.
+    """
+    named = [f"{path} ({named_ranks(ranks)})" for path, ranks in found.items()]
+    cut = [rank for rank, num in enumerate(num_differing) if num > _MAX_SENT]
+    only = (
+        f"; of {named_ranks(cut)}, with up to {max(num_differing)} such paths, only the first {_MAX_SENT} are looked at"
+    )
+    _log.warning(
+        "the common state dict of rank 0, which alone is saved, differs from other ranks' in %s%s",
+        some_of(named),
+        only if cut else "",
+    )
 
 
 def _rows_of(state_dict: StateDict, progress: Callable[[], None]) -> dict[str, str]:

@@ -24,13 +24,20 @@ from ckpt.collect import Contribution, collect, settle_plain
 from ckpt.core import CONFIG_FNAME
 from ckpt.device import Device
 from ckpt.dtypes import zarr_name
-from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, ShardingError
+from ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    ShardingError,
+)
 from ckpt.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
 from ckpt.mapping import ShardedTensor, is_main_replica
 from ckpt.plan import PACK_BELOW_BYTES
 from ckpt.planner import Planner
 from ckpt.recording import Record
 from ckpt.saving import require_reachable
+from ckpt.sharded.mark import MARK, Mark, given_mark
 from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.stored import read_manifest
 from ckpt.tables import Table, TablePart
@@ -38,8 +45,8 @@ from ckpt.topology import Topology
 from ckpt.writing import Share, Vote
 
 INDEX_FILES = "index-[0-9][0-9][0-9][0-9][0-9]*.json"
-BESIDE_FILES = (f".{MANIFEST_NAME}.*", f".{CONFIG_FNAME}.*")
-"""Files that are about to take the place of another one."""
+BESIDE_FILES = (f".{MANIFEST_NAME}.*", f".{CONFIG_FNAME}.*", f"{MARK}*")
+"""Files that are about to take the place of another one, or say that a save has begun."""
 
 
 class FolderSave:
@@ -49,7 +56,7 @@ class FolderSave:
 
     Args:
         folder: exists, and holds no checkpoint.
-        tensors: of a device, or of the host; all of one type of device.
+        takes_folder: mark the folder as being saved into; False where who calls has done so.
     """
 
     def __init__(
@@ -61,8 +68,10 @@ class FolderSave:
         backend: Backend,
         device: Device,
         pack_below_bytes: int = PACK_BELOW_BYTES,
+        takes_folder: bool = True,
     ) -> None:
         self._folder = folder
+        self._takes_folder = takes_folder
         self._mine = mine
         self._topology = topology
         self._backend = backend
@@ -71,6 +80,8 @@ class FolderSave:
         self._plain: Mapping[str, Mapping[str, Any]] = {}
         self._slivers: dict[int, memoryview] = {}
         self._vote: Vote | None = None
+        self._mark: Mark | None = None
+        self._own_mark: Mark | None = None
 
     def prepare(self) -> None:
         """Agree on who writes what, and exchange the slivers. Collective.
@@ -83,6 +94,10 @@ class FolderSave:
         with topology.phase("open"):
             if topology.is_lead:
                 _require_free(self._folder, list(self._mine.components))
+                if self._takes_folder:
+                    self._mark = given_mark(self._folder)
+                    if self._mark is None:
+                        self._mark = self._own_mark = Mark(self._folder)
         with topology.phase("reach"):
             require_reachable(self._folder, topology)
         with topology.phase("collect") as phase:
@@ -97,13 +112,19 @@ class FolderSave:
         self._vote = self._share.write(self._folder, self._backend, self._plain, self._slivers)
 
     def finish(self) -> None:
-        """Put the save on record, when all ranks have written. Collective."""
+        """Put the save on record, when all ranks have written. Collective.
+
+        Raises:
+            CheckpointExistsError: another save into the folder has begun since this one did.
+        """
         with self._topology.phase("votes") as phase:
             assert self._vote is not None, "finish comes after write"
             phase.payload = self._vote.to_json()
         votes = [Vote(**tree) for tree in phase.payloads]
         with self._topology.phase("record"):
             if self._topology.is_lead:
+                if self._mark is not None:
+                    self._mark.require()
                 record = Record(
                     self._folder,
                     self._plan,
@@ -118,14 +139,39 @@ class FolderSave:
                     ],
                 )
                 record.write(self._folder.name)
+                if self._own_mark is not None:
+                    self._own_mark.remove()
 
     def run(self) -> None:
         """All three steps, as one operation."""
-        with self._topology.operation(f"save into {self._folder}"):
-            self.prepare()
-            with self._topology.phase("write"):
-                self.write()
-            self.finish()
+        try:
+            with self._topology.operation(f"save into {self._folder}"):
+                self.prepare()
+                with self._topology.phase("write"):
+                    self.write()
+                self.finish()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """The save has failed, on this rank or another: let others have the folder."""
+        if self._own_mark is not None:
+            self._own_mark.remove()
+
+
+def require_alike(said: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that call a save differently. Every rank finds the same in what all have said.
+
+    Raises:
+        ConfigurationError: it names the first difference.
+    """
+    for rank, one in enumerate(said):
+        for name, value in one.items():
+            if value != said[0][name]:
+                raise ConfigurationError(
+                    f"{name} is {value} on rank {rank} and {said[0][name]} on rank 0; all ranks must save alike"
+                )
 
 
 def save_state(
@@ -134,7 +180,7 @@ def save_state(
     """Save one nested state dict as the component `key` of a checkpoint that is nothing else. Collective.
 
     Args:
-        pattern: GLOBAL, or SHARDED where the ranks hold different keys of it.
+        pattern: GLOBAL, or PER_RANK where the ranks hold different keys of it: then no rank looks at another's.
     """
     with topology.phase("make the folder"):
         if topology.is_lead:
@@ -142,7 +188,7 @@ def save_state(
     with topology.phase("collect"):
         mine = collect([StateComponent(key, Given(state), pattern)], topology)
     device = device_of(tensor for held in mine.held.values() for _, tensor in held if isinstance(tensor, torch.Tensor))
-    FolderSave(folder, mine, topology=topology, backend=backend, device=device).run()
+    FolderSave(folder, mine, topology=topology, backend=backend, device=device, takes_folder=False).run()
 
 
 def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool, copied: bool = False) -> Contribution:
@@ -199,8 +245,12 @@ def _require_no_other_checkpoint(folder: Path) -> None:
     """Refuse what has a manifest and is whole, for all that it has no metadata.json: the coordinator's checkpoints."""
     try:
         components = read_manifest(folder).components
-    except (CheckpointNotFoundError, CorruptCheckpointError):  # none, or one that was being written
+    except CheckpointNotFoundError:
         return
+    except CorruptCheckpointError as error:  # not half written: it comes by a rename
+        raise CheckpointExistsError(
+            f"{folder} holds a checkpoint already, and a damaged one ({error}); save into another folder, or remove this one"
+        ) from error
     if list(components) != [SHARDED]:
         raise CheckpointExistsError(
             f"{folder} holds a checkpoint already, of {', '.join(components) or 'nothing'}; save into another folder"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -20,6 +20,7 @@ from ckpt.flatten import Path as StatePath
 from ckpt.flatten import from_json, path_from_json, unflatten
 from ckpt.manifest import MANIFEST_NAME, SHARDED, CheckpointManifest
 from ckpt.mapping import ShardedStateDict, ShardedTensor
+from ckpt.megatron.layout import headless
 from ckpt.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.memory import HostMemory
 from ckpt.sharded.folder import Given, device_of
@@ -78,10 +79,13 @@ class MegatronTensors:
     """Those that Megatron-Core's zarr strategy wrote. They have no digests."""
 
     def __init__(self, checkpoint_dir: Path, library: Library, topology: Topology) -> None:
+        self._dir = checkpoint_dir
         self._arrays = MegatronZarr(checkpoint_dir, library)
         self._topology = topology
 
     def stored(self) -> Mapping[str, StoredArray]:
+        if self._arrays.layout.headless:  # damaged, and not just absent, which a load may be told to pass over
+            raise headless(self._dir, self._arrays.layout.headless[0])
         return {key: StoredArray(torch_dtype(one.dtype), tuple(one.shape)) for key, one in self._arrays.arrays.items()}
 
     def fill(self, wanted: Sequence[Wanted]) -> None:
@@ -151,22 +155,44 @@ def tensors_in(sharded_state_dict: ShardedStateDict, does: str) -> list[ShardedT
     return tensors
 
 
-def load_state(folder: Path, key: str, *, only: Sequence[str] | None = None) -> dict[Any, Any]:
+def load_state(
+    folder: Path,
+    key: str,
+    *,
+    only: Sequence[str] | None = None,
+    first: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> dict[Any, Any]:
     """Read a nested state dict that `ckpt.sharded.folder.save_state` wrote, into new memory. Any process, alone.
 
     Args:
         only: entries of the outermost dictionary to read; None: all.
+        first: the rank whose part of it is looked at before the others', which are not if all is found there.
+        progress: called as bytes arrive.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         CorruptCheckpointError: it is damaged.
     """
-    source, component = _open_state(folder, key)
-    entries = source.entries(component, "")
+    source, component = _open_state(folder, key, progress)
+    prefixes = source.prefixes(component)
+    state: dict[Any, Any] = {}
+    for prefix in [*prefixes[first : first + 1], *prefixes[:first], *prefixes[first + 1 :]]:
+        if only is not None and all(name in state for name in only):
+            break
+        state |= _read_part(source, component, prefix, only)
+    return state
+
+
+def _read_part(
+    source: CommittedSource, component: StateComponent, prefix: str, only: Sequence[str] | None
+) -> dict[Any, Any]:
+    """What one rank saved of a nested state dict, or all ranks together."""
+    entries = source.entries(component, prefix)
     leaves: dict[str, Any] = {}
     paths: dict[str, StatePath] = {}
     requests = []
-    for name, row in source.rows(component, "").items():
+    for name, row in source.rows(component, prefix).items():
         path = path_from_json(row[0])
         if only is not None and path[0] not in only:
             continue
@@ -176,23 +202,26 @@ def load_state(folder: Path, key: str, *, only: Sequence[str] | None = None) -> 
             continue
         entry = entries[name]
         leaves[name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-        array = entry.alias_of or f"{key}/{name}"
-        requests.append(ReadRequest(array, f"{key}: {name}", whole(entry.shape), leaves[name]))
+        array = entry.alias_of or f"{component.key}/{prefix}{name}"
+        requests.append(ReadRequest(array, f"{component.key}: {name}", whole(entry.shape), leaves[name]))
     source.read(requests)
     return unflatten(leaves, paths)
 
 
 def state_keys(folder: Path, key: str) -> list[str]:
     """The entries of the outermost dictionary that `ckpt.sharded.folder.save_state` wrote, in order. Any process, alone."""
-    source, component = _open_state(folder, key)
-    return list(dict.fromkeys(str(row[0][0]) for row in source.rows(component, "").values()))
+    source, component = _open_state(folder, key, None)
+    rows = [row for prefix in source.prefixes(component) for row in source.rows(component, prefix).values()]
+    return list(dict.fromkeys(str(row[0][0]) for row in rows))
 
 
-def _open_state(folder: Path, key: str) -> tuple[CommittedSource, StateComponent]:
+def _open_state(
+    folder: Path, key: str, progress: Callable[[int], None] | None
+) -> tuple[CommittedSource, StateComponent]:
     manifest = read_manifest(folder)
     device = Device(type="cpu", collectives="gloo")
     checkpoint = StoredCheckpoint(folder, manifest)
-    source = CommittedSource(checkpoint, "", Topology.alone(), DirectLoad(), device, verify=True)
+    source = CommittedSource(checkpoint, "", Topology.alone(progress), DirectLoad(), device, verify=True)
     return source, StateComponent(key, Given({}), SharingPattern(manifest.components[key].sharing_pattern))
 
 

@@ -33,6 +33,7 @@ class ShardedObject(ShardedBase):
     replica_id: ReplicaId = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.global_shape, self.global_offset = tuple(self.global_shape), tuple(self.global_offset)
         self.validate_metadata_integrity()
 

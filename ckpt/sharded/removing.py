@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from ckpt.backends.tensorstore import DATABASE
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dtypes import item_bytes
 from ckpt.durable import replace_durably, write_durably
+from ckpt.errors import CorruptCheckpointError
 from ckpt.manifest import (
     MANIFEST_NAME,
     SHARDED,
@@ -27,21 +27,29 @@ from ckpt.manifest import (
 )
 from ckpt.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.sharded.folder import BESIDE_FILES, INDEX_FILES, holds_array
-from ckpt.stored import read_index, read_manifest, rest_digest
+from ckpt.stored import read_index, read_listed_file, read_manifest, rest_digest
 from ckpt.topology import Topology
 from ckpt.writing import checksums_of, joined_checksum
+
+_HEAD = f"{DATABASE}/manifest.ocdbt"
+_LOCK = ".__lock"
+"""Ends the names of files that TensorStore is about to put in the place of others."""
 
 
 def remove_tensors(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[str]:
     """Remove the sharded tensors whose key starts with `key_prefix`; return their keys. Collective; the lead does it.
 
     The manifest changes at one moment, by a rename. Whoever is killed before has changed nothing that a load sees; files may be
-    left that belong to nothing, which `verify` names, and the next call removes. Where the arrays lie in OCDBT, their bytes stay in
-    the data files; the database, which no load reads, changes just before the manifest.
+    left that belong to nothing, which `verify` names, and the next call removes, whatever it is asked to remove.
+
+    Where the arrays lie in OCDBT, their bytes stay in the data files. The database, which no load of ours reads, changes just
+    before the manifest. Whoever is killed in between leaves it without names that the manifest still has; `verify` says that its
+    `manifest.ocdbt` does not match. The next call, again whatever it is asked to remove, puts the database on record as it is;
+    other readers find those names no more, loads find them until they are removed.
 
     Raises:
         CheckpointNotFoundError: the folder is no checkpoint.
-        CorruptCheckpointError: its records are damaged.
+        CorruptCheckpointError: its records are damaged, or its database is.
     """
     with (
         topology.operation(f"removal of {key_prefix}* from {checkpoint_dir}"),
@@ -49,39 +57,49 @@ def remove_tensors(checkpoint_dir: Path, key_prefix: str, topology: Topology) ->
     ):
         if topology.is_lead:
             if is_megatron_zarr(checkpoint_dir):
-                phase.payload = _remove_of_megatron(checkpoint_dir, key_prefix)
+                phase.payload = _remove_of_megatron(checkpoint_dir, key_prefix, topology)
             else:
-                phase.payload = _remove(checkpoint_dir, key_prefix)
+                phase.payload = _remove(checkpoint_dir, key_prefix, topology)
     keys: list[str] = phase.payloads[0]
     return keys
 
 
-def _remove_of_megatron(checkpoint_dir: Path, key_prefix: str) -> list[str]:
+def _remove_of_megatron(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[str]:
     """Each with the folder of locks beside it, which without it would look like an array that is damaged."""
     keys = [key for key in MegatronZarr(checkpoint_dir, "zarr").arrays if key.startswith(key_prefix)]
     for key in keys:
         for folder in (checkpoint_dir / f"{key}.sync", checkpoint_dir / key):
             if folder.is_dir():
-                shutil.rmtree(folder)
+                _remove_folder(folder, topology)
     return keys
 
 
-def _remove(checkpoint_dir: Path, key_prefix: str) -> list[str]:
+def _remove(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[str]:
     manifest = read_manifest(checkpoint_dir)
     gone = {name: entry for name, entry in manifest.arrays.items() if name.startswith(f"{SHARDED}/{key_prefix}")}
+    is_as_listed = _require_sound_database(checkpoint_dir, manifest, topology)
     if gone:
-        _take_out(gone, checkpoint_dir, manifest)
-    _sweep(checkpoint_dir, manifest)
+        _take_out(gone, checkpoint_dir, manifest, topology)
+    if gone or not is_as_listed:
+        _list_database(checkpoint_dir, manifest, topology)
+        replace_durably(checkpoint_dir / MANIFEST_NAME, manifest.to_bytes())
+    _sweep(checkpoint_dir, manifest, topology)
     return [name.removeprefix(f"{SHARDED}/") for name in gone]
 
 
-def _take_out(gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
-    """Put the checkpoint on record without these arrays; `manifest` becomes the new one."""
+def _take_out(
+    gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology
+) -> None:
+    """Make `manifest` that of the checkpoint without these arrays, with indexes beside the old ones; only the database changes."""
     old_indexes = manifest.index_paths()
-    indexes = {rank: read_index(checkpoint_dir, manifest, rank) for rank in old_indexes}
+    indexes = {}
+    for rank in old_indexes:
+        topology.progress()
+        indexes[rank] = read_index(checkpoint_dir, manifest, rank)
     for index in indexes.values():
-        _forget(index, gone, checkpoint_dir)
+        _forget(index, gone, checkpoint_dir, topology)
     for rank, path in old_indexes.items():
+        topology.progress()
         data = indexes[rank].to_bytes()
         later = index_name(rank, index_generation(path) + 1)
         write_durably(checkpoint_dir / later, data)
@@ -90,24 +108,40 @@ def _take_out(gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, manifest: Ch
     for name, entry in gone.items():
         del manifest.arrays[name]
         manifest.files.pop(f"{entry.path}/{DOCUMENT}", None)
-    if "ocdbt" in {entry.store for entry in gone.values()}:
-        _remove_from_database(checkpoint_dir, manifest, gone)
     _correct_component(manifest, indexes, gone)
-    replace_durably(checkpoint_dir / MANIFEST_NAME, manifest.to_bytes())
+    named = [entry.path for entry in gone.values() if entry.store == "ocdbt" and entry.path is not None]
+    if named:
+        topology.progress()
+        backend_of_store("ocdbt").remove(checkpoint_dir, named)
 
 
-def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
+def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology) -> None:
     """Remove the files that the manifest does not name any more, those too that an earlier removal left when it was killed."""
     for pattern in (INDEX_FILES, *BESIDE_FILES):
         for file in checkpoint_dir.glob(pattern):
+            topology.progress()
             if file.name not in manifest.files:
                 file.unlink()
     for folder in (checkpoint_dir / SHARDED).glob("*/"):
+        topology.progress()
         if f"{SHARDED}/{folder.name}/{DOCUMENT}" not in manifest.files and holds_array(folder):
-            shutil.rmtree(folder)
+            _remove_folder(folder, topology)
 
 
-def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path) -> None:
+def _remove_folder(folder: Path, topology: Topology) -> None:
+    """One by one, since there may be as many chunks in an array that the others would wait too long for all."""
+    for inside, folders, files in os.walk(folder, topdown=False):
+        for name in files:
+            topology.progress()
+            Path(inside, name).unlink()
+        for name in folders:
+            topology.progress()
+            Path(inside, name).rmdir()
+    topology.progress()
+    folder.rmdir()
+
+
+def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, topology: Topology) -> None:
     """Take arrays out of an index. A file of theirs alone goes, too; one that others share has more loose bytes now."""
     paths = {entry.path for entry in gone.values() if entry.path is not None}
     covered: dict[str, list[ChunkExtent]] = {}
@@ -124,26 +158,57 @@ def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path) 
             if extent.file in covered:
                 covered[extent.file].append(extent)
     for file, extents in covered.items():
+        topology.progress()
         size = index.files[file].size
         index.files[file] = FileRecord(size, rest_digest(checkpoint_dir / file, size, extents))
 
 
-def _remove_from_database(checkpoint_dir: Path, manifest: CheckpointManifest, gone: Mapping[str, ArrayEntry]) -> None:
-    """Take the arrays' keys out of the joined database, and list the files that it is made of now."""
-    backend = backend_of_store("ocdbt")
-    for entry in gone.values():
-        if entry.path is not None:
-            backend.remove(checkpoint_dir, entry.path)
-    top = f"{DATABASE}/"
-    ranks = f"{DATABASE}/rank-"
-    for path in [path for path in manifest.files if path.startswith(top) and not path.startswith(ranks)]:
+def _require_sound_database(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology) -> bool:
+    """Return whether the joined database is as the manifest lists it, or only what a removal made of it that was killed.
+
+    What such a one leaves are new files, and another `manifest.ocdbt`, the one file that is ever written again: it must be one
+    that TensorStore understands. Anything else is damage, which must not be put on record as if it were sound.
+
+    Raises:
+        CorruptCheckpointError: the database is damaged.
+    """
+    listed = [path for path in manifest.files if _is_of_database(path)]
+    is_as_listed = set(listed) == set(_files_of_database(checkpoint_dir))
+    for path in listed:
+        topology.progress()
+        try:
+            read_listed_file(checkpoint_dir, manifest, path)
+        except CorruptCheckpointError:
+            if path != _HEAD or not (checkpoint_dir / path).is_file():
+                raise
+            is_as_listed = False
+            backend_of_store("ocdbt").list_arrays(checkpoint_dir)
+    return is_as_listed
+
+
+def _list_database(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology) -> None:
+    """Put on record the files that the joined database is made of now, without the locks that a killed writer has left."""
+    for path in [path for path in manifest.files if _is_of_database(path)]:
         del manifest.files[path]
-    for folder, folders, files in os.walk(checkpoint_dir / DATABASE):
+    for path in _files_of_database(checkpoint_dir):
+        topology.progress()
+        if path.endswith(_LOCK):
+            (checkpoint_dir / path).unlink()
+            continue
+        data = (checkpoint_dir / path).read_bytes()
+        manifest.files[path] = len(data), digest_of(data)
+
+
+def _files_of_database(checkpoint_dir: Path) -> Iterator[str]:
+    """Yield the files of the joined database, without those of the ranks' own ones, by path below the checkpoint."""
+    for inside, folders, files in os.walk(checkpoint_dir / DATABASE):
         folders[:] = [name for name in folders if not name.startswith("rank-")]
         for name in files:
-            file = Path(folder, name)
-            data = file.read_bytes()
-            manifest.files[file.relative_to(checkpoint_dir).as_posix()] = len(data), digest_of(data)
+            yield Path(inside, name).relative_to(checkpoint_dir).as_posix()
+
+
+def _is_of_database(path: str) -> bool:
+    return path.startswith(f"{DATABASE}/") and not path.startswith(f"{DATABASE}/rank-")
 
 
 def _correct_component(

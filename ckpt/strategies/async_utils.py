@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import takewhile
@@ -38,6 +39,7 @@ class AsyncRequest:
             the second of `async_fn_args`. Copies it leaves under way on the device are waited for.
         call_idx: number of the call in its queue; None outside of one.
         what: what the request does, for the errors; equal on all ranks.
+        abandon_fns: called on every rank when the request has failed on any, to let go of what it holds; they raise nothing.
 
     Source: megatron.core.dist_checkpointing.strategies.async_utils. What comes after the first three has another order in
     each of its versions, and is given by name.
@@ -52,6 +54,7 @@ class AsyncRequest:
     is_frozen: bool = False
     call_idx: int | None = None
     what: str = "async request"
+    abandon_fns: list[Callable[[], object]] = field(default_factory=list)
 
     def add_finalize_fn(self, fn: Callable[[], object]) -> None:
         """Call `fn` too, after the finalizers that are there.
@@ -81,7 +84,7 @@ class AsyncRequest:
                 no finalizer runs.
         """
         topology = current_topology()
-        with topology.operation(self.what):
+        with _abandoning(self), topology.operation(self.what):
             with topology.phase("run"):
                 self.preload()()
             _finalize(self, topology, None)
@@ -190,7 +193,7 @@ class AsyncCallsQueue:
         """
         call = self._calls.popleft()
         stands = _said(finalized)
-        with topology.operation(f"{call.request.what} (async call {call.number})"):
+        with _abandoning(call.request), topology.operation(f"{call.request.what} (async call {call.number})"):
             with topology.phase("run") as phase:
                 phase.stands = stands
                 call.raise_error()
@@ -238,6 +241,16 @@ class _Call:
             function()
         except BaseException as error:
             self._error = error
+
+
+@contextmanager
+def _abandoning(request: AsyncRequest) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for abandon_fn in request.abandon_fns:
+            abandon_fn()
+        raise
 
 
 def _finalize(request: AsyncRequest, topology: Topology, stands: str | None) -> None:

@@ -148,6 +148,11 @@ class SaveStrategyBase:
         """Does it save `ShardedObject`s too?"""
         return False
 
+    @property
+    def described(self) -> str:
+        """What all ranks of a save must have alike: they write one checkpoint together. A class with settings adds them."""
+        return str(self)
+
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.backend}, {self.version})"
 

@@ -64,14 +64,14 @@ class JsonSaveCommonStrategy(SaveCommonStrategy):
         with topology.operation(f"save into {checkpoint_dir}"), topology.phase("common state"):
             if topology.is_lead:
                 folder = Path(checkpoint_dir) / COMMON
-                save_state(folder, COMMON, common_state_dict, SharingPattern.GLOBAL, Topology.alone(), ZarrBackend())
+                alone = Topology.alone(topology.progress)
+                save_state(folder, COMMON, common_state_dict, SharingPattern.GLOBAL, alone, ZarrBackend())
 
     def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
         """Save the objects of all ranks' main replicas, each under its unique key. Collective.
 
         Raises:
             ConfigurationError: one holds something that is neither a tensor nor plain.
-            ReplicationError: two ranks give different objects under one unique key.
         """
         topology = current_topology()
         with topology.operation(f"save into {checkpoint_dir}"):
@@ -84,7 +84,7 @@ class JsonSaveCommonStrategy(SaveCommonStrategy):
                 phase.payload = len(objects)
             if any(phase.payloads):
                 folder = Path(checkpoint_dir) / OBJECTS
-                save_state(folder, OBJECTS, objects, SharingPattern.SHARDED, topology, ZarrBackend())
+                save_state(folder, OBJECTS, objects, SharingPattern.PER_RANK, topology, ZarrBackend())
 
 
 class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
@@ -104,7 +104,8 @@ class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
             CorruptCheckpointError: it is missing or damaged.
         """
         with _naming(COMMON):
-            return load_state(_below(Path(checkpoint_dir), COMMON), COMMON)
+            folder = _below(Path(checkpoint_dir), COMMON)
+            return load_state(folder, COMMON, progress=current_topology().progress)
 
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path
@@ -120,7 +121,8 @@ class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
         found: Mapping[Any, Any] = {}
         with _naming(OBJECTS):
             if _is_part(Path(checkpoint_dir), OBJECTS):
-                found = load_state(_below(Path(checkpoint_dir), OBJECTS), OBJECTS, only=wanted)
+                folder, topology = _below(Path(checkpoint_dir), OBJECTS), current_topology()
+                found = load_state(folder, OBJECTS, only=wanted, first=topology.rank, progress=topology.progress)
         _require_found(wanted, found, Path(checkpoint_dir))
         dict_list_map_inplace(lambda one: found[one.unique_key], sharded_objects_state_dict)
         return sharded_objects_state_dict

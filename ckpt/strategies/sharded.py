@@ -12,7 +12,7 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.job import current_topology
 from ckpt.mapping import ShardedStateDict, ShardedTensor
-from ckpt.sharded.folder import FolderSave, contribution_of, device_of
+from ckpt.sharded.folder import FolderSave, contribution_of, device_of, require_alike
 from ckpt.sharded.loading import Library, load_tensors, open_tensors, tensors_in
 from ckpt.sharded.removing import remove_tensors
 from ckpt.strategies.async_utils import AsyncRequest
@@ -27,13 +27,19 @@ class SaveTensors(AsyncSaveShardedStrategy):
 
     Args:
         backend, version: what metadata.json will say.
-        spread_replicas: any rank that holds a shard may write it, so that replicas share the work; without, only main
-            replicas are written, and nothing is asked of the others' bits.
+        spread_replicas: any rank that holds a shard may write it, so that replicas share the work; they must be cut like the
+            main ones, and equal. Without, only main replicas are written, and nothing is asked of the others' bits.
     """
 
     def __init__(self, backend: str, version: int, *, spread_replicas: bool = False) -> None:
         super().__init__(backend, version)
         self._spread_replicas = spread_replicas
+
+    @property
+    def described(self) -> str:
+        plain = (str, int, float, list, dict, type(None))
+        settings = [f"{name.strip('_')}={value!r}" for name, value in vars(self).items() if isinstance(value, plain)]
+        return f"{type(self).__name__}({', '.join(sorted(settings))})"
 
     @abstractmethod
     def _storage(self) -> Backend:
@@ -57,14 +63,19 @@ class SaveTensors(AsyncSaveShardedStrategy):
         save = self._prepared(sharded_state_dict, Path(checkpoint_dir), copied=True)
         with current_topology().operation(f"save into {checkpoint_dir}"):
             save.prepare()
-        return AsyncRequest(save.write, (), [save.finish], what=f"save into {checkpoint_dir}")
+        return AsyncRequest(
+            save.write, (), [save.finish], what=f"save into {checkpoint_dir}", abandon_fns=[save.abandon]
+        )
 
     def _prepared(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *, copied: bool) -> FolderSave:
         topology = current_topology()
-        with topology.operation(f"save into {checkpoint_dir}"), topology.phase("look at the tensors"):
-            tensors = tensors_in(sharded_state_dict, "saves")
-            mine = contribution_of(tensors, spread_replicas=self._spread_replicas, copied=copied)
-            device = device_of(() if copied else (one.data for one in tensors if one.data is not None))
+        with topology.operation(f"save into {checkpoint_dir}"):
+            with topology.phase("look at the tensors") as phase:
+                tensors = tensors_in(sharded_state_dict, "saves")
+                mine = contribution_of(tensors, spread_replicas=self._spread_replicas, copied=copied)
+                device = device_of(() if copied else (one.data for one in tensors if one.data is not None))
+                phase.payload = {"sharded_strategy": self.described}
+            require_alike(phase.payloads)
         return FolderSave(
             checkpoint_dir, mine, topology=topology, backend=self._storage(), device=device, pack_below_bytes=0
         )

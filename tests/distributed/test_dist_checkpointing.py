@@ -7,6 +7,8 @@ import io
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, product
@@ -22,6 +24,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, StrictHandling
+from ckpt.dict_utils import dict_list_map_outplace
 from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -409,7 +412,7 @@ def _save_by_strategy(topology: Topology, folder: Path, save: Any) -> None:
             save.save(dict(tensors), folder / name)
             continue
         request = save.async_save(dict(tensors), folder / name)
-        assert list((folder / name).iterdir()) == [], "only prepared"
+        assert [path.name.partition("-")[0] for path in (folder / name).iterdir()] == [".saving"], "only prepared"
         with topology.phase("seen"):
             train(tensors)
         request.execute_sync()
@@ -555,6 +558,7 @@ def _save_with_tuples(topology: Topology, folder: Path) -> list[Any]:
     failed = [
         error_of(lambda: ckpt.save(state, folder, common_strategy=("torch", 1))),
         error_of(lambda: ckpt.save(state, folder, ("torch_dist", 1))),
+        error_of(lambda: ckpt.save(state, folder)),
         error_of(lambda: ckpt.load(training_state(topology), folder, common_strategy=("torch", 1))),
         error_of(lambda: ckpt.load(training_state(topology), folder, ("zarr", 2))),
         error_of(lambda: ckpt.load(training_state(topology), folder, JsonLoadCommonStrategy())),  # type: ignore[arg-type]
@@ -573,7 +577,7 @@ def test_a_backend_and_version_for_the_common_strategy_is_used_for_that_one(tmp_
     assert [said[f"{what}_backend{version}"] for what in ("sharded", "common") for version in ("", "_version")] == [
         "zarr", 1, "json", 1,
     ]  # fmt: skip
-    load_torch, load_version, load_kind = (message for _, message in failed[2:])
+    load_torch, load_version, load_kind = (message for _, message in failed[3:])
     assert (
         "TorchCommonLoadStrategy: the checkpoint has backend 'json', this strategy reads backend 'torch'" in load_torch
     )
@@ -796,3 +800,106 @@ def test_a_value_that_is_neither_a_tensor_nor_plain_is_refused_by_name_on_every_
     assert kind is ConfigurationError
     assert f"{named} is a tests.states.Held, which is neither a tensor nor plain" in message
     assert not ckpt.check_is_distributed_checkpoint(tmp_path)
+
+
+# Ranks that save differently, and saves that meet in one folder
+
+
+def _save_unlike(topology: Topology, folder: Path) -> list[Any]:
+    ways: list[dict[str, Any]] = [
+        {"sharded_strategy": [ZarrSaveShardedStrategy(), TensorStoreSaveShardedStrategy()][topology.rank % 2]},
+        {"sharded_strategy": ZarrSaveShardedStrategy(spread_replicas=topology.rank == 1)},
+        {"async_sharded_save": topology.rank == 1},
+        {"validate_access_integrity": topology.rank == 1},
+    ]
+    return [error_of(lambda way=way: ckpt.save(training_state(topology), folder, **way)) for way in ways]  # type: ignore[misc]
+
+
+def test_ranks_that_save_differently_are_refused_before_a_byte_is_written(tmp_path: Path) -> None:
+    """S1.23: files of two formats in one folder would be read as zeros by whoever knows only one of them."""
+    failed = the_one(threads(2, _save_unlike, tmp_path))
+    assert [kind for kind, _ in failed] == [ConfigurationError] * 4
+    for (_, said), name in zip(
+        failed, ["sharded_strategy", "spread_replicas", "async_sharded_save", "validate_access_integrity"], strict=True
+    ):
+        assert name in said and "on rank 1" in said and "all ranks must save alike" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def _two_saves_into_one_folder(topology: Topology, folder: Path) -> list[Any]:
+    first = ckpt.save(training_state(topology), folder, async_sharded_save=True)
+    assert first is not None and first.async_fn is not None
+    refused = [error_of(lambda: ckpt.save(training_state(topology), folder))]
+    first.async_fn()
+    refused.append(error_of(lambda: ckpt.save(training_state(topology), folder)))  # written, and not finalized
+    with topology.phase("somebody takes the sign away"):
+        if topology.is_lead:
+            next(folder.glob(".saving-*")).unlink()
+    ckpt.save(training_state(topology) | {"iteration": 2}, folder)
+    return [*refused, error_of(first.finalize_fns[0])]
+
+
+def test_two_saves_into_one_folder_never_make_one_checkpoint(tmp_path: Path) -> None:
+    """S1.66, S1.67: the second is refused for as long as the first is not finalized, and the first cannot end over the second."""
+    *refused, too_late = the_one(threads(2, _two_saves_into_one_folder, tmp_path))
+    for kind, said in refused:
+        assert kind is CheckpointExistsError and "another save into" in said and "is under way" in said
+    assert too_late[0] is CheckpointExistsError and "has begun since" in too_late[1]
+    assert ckpt.load_common_state_dict(tmp_path)["iteration"] == 2
+    assert verify_checkpoint(tmp_path) == []
+
+
+def test_a_save_of_another_process_that_lives_is_not_disturbed_and_one_that_died_is(tmp_path: Path) -> None:
+    """S1.67: a job that was queued again, while the old one still writes."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(3))}
+    other = tmp_path / ".saving-0a1b2c3d"
+    code = f"import fcntl, time; f = open({str(other)!r}, 'xb'); fcntl.flock(f, fcntl.LOCK_EX); print('locked', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"locked\n"
+        kind, said = error_of(lambda: ckpt.save(state, tmp_path))
+        assert kind is CheckpointExistsError and ".saving-0a1b2c3d" in said
+        assert [path.name for path in tmp_path.iterdir()] == [other.name]
+        process.kill()
+    ckpt.save(state, tmp_path)
+    assert verify_checkpoint(tmp_path) == [] and not other.exists()
+
+
+@pytest.mark.parametrize(
+    ("mixed", "said"),
+    [
+        ({"layers": [{"w": "T"}, {"lr": 3}]}, "layers is a list whose elements 0 and 1"),
+        ({"a": {"b": [5, 6, "T"]}}, "a.b is a list whose elements 0 and 2"),
+        ({"a": [[{"w": "T", "n": 1}], [{"w": "T"}]]}, "a is a list whose elements 0 and 1"),
+        ({"a": ["T", "O"]}, "sharded objects"),
+        ({"a": ["T", "L"]}, "local objects"),
+        ({"a": ["T", {}]}, "common values"),
+    ],
+)
+def test_a_list_that_would_not_come_back_as_it_was_is_refused(tmp_path: Path, mixed: Any, said: str) -> None:
+    """S1.66, S1.77: parted by kind of value, its elements would lose their places."""
+    kinds = {
+        "T": ShardedTensor.from_rank_offsets("w", torch.arange(3)),
+        "O": ckpt.ShardedObject("o", 1, (1,), (0,)),
+        "L": ckpt.LocalNonpersistentObject(1),
+    }
+    state = dict_list_map_outplace(lambda leaf: kinds.get(leaf, leaf), mixed)
+    kind, sentence = error_of(lambda: ckpt.save(state, tmp_path))
+    assert kind is ConfigurationError and said in sentence
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lists_of_one_kind_and_of_one_mixture_come_back_as_they_were(tmp_path: Path) -> None:
+    """S1.68, S1.77"""
+
+    def piece(key: str) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, torch.arange(3))
+
+    state = {
+        "groups": [{"w": piece("a"), "lr": 1}, {"w": piece("b"), "lr": 2}],
+        "two": [piece("c"), piece("d")],
+        "n": [1, {}, [2]],
+    }
+    ckpt.save(state, tmp_path)
+    got = ckpt.load(state, tmp_path)
+    t = torch.arange(3)
+    assert same_values(got, {"groups": [{"w": t, "lr": 1}, {"w": t, "lr": 2}], "two": [t, t], "n": [1, {}, [2]]})

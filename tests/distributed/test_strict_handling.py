@@ -284,6 +284,58 @@ def test_rank_0_names_the_paths_that_differ_and_the_ranks(caplog: pytest.LogCapt
     assert message.endswith(" and 4 more")
 
 
+_WIDE = {f"layer.{number}": number for number in range(1000)}
+
+
+def _compare_wide(topology: Topology) -> Any:
+    """Rank 1 is like rank 0, rank 2 differs everywhere and in its number of paths, rank 3 in exactly the 100 that may be named."""
+    state: dict[str, Any] = {
+        0: _WIDE,
+        1: dict(reversed(_WIDE.items())),
+        2: dict.fromkeys(_WIDE, -1) | {"only_here": None},
+        3: _WIDE | {f"layer.{number}": None for number in range(50, 150)},
+    }[topology.rank]
+    watched = Watched(topology)
+    with use_topology(cast(Topology, watched)):
+        return compare_common(state), watched.given
+
+
+def test_a_rank_that_differs_sends_a_few_paths_and_the_warning_says_that_there_are_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """S1.73: what every rank gets must not grow with ranks times paths."""
+    with caplog.at_level(logging.WARNING):
+        found = run_threads(4, _compare_wide)
+    differing = {f"layer.{number}": [2] for number in range(50)}
+    differing |= {f"layer.{number}": [2, 3] for number in range(50, 100)}
+    differing |= {f"layer.{number}": [3] for number in range(100, 150)}
+    assert [one for one, _ in found] == [differing] * 4
+    digests, rows, paths = zip(*(sent.values() for _, sent in found), strict=True)
+    assert [digests.index(one) for one in digests] == [0, 0, 2, 3]
+    assert rows[0].keys() == {"the top level", *_WIDE} and {len(row) for row in rows[0].values()} == {16}
+    assert rows[1:] == (None, None, None)
+    assert paths == (None, None, [1001, list(_WIDE)[:100]], [100, list(_WIDE)[50:150]])
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.endswith(
+        "layer.4 (rank 2) and 145 more; of rank 2, with up to 1001 such paths, only the first 100 are looked at"
+    )
+
+
+def _compare_own_ranks(topology: Topology) -> Any:
+    watched = Watched(topology)
+    with use_topology(cast(Topology, watched)):
+        return compare_common({"args": argparse.Namespace(rank=topology.rank // 2, seed=1)}), list(
+            watched.given.values()
+        )
+
+
+def test_ranks_that_differ_from_rank_0_alike_send_their_paths_once() -> None:
+    """S1.73"""
+    found = run_threads(4, _compare_own_ranks)
+    assert [one for one, _ in found] == [{"args.rank": [2, 3]}] * 4
+    assert [sent[2] for _, sent in found] == [None, None, [1, ["args.rank"]], None]
+
+
 def _drop(state: dict[str, Any]) -> dict[str, Any]:
     return {key: state[key] for key in ("sparse", "call")}
 

@@ -146,7 +146,7 @@ def _is_factory(value: object) -> bool:
         ({"a": [[1, 2], 3]}, {"a": {0: {-1: factory()}}}, r"^at a.0 a factory merges what was loaded under -1"),
         ({"a": 5}, {"a": {"w": factory()}}, "^at a a int was loaded, where the factories have a dict"),
         ({"a": {}}, {"a": LocalNonpersistentObject(1)}, "^at a a dict was loaded, where the factories have a Local"),
-        ({}, [factory()], "^at the top a dict was loaded, where the factories have a list"),
+        ({}, [factory()], "^at the top level a dict was loaded, where the factories have a list"),
     ],
 )
 def test_what_was_loaded_must_have_a_place_for_every_factory(loaded: Any, wanted: Any, says: str) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import enum
 import io
 import json
+import logging
 import math
+import pickle
 import sys
 import types
 from collections import OrderedDict
@@ -20,6 +23,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.flatten import flatten, from_json, path_from_json, path_to_json, to_json, unflatten
+from ckpt.unpickling import UnknownObject, unknown_in
 
 scalars = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -130,6 +134,27 @@ def test_a_key_that_is_not_plain_is_refused() -> None:
 
 class Colour(enum.IntEnum):
     RED = 1
+    CRIMSON = 1  # an alias
+
+
+class Rights(enum.Flag):
+    READ = 1
+    WRITE = 2
+    RUN = 4
+    ALL = 7
+
+
+class Model:
+    class Kind(enum.Enum):
+        A = "a"
+
+
+class Bits(enum.IntFlag):
+    A = 1
+
+
+class Dropping(enum.Flag, boundary=enum.CONFORM):
+    A = 1
 
 
 @pytest.mark.parametrize(
@@ -141,7 +166,16 @@ class Colour(enum.IntEnum):
         {"b", "a"},
         frozenset({1, (2, "x")}),
         torch.float8_e4m3fn,
+        argparse.Namespace(**{"lr": 1, "no name\n": 2}),
         Colour.RED,
+        Colour.CRIMSON,
+        Rights.READ,
+        Rights.READ | Rights.WRITE,
+        Rights.ALL,
+        Rights(0),
+        Model.Kind.A,
+        Bits.A | 8,
+        ~Bits.A,
     ],
 )
 def test_what_training_scripts_keep_beside_tensors_comes_back(value: Any) -> None:
@@ -160,10 +194,94 @@ def test_a_set_has_the_same_json_in_every_process() -> None:
     assert to_json({"b", "a", "c"}, "x") == {"~set": ["a", "b", "c"]}
 
 
-def test_an_enum_member_of_a_class_that_nobody_has_imported_is_refused_and_nothing_is_imported() -> None:
-    with pytest.raises(ConfigurationError, match="import this before the load"):
-        from_json({"~enum": ["this", "Zen", "A"]})
+def test_a_namespace_takes_names_that_its_constructor_would_not() -> None:
+    for made in (argparse.Namespace(), types.SimpleNamespace()):
+        vars(made).update({"self": 1, "~x": (2,), 3: "three"})
+        back = from_json(json.loads(json.dumps(to_json(made, "x"))))
+        assert type(back) is type(made)
+        assert same(vars(back), vars(made))
+
+
+def local_enums() -> list[enum.Enum]:
+    class Local(enum.Enum):
+        A = 1
+
+    class LocalFlag(enum.Flag):
+        A = 1
+        B = 2
+
+    return [Local.A, LocalFlag.A | LocalFlag.B, enum.Enum("Colour", {"RED": 1}, module=__name__).RED]  # type: ignore[attr-defined]
+
+
+def test_an_enum_member_that_no_load_would_find_is_refused_when_it_is_saved() -> None:
+    """A class of a function, and one that another class of the module has the name of."""
+    for member, named in zip(local_enums(), ("'A' of the enum .*Local", "3 of the enum .*LocalFlag", "'RED' of the enum Colour"),
+                             strict=True):  # fmt: skip
+        says = rf"^run: kind is {named}, which a load would not find under that name in module {__name__}; define the"
+        with pytest.raises(ConfigurationError, match=says):
+            flatten({"kind": member}, "run")
+
+
+GONE = [
+    ["this", "Zen", "A"],  # a module that nobody has imported
+    [__name__, "Gone", "A"],
+    [__name__, "Model.Gone", "A"],
+    [__name__, "same", "A"],  # no enum
+    [__name__, "Colour", "GONE"],
+    [__name__, "Colour", 5],
+    [__name__, "Rights", 8],  # a bit that is none
+    [__name__, "Dropping", 3],  # a bit that the class would drop without a word
+]
+
+
+@pytest.mark.parametrize("place", GONE, ids=str)
+def test_an_enum_member_that_is_not_there_is_stood_in_for_and_nothing_is_imported(place: list[Any]) -> None:
+    """The rest comes back, and what is saved again is what was there."""
+    stored = json.loads(json.dumps({"step": 7, "kinds": [{"~enum": place}, {"~enum": place}]}))
+    back = from_json(stored)
+    kind = back["kinds"][0]
+    assert back["step"] == 7
+    assert isinstance(kind, UnknownObject)
+    assert (kind.name, kind.args, kind.state) == (f"{place[0]}.{place[1]}", (place[2],), None)
+    assert unknown_in({"kind": kind}) == {"kind": kind.name}
+    assert to_json(back, "x") == stored
     assert "this" not in sys.modules
+    assert back["kinds"][1] is kind
+    assert copy.deepcopy(kind) is kind
+    assert pickle.loads(pickle.dumps(kind)) is kind
+
+
+def test_a_member_that_stands_in_is_one_key_of_a_dictionary_however_often_it_is_met() -> None:
+    place = json.dumps({"~enum": [__name__, "Gone", "KEY"]})
+    paths = {"a": ((place, "key"), "a"), "b": ((place, "key"), "b")}
+    (inner,) = unflatten({"a": 1, "b": 2}, paths).values()
+    assert inner == {"a": 1, "b": 2}
+
+
+def test_a_stand_in_is_warned_of_once_per_class_and_gives_way_to_the_class_that_is_there(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tags = [{"~enum": [__name__, "Late", name]} for name in ("A", "B", "A")]
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        first = from_json(tags)
+    (record,) = caplog.records
+    assert record.name == "ckpt"
+    assert record.getMessage().startswith(
+        f"the checkpoint holds 'A' of the enum Late of {__name__}, which this process does not"
+    )
+    late = enum.Enum("Late", "A B", module=__name__)  # type: ignore[misc]
+    monkeypatch.setitem(globals(), "Late", late)
+    assert from_json(tags) == [late["A"], late["B"], late["A"]]
+    assert from_json(to_json(first, "x")) == [late["A"], late["B"], late["A"]]
+
+
+def test_a_module_that_imports_for_an_attribute_is_not_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = types.ModuleType("lazy_module")
+    asked: list[str] = []
+    monkeypatch.setattr(lazy, "__getattr__", asked.append, raising=False)
+    monkeypatch.setitem(sys.modules, "lazy_module", lazy)
+    assert isinstance(from_json({"~enum": ["lazy_module", "Kind", "A"]}), UnknownObject)
+    assert asked == []
 
 
 def test_an_empty_dictionary_of_one_rank_takes_nothing_away_from_what_others_have_there() -> None:

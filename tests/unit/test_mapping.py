@@ -12,10 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt.box import Box
 from ckpt.errors import CheckpointError, ShapeMismatchError, ShardingError
-from ckpt.mapping import ShardedTensor, is_main_replica
+from ckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
+from ckpt.topology import Topology
+from tests.ranks import run_ranks
 
 PIECE = ShardedTensor("w", torch.arange(6.0).view(2, 3), torch.float32, (2, 3), (4, 9), (2, 3), (2, 3))
 """The chunk in row 1 and column 1 of 2 x 3 equal ones."""
@@ -435,3 +439,73 @@ def test_errors_are_the_family_and_the_built_in_at_once() -> None:
         replace(PIECE, dtype=torch.int8)
     with pytest.raises(ValueError, match="use from_rank_offsets_flat"):
         ShardedTensor.from_rank_offsets("w", torch.zeros(2), flattened_range=slice(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (2, 2),
+        (np.int64(0), 0),
+        (torch.tensor(3), 3),
+        (np.array(4), 4),
+        (True, 1),
+        ([0, 0], (0, 0)),
+        ((0, np.int32(1)), (0, 1)),
+        (torch.tensor([0, 2]), (0, 2)),
+        (np.arange(3), (0, 1, 2)),
+        (torch.Size([1]), (1,)),
+        ((), ()),
+    ],
+)
+def test_a_replica_id_of_any_librarys_numbers_is_kept_as_plain_ones(given: Any, kept: int | tuple[int, ...]) -> None:
+    """S1.62: JSON and the comparison with other ranks take no others."""
+    for made in (
+        replace(PIECE, replica_id=given),
+        ShardedObject("w", None, (1,), (0,), given),
+        ShardedTensorFactory("w", None, lambda *_: None, lambda _: torch.zeros(1), given),
+    ):
+        numbers = made.replica_id if isinstance(made.replica_id, tuple) else (made.replica_id,)
+        assert made.replica_id == kept
+        assert type(made.replica_id) is type(kept)
+        assert {type(number) for number in numbers} <= {int}
+
+
+@pytest.mark.parametrize(
+    "given", [0.0, None, "0", [0, "1"], [[0], [1]], {0}, torch.tensor(1.0), np.zeros(2), np.zeros((1, 2), int)]
+)
+def test_a_replica_id_that_is_no_whole_numbers_is_refused(given: Any) -> None:
+    """S1.62: in a sentence that shows it, where it is given."""
+    for make in (
+        lambda: replace(PIECE, replica_id=given),
+        lambda: ShardedObject("w", None, (1,), (0,), given),
+        lambda: ShardedTensorFactory("w", None, lambda *_: None, lambda _: torch.zeros(1), given),
+    ):
+        with pytest.raises(
+            ShardingError, match=r"(?s)^w: replica_id .* is neither a whole number nor a tuple of them; give 0"
+        ):
+            make()
+
+
+def _give_a_dtensor(topology: Topology) -> list[str]:
+    whole = distribute_tensor(torch.arange(6.0).view(2, 3), init_device_mesh("cpu", (topology.world_size,)), [Shard(0)])
+    said = []
+    for make in (
+        lambda: ShardedTensor.from_rank_offsets("w", whole),
+        lambda: ShardedTensor.at("w", whole, (2, 3), (0, 0)),
+        lambda: replace(PIECE, data=torch.nn.Parameter(whole)),
+    ):
+        with pytest.raises(ShardingError) as refused:
+            make()
+        said.append(str(refused.value))
+    local = ShardedTensor.at("w", whole.to_local(), (2, 3), (0, 0))
+    assert torch.equal(local.pieces()[0][1], torch.arange(6.0).view(2, 3))
+    return said
+
+
+def test_a_dtensor_is_refused_as_a_piece_and_its_local_tensor_is_taken() -> None:
+    """S1.59: it says itself where it lies, and may say otherwise."""
+    says = (
+        "w: data is a DTensor, which says itself where it lies; give its to_local(), or put the DTensor itself into a component "
+        "of the coordinator"
+    )
+    assert run_ranks(1, _give_a_dtensor, process_group=True) == [[says] * 3]

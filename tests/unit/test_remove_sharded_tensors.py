@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -17,9 +18,11 @@ import zarr
 
 import ckpt
 from ckpt import ShardedObject, ShardedTensor
+from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, MissingStateError
 from ckpt.job import use_topology
 from ckpt.manifest import Index
+from ckpt.sharded import removing
 from ckpt.stored import read_manifest
 from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
 from ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
@@ -170,8 +173,7 @@ def test_in_ocdbt_the_names_go_and_the_bytes_stay(folder: Path, save: Any) -> No
     """S1.14: the joined database forgets the keys; the ranks' data files, which hold more than one array, stay as they were."""
     ranks = {name: data for name, data in files_of(folder).items() if "/rank-" in name}
     ckpt.remove_sharded_tensors(folder, "optimizer")
-    database = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/arrays.ocdbt/"}}
-    keys = {key.decode().split("/")[1] for key in ts.KvStore.open(database).result().list().result() if b"/" in key}
+    keys = {key.decode().split("/")[1] for key in open_database(folder).list().result() if b"/" in key}
     assert keys == {"model.w", "model.w2", "z.optimizer", "zarr.json"}
     assert {name: data for name, data in files_of(folder).items() if "/rank-" in name} == ranks
     flipped = bytearray(data := max((data for _, data in ranks.values()), key=len))
@@ -301,6 +303,128 @@ def test_whenever_a_removal_is_interrupted_there_is_a_whole_checkpoint_and_the_n
     assert n > 1 or (call == "rmdir" and "ocdbt" in str(save._storage().store))
     assert verify_checkpoint(folder) == []
     require_holds(folder, {"model.w", "model.w2", "empty", "z.optimizer"})
+
+
+def kill_between_database_and_manifest(folder: Path, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left on device"):
+        Fails(patched, "replace", 1)
+        ckpt.remove_sharded_tensors(folder, prefix)
+    assert any(problem.startswith("arrays.ocdbt/manifest.ocdbt ") for problem in verify_checkpoint(folder))
+
+
+def open_database(folder: Path) -> ts.KvStore:
+    base = {"driver": "file", "path": f"{folder}/arrays.ocdbt/"}
+    return ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+
+
+@pytest.mark.parametrize("save", [SAVES["tensorstore, ocdbt"]], ids=["ocdbt"])
+@pytest.mark.parametrize("later", ["optimizer", "z", "empty", "nothing starts so"])
+def test_a_removal_of_anything_ends_one_that_was_killed_when_the_database_had_changed(
+    folder: Path, save: Any, later: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S1.14: also the locks that TensorStore leaves when it is killed go; what was not removed in the end, loads still find."""
+    kill_between_database_and_manifest(folder, "optimizer", monkeypatch)
+    (folder / "arrays.ocdbt/d/0123456789abcdef.__lock").write_bytes(b"half of it")
+    require_holds(folder, set(TENSORS))
+    ckpt.remove_sharded_tensors(folder, later)
+    assert verify_checkpoint(folder) == []
+    left = {key for key in TENSORS if not key.startswith(later)}
+    require_holds(folder, left)
+    assert list(folder.rglob("*.__lock")) == []
+    before = files_of(folder)
+    ckpt.remove_sharded_tensors(folder, "nothing starts so")
+    assert files_of(folder) == before
+    ckpt.remove_sharded_tensors(folder, "optimizer")
+    assert verify_checkpoint(folder) == []
+    require_holds(folder, {key for key in left if not key.startswith("optimizer")})
+
+
+@pytest.mark.parametrize("save", [SAVES["tensorstore, ocdbt"]], ids=["ocdbt"])
+@pytest.mark.parametrize("damage", ["flip the head", "empty the head", "lose the head", "flip a node", "lose a node"])
+def test_a_database_that_is_damaged_is_not_put_on_record_as_if_it_were_sound(
+    folder: Path, save: Any, damage: str
+) -> None:
+    """S1.14: what a killed removal leaves is told apart from damage."""
+    head = folder / "arrays.ocdbt/manifest.ocdbt"
+    file = head if damage.endswith("head") else max((folder / "arrays.ocdbt/d").iterdir())
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage.startswith("lose"):
+        file.unlink()
+    else:
+        file.write_bytes(data if damage.startswith("flip") else b"")
+    before = files_of(folder)
+    for prefix in ("optimizer", "nothing starts so"):
+        with pytest.raises(CorruptCheckpointError):
+            ckpt.remove_sharded_tensors(folder, prefix)
+        assert files_of(folder) == before
+    assert verify_checkpoint(folder) != []
+
+
+@pytest.mark.parametrize("save", [SAVES["tensorstore, ocdbt"]], ids=["ocdbt"])
+def test_what_is_left_in_the_database_has_its_values_for_other_readers(folder: Path, save: Any) -> None:
+    """S1.14: the references into the ranks' data files stay what they were, and every array is one that TensorStore opens."""
+    before = {key: open_database(folder).read(key).result().value for key in open_database(folder).list().result()}
+    ckpt.remove_sharded_tensors(folder, "optimizer")
+    after = {key: open_database(folder).read(key).result().value for key in open_database(folder).list().result()}
+    assert after == {key: value for key, value in before.items() if not key.startswith(b"sharded/optimizer")}
+    assert len(before) > len(after) > 4 and all(after.values())
+    for key in ("model.w2", "z.optimizer"):
+        base = {"driver": "file", "path": f"{folder}/arrays.ocdbt/"}
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "ocdbt", "base": base, "path": f"sharded/{key}/"},
+            "fill_missing_data_reads": False,
+        }
+        stored = ts.open(spec, open=True).result().read().result()
+        assert same_bits(torch.from_numpy(stored), TENSORS[key])
+
+
+def test_many_arrays_leave_the_database_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S1.14: however many go, no array is opened, and the database is written a few times (TensorStore may split a commit)."""
+    tensors = {f"{'ab'[i % 2]}{i}": torch.arange(3.0) + i for i in range(200)}
+    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    ckpt.save(state, tmp_path, TensorStoreSaveShardedStrategy())
+    versions = len(ts.ocdbt.dump(ts.KvStore.open(f"file://{tmp_path}/arrays.ocdbt/").result()).result()["versions"])
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorStoreBackend, "list_arrays", None)
+        patched.setattr(ts, "open", None)
+        ckpt.remove_sharded_tensors(tmp_path, "a")
+    dumped = ts.ocdbt.dump(ts.KvStore.open(f"file://{tmp_path}/arrays.ocdbt/").result()).result()
+    assert 0 < len(dumped["versions"]) - versions < 20, "not one for each of the 100"
+    assert verify_checkpoint(tmp_path) == []
+    left = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(3)) for key in tensors if key.startswith("b")}
+    loaded = ckpt.load(left, tmp_path)
+    assert isinstance(loaded, dict)
+    assert len(left) == 100 and all(same_bits(loaded[key], tensors[key]) for key in left)
+
+
+@every_save
+def test_the_lead_is_seen_to_move_at_every_step_of_a_removal(
+    folder: Path, save: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S1.14: else the others take it for absent when there is much to read, to digest and to delete."""
+    steps: list[str] = []
+
+    def watch(where: Any, name: str, said: str) -> None:
+        really = getattr(where, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            steps.append(said)
+            return really(*args, **options)
+
+        monkeypatch.setattr(where, name, call)
+
+    for name in ("read_index", "rest_digest", "read_listed_file"):
+        watch(removing, name, name)
+    watch(os, "unlink", "unlink")
+    watch(os, "rmdir", "rmdir")
+    watch(Topology, "progress", "progress")
+    ckpt.remove_sharded_tensors(folder, "optimizer")
+    found = {"read_index", *(("rest_digest", "read_listed_file") if "ocdbt" in save._storage().store else ("rmdir",))}
+    assert found | {"unlink"} <= set(steps)
+    alone = [(one, two) for one, two in itertools.pairwise(steps) if "progress" not in (one, two)]
+    assert alone == []
 
 
 def _die_at_the_rename(topology: Topology, folder: Path) -> None:
