@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from ckpt.coordinator import CheckpointCoordinator
     from ckpt.core import CheckpointingException, check_is_distributed_checkpoint
     from ckpt.manifest import CheckpointManifest, ComponentManifest
-    from ckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+    from ckpt.mapping import (
+        LocalNonpersistentObject,
+        LocalNonpersitentObject,
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
     from ckpt.serialization import (
         load,
         load_common_state_dict,
@@ -34,6 +40,7 @@ _HOME = {
     "ComponentManifest": "ckpt.manifest",
     "CheckpointingException": "ckpt.core",
     "LocalNonpersistentObject": "ckpt.mapping",
+    "LocalNonpersitentObject": "ckpt.mapping",
     "ShardedObject": "ckpt.mapping",
     "ShardedTensor": "ckpt.mapping",
     "ShardedTensorFactory": "ckpt.mapping",
@@ -56,6 +63,7 @@ __all__ = [
     "CheckpointingException",
     "ComponentManifest",
     "LocalNonpersistentObject",
+    "LocalNonpersitentObject",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
@@ -74,7 +82,13 @@ __all__ = [
 ]
 
 
+_MODULES = ("core", "dict_utils", "mapping", "optimizer", "serialization", "strategies", "utils", "validation")
+"""Those that code written for Megatron-Core finds as attributes of the package."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"ckpt.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

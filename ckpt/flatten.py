@@ -107,8 +107,36 @@ def to_json(value: Any, what: str) -> Any:
 
     Raises:
         ConfigurationError: the value holds something that is neither a tensor nor plain, or an enum member that a load would not
-            find; `what` names it.
+            find; `what` and the way to it below name it.
     """
+    try:
+        return _json(value, what)
+    except ConfigurationError:
+        leaf, way = _refused_in(value)
+        return _json(leaf, what + way)
+
+
+def _refused_in(value: Any) -> tuple[Any, str]:
+    """The innermost value that makes a value no JSON, and the way to it, such as `.sub[0].x`."""
+    for step, inner in _steps_into(value):
+        try:
+            _json(inner, "")
+        except ConfigurationError:
+            leaf, way = _refused_in(inner)
+            return leaf, step + way
+    return value, ""
+
+
+def _steps_into(value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) in _NAMESPACES:
+        value = vars(value)
+    if isinstance(value, dict):
+        yield from ((f".{key}", inner) for key, inner in value.items())
+    elif type(value) in (list, tuple, set, frozenset):
+        yield from ((f"[{number}]", inner) for number, inner in enumerate(value))
+
+
+def _json(value: Any, what: str) -> Any:
     if isinstance(value, enum.Enum):
         return {"~enum": _enum_to_json(value, what)}
     if value is None or isinstance(value, bool | str) or type(value) is int:
@@ -116,23 +144,23 @@ def to_json(value: Any, what: str) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {"~float": repr(value)}
     if type(value) is list:
-        return [to_json(item, what) for item in value]
+        return [_json(item, what) for item in value]
     if type(value) is tuple:
-        return {"~tuple": [to_json(item, what) for item in value]}
+        return {"~tuple": [_json(item, what) for item in value]}
     if type(value) is torch.Size:
         return {"~Size": list(value)}
     if type(value) in (set, frozenset):  # in an order that all ranks find
-        return {f"~{type(value).__name__}": sorted((to_json(item, what) for item in value), key=json.dumps)}
+        return {f"~{type(value).__name__}": sorted((_json(item, what) for item in value), key=json.dumps)}
     if type(value) in _NAMESPACES:
-        return {f"~{type(value).__name__}": to_json(vars(value), what)}
+        return {f"~{type(value).__name__}": _json(vars(value), what)}
     if isinstance(value, torch.dtype):
         return {"~dtype": str(value).removeprefix("torch.")}
     if type(value) is io.BytesIO:
         return {"~BytesIO": base64.b64encode(value.getvalue()).decode("ascii")}
     if isinstance(value, dict):
         if all(type(key) is str and not key.startswith("~") for key in value):
-            return {key: to_json(item, what) for key, item in value.items()}
-        return {"~dict": [[to_json(key, what), to_json(item, what)] for key, item in value.items()]}
+            return {key: _json(item, what) for key, item in value.items()}
+        return {"~dict": [[_json(key, what), _json(item, what)] for key, item in value.items()]}
     if isinstance(value, bytes):
         return {"~bytes": base64.b64encode(value).decode("ascii")}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
@@ -146,8 +174,8 @@ def to_json(value: Any, what: str) -> Any:
         return {"~enum": [*_UNKNOWN_ENUMS[type(value)], value.args[0]]}
     raise ConfigurationError(
         f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which is neither a tensor nor plain (None, bool, number, "
-        "str, bytes, list, tuple, set, dict, namespace, enum member, torch.dtype, NumPy array). Give it as one of these from "
-        "state_dict(); nothing is pickled."
+        "str, bytes, list, tuple, set, dict, namespace, enum member, torch.dtype, NumPy array). Give it as one of these, "
+        "or leave it out; nothing is pickled."
     )
 
 

@@ -22,6 +22,19 @@ _alone = threading.local()
 """Of each thread without torch.distributed, its topology. Calls inside of a call find the same one, as those of several ranks do."""
 
 
+_timeout_s = 300.0
+
+
+def wait_at_most(timeout_s: float) -> None:
+    """Say how long ranks wait for one that does not move, in seconds, before all raise; default 300.
+
+    It holds for process groups that no call of this package has joined yet, and must be the same on every rank. The timeout
+    of torch's process group is that of its own collectives, which are not used.
+    """
+    global _timeout_s
+    _timeout_s = timeout_s
+
+
 def current_topology() -> Topology:
     """Return the topology of the ranks of torch's default process group, joined once; of one rank where there is none.
 
@@ -43,7 +56,8 @@ def current_topology() -> Topology:
     if not _joined or _joined[0][0] is not group:
         _leave()
         store = PrefixStore(f"ckpt/{next(_numbers)}", dist.distributed_c10d._get_default_store())
-        _joined.append((group, Topology.join(store, dist.get_rank(), dist.get_world_size())))
+        joined = Topology.join(store, dist.get_rank(), dist.get_world_size(), timeout_s=_timeout_s)
+        _joined.append((group, joined))
     return _joined[0][1]
 
 

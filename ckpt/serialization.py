@@ -398,6 +398,21 @@ def _of_pickles() -> LoadCommonStrategy:
     return TorchCommonLoadStrategy(allow_pickle=True, unknown="keep")
 
 
+def get_default_save_sharded_strategy(backend: str = "zarr", version: int = 1) -> SaveShardedStrategy:
+    """The strategy that `save` takes when none is given."""
+    return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+
+
+def get_default_save_common_strategy(backend: str = "json", version: int = 1) -> SaveCommonStrategy:
+    """The strategy for the common state that `save` takes when none is given."""
+    return get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
+    """The strategy that `load` takes for a checkpoint when none is given."""
+    return verify_checkpoint_and_load_strategy(str(checkpoint_dir))[0]
+
+
 def _sharded_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:
     if given is None or isinstance(given, tuple):
         return get_default_strategy(StrategyAction.SAVE_SHARDED, *(given or ("zarr", 1)))

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import pickle
+import re
 import sys
 import types
 from collections import OrderedDict
@@ -291,3 +292,16 @@ def test_an_empty_dictionary_of_one_rank_takes_nothing_away_from_what_others_hav
         assert unflatten(leaves, paths) == {"state": {"w": 1}}
     assert empty == {}
     assert unflatten({"state": empty}, paths) == {"state": {}}
+
+
+@pytest.mark.parametrize(
+    ("value", "way"),
+    [
+        ({"a": [1, {"b": object()}]}, "x.a[1].b"),
+        (argparse.Namespace(sub=argparse.Namespace(v=(1, object()))), "x.sub.v[1]"),
+        (object(), "x"),
+    ],
+)
+def test_what_is_not_plain_is_named_with_the_way_to_it(value: Any, way: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(way)} is a builtins.object"):
+        to_json(value, "x")
