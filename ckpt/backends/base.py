@@ -18,6 +18,9 @@ from ckpt.box import Box
 BLOCK_BYTES = 4 << 20
 """Bytes under one digest. A part of a chunk can be checked by reading at most two blocks more than it needs."""
 
+DATABASE = "arrays.ocdbt"
+"""Folder of the joined database below the checkpoint; each writing rank's own is `rank-<5 digits>` in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:

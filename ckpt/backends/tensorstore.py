@@ -22,16 +22,13 @@ import tensorstore as ts
 import torch
 import xxhash
 
-from ckpt.backends.base import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord, Writer, Written
+from ckpt.backends.base import BLOCK_BYTES, DATABASE, ArraySpec, ChunkExtent, FileRecord, Writer, Written
 from ckpt.backends.files import PIECE_BYTES, make_durable, padded_pieces, push, remove_arrays, write_documents
 from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key, group_document, groups_above
 from ckpt.blocks import EMPTY_DIGEST, BlockDigests
 from ckpt.box import Box, chunk_box
 from ckpt.dtypes import bits_of
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
-
-DATABASE = "arrays.ocdbt"
-"""Folder of the joined database below the checkpoint; each writing rank's own is `rank-<5 digits>` in it."""
 
 SMALL_BYTES = 32 << 10
 """Chunks up to this size are handed over as bytes: opening an array costs 80 us, copying them less."""

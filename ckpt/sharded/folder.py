@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from ckpt.address import Address
-from ckpt.backends.base import Backend
-from ckpt.backends.tensorstore import DATABASE
+from ckpt.backends.base import DATABASE, Backend
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.box import Box, whole
 from ckpt.collect import Contribution, collect, settle_plain

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.backends.base import DATABASE, ChunkExtent, FileRecord
 from ckpt.backends.registry import backend_of_store
-from ckpt.backends.tensorstore import DATABASE
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dtypes import item_bytes
 from ckpt.durable import replace_durably, write_durably
