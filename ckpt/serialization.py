@@ -48,7 +48,7 @@ from ckpt.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
-from ckpt.strategies.common import TorchCommonLoadStrategy
+from ckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from ckpt.topology import Topology
 from ckpt.utils import extract_nonpersistent, extract_sharded_base
 from ckpt.validation import (
@@ -279,6 +279,8 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
 def _take(folder: Path) -> Mark:
     """Refuse a folder that is missing or holds a checkpoint, or files of others where a save puts its own, or that another save
     writes into; mark it, and remove what an interrupted save has left in it."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointExistsError(f"{folder} is a file, where a folder to save into should be")
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"{folder} does not exist: make the folder that a checkpoint is to be saved into")
     if (folder / CONFIG_FNAME).exists():
@@ -320,6 +322,8 @@ def _complete(config: CheckpointingConfig, folder: Path, topology: Topology, mar
 
 def _prepared_to_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
     """The sharded part, factories applied, and the common part; objects that are only local left out."""
+    if not isinstance(sharded_state_dict, dict):
+        raise ConfigurationError(f"sharded_state_dict is a {type(sharded_state_dict).__name__}; give a dictionary")
     copy = dict_list_map_outplace(lambda value: value, sharded_state_dict)
     apply_factories(copy)
     _require_whole_lists(copy, "")
@@ -415,15 +419,30 @@ def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadSharded
 
 def _sharded_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:
     if given is None or isinstance(given, tuple):
-        return get_default_strategy(StrategyAction.SAVE_SHARDED, *(given or ("zarr", 1)))
-    if not isinstance(given, SaveShardedStrategy):
-        raise ConfigurationError(f"sharded_strategy: a {type(given).__name__} is no SaveShardedStrategy")
+        backend, version = given or ("zarr", 1)
+        if backend == "torch_dist":
+            raise ConfigurationError(
+                'sharded_strategy ("torch_dist", ...) is not offered; save with ("zarr", 1) or ("tensorstore", 1)'
+            )
+        return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+    _require_object(given, SaveShardedStrategy, "sharded_strategy")
     return given
 
 
 def _common_strategy(given: SaveCommonStrategy | tuple[str, int] | None) -> SaveCommonStrategy:
     if given is None or isinstance(given, tuple):
-        return get_default_strategy(StrategyAction.SAVE_COMMON, *(given or ("json", 1)))
-    if not isinstance(given, SaveCommonStrategy):
-        raise ConfigurationError(f"common_strategy: a {type(given).__name__} is no SaveCommonStrategy")
+        backend, version = given or ("json", 1)
+        if backend == "torch":
+            TorchCommonSaveStrategy(backend, version)  # raises
+        return get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
+    _require_object(given, SaveCommonStrategy, "common_strategy")
     return given
+
+
+def _require_object(given: object, kind: type, name: str) -> None:
+    if isinstance(given, kind):
+        return
+    what = f"the class {given.__name__}" if isinstance(given, type) else f"{given!r:.60}"
+    raise ConfigurationError(
+        f"{name}: {what} is no {kind.__name__}; give an object of such a class, or (backend, version) of a registered one"
+    )

@@ -21,6 +21,7 @@ from ckpt.dtypes import item_bytes
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, sentence
 from ckpt.ledger import Committed, Ledger
 from ckpt.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
+from ckpt.megatron.layout import is_megatron_zarr
 from ckpt.stored import read_manifest
 from ckpt.verify import examine
 
@@ -96,6 +97,11 @@ def committed_below(root: Path) -> list[Committed]:
     committed = Ledger(root, run_id="reader").committed() if root.is_dir() else []
     if committed:
         return committed
+    if root.is_dir() and is_megatron_zarr(root):
+        raise CheckpointNotFoundError(
+            f"{root} was written by Megatron-Core's zarr strategy; turn it into a checkpoint of this format with "
+            f"python -m recipes.convert src={root} dst=<a new folder> to=zarr"
+        )
     if not root.exists():
         raise CheckpointNotFoundError(f"{root} does not exist; give a checkpoint or a folder of checkpoints as path=")
     below = root / "checkpoints"

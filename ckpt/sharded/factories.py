@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from ckpt.dict_utils import dict_list_map_inplace, path_name
-from ckpt.errors import ShardingError
+from ckpt.errors import CheckpointError, ShardingError, sentence
 from ckpt.sharded.base import ReplicaId, ShardedBase, ShardedStateDict, StateDict
 
 FactoryBuildFn = Callable[[str, torch.Tensor, ReplicaId, slice | None], Any]
@@ -62,9 +62,18 @@ class ShardedTensorFactory(ShardedBase):
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
     """Put in the place of every factory of a state dict what it builds."""
-    dict_list_map_inplace(
-        lambda value: value.build() if isinstance(value, ShardedTensorFactory) else value, sharded_state_dict
-    )
+    dict_list_map_inplace(_built, sharded_state_dict)
+
+
+def _built(value: Any) -> Any:
+    if not isinstance(value, ShardedTensorFactory):
+        return value
+    try:
+        return value.build()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise ShardingError(f"{value.key}: build_fn of its factory raised {sentence(error)}") from error
 
 
 def apply_factory_merges(x1: StateDict, x2: ShardedStateDict, key: tuple[str | int, ...] = ()) -> StateDict:
@@ -87,7 +96,10 @@ def apply_factory_merges(x1: StateDict, x2: ShardedStateDict, key: tuple[str | i
 
 def _merged(loaded: Any, wanted: Any, key: tuple[str | int, ...]) -> Any:
     if isinstance(wanted, ShardedTensorFactory):
-        return wanted.merge_fn(loaded)
+        try:
+            return wanted.merge_fn(loaded)
+        except Exception as error:
+            raise ShardingError(f"{wanted.key}: merge_fn of its factory raised {sentence(error)}") from error
     for step, below in _steps(loaded, wanted, key):
         loaded[step] = _merged(loaded[step], below, (*key, step))
     return loaded

@@ -33,7 +33,7 @@ from ckpt.topology import Topology
 
 _log = logging.getLogger("ckpt")
 Library = Literal["zarr", "tensorstore"]
-"""What opens arrays that Megatron-Core wrote, and ours where they are compressed."""
+"""What opens arrays that Megatron-Core wrote. Compressed ones of ours are read by the library of their store."""
 
 
 @dataclass(frozen=True, slots=True)

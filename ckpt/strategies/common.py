@@ -163,10 +163,8 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
             ConfigurationError: pickles are not allowed, or it holds objects of unknown classes.
         """
         common = load_megatron_common(Path(checkpoint_dir), allow_pickle=self._allow_pickle, unknown=self._unknown)
-        unknown = unknown_in(common)
-        if unknown and current_topology().is_lead:
-            named = ", ".join(f"{path} ({name})" for path, name in unknown.items())
-            _log.warning("%s: in the place of objects of unknown classes are inert ones: %s", checkpoint_dir, named)
+        if current_topology().is_lead:
+            _tell_of_unknown(common, Path(checkpoint_dir))
         return common
 
     def load_sharded_objects(
@@ -180,9 +178,11 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
         """
 
         def load(one: ShardedObject) -> Any:
-            return load_megatron_object(
+            found = load_megatron_object(
                 Path(checkpoint_dir), one.unique_key, allow_pickle=self._allow_pickle, unknown=self._unknown
             )
+            _tell_of_unknown({one.unique_key: found}, Path(checkpoint_dir))
+            return found
 
         dict_list_map_inplace(load, sharded_objects_state_dict)
         return sharded_objects_state_dict
@@ -196,10 +196,26 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
     """The first reference's name for what writes `common.pt`. Nothing is pickled here, so it refuses to be made."""
 
     def __init__(self, backend: str = "torch", version: int = 1) -> None:
+        super().__init__(backend, version)
+        self.save_common({}, Path())
+
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: Path) -> None:
+        """Refuse.
+
+        Raises:
+            ConfigurationError: always.
+        """
         raise ConfigurationError(
-            f"common strategy ({backend!r}, {version}) would write a pickle, which can run code when it is read; save with ('json', 1), "
-            "the default"
+            f"common strategy ({self.backend!r}, {self.version}) would write a pickle, which can run code when it is read; save with "
+            "('json', 1), the default"
         )
+
+
+def _tell_of_unknown(value: Any, checkpoint_dir: Path) -> None:
+    unknown = unknown_in(value)
+    if unknown:
+        named = ", ".join(f"{path} ({name})" for path, name in unknown.items())
+        _log.warning("%s: in the place of objects of unknown classes are inert ones: %s", checkpoint_dir, named)
 
 
 def _is_part(checkpoint_dir: Path, name: str) -> bool:

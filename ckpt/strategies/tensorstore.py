@@ -46,7 +46,7 @@ class TensorStoreSaveShardedStrategy(SaveTensors):
 
 
 class TensorStoreLoadShardedStrategy(LoadTensors):
-    """Loads arrays, with TensorStore where the bytes cannot be read straight from their files."""
+    """Loads tensors; those that Megatron-Core wrote with TensorStore. Ours are read straight from their files, whoever loads."""
 
     library = "tensorstore"
 

@@ -51,7 +51,7 @@ class ZarrSaveShardedStrategy(SaveTensors):
 
 
 class ZarrLoadShardedStrategy(LoadTensors):
-    """Loads arrays, with zarr-python where the bytes cannot be read straight from their files."""
+    """Loads tensors; those that Megatron-Core wrote with zarr-python. Ours are read straight from their files, whoever loads."""
 
     library = "zarr"
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from ckpt import StateComponent
+from ckpt.errors import CheckpointNotFoundError
 from ckpt.manifest import MANIFEST_NAME
 from ckpt.topology import Topology
+from recipes.reading import committed_below
 from tests.states import Held, coordinator
 
 
@@ -181,3 +183,9 @@ def test_inspect_as_json_gives_every_number_exactly(
     big, small = tree["arrays"]["model/big[red]"], tree["arrays"]["model/small\n"]
     assert (big["dtype"], big["shape"], big["size_bytes"], big["store"]) == ("bfloat16", [300, 200], 120_000, "zarr")
     assert (small["packed_in"], small["size_bytes"]) == ([0], 48)
+
+
+def test_a_checkpoint_of_megatron_core_is_told_apart_from_none_and_the_way_on_is_said() -> None:
+    folder = Path(__file__).parents[1] / "golden" / "megatron" / "tp2"
+    with pytest.raises(CheckpointNotFoundError, match=r"python -m recipes\.convert src=.*tp2 dst="):
+        committed_below(folder)

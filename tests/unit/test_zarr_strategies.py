@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt import ShardedTensor, zarr_dtypes
 from ckpt.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigurationError,
@@ -28,6 +29,7 @@ from ckpt.errors import (
 )
 from ckpt.strategies import base
 from ckpt.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy, StrategyAction
+from ckpt.strategies.common import TorchCommonSaveStrategy
 from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
 from ckpt.strategies.zarr import (
     ZarrLoadShardedStrategy,
@@ -544,3 +546,47 @@ def test_in_a_checkpoint_of_ours_the_manifest_says_which_folder_is_whose(tmp_pat
     assert {key: (one.global_shape, one.dtype) for key, one in found.items()} == dict.fromkeys(
         keys, ((2, 3), torch.int64)
     )
+
+
+def _raising(*_: Any) -> Any:
+    raise ZeroDivisionError("of the user")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda d: ckpt.save({}, d, common_strategy=("torch", 1)), "would write a pickle"),
+        (lambda d: TorchCommonSaveStrategy("torch", 1), "would write a pickle"),
+        (lambda d: ckpt.save({}, d, ("torch_dist", 1)), 'save with ("zarr", 1)'),
+        (
+            lambda d: ckpt.save({}, d, ZarrSaveShardedStrategy),
+            "ZarrSaveShardedStrategy is no SaveShardedStrategy; give an object",
+        ),
+        (lambda d: ckpt.save({}, d, "zarr"), "'zarr' is no SaveShardedStrategy"),
+        (lambda d: ckpt.save([1], d), "sharded_state_dict is a list; give a dictionary"),
+        (lambda d: ckpt.save({}, d / "file"), "is a file, where a folder"),
+        (
+            lambda d: ckpt.save({"x": ckpt.ShardedTensorFactory("x", torch.zeros(1), _raising, _raising)}, d),
+            "x: build_fn of its factory raised ZeroDivisionError: of the user",
+        ),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_sentence_that_says_what_to_give(tmp_path: Path, call: Any, says: str) -> None:
+    """S1.64, S1.67, S1.74"""
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError) as refused:
+        call(tmp_path)
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_merge_function_that_raises_is_named_with_its_key(tmp_path: Path) -> None:
+    """S1.64"""
+
+    def build(key: str, data: torch.Tensor, *_: Any) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, data)
+
+    state = {"x": ckpt.ShardedTensorFactory("x", torch.zeros(1), build, _raising)}
+    ckpt.save(state, tmp_path)
+    with pytest.raises(CheckpointError, match="x: merge_fn of its factory raised ZeroDivisionError: of the user"):
+        ckpt.load(state, tmp_path)
