@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckpt.box import Box, whole
-from ckpt.dtypes import zarr_name
+from ckpt.dtypes import is_dtensor, zarr_name
 from ckpt.errors import ShardingError
 from ckpt.mapping import ShardedTensor
 
@@ -31,11 +31,6 @@ class Address:
     dtype: str
     global_shape: tuple[int, ...]
     box: Box
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Whether a tensor carries placements. Does not import torch.distributed.tensor where nobody has."""
-    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def local_tensor(leaf: torch.Tensor | ShardedTensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Data types: torch's, the Zarr v3 names under which arrays of them are stored, and their bits. No library needed."""
+"""Data types: torch's, the Zarr v3 names under which arrays of them are stored, and their bits; and which tensor is a DTensor."""
 
 from __future__ import annotations
 
@@ -79,3 +79,8 @@ def bits_of(host: torch.Tensor) -> np.ndarray[Any, Any]:
     NumPy knows neither bfloat16 nor float8, but it moves numbers of their size bit for bit.
     """
     return host.detach().view(_SAME_BITS[host.element_size()]).numpy()
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor carries placements. Does not import torch.distributed.tensor where nobody has."""
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")

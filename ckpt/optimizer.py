@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from ckpt.address import is_dtensor
 from ckpt.dict_utils import nested_values
+from ckpt.dtypes import is_dtensor
 from ckpt.errors import ShapeMismatchError, ShardingError
 from ckpt.mapping import LocalNonpersistentObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 from ckpt.utils import extract_sharded_tensors_and_factories

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import xxhash
 
-from ckpt.address import address_of, is_dtensor, local_tensor
-from ckpt.dtypes import raw_bytes
+from ckpt.address import address_of, local_tensor
+from ckpt.dtypes import is_dtensor, raw_bytes
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.flatten import TensorLeaf
 from ckpt.mapping import ShardedTensor

@@ -10,7 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ckpt.address import Address, DTensorBoxes, address_of, is_dtensor
+from ckpt.address import Address, DTensorBoxes, address_of
+from ckpt.dtypes import is_dtensor
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.flatten import Leaves, TensorLeaf
 from ckpt.mapping import ShardedTensor

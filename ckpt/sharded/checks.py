@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ckpt.box import whole
+from ckpt.dtypes import is_dtensor
 from ckpt.errors import ShapeMismatchError, ShardingError
 
 if TYPE_CHECKING:
@@ -113,8 +114,6 @@ def _check_data(tensor: ShardedTensor) -> None:
 
 
 def _check_is_local(tensor: ShardedTensor) -> None:
-    from ckpt.address import is_dtensor  # which imports what is checked here
-
     if is_dtensor(tensor.data):
         raise ShardingError(
             f"{tensor.key}: data is a DTensor, which says itself where it lies; give its to_local(), or put the DTensor itself into "
