@@ -7,7 +7,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class Mark:
         self._folder = folder
         self._path = folder / f"{MARK}{secrets.token_hex(4)}"
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close = weakref.finalize(self, _release, descriptor)
         _lock(descriptor)
         others = [path for path in folder.glob(f"{MARK}*") if path != self._path and _is_locked(path)]
         if others:  # found by both, should both have begun at one moment: then neither goes on
@@ -91,6 +91,13 @@ def _lock(descriptor: int) -> bool:
     except OSError:
         return True
     return True
+
+
+def _release(descriptor: int) -> None:
+    """Unlock, for a process that was forked meanwhile has the descriptor, too; and close."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _is_locked(path: Path) -> bool:

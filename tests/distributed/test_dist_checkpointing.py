@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -903,3 +905,24 @@ def test_lists_of_one_kind_and_of_one_mixture_come_back_as_they_were(tmp_path: P
     got = ckpt.load(state, tmp_path)
     t = torch.arange(3)
     assert same_values(got, {"groups": [{"w": t, "lr": 1}, {"w": t, "lr": 2}], "two": [t, t], "n": [1, {}, [2]]})
+
+
+def test_a_process_forked_meanwhile_does_not_keep_the_folder_from_others(tmp_path: Path) -> None:
+    """S1.67: such as a data loader's worker, which has copies of all descriptors."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(3))}
+    request = ckpt.save(state, tmp_path, async_sharded_save=True)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        del request  # dropped without having been scheduled
+        gc.collect()
+        ckpt.save(state, tmp_path)
+        assert verify_checkpoint(tmp_path) == []
+    finally:
+        os.write(write, b"x")
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
