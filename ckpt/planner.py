@@ -11,28 +11,35 @@ from ckpt.topology import Topology
 
 
 class Planner:
-    """Plans save after save; tables are exchanged only when any changed.
+    """Plans save after save; tables are exchanged only when any changed."""
 
-    Args:
-        pack_below_bytes: arrays whose global size is smaller share a packed one.
-    """
-
-    def __init__(self, *, pack_below_bytes: int = PACK_BELOW_BYTES) -> None:
-        self._pack_below_bytes = pack_below_bytes
+    def __init__(self) -> None:
         self._key: tuple[str, ...] = ()
         self._found: tuple[SavePlan, RankPlan] | None = None
 
     def plan(self, mine: Contribution, table_digests: Sequence[str], topology: Topology) -> tuple[SavePlan, RankPlan]:
-        """Return the whole plan, the same on every rank, and this rank's part of it. Collective.
-
-        Args:
-            table_digests: of every rank's table, from its summary.
-        """
+        """Return what `agreed_plan` does."""
         key = tuple(table_digests)
         if key != self._key or self._found is None:
-            tables, table_of_rank = exchange_tables(mine.table, table_digests, topology)
-            with topology.phase("plan"):
-                plan = plan_save(tables, table_of_rank, item_bytes, pack_below_bytes=self._pack_below_bytes)
-                self._found = plan, plan.of_rank(topology.rank)
+            self._found = agreed_plan(mine, table_digests, topology)
             self._key = key
         return self._found
+
+
+def agreed_plan(
+    mine: Contribution,
+    table_digests: Sequence[str],
+    topology: Topology,
+    *,
+    pack_below_bytes: int = PACK_BELOW_BYTES,
+) -> tuple[SavePlan, RankPlan]:
+    """Return the whole plan, the same on every rank, and this rank's part of it. Collective.
+
+    Args:
+        table_digests: of every rank's table, from its summary.
+        pack_below_bytes: arrays whose global size is smaller share a packed one.
+    """
+    tables, table_of_rank = exchange_tables(mine.table, table_digests, topology)
+    with topology.phase("plan"):
+        plan = plan_save(tables, table_of_rank, item_bytes, pack_below_bytes=pack_below_bytes)
+        return plan, plan.of_rank(topology.rank)

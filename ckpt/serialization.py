@@ -15,29 +15,24 @@ Everything else in it is *common*: equal on all ranks, and saved by rank 0.
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from ckpt.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config, save_config
-from ckpt.dict_utils import dict_list_map_outplace, extract_matching_values, merge
-from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError
+from ckpt.core import CheckpointingConfig, maybe_load_config, save_config
+from ckpt.dict_utils import extract_matching_values, merge
+from ckpt.errors import ConfigurationError
 from ckpt.job import current_topology, use_topology
 from ckpt.mapping import (
     CommonStateDict,
-    LocalNonpersistentObject,
     ShardedObject,
     ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
     StateDict,
-    apply_factories,
     apply_factory_merges,
 )
-from ckpt.sharded.folder import leftovers, require_alike
+from ckpt.sharded.destination import take
+from ckpt.sharded.folder import require_alike
 from ckpt.sharded.mark import Mark, marked
+from ckpt.sharded.parting import prepared_to_load, prepared_to_save
 from ckpt.strategies.async_utils import AsyncRequest
 from ckpt.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -50,8 +45,8 @@ from ckpt.strategies.base import (
 )
 from ckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from ckpt.topology import Topology
-from ckpt.utils import extract_nonpersistent, extract_sharded_base
 from ckpt.validation import (
+    CkptShardedMetadata,
     StrictHandling,
     compare_common,
     determine_global_metadata,
@@ -63,9 +58,6 @@ from ckpt.validation import (
 )
 
 _log = logging.getLogger("ckpt")
-CkptShardedMetadata = dict[str, Any]
-"""Key -> ShardedTensor or ShardedObject without data."""
-_COMMON = "common values"
 
 
 def save(
@@ -114,8 +106,8 @@ def save(
                 raise ConfigurationError(
                     f"{sharded} saves before it returns: give async_sharded_save=False, or another strategy"
                 )
-            tensors, common_state = _prepared_to_save(sharded_state_dict)
-            mark = _take(folder) if topology.is_lead else None
+            tensors, common_state = prepared_to_save(sharded_state_dict)
+            mark = take(folder) if topology.is_lead else None
         try:
             with marked(mark):
                 return _save_parts(
@@ -211,7 +203,7 @@ def load(
                 common_strategy = _of_pickles()
             sharded, common = verify_checkpoint_and_load_strategy(str(folder), sharded_strategy, common_strategy)
             state = common.load_common(folder)
-            wanted, local, factories = _prepared_to_load(sharded_state_dict)
+            wanted, local, factories = prepared_to_load(sharded_state_dict)
             merge(state, local)
             saved = None
             if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
@@ -276,39 +268,6 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
         strategy.remove_sharded_tensors(str(checkpoint_dir), key_prefix)
 
 
-def _take(folder: Path) -> Mark:
-    """Refuse a folder that is missing or holds a checkpoint, or files of others where a save puts its own, or that another save
-    writes into; mark it, and remove what an interrupted save has left in it."""
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointExistsError(f"{folder} is a file, where a folder to save into should be")
-    if not folder.is_dir():
-        raise CheckpointNotFoundError(f"{folder} does not exist: make the folder that a checkpoint is to be saved into")
-    if (folder / CONFIG_FNAME).exists():
-        raise CheckpointExistsError(
-            f"{folder} holds a checkpoint already; save into another folder, or remove this one"
-        )
-    mark = Mark(folder)
-    try:
-        _make_free(folder, mark)
-    except BaseException:
-        mark.remove()
-        raise
-    return mark
-
-
-def _make_free(folder: Path, mark: Mark) -> None:
-    left = [path for path in leftovers(folder) if path != mark.path]
-    if left:
-        _log.warning("%s holds what an interrupted save has left, which is removed now: %s", folder, left[0].name)
-    for path in left:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    others = sorted({*os.listdir(folder)} - {mark.path.name})
-    if others:
-        _log.warning(
-            "%s is not empty: %s and what else is there stays, and belongs to no checkpoint", folder, others[0]
-        )
-
-
 def _complete(config: CheckpointingConfig, folder: Path, topology: Topology, mark: Mark | None) -> None:
     """The last step of a save. Should another rank fail in it, the error says that the checkpoint is complete all the same."""
     with topology.phase("complete") as phase:
@@ -318,70 +277,6 @@ def _complete(config: CheckpointingConfig, folder: Path, topology: Topology, mar
             save_config(config, folder)
             phase.stands = f"{folder} is complete"
             mark.remove()
-
-
-def _prepared_to_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """The sharded part, factories applied, and the common part; objects that are only local left out."""
-    if not isinstance(sharded_state_dict, dict):
-        raise ConfigurationError(f"sharded_state_dict is a {type(sharded_state_dict).__name__}; give a dictionary")
-    copy = dict_list_map_outplace(lambda value: value, sharded_state_dict)
-    apply_factories(copy)
-    _require_whole_lists(copy, "")
-    _, copy = extract_nonpersistent(copy)
-    return extract_sharded_base(copy)
-
-
-def _require_whole_lists(value: Any, path: str) -> set[str]:
-    """Refuse a list whose elements are of different kinds: parted by kind, nobody would know where in the list each was.
-
-    Returns:
-        the kinds of the leaves below.
-
-    Raises:
-        ConfigurationError: it names the list.
-    """
-    if isinstance(value, dict):
-        kinds = [_require_whole_lists(inner, f"{path}.{key}" if path else str(key)) for key, inner in value.items()]
-        return set().union(*kinds)
-    if not isinstance(value, list):
-        return {_kind_of(value)}
-    # An empty container in a list is common, like a value.
-    kinds = [_require_whole_lists(inner, f"{path}[{number}]") or {_COMMON} for number, inner in enumerate(value)]
-    for number, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            raise ConfigurationError(
-                f"{path} is a list whose elements 0 and {number} hold different kinds of values ({_listed(kinds[0])}; {_listed(kind)}): "
-                "parted by kind they would lose their places; give a dictionary instead"
-            )
-    return kinds[0] if kinds else set()
-
-
-def _kind_of(leaf: Any) -> str:
-    if isinstance(leaf, ShardedTensor):
-        return "sharded tensors"
-    if isinstance(leaf, ShardedObject):
-        return "sharded objects"
-    return "local objects" if isinstance(leaf, LocalNonpersistentObject) else _COMMON
-
-
-def _listed(kinds: set[str]) -> str:
-    return " and ".join(sorted(kinds))
-
-
-def _prepared_to_load(
-    sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict, dict[Any, Any]]:
-    """What is asked for, factories applied; the local objects as they are; and the factories, where they were."""
-    copy = dict_list_map_outplace(lambda value: value, sharded_state_dict)
-    factories, _ = extract_matching_values(
-        copy, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
-    )
-    factories = dict_list_map_outplace(lambda factory: factory.without_data(), factories)
-    apply_factories(copy)
-    local, copy = extract_nonpersistent(copy)
-    local = dict_list_map_outplace(lambda one: one.unwrap(), local)
-    wanted, _ = extract_sharded_base(copy)
-    return wanted, local, factories
 
 
 def _sharded_metadata(folder: Path, sharded: LoadShardedStrategy, common: LoadCommonStrategy) -> CkptShardedMetadata:

@@ -6,22 +6,17 @@ if not __package__:  # run by path: this folder comes first, and its inspect.py 
 
     sys.path[0] = dirname(dirname(abspath(__file__)))
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
+from recipes.benchmarking import measure
 from recipes.cli import recipe
 
 
 @recipe("benchmark_megatron")
 def main(cfg: DictConfig) -> None:
-    from recipes.config import checked
-    from recipes.launch import launch
-    from recipes.megatron_contenders import benchmark, check_benchmark, show
+    from recipes import megatron_contenders
 
-    with open_dict(cfg):
-        wanted = OmegaConf.to_container(cfg.pop("benchmark"))
-    result = launch(benchmark, checked(cfg) | {"benchmark": check_benchmark(wanted)})
-    if result is not None:
-        show(result)
+    measure(cfg, megatron_contenders)
 
 
 if __name__ == "__main__":

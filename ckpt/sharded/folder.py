@@ -6,46 +6,34 @@ last, is all that makes a checkpoint of it.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckpt.address import Address
-from ckpt.backends.base import DATABASE, Backend
-from ckpt.backends.zarr_format import DOCUMENT
+from ckpt.backends.base import Backend
 from ckpt.box import Box, whole
 from ckpt.collect import Contribution, collect, settle_plain
-from ckpt.core import CONFIG_FNAME
 from ckpt.device import Device
 from ckpt.dtypes import zarr_name
 from ckpt.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
     ConfigurationError,
-    CorruptCheckpointError,
     ShardingError,
 )
 from ckpt.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
 from ckpt.mapping import ShardedTensor, is_main_replica
 from ckpt.plan import PACK_BELOW_BYTES
-from ckpt.planner import Planner
+from ckpt.planner import agreed_plan
 from ckpt.recording import Record
 from ckpt.saving import require_reachable
-from ckpt.sharded.mark import MARK, Mark, given_mark
+from ckpt.sharded.destination import require_free
+from ckpt.sharded.mark import Mark, given_mark
 from ckpt.sharing import SharingPattern, StateComponent
-from ckpt.stored import read_manifest
 from ckpt.tables import Table, TablePart
 from ckpt.topology import Topology
 from ckpt.writing import Share, Vote
-
-INDEX_FILES = "index-[0-9][0-9][0-9][0-9][0-9]*.json"
-BESIDE_FILES = (f".{MANIFEST_NAME}.*", f".{CONFIG_FNAME}.*", f"{MARK}*")
-"""Files that are about to take the place of another one, or say that a save has begun."""
 
 
 class FolderSave:
@@ -75,7 +63,7 @@ class FolderSave:
         self._topology = topology
         self._backend = backend
         self._device = device
-        self._planner = Planner(pack_below_bytes=pack_below_bytes)
+        self._pack_below_bytes = pack_below_bytes
         self._plain: Mapping[str, Mapping[str, Any]] = {}
         self._slivers: dict[int, memoryview] = {}
         self._vote: Vote | None = None
@@ -92,7 +80,7 @@ class FolderSave:
         topology = self._topology
         with topology.phase("open"):
             if topology.is_lead:
-                _require_free(self._folder, list(self._mine.components))
+                require_free(self._folder, list(self._mine.components))
                 if self._takes_folder:
                     self._mark = given_mark(self._folder)
                     if self._mark is None:
@@ -102,7 +90,8 @@ class FolderSave:
         with topology.phase("collect") as phase:
             phase.payload = self._mine.summary()
         self._plain = settle_plain(self._mine, phase.payloads, topology)
-        self._plan, tasks = self._planner.plan(self._mine, [said["table"] for said in phase.payloads], topology)
+        digests = [said["table"] for said in phase.payloads]
+        self._plan, tasks = agreed_plan(self._mine, digests, topology, pack_below_bytes=self._pack_below_bytes)
         self._share = Share(self._plan, tasks, self._mine, topology, self._device)
         self._slivers = self._share.exchange_slivers()
 
@@ -222,67 +211,6 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool, 
     )
 
 
-def leftovers(folder: Path) -> list[Path]:
-    """What a save of a sharded state dict that did not end has left in a folder.
-
-    Raises:
-        CheckpointExistsError: under a name that such a save uses lies a checkpoint of another kind, or something else that it
-            would not have made.
-    """
-    _require_no_other_checkpoint(folder)
-    found = [path for name in (COMMON, OBJECTS, SHARDED, DOCUMENT) if (path := folder / name).exists()]
-    for path in found:
-        if not _is_of_a_save(path):
-            raise CheckpointExistsError(
-                f"{path} is in the way, and no save has made it; save into a folder of its own, such as an empty one"
-            )
-    found += [path for name in (DATABASE, MANIFEST_NAME) if (path := folder / name).exists()]
-    return found + [path for pattern in (*BESIDE_FILES, INDEX_FILES) for path in sorted(folder.glob(pattern))]
-
-
-def _require_no_other_checkpoint(folder: Path) -> None:
-    """Refuse what has a manifest and is whole, for all that it has no metadata.json: the coordinator's checkpoints."""
-    try:
-        components = read_manifest(folder).components
-    except CheckpointNotFoundError:
-        return
-    except CorruptCheckpointError as error:  # not half written: it comes by a rename
-        raise CheckpointExistsError(
-            f"{folder} holds a checkpoint already, and a damaged one ({error}); save into another folder, or remove this one"
-        ) from error
-    if list(components) != [SHARDED]:
-        raise CheckpointExistsError(
-            f"{folder} holds a checkpoint already, of {', '.join(components) or 'nothing'}; save into another folder"
-        )
-
-
-def _is_of_a_save(path: Path) -> bool:
-    """Whether a folder by one of our names has in it what we put there, and nothing else; and the group's document what we say."""
-    if path.name == DOCUMENT:
-        return _is_bare_group(path)
-    if not path.is_dir():
-        return False
-    inside = list(path.iterdir())
-    if path.name == SHARDED:
-        return all(one.name == DOCUMENT or holds_array(one) for one in inside)
-    ours = (path.name, DOCUMENT, MANIFEST_NAME, *BESIDE_FILES, INDEX_FILES)
-    return all(any(fnmatchcase(one.name, pattern) for pattern in ours) for one in inside)
-
-
-def _is_bare_group(document: Path) -> bool:
-    """Whether a Zarr group has nothing to say that would be lost with its document, which is empty while it is being written."""
-    try:
-        found = json.loads(document.read_bytes() or b"{}")
-    except (ValueError, OSError):
-        return False
-    return isinstance(found, dict) and not (found.get("attributes") or found.get("consolidated_metadata"))
-
-
-def holds_array(path: Path) -> bool:
-    """Whether this is the folder of a Zarr v3 array, or what is left of one, and nothing else."""
-    return path.is_dir() and set(os.listdir(path)) <= {"c", DOCUMENT}
-
-
 def _all_of_nothing(tensor: ShardedTensor) -> list[tuple[Box, torch.Tensor]]:
     """A run without elements is no box; but where the whole tensor has none, this is what says that there is such a tensor."""
     shape = tuple(tensor.global_shape)
@@ -293,22 +221,6 @@ def device_of(tensors: Iterable[torch.Tensor]) -> Device:
     """The device that tensors lie on, as far as moving them to the host goes."""
     types = sorted({tensor.device.type for tensor in tensors} - {"cpu"})
     return Device(type=types[0] if types else "cpu", collectives="gloo")
-
-
-def _require_free(folder: Path, components: Sequence[str]) -> None:
-    if not folder.is_dir():
-        raise CheckpointNotFoundError(f"{folder} does not exist: make the folder that a checkpoint is to be saved into")
-    if (folder / MANIFEST_NAME).exists():
-        raise CheckpointExistsError(
-            f"{folder} holds a checkpoint already; save into another folder, or remove this one"
-        )
-    # Whichever backend saved before: what is left of it must not be taken for a part of this checkpoint.
-    left = [*(folder / component for component in components), folder / DATABASE, *folder.glob(INDEX_FILES)]
-    for path in left:
-        if path.exists():
-            raise CheckpointExistsError(
-                f"{path} exists already, of a save that did not finish; remove it, or save through ckpt.save, which does"
-            )
 
 
 class Given:

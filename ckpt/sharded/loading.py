@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ckpt.box import Box, overlap, whole
-from ckpt.device import Device
 from ckpt.dict_utils import dict_list_map_inplace, nested_values
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
@@ -219,9 +218,8 @@ def _open_state(
     folder: Path, key: str, progress: Callable[[int], None] | None
 ) -> tuple[CommittedSource, StateComponent]:
     manifest = read_manifest(folder)
-    device = Device(type="cpu", collectives="gloo")
     checkpoint = StoredCheckpoint(folder, manifest)
-    source = CommittedSource(checkpoint, "", Topology.alone(progress), DirectLoad(), device, verify=True)
+    source = CommittedSource(checkpoint, "", Topology.alone(progress), DirectLoad(), device_of(()), verify=True)
     return source, StateComponent(key, Given({}), SharingPattern(manifest.components[key].sharing_pattern))
 
 

@@ -25,7 +25,7 @@ from ckpt.manifest import (
     index_name,
 )
 from ckpt.megatron.zarr import MegatronZarr, is_megatron_zarr
-from ckpt.sharded.folder import BESIDE_FILES, INDEX_FILES, holds_array
+from ckpt.sharded.destination import BESIDE_FILES, INDEX_FILES, holds_array
 from ckpt.stored import read_index, read_listed_file, read_manifest, rest_digest
 from ckpt.topology import Topology
 from ckpt.writing import checksums_of, joined_checksum
