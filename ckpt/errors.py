@@ -79,6 +79,10 @@ class RankAbsentError(CheckpointError, TimeoutError):
     """A rank did not come: killed, hung, or never called."""
 
 
+class RankLeftError(RankAbsentError):
+    """A rank left in the middle of something that several do together. What it left for is the better thing to tell, if known."""
+
+
 _FAMILY: dict[str, type[CheckpointError]] = {
     error.__name__: error
     for error in (
@@ -95,6 +99,7 @@ _FAMILY: dict[str, type[CheckpointError]] = {
         CorruptCheckpointError,
         StorageError,
         RankAbsentError,
+        RankLeftError,
     )
 }
 

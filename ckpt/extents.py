@@ -5,6 +5,8 @@ of it: bytes that are contiguous in the file and in the tensor go there by `prea
 buffer.
 
     parts -> spans (no large gap inside) -> slabs (whole blocks, 8 MiB) -> preadv -> digest -> strided copies
+
+Who gets bytes of a chunk in some other way, from another rank say, puts them in place with `Wanted`.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Part:
         base: byte in the chunk where the region begins.
         region: shape of the row-major region at `base`: a whole chunk's grid, or the box shape of a packed piece.
         box: what is wanted, in the region's coordinates.
-        out: host tensor of shape `box.shape` and the stored data type, with any strides.
+        out: tensor of shape `box.shape` and the stored data type, with any strides; on the host, if a reader is to fill it.
         name: what messages call it, such as "model: h.0.attn.weight".
     """
 
@@ -70,19 +72,64 @@ class _Span:
     """A stretch [start, stop) of the chunk, in bytes, that holds `box` of a part's region.
 
     `memory` is where those bytes belong if they can be read in place, else None; `out` is the memory of the part's `out`
-    for that box, as plain numbers.
+    for that box: plain numbers on the host, a tensor on a device.
     """
 
     start: int
     stop: int
     part: Part
     box: Box
-    out: _Array
+    out: Any
     memory: memoryview | None
 
 
 def _nothing(num_bytes: int) -> None:
     """The progress of a reader that nobody watches."""
+
+
+ReadAt = Callable[[int, Sequence[memoryview], int], int]
+"""Fills buffers, in turn, from a byte of an open file on, and returns how many bytes it got, as `os.preadv` does."""
+
+
+class Wanted:
+    """What one rank wants of one chunk, ready to be put in place from any stretch of the chunk's bytes.
+
+    Args:
+        chunk: whose `length` counts the bytes that are delivered: of a chunk that is encoded, the decoded ones.
+
+    Raises:
+        CorruptCheckpointError: a part does not lie in the chunk.
+    """
+
+    def __init__(self, chunk: ChunkExtent, parts: Sequence[Part]) -> None:
+        self._length = chunk.length
+        self._spans = sorted((span for part in parts for span in _spans_of(part, chunk)), key=lambda span: span.start)
+
+    def stretches(self, unit: int) -> list[tuple[int, int]]:
+        """Ascending [start, stop) that hold all that is wanted, each of whole units but for the end of the chunk."""
+        return list(_stretches(self._spans, self._length, unit)) if self._spans else []
+
+    def name_of(self, begin: int, end: int) -> str:
+        """The name of the first part that wants something of the bytes [begin, end)."""
+        return _name_of(self._spans, begin, end)
+
+    def place(self, start: int, stop: int, memory: torch.Tensor) -> None:
+        """Copy what is wanted of the chunk's bytes [start, stop) to where it belongs.
+
+        Args:
+            memory: those bytes: 1-D uint8, aligned to an element; on the device of the parts, or on the host.
+        """
+        here = [span for span in self._spans if span.start < stop and span.stop > start]
+        host = memory.numpy() if memory.device.type == "cpu" else None
+        for span in here:
+            if host is None or isinstance(span.out, torch.Tensor):
+                _scatter_on_device(span, memory, start, stop)
+            elif span.memory is not None:
+                first, last = max(span.start, start), min(span.stop, stop)
+                there = np.frombuffer(span.memory, np.uint8)
+                there[first - span.start : last - span.start] = host[first - start : last - start]
+            else:
+                _scatter(span, host, start, stop)
 
 
 class ExtentReader:
@@ -92,13 +139,22 @@ class ExtentReader:
         root: the checkpoint folder, to which extents are relative.
         verify: read whole blocks and compare their digests; if not, read little more than what is wanted.
         progress: called with a number of bytes as they arrive.
+        read_at: how bytes come from an open file.
 
     Attributes:
         bytes_read: bytes asked of the file system so far.
     """
 
-    def __init__(self, root: Path, *, verify: bool = True, progress: Callable[[int], None] = _nothing) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        verify: bool = True,
+        progress: Callable[[int], None] = _nothing,
+        read_at: ReadAt = os.preadv,
+    ) -> None:
         self.bytes_read = 0
+        self._read_at = read_at
         self._root = root
         self._verify = verify
         self._progress = progress
@@ -119,8 +175,13 @@ class ExtentReader:
             os.close(self._files.popitem()[1])
         self._scratch = np.empty(0, np.uint8)
 
-    def read(self, chunk: ChunkExtent, parts: Sequence[Part]) -> None:
+    def read(
+        self, chunk: ChunkExtent, parts: Sequence[Part], stretches: Sequence[tuple[int, int]] | None = None
+    ) -> None:
         """Fill the `out` of every part. Parts may overlap, in the chunk but not in memory.
+
+        Args:
+            stretches: read these alone, of those that `Wanted.stretches` gives for `unit_of(chunk)`; None: all.
 
         Raises:
             CorruptCheckpointError: the file is missing or too short, a block is not what was saved, or the index and
@@ -128,12 +189,42 @@ class ExtentReader:
             OSError: the file system failed in another way; it names the file.
         """
         assert chunk.raw, "an encoded chunk is read by its backend"
+        assert all(part.out.device.type == "cpu" for part in parts), "a part elsewhere is read through a host buffer"
         spans = sorted((span for part in parts for span in _spans_of(part, chunk)), key=lambda span: span.start)
         if not spans:
             return
         self._check_digest_count(chunk, spans[0].part.name)
         _read_shared_bytes_once(spans)
-        self._sweep(chunk, spans)
+        self._sweep(chunk, spans, stretches or list(_stretches(spans, chunk.length, self.unit_of(chunk))))
+
+    def unit_of(self, chunk: ChunkExtent) -> int:
+        """The bytes of a chunk that are read, and checked, as one."""
+        return chunk.block_bytes if self._verify else ALIGNMENT
+
+    def fetch(self, chunk: ChunkExtent, start: int, memory: memoryview, name_of: Callable[[int, int], str]) -> None:
+        """Read, and check, whole units of a chunk into memory that is not where they belong.
+
+        Args:
+            start: the first byte, a multiple of the unit.
+            memory: takes the bytes, and is as long as they are.
+            name_of: says what wants the bytes [begin, end) of the chunk, for messages.
+
+        Raises:
+            CorruptCheckpointError, OSError: as for `read`.
+        """
+        assert chunk.raw and start % self.unit_of(chunk) == 0
+        name = name_of(start, start + len(memory))
+        self._check_digest_count(chunk, name)
+        fd = self._open(chunk.file, name)
+        step = (
+            max(SLAB_BYTES // 8 // chunk.block_bytes, 1) * chunk.block_bytes
+        )  # still in the cache when it is digested
+        for at in range(0, len(memory), step):
+            piece = memory[at : at + step]
+            self._fill(fd, chunk, start + at, [piece], name)
+            if self._verify:
+                self._check_blocks(chunk, start + at, [piece], name_of)
+            self._progress(len(piece))
 
     def check(self, chunk: ChunkExtent, name: str) -> None:
         """Read a whole chunk for its digests alone: an encoded one, before its backend decodes it.
@@ -154,15 +245,16 @@ class ExtentReader:
                 self._check_blocks(chunk, start, pieces, lambda begin, end: name)
             self._progress(stop - start)
 
-    def _sweep(self, chunk: ChunkExtent, spans: Sequence[_Span]) -> None:
-        """Read the slabs that hold `spans`, in ascending order, each with the spans that reach into it."""
+    def _sweep(self, chunk: ChunkExtent, spans: Sequence[_Span], stretches: Sequence[tuple[int, int]]) -> None:
+        """Read the slabs of some stretches, in ascending order, each with the spans that reach into it."""
         fd = self._open(chunk.file, spans[0].part.name)
         active: list[_Span] = []
         coming = 0
-        for start, stop in _slabs(spans, chunk.length, chunk.block_bytes if self._verify else ALIGNMENT):
+        for start, stop in _slabs(stretches, self.unit_of(chunk)):
             while coming < len(spans) and spans[coming].start < stop:
                 active.append(spans[coming])
                 coming += 1
+            active = [span for span in active if span.stop > start]
             pieces = self._pieces(start, stop, active)
             self._fill(fd, chunk, start, pieces, active[0].part.name)
             if self._verify:
@@ -171,7 +263,6 @@ class ExtentReader:
                 if span.memory is None:
                     _scatter(span, self._scratch, start, stop)
             self._progress(stop - start)
-            active = [span for span in active if span.stop > stop]
 
     def _pieces(self, start: int, stop: int, active: Sequence[_Span]) -> list[memoryview]:
         """Return memory for the bytes [start, stop): tensors where they can take them, scratch in between."""
@@ -199,7 +290,7 @@ class ExtentReader:
         missing = list(pieces)
         while missing:
             try:
-                got = os.preadv(fd, missing[:1024], at)
+                got = self._read_at(fd, missing[:1024], at)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(path)) from error
             if got == 0:
@@ -258,27 +349,34 @@ def _spans_of(part: Part, chunk: ChunkExtent) -> Iterator[_Span]:
     _check_part(part, chunk, item_bytes)
     if part.out.numel() == 0:
         return
+    strides = [stride * item_bytes for stride in _row_major(part.region)]
+    if part.out.device.type != "cpu":
+        yield _one_span(part, part.box, part.out.detach(), strides, item_bytes)
+        return
     out = bits_of(part.out)
     if part.box.shape == part.region and out.flags.c_contiguous:  # the short way for what most parts are
         yield _Span(part.base, part.base + out.nbytes, part, part.box, out, _memory(out))
         return
-    strides = [stride * item_bytes for stride in _row_major(part.region)]
     run_dim, run_bytes = _run(part, item_bytes)
     in_place = (run_bytes >= DIRECT_BYTES or run_bytes == out.nbytes) and out[(0,) * run_dim].flags.c_contiguous
     cut_dims = run_dim if in_place else _dims_before_gap(part.box.shape, strides, item_bytes)
-    begin = part.base + sum(o * stride for o, stride in zip(part.box.offsets, strides, strict=True))
-    cut, inside = part.box.shape[:cut_dims], part.box.shape[cut_dims:]
-    reach = item_bytes + sum((n - 1) * stride for n, stride in zip(inside, strides[cut_dims:], strict=True))
-    for index in product(*(range(n) for n in cut)):
-        start = begin + sum(i * stride for i, stride in zip(index, strides[:cut_dims], strict=True))
+    for index in product(*(range(n) for n in part.box.shape[:cut_dims])):
         box, here = (part.box, out) if not index else _at(part.box, out, index)
-        memory = _memory(here) if in_place else None
-        yield _Span(start, start + reach, part, box, here, memory)
+        span = _one_span(part, box, here, strides, item_bytes)
+        span.memory = _memory(here) if in_place else None
+        yield span
+
+
+def _one_span(part: Part, box: Box, out: Any, strides: Sequence[int], item_bytes: int) -> _Span:
+    """From the first byte of a box to its last, and what lies between them."""
+    start = part.base + sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
+    reach = item_bytes + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
+    return _Span(start, start + reach, part, box, out, None)
 
 
 def _check_part(part: Part, chunk: ChunkExtent, item_bytes: int) -> None:
     """Refuse a part that does not lie in the chunk, before any byte of another piece is taken for it."""
-    assert tuple(part.out.shape) == part.box.shape and part.out.device.type == "cpu"
+    assert tuple(part.out.shape) == part.box.shape
     end = part.base + math.prod(part.region) * item_bytes
     if part.base < 0 or end > chunk.length or not whole(part.region).contains(part.box):
         raise CorruptCheckpointError(
@@ -337,10 +435,10 @@ def _read_shared_bytes_once(spans: Sequence[_Span]) -> None:
             furthest = span
 
 
-def _slabs(spans: Sequence[_Span], length: int, unit: int) -> Iterator[tuple[int, int]]:
-    """Yield ascending [start, stop) of whole units (a chunk's last may be short) that together hold all spans."""
+def _slabs(stretches: Sequence[tuple[int, int]], unit: int) -> Iterator[tuple[int, int]]:
+    """Yield ascending [start, stop) of whole units (a chunk's last may be short) that together make up the stretches."""
     slab_bytes = max(SLAB_BYTES // unit, 1) * unit
-    for start, stop in _stretches(spans, length, unit):
+    for start, stop in stretches:
         for at in range(start, stop, slab_bytes):
             yield at, min(at + slab_bytes, stop)
 
@@ -369,6 +467,19 @@ def _scatter(span: _Span, scratch: _Array, start: int, stop: int) -> None:
         at = span.part.base - start + sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
         source: _Array = np.ndarray(box.shape, out.dtype, buffer=scratch, offset=at, strides=strides)
         out[box.relative_to(span.box).slices] = source
+
+
+def _scatter_on_device(span: _Span, memory: torch.Tensor, start: int, stop: int) -> None:
+    """The same into a tensor on a device, from bytes there or on the host; queued, if the device works by itself."""
+    out: torch.Tensor = span.out if isinstance(span.out, torch.Tensor) else span.part.out.detach()
+    strides = _row_major(span.part.region)
+    typed = memory[: memory.numel() // out.element_size() * out.element_size()].view(out.dtype)
+    for box in _boxes_here(span, start, stop, out.element_size()):
+        at = (span.part.base - start) // out.element_size() + sum(
+            o * n for o, n in zip(box.offsets, strides, strict=True)
+        )
+        source = typed.as_strided(box.shape, strides, typed.storage_offset() + at)
+        out[box.relative_to(span.part.box).slices].copy_(source)
 
 
 def _boxes_here(span: _Span, start: int, stop: int, item_bytes: int) -> Iterator[Box]:

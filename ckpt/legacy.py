@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,20 @@ def not_allowed(folder: Path, files: Sequence[str]) -> CheckpointNotFoundError:
         f"{folder} has no {MANIFEST_NAME}; it looks like an old checkpoint of pickled files ({files[0]}, ...). To read tensors and "
         "plain values from them, and nothing else, set load.allow_pickle=true (allow_pickle=True of the coordinator)."
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """See `ckpt.strategies.reading.Reading`."""
+
+    source: OldSource
+    requests: Sequence[ReadRequest]
+
+    def run(self) -> ReadStats:
+        return self.source.fill(self.requests)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class OldSource:
@@ -146,7 +161,11 @@ class OldSource:
         """Nothing can be checked: old files hold no digests."""
         return {}
 
-    def read(self, requests: Sequence[ReadRequest]) -> ReadStats:
+    def prepare(self, requests: Sequence[ReadRequest]) -> _Copying:
+        """See `Source.prepare`."""
+        return _Copying(self, requests)
+
+    def fill(self, requests: Sequence[ReadRequest]) -> ReadStats:
         """Copy every wanted box out of the files, which are mapped, not read whole."""
         num_bytes = 0
         for request in requests:

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from ckpt.report import ComponentReport, LoadReport, Status
 from ckpt.sharing import StateComponent
 from ckpt.sources import CommittedSource, Rows, Source
 from ckpt.stored import read_listed_file, read_manifest_bytes
-from ckpt.strategies.reading import LoadingStrategy, StoredCheckpoint
+from ckpt.strategies.reading import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
 from ckpt.topology import Phase, Topology
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]
@@ -160,20 +160,17 @@ class Loader:
 
         An optional component is read beside its own memory, and so keeps its state if a part of it proves damaged.
         """
-        with self._topology.phase("read") as phase:
-            going = [matches[key] for key, report in reports.items() if goes_on(report)]
-            required = [request for one in going if one.component.required for request in one.requests]
-            stats = [source.read(required)]
-            optional = [(one, beside_own_memory(one)) for one in going if not one.component.required]
-            failed: dict[str, Any] = {}
-            for one, requests in optional:
-                try:
-                    stats.append(source.read(requests))
-                except (CorruptCheckpointError, OSError) as error:
-                    if isinstance(error, RankAbsentError):  # a TimeoutError, and so an OSError
-                        raise
-                    failed[one.key] = describe(error)
-            phase.payload = [sum(s.bytes_read for s in stats), sum(s.bytes_needed for s in stats), failed]
+        going = [matches[key] for key, report in reports.items() if goes_on(report)]
+        required = [request for one in going if one.component.required for request in one.requests]
+        optional = [(one, beside_own_memory(one)) for one in going if not one.component.required]
+        with ExitStack() as open_readings:
+            readings = []
+            for requests in [required, *(requests for _, requests in optional)]:
+                readings.append(source.prepare(requests))
+                open_readings.callback(readings[-1].close)
+            with self._topology.phase("read") as phase:
+                stats, failed = _run(readings, [None, *(one.key for one, _ in optional)])
+                phase.payload = [sum(s.bytes_read for s in stats), sum(s.bytes_needed for s in stats), failed]
         _note_failures(reports, [rank[2] for rank in phase.payloads])
         for one, requests in optional:
             if goes_on(reports[one.key]):
@@ -215,6 +212,33 @@ class Loader:
 def committed_newest_first(root: Path) -> list[Path]:
     """The committed checkpoints below a root, the newest commit first."""
     return [one.path for one in reversed(Ledger(root, run_id="reader").committed())]
+
+
+def _run(readings: Sequence[Reading], optional: Sequence[str | None]) -> tuple[list[ReadStats], dict[str, Any]]:
+    """Run all of them, whatever fails, for other ranks may wait for this one in each; then raise what must be raised.
+
+    Args:
+        optional: for each, the component that the load can do without; None: what it cannot.
+
+    Returns:
+        what was read, and the optional components that failed: key -> `describe` of the error.
+    """
+    stats: list[ReadStats] = []
+    failed: dict[str, Any] = {}
+    fatal: Exception | None = None
+    for reading, key in zip(readings, optional, strict=True):
+        try:
+            stats.append(reading.run())
+        except RankAbsentError:  # the others know it too
+            raise
+        except (CorruptCheckpointError, OSError) as error:
+            if key is None:
+                fatal = error
+            else:
+                failed[key] = describe(error)
+    if fatal is not None:
+        raise fatal
+    return stats, failed
 
 
 @contextmanager

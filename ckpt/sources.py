@@ -17,7 +17,7 @@ from ckpt.manifest import PLAIN_NAME, ArrayEntry, CheckpointManifest, digest_of
 from ckpt.sharing import OWN_COPIES, SharingPattern, StateComponent, copy_prefix
 from ckpt.stored import check_file, read_listed_file
 from ckpt.strategies.direct import DirectLoad
-from ckpt.strategies.reading import LoadingStrategy, ReadRequest, ReadStats, StoredCheckpoint
+from ckpt.strategies.reading import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint
 from ckpt.topology import Topology
 from ckpt.verify import Names
 
@@ -76,8 +76,8 @@ class Source(Protocol):
             CorruptCheckpointError: anything else is damaged.
         """
 
-    def read(self, requests: Sequence[ReadRequest]) -> ReadStats:
-        """Fill every request. All ranks call it, each with its own requests."""
+    def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
+        """Work out how every request is filled. All ranks call it, outside of a phase, each with its own requests."""
 
 
 class CommittedSource:
@@ -200,8 +200,8 @@ class CommittedSource:
             self._topology.progress()
         return damaged
 
-    def read(self, requests: Sequence[ReadRequest]) -> ReadStats:
-        return self._strategy.load(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
+    def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
+        return self._strategy.prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
 
     def _contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
         """Key -> what is equal exactly where two copies hold equal bits. Of large arrays only the digests are looked at."""
@@ -220,7 +220,10 @@ class CommittedSource:
             ReadRequest(start + key, f"{component.key}: {key}", whole(form[1]), out) for key, form, out in small
         ]
         # Not by the strategy of the load, which may want all ranks to take part.
-        DirectLoad().load(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
+        reading = DirectLoad().prepare(
+            requests, self._checkpoint, self._topology, self._device, verify=self._verify
+        )
+        reading.run()
         return found | {key: (*form, digest_of(raw_bytes(out).numpy().data)) for key, form, out in small}
 
     def _chunk_digests(self, entry: ArrayEntry) -> Iterator[tuple[int, ...]]:

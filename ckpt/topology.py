@@ -122,7 +122,7 @@ class Topology:
         for name, instances in groups.items():
             of_rank = {member: members for members in instances for member in members}
             given = [of_rank.get(one) for one in range(len(hosts))]
-            topology.groups = {**topology.groups, name: _group(name, given, rank)}
+            topology.groups = {**topology.groups, name: group_of(name, given, rank)}
         return topology
 
     @classmethod
@@ -299,7 +299,7 @@ class Topology:
         with self.phase("check the process groups"):
             given = phase.payloads
             names = sorted({name for instances in given for name in instances})
-            groups = {name: _group(name, [instances.get(name) for instances in given], self.rank) for name in names}
+            groups = {name: group_of(name, [instances.get(name) for instances in given], self.rank) for name in names}
         self.groups = {**self.groups, **groups}
 
     def _place_on(self, hosts: Sequence[str], local_rank: int | None) -> None:
@@ -469,8 +469,12 @@ def _members(group: dist.ProcessGroup | Sequence[int]) -> list[int]:
     return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else list(group)
 
 
-def _group(name: str, given: Sequence[Sequence[int] | None], rank: int) -> Group:
-    """Return the group from what every rank gave as its own instance."""
+def group_of(name: str, given: Sequence[Sequence[int] | None], rank: int) -> Group:
+    """Return the group from what every rank gave as its own instance.
+
+    Raises:
+        ConfigurationError: a rank is in no instance, or two instances overlap.
+    """
     for at, members in enumerate(given):
         if members is None:
             raise ConfigurationError(

@@ -15,6 +15,7 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.device import Device
 from ckpt.dtypes import raw_bytes
 from ckpt.strategies.direct import DirectLoad
+from ckpt.strategies.reading import LoadingStrategy
 from ckpt.topology import Topology
 
 BACKENDS = ("zarr", "ocdbt", "file")
@@ -54,11 +55,13 @@ def coordinator(
     *,
     backend: str | Backend = "zarr",
     process_groups: dict[str, Any] | None = None,
+    strategy: LoadingStrategy | None = None,
     **options: Any,
 ) -> CheckpointCoordinator:
     made = backend_named(backend) if isinstance(backend, str) else backend
+    strategy = strategy or DirectLoad()
     return CheckpointCoordinator(
-        components, process_groups or {}, topology, root, backend=made, strategy=DirectLoad(), device=cpu(), **options
+        components, process_groups or {}, topology, root, backend=made, strategy=strategy, device=cpu(), **options
     )
 
 

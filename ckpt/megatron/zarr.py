@@ -64,6 +64,7 @@ class MegatronZarr:
     Attributes:
         arrays: by key.
         layout: what else lies there.
+        folder: the checkpoint's own.
 
     Raises:
         CheckpointNotFoundError: the folder holds no such checkpoint.
@@ -72,7 +73,7 @@ class MegatronZarr:
     """
 
     def __init__(self, checkpoint_dir: Path, library: Library = "zarr") -> None:
-        self._dir = Path(checkpoint_dir)
+        self._dir = self.folder = Path(checkpoint_dir)
         if library not in _OPEN:
             raise ConfigurationError(f"library {library!r} is not known; choose zarr or tensorstore")
         require_version(self._dir)
@@ -95,7 +96,7 @@ class MegatronZarr:
             return
         numbers = list(chunks_meeting(array.shape, array.grid, box))
         for number in numbers:
-            self._require_chunk(array, number)
+            self.require_chunk(array, number)
         try:
             self._reader(key)(box, out)
         except Exception as error:  # codecs raise nearly anything
@@ -129,7 +130,12 @@ class MegatronZarr:
             "the debug log lists the folder."
         )
 
-    def _require_chunk(self, array: MegatronArray, number: int) -> Path:
+    def require_chunk(self, array: MegatronArray, number: int) -> Path:
+        """Return the file of a chunk.
+
+        Raises:
+            CorruptCheckpointError: it is missing or, being raw, of another size than its elements.
+        """
         file = self._dir / array.key / array.chunk_file(number)
         try:
             size = file.stat().st_size
@@ -145,7 +151,7 @@ class MegatronZarr:
         return file
 
     def _mapped_chunk(self, array: MegatronArray, number: int) -> tuple[Box, torch.Tensor]:
-        file = self._require_chunk(array, number)
+        file = self.require_chunk(array, number)
         box = chunk_box(array.shape, array.grid, number)
         dtype = torch_dtype(array.dtype)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,6 +20,7 @@ from ckpt.flatten import Path as StatePath
 from ckpt.flatten import from_json, path_from_json, unflatten
 from ckpt.manifest import MANIFEST_NAME, SHARDED, CheckpointManifest
 from ckpt.mapping import ShardedStateDict, ShardedTensor
+from ckpt.megatron.chunks import MegatronChunks
 from ckpt.megatron.layout import headless
 from ckpt.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.memory import HostMemory
@@ -27,7 +29,7 @@ from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.sources import CommittedSource
 from ckpt.stored import read_manifest, read_manifest_bytes
 from ckpt.strategies.direct import DirectLoad
-from ckpt.strategies.reading import ReadRequest, StoredCheckpoint
+from ckpt.strategies.reading import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
 from ckpt.topology import Topology
 
 _log = logging.getLogger("ckpt")
@@ -53,33 +55,39 @@ class TensorSource(Protocol):
     def stored(self) -> Mapping[str, StoredArray]:
         """All of them by key."""
 
-    def fill(self, wanted: Sequence[Wanted]) -> None:
-        """Read every wanted box. Talks to no other rank."""
+    def prepare(self, wanted: Sequence[Wanted]) -> Reading:
+        """Work out how every wanted box is filled. All ranks call it, outside of a phase, each with its own boxes."""
 
 
 class OurTensors:
     """Those of a checkpoint of ours."""
 
-    def __init__(self, checkpoint: StoredCheckpoint, topology: Topology) -> None:
+    def __init__(self, checkpoint: StoredCheckpoint, strategy: LoadingStrategy, topology: Topology) -> None:
         self._checkpoint = checkpoint
+        self._strategy = strategy
         self._topology = topology
 
     def stored(self) -> Mapping[str, StoredArray]:
         arrays = self._checkpoint.manifest.arrays_of(SHARDED)
         return {key: StoredArray(torch_dtype(entry.dtype), entry.shape) for key, entry in arrays.items()}
 
-    def fill(self, wanted: Sequence[Wanted]) -> None:
+    def prepare(self, wanted: Sequence[Wanted]) -> Reading:
         requests = [ReadRequest(f"{SHARDED}/{key}", key, box, out) for key, box, out in wanted]
         device = device_of(out for _, _, out in wanted)
-        DirectLoad().load(requests, self._checkpoint, self._topology, device, verify=True)
+        return self._strategy.prepare(requests, self._checkpoint, self._topology, device, verify=True)
 
 
 class MegatronTensors:
-    """Those that Megatron-Core's zarr strategy wrote. They have no digests."""
+    """Those that Megatron-Core's zarr strategy wrote. They have no digests.
 
-    def __init__(self, checkpoint_dir: Path, library: Library, topology: Topology) -> None:
+    Args:
+        library: what decodes chunks; it reads all of them where ranks load directly.
+    """
+
+    def __init__(self, checkpoint_dir: Path, library: Library, strategy: LoadingStrategy, topology: Topology) -> None:
         self._dir = checkpoint_dir
         self._arrays = MegatronZarr(checkpoint_dir, library)
+        self._strategy = strategy
         self._topology = topology
 
     def stored(self) -> Mapping[str, StoredArray]:
@@ -87,23 +95,52 @@ class MegatronTensors:
             raise headless(self._dir, self._arrays.layout.headless[0])
         return {key: StoredArray(torch_dtype(one.dtype), tuple(one.shape)) for key, one in self._arrays.arrays.items()}
 
-    def fill(self, wanted: Sequence[Wanted]) -> None:
-        for key, box, out in wanted:
+    def prepare(self, wanted: Sequence[Wanted]) -> Reading:
+        if isinstance(self._strategy, DirectLoad):
+            return _ByLibrary(self._arrays, wanted, self._topology)
+        requests = [ReadRequest(key, key, box, out) for key, box, out in wanted]
+        device = device_of(out for _, _, out in wanted)
+        return self._strategy.prepare(requests, MegatronChunks(self._arrays), self._topology, device, verify=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _ByLibrary:
+    """Each rank reads what it wants, through the library that was asked for. See `Reading`."""
+
+    arrays: MegatronZarr
+    wanted: Sequence[Wanted]
+    topology: Topology
+
+    def run(self) -> ReadStats:
+        num_bytes = 0
+        for key, box, out in self.wanted:
             host = out if out.device.type == "cpu" and out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-            self._arrays.read(key, box, host)
+            self.arrays.read(key, box, host)
             if host is not out:
                 out.copy_(host)
-            self._topology.progress()
+            num_bytes += out.numel() * out.element_size()
+            self.topology.progress()
+        return ReadStats(num_bytes, num_bytes)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def load_tensors(
-    sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *, library: Library, into_data: bool, topology: Topology
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: Path,
+    *,
+    library: Library,
+    into_data: bool | None,
+    topology: Topology,
+    strategy: LoadingStrategy,
 ) -> ShardedStateDict:
     """Replace every ShardedTensor of a nested state dict, in place, by the tensor it describes. Collective.
 
     Args:
+        strategy: who reads.
         into_data: read into the memory of `ShardedTensor.data`, and put that very tensor into the dict. Otherwise new tensors
-            of the stored data type are made, on the host.
+            of the stored data type are made, on the host. None: as each ShardedTensor has data or not.
 
     Raises:
         MissingStateError: the checkpoint does not hold a key.
@@ -112,31 +149,37 @@ def load_tensors(
         CorruptCheckpointError: bytes are missing or not as they were written.
     """
     with topology.operation(f"load of {checkpoint_dir}"):
-        source = open_tensors(checkpoint_dir, library, topology)
+        source = open_tensors(checkpoint_dir, library, topology, strategy)
         with topology.phase("check"):
             stored, memory = source.stored(), HostMemory()
             loads = {
-                id(one): _Load(one, _require_stored(one, stored, checkpoint_dir), memory, into_data)
+                id(one): _Load(
+                    one,
+                    _require_stored(one, stored, checkpoint_dir),
+                    memory,
+                    into_data=one.data is not None if into_data is None else into_data,
+                )
                 for one in tensors_in(sharded_state_dict, "loads")
             }
-        with topology.phase("read"):
-            source.fill([wanted for load in loads.values() for wanted in load.wanted])
+        reading = source.prepare([wanted for load in loads.values() for wanted in load.wanted])
+        with closing(reading), topology.phase("read"):
+            reading.run()
             for load in loads.values():
                 load.finish()
     dict_list_map_inplace(lambda one: loads[id(one)].result, sharded_state_dict)
     return sharded_state_dict
 
 
-def open_tensors(checkpoint_dir: Path, library: Library, topology: Topology) -> TensorSource:
+def open_tensors(checkpoint_dir: Path, library: Library, topology: Topology, strategy: LoadingStrategy) -> TensorSource:
     """Open a checkpoint's tensors. Collective: the lead reads the manifest, once for all."""
     where = str(checkpoint_dir / MANIFEST_NAME)
     with topology.phase("open") as phase:
         if topology.is_lead and not is_megatron_zarr(checkpoint_dir):
             phase.payload = read_manifest_bytes(checkpoint_dir).decode()
     if phase.payloads[0] is None:
-        return MegatronTensors(checkpoint_dir, library, topology)
+        return MegatronTensors(checkpoint_dir, library, strategy, topology)
     manifest = CheckpointManifest.from_bytes(phase.payloads[0].encode(), where)
-    return OurTensors(StoredCheckpoint(checkpoint_dir, manifest), topology)
+    return OurTensors(StoredCheckpoint(checkpoint_dir, manifest), strategy, topology)
 
 
 def tensors_in(sharded_state_dict: ShardedStateDict, does: str) -> list[ShardedTensor]:
@@ -203,7 +246,7 @@ def _read_part(
         leaves[name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         array = entry.alias_of or f"{component.key}/{prefix}{name}"
         requests.append(ReadRequest(array, f"{component.key}: {name}", whole(entry.shape), leaves[name]))
-    source.read(requests)
+    source.prepare(requests).run()
     return unflatten(leaves, paths)
 
 
@@ -231,7 +274,7 @@ class _Load:
         result: what takes its place in the state dict; complete after `finish`.
     """
 
-    def __init__(self, tensor: ShardedTensor, array: StoredArray, memory: HostMemory, into_data: bool) -> None:
+    def __init__(self, tensor: ShardedTensor, array: StoredArray, memory: HostMemory, *, into_data: bool) -> None:
         if into_data and tensor.data is None:
             raise ConfigurationError(
                 f"{tensor.key}: load_directly_on_device=True fills the tensor that a ShardedTensor holds, and this one holds none; "

@@ -2,47 +2,67 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from ckpt.backends.registry import backend_of_store
 from ckpt.device import Device
-from ckpt.extents import ExtentReader
-from ckpt.strategies.reading import ReadRequest, ReadStats, StoredCheckpoint, StoredPart, by_chunk
+from ckpt.extents import ExtentReader, ReadAt
+from ckpt.strategies.reading import ReadRequest, ReadStats, Stored, StoredPart, by_chunk
 from ckpt.topology import Topology
 
 
 class DirectLoad:
-    """Load without talking to other ranks. Ranks start at different places, so that a cold disk serves them side by side."""
+    """Load without talking to other ranks. Ranks start at different places, so that a cold disk serves them side by side.
 
-    def load(
-        self,
-        requests: Sequence[ReadRequest],
-        checkpoint: StoredCheckpoint,
-        topology: Topology,
-        device: Device,
-        *,
-        verify: bool,
-    ) -> ReadStats:
-        """See `LoadingStrategy.load`.
+    Args:
+        read_at: how bytes come from an open file.
+    """
 
-        Raises:
-            CorruptCheckpointError: bytes are missing or, under `verify`, not as they were written.
-        """
-        chunks = by_chunk([part for request in requests for part in checkpoint.parts(request)])
-        start = len(chunks) * topology.rank // topology.world_size
-        with ExtentReader(checkpoint.root, verify=verify, progress=topology.progress) as reader:
+    def __init__(self, *, read_at: ReadAt = os.preadv) -> None:
+        self._read_at = read_at
+
+    def prepare(
+        self, requests: Sequence[ReadRequest], checkpoint: Stored, topology: Topology, device: Device, *, verify: bool
+    ) -> DirectReading:
+        """See `LoadingStrategy.prepare`; there is nothing to agree on, so any rank may call it, anywhere."""
+        return DirectReading(requests, checkpoint, topology, device, verify, self._read_at)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectReading:
+    """See `Reading`."""
+
+    requests: Sequence[ReadRequest]
+    checkpoint: Stored
+    topology: Topology
+    device: Device
+    verify: bool
+    read_at: ReadAt
+
+    def run(self) -> ReadStats:
+        """See `Reading.run`; it talks to nobody."""
+        chunks = by_chunk([part for request in self.requests for part in self.checkpoint.parts(request)])
+        start = len(chunks) * self.topology.rank // self.topology.world_size
+        root, progress = self.checkpoint.root, self.topology.progress
+        verify = self.verify and self.checkpoint.has_digests
+        with ExtentReader(root, verify=verify, progress=progress, read_at=self.read_at) as reader:
             for parts in chunks[start:] + chunks[:start]:
-                _read_chunk(parts, reader, checkpoint, device)
-            needed = sum(request.out.numel() * request.out.element_size() for request in requests)
-            return ReadStats(reader.bytes_read, needed)
+                read_chunk(parts, reader, self.checkpoint, self.device)
+            return ReadStats(reader.bytes_read, bytes_of(self.requests))
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
-def _read_chunk(
-    stored: Sequence[StoredPart], reader: ExtentReader, checkpoint: StoredCheckpoint, device: Device
-) -> None:
+def bytes_of(requests: Sequence[ReadRequest]) -> int:
+    """How many bytes are wanted."""
+    return sum(request.out.numel() * request.out.element_size() for request in requests)
+
+
+def read_chunk(stored: Sequence[StoredPart], reader: ExtentReader, checkpoint: Stored, device: Device) -> None:
     """Fill the parts of one chunk: on the host directly, elsewhere through a host buffer."""
     staged = [_on_host(one) for one in stored]
     if stored[0].chunk.raw:
@@ -64,13 +84,12 @@ def _on_host(stored: StoredPart) -> StoredPart:
     return replace(stored, part=replace(stored.part, out=torch.empty(out.shape, dtype=out.dtype)))
 
 
-def _decode(stored: StoredPart, checkpoint: StoredCheckpoint) -> None:
+def _decode(stored: StoredPart, checkpoint: Stored) -> None:
     """Read an encoded part through its format's own library; a packed piece is unrolled and cut here."""
-    backend = backend_of_store(stored.store)
     part = stored.part
     if stored.source.shape == tuple(part.out.shape):
-        backend.read(checkpoint.root, stored.array, stored.source, part.out)
+        checkpoint.decode(stored, stored.source, part.out)
         return
     flat = torch.empty(stored.source.shape, dtype=part.out.dtype)
-    backend.read(checkpoint.root, stored.array, stored.source, flat)
+    checkpoint.decode(stored, stored.source, flat)
     part.out.copy_(flat.view(part.region)[part.box.slices])

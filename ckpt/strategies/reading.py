@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from ckpt.backends.base import ArraySpec, ChunkExtent
+from ckpt.backends.registry import backend_of_store
 from ckpt.box import Box, overlap
 from ckpt.device import Device
 from ckpt.dtypes import item_bytes
@@ -57,8 +58,32 @@ class StoredPart:
     source: Box
 
 
+class Stored(Protocol):
+    """A checkpoint whose arrays lie in chunks, open for reading by one rank.
+
+    Attributes:
+        root: its folder, to which all paths are relative.
+        has_digests: whether its chunks can be checked.
+    """
+
+    root: Path
+    has_digests: bool
+
+    def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
+        """Yield where the wanted box lies, part by part, in storage order.
+
+        Raises:
+            CorruptCheckpointError: chunks are not where they must be.
+        """
+
+    def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` (host, shape box.shape) with a box of the array that the part is of, by its format's own library."""
+
+
 class StoredCheckpoint:
     """A committed checkpoint, open for reading by one rank. Indexes are read, and checked, when they are first needed."""
+
+    has_digests = True
 
     def __init__(self, root: Path, manifest: CheckpointManifest) -> None:
         self.root = root
@@ -98,6 +123,10 @@ class StoredCheckpoint:
             part = Part(0, entry.grid, wanted.relative_to(chunk_box), out, request.label)
             yield StoredPart(chunk, part, spec, entry.store, wanted)
 
+    def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
+        """See `Stored.decode`."""
+        backend_of_store(stored.store).read(self.root, stored.array, box, out)
+
     def _packed_parts(self, request: ReadRequest, entry: ArrayEntry) -> Iterator[StoredPart]:
         assert entry.store is not None
         found = 0
@@ -130,19 +159,35 @@ class ReadStats:
     bytes_needed: int
 
 
+class Reading(Protocol):
+    """What a strategy has worked out for one rank: all that is left is to move the bytes."""
+
+    def run(self) -> ReadStats:
+        """Fill every request's `out`. All ranks call it, inside one phase, whatever has failed for this one before.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing or not as they were written.
+            OSError: the file system failed.
+            RankLeftError: another rank, which this one needed, has gone.
+        """
+
+    def close(self) -> None:
+        """Let go of what `run` would have used. Called always, and last."""
+
+
 class LoadingStrategy(Protocol):
     """Who reads, and how it spreads."""
 
-    def load(
+    def prepare(
         self,
         requests: Sequence[ReadRequest],
-        checkpoint: StoredCheckpoint,
+        checkpoint: Stored,
         topology: Topology,
         device: Device,
         *,
         verify: bool,
-    ) -> ReadStats:
-        """Fill every request's `out`. All ranks call it, each with its own requests, which may be none."""
+    ) -> Reading:
+        """Work out who reads what. All ranks call it, outside of a phase, each with its own requests, which may be none."""
 
 
 def by_chunk(parts: Sequence[StoredPart]) -> list[list[StoredPart]]:

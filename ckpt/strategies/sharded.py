@@ -17,6 +17,8 @@ from ckpt.sharded.loading import Library, load_tensors, open_tensors, tensors_in
 from ckpt.sharded.removing import remove_tensors
 from ckpt.strategies.async_utils import AsyncRequest
 from ckpt.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
+from ckpt.strategies.direct import DirectLoad
+from ckpt.strategies.reading import LoadingStrategy
 from ckpt.topology import Topology
 
 _log = logging.getLogger("ckpt")
@@ -105,9 +107,18 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
             sharded_state_dict,
             Path(checkpoint_dir),
             library=self.library,
-            into_data=self.load_directly_on_device,
+            into_data=self._into_data(),
             topology=self._topology(),
+            strategy=self._strategy(),
         )
+
+    def _into_data(self) -> bool | None:
+        """See `ckpt.sharded.loading.load_tensors`."""
+        return self.load_directly_on_device
+
+    def _strategy(self) -> LoadingStrategy:
+        """Who reads."""
+        return DirectLoad()
 
     def _topology(self) -> Topology:
         """Of this job; the first time, its lead says who loads."""
@@ -119,7 +130,7 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
         """Key -> ShardedTensor without data and uncut, of every tensor in the checkpoint. Any process, alone."""
-        stored = open_tensors(Path(checkpoint_dir), self.library, Topology.alone()).stored()
+        stored = open_tensors(Path(checkpoint_dir), self.library, Topology.alone(), DirectLoad()).stored()
         return {key: uncut(key, one.dtype, one.shape) for key, one in stored.items()}
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:

@@ -1,0 +1,148 @@
+"""Both ends of the way of one rank: where its bytes come from in storage, and where they belong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ckpt.backends.base import ChunkExtent
+from ckpt.box import Box, chunk_box, num_chunks
+from ckpt.device import Device
+from ckpt.dtypes import item_bytes, raw_bytes, torch_dtype
+from ckpt.extents import ALIGNMENT, ExtentReader, Part, ReadAt, Wanted
+from ckpt.spread.parcels import ChunkKey, Piece, Want
+from ckpt.strategies.direct import bytes_of, read_chunk
+from ckpt.strategies.reading import ReadRequest, Stored, StoredPart, by_chunk
+from ckpt.topology import Topology
+
+BUFFER_BYTES = 4 << 20
+"""What a rank alone wants, and cannot be read straight into place, goes through a buffer of about this size."""
+
+
+class RankEnds:
+    """What one rank wants, chunk by chunk, and how it gets it from storage. See `ckpt.spread.courier.Ends`."""
+
+    def __init__(
+        self,
+        requests: Sequence[ReadRequest],
+        checkpoint: Stored,
+        topology: Topology,
+        device: Device,
+        verify: bool,
+        read_at: ReadAt,
+    ) -> None:
+        self.bytes_needed = bytes_of(requests)
+        self._checkpoint = checkpoint
+        self._device = device
+        self._verify = verify
+        self._reader = ExtentReader(checkpoint.root, verify=verify, progress=topology.progress, read_at=read_at)
+        chunks = by_chunk([part for request in requests for part in checkpoint.parts(request)])
+        self._stored = {_key_of(parts[0].chunk): parts for parts in chunks}
+        self._wanted = {key: Wanted(_delivered(parts[0]), _parts_of(parts)) for key, parts in self._stored.items()}
+        self._decoded: tuple[ChunkKey, torch.Tensor] | None = None
+        self._bytes_unchecked = 0  # read by a library alone
+
+    @property
+    def bytes_read(self) -> int:
+        return self._reader.bytes_read + self._bytes_unchecked
+
+    def wants(self) -> list[Want]:
+        """What this rank wants, for the others to know."""
+        rows = []
+        for key, parts in self._stored.items():
+            chunk = parts[0].chunk
+            unit = self._reader.unit_of(chunk) if chunk.raw else ALIGNMENT
+            stretches = self._wanted[key].stretches(unit)
+            if stretches:
+                rows.append(Want(*key, unit, not chunk.raw, tuple(stretches)))
+        return rows
+
+    def fetch(self, piece: Piece, memory: torch.Tensor) -> None:
+        """See `Ends.fetch`."""
+        stored = self._stored[piece.key][0]
+        if stored.chunk.raw:
+            self._reader.fetch(stored.chunk, piece.start, _memory_of(memory), self._wanted[piece.key].name_of)
+            return
+        if self._decoded is None or self._decoded[0] != piece.key:
+            self._decoded = piece.key, self._decode(stored)
+        memory.copy_(self._decoded[1][piece.start : piece.stop])
+
+    def place(self, piece: Piece, memory: torch.Tensor) -> None:
+        """See `Ends.place`."""
+        self._wanted[piece.key].place(piece.start, piece.stop, memory)
+
+    def read_own(self, pieces: Sequence[Piece]) -> None:
+        """See `Ends.read_own`."""
+        stored = self._stored[pieces[0].key]
+        chunk = stored[0].chunk
+        if not chunk.raw:
+            self._bytes_unchecked += 0 if self._verify else chunk.length
+            read_chunk(stored, self._reader, self._checkpoint, self._device)
+        elif all(one.part.out.device.type == "cpu" for one in stored):
+            self._reader.read(chunk, _parts_of(stored), [(piece.start, piece.stop) for piece in pieces])
+        else:
+            self._read_through_buffer(pieces)
+
+    def close(self) -> None:
+        """Close the files, and let go of a decoded chunk."""
+        self._reader.close()
+        self._decoded = None
+
+    def _read_through_buffer(self, pieces: Sequence[Piece]) -> None:
+        chunk = self._stored[pieces[0].key][0].chunk
+        unit = self._reader.unit_of(chunk)
+        buffer = torch.empty(max(BUFFER_BYTES // unit, 1) * unit, dtype=torch.uint8)
+        for piece in pieces:
+            for start in range(piece.start, piece.stop, buffer.numel()):
+                stop = min(start + buffer.numel(), piece.stop)
+                part = Piece(piece.key, start, stop)
+                self.fetch(part, buffer[: part.num_bytes])
+                self.place(part, buffer[: part.num_bytes])
+
+    def _decode(self, stored: StoredPart) -> torch.Tensor:
+        """All bytes of an encoded chunk, checked before and decoded by its format's own library, with an edge chunk's padding."""
+        self._reader.check(stored.chunk, stored.part.name)
+        self._bytes_unchecked += 0 if self._verify else stored.chunk.length
+        array = stored.array
+        decoded = torch.zeros(array.grid, dtype=torch_dtype(array.dtype))
+        box = _chunk_of(stored)
+        out = decoded[tuple(slice(0, side) for side in box.shape)]
+        whole = out if out.is_contiguous() else torch.empty(box.shape, dtype=out.dtype)
+        self._checkpoint.decode(stored, box, whole)
+        if whole is not out:
+            out.copy_(whole)
+        return raw_bytes(decoded)
+
+
+def _key_of(chunk: ChunkExtent) -> ChunkKey:
+    return chunk.file, chunk.offset
+
+
+def _parts_of(stored: Sequence[StoredPart]) -> list[Part]:
+    return [one.part for one in stored]
+
+
+def _delivered(stored: StoredPart) -> ChunkExtent:
+    """The chunk as its bytes are delivered: an encoded one is decoded by who reads it."""
+    chunk = stored.chunk
+    if chunk.raw:
+        return chunk
+    length = math.prod(stored.array.grid) * item_bytes(stored.array.dtype)
+    return ChunkExtent(chunk.file, chunk.offset, length, ())
+
+
+def _chunk_of(stored: StoredPart) -> Box:
+    """The box of the chunk that a part lies in."""
+    array = stored.array
+    number = 0
+    for side, cell, first in zip(num_chunks(array.shape, array.grid), array.grid, stored.source.offsets, strict=True):
+        number = number * side + first // cell
+    return chunk_box(array.shape, array.grid, number)
+
+
+def _memory_of(memory: torch.Tensor) -> memoryview:
+    flat: Any = memory.numpy()
+    return memoryview(flat)

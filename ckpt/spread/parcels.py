@@ -1,0 +1,201 @@
+"""Who reads which bytes for whom: a pure function of what every rank wants, so every rank finds the same answer.
+
+What one rank alone wants, it reads for itself. What several want is cut into parcels, and each parcel is read by one of
+them: by the one that has the fewest bytes to read so far.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+Ranks = tuple[int, ...]
+ChunkKey = tuple[str, int]
+"""File and offset: no two chunks share them."""
+
+PIECE_ALIGNMENT = 64
+"""Every piece begins at a multiple of it in its parcel, so that its elements can be used where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a rank wants of one chunk.
+
+    Attributes:
+        unit: bytes that are read as one.
+        whole: the chunk is decoded as one, by whoever reads of it.
+        stretches: ascending [start, stop), of whole units but for the end of the chunk.
+    """
+
+    file: str
+    offset: int
+    unit: int
+    whole: bool
+    stretches: tuple[tuple[int, int], ...]
+
+    @property
+    def key(self) -> ChunkKey:
+        return self.file, self.offset
+
+    def to_json(self) -> list[object]:
+        return [self.file, self.offset, self.unit, self.whole, self.stretches]
+
+    @classmethod
+    def from_json(cls, row: Sequence[object]) -> Want:
+        file, offset, unit, whole, stretches = row
+        assert isinstance(file, str) and isinstance(offset, int) and isinstance(unit, int)
+        assert isinstance(stretches, list)
+        return cls(file, offset, unit, bool(whole), tuple((start, stop) for start, stop in stretches))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The bytes [start, stop) of one chunk."""
+
+    key: ChunkKey
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Bytes that travel together.
+
+    Attributes:
+        number: its place in the order in which all parcels travel.
+        reader: reads it from storage.
+        wanters: who wants all of it, ascending; the reader need not be one of them where a chunk is decoded as one.
+    """
+
+    number: int
+    reader: int
+    wanters: Ranks
+    pieces: tuple[Piece, ...]
+
+    def places(self) -> Iterator[tuple[int, Piece]]:
+        """Each piece, and where it begins in the memory that the parcel travels in."""
+        at = 0
+        for piece in self.pieces:
+            yield at, piece
+            at += _room(piece.num_bytes)
+
+    @property
+    def room(self) -> int:
+        """The bytes of memory it takes."""
+        return sum(_room(piece.num_bytes) for piece in self.pieces)
+
+
+@dataclass(slots=True)
+class Spread:
+    """How everything that the ranks of one group want gets to them.
+
+    Attributes:
+        own: rank -> what it reads for itself, in storage order.
+        parcels: in the order in which they travel, which is that of storage.
+    """
+
+    own: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
+    parcels: list[Parcel] = field(default_factory=list)
+
+
+def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], parcel_bytes: int) -> Spread:
+    """Plan who reads what.
+
+    Args:
+        wants: what ranks want, and which ranks want just that; every rank is there once.
+        parcel_bytes: room of a parcel; at least the largest unit, and a multiple of `PIECE_ALIGNMENT`.
+    """
+    spread = Spread()
+    load: dict[int, int] = defaultdict(int)
+    shared: list[tuple[Ranks, Ranks, Piece, int]] = []
+    for key, unit, whole, segments in _segments(wants):
+        anybody = tuple(sorted({rank for ranks, _, _ in segments for rank in ranks}))
+        for ranks, start, stop in segments:
+            if len(ranks) == 1 and (not whole or len(anybody) == 1):
+                spread.own[ranks[0]].append(Piece(key, start, stop))
+                load[ranks[0]] += stop - start
+            else:
+                shared.append((anybody if whole else (), ranks, Piece(key, start, stop), unit))
+    decoder: dict[ChunkKey, int] = {}
+    in_storage_order = sorted(_packed(shared, parcel_bytes), key=lambda one: (one[2][0].key, one[2][0].start))
+    for as_one, ranks, pieces in in_storage_order:
+        reader = decoder.get(pieces[0].key) if as_one else None
+        if reader is None:
+            reader = min(as_one or ranks, key=lambda rank: (load[rank], rank))
+        if as_one:
+            decoder[pieces[0].key] = reader
+        load[reader] += sum(piece.num_bytes for piece in pieces)
+        spread.parcels.append(Parcel(len(spread.parcels), reader, ranks, tuple(pieces)))
+    return spread
+
+
+_Segment = tuple[Ranks, int, int]
+
+
+def _segments(
+    wants: Sequence[tuple[Sequence[Want], Ranks]],
+) -> Iterator[tuple[ChunkKey, int, bool, list[_Segment]]]:
+    """Yield every wanted chunk in storage order, cut where the ranks that want it change."""
+    of_chunk: dict[ChunkKey, list[tuple[Want, Ranks]]] = defaultdict(list)
+    for rows, ranks in wants:
+        for want in rows:
+            of_chunk[want.key].append((want, ranks))
+    for key in sorted(of_chunk):
+        asked = of_chunk[key]
+        yield key, asked[0][0].unit, asked[0][0].whole, list(_cut(asked))
+
+
+def _cut(asked: Sequence[tuple[Want, Ranks]]) -> Iterator[_Segment]:
+    if len({want.stretches for want, _ in asked}) == 1:  # nearly always
+        ranks = tuple(sorted(rank for _, some in asked for rank in some))
+        for start, stop in asked[0][0].stretches:
+            yield ranks, start, stop
+        return
+    borders = sorted({border for want, _ in asked for stretch in want.stretches for border in stretch})
+    for start, stop in pairwise(borders):
+        wanting = tuple(
+            sorted(
+                rank
+                for want, some in asked
+                if any(first <= start and stop <= last for first, last in want.stretches)
+                for rank in some
+            )
+        )
+        if wanting:
+            yield wanting, start, stop
+
+
+def _packed(
+    shared: Sequence[tuple[Ranks, Ranks, Piece, int]], parcel_bytes: int
+) -> Iterator[tuple[Ranks, Ranks, list[Piece]]]:
+    """Fill parcels: pieces of one parcel are wanted by the same ranks and, where a chunk is decoded as one, of one chunk."""
+    open_ones: dict[tuple[Ranks, ChunkKey | None], list[Piece]] = {}
+    room: dict[tuple[Ranks, ChunkKey | None], int] = {}
+    as_one_of: dict[tuple[Ranks, ChunkKey | None], Ranks] = {}
+    for as_one, ranks, whole_piece, unit in shared:
+        kind = ranks, whole_piece.key if as_one else None
+        as_one_of[kind] = as_one
+        at = whole_piece.start
+        assert unit <= parcel_bytes and parcel_bytes % PIECE_ALIGNMENT == 0
+        while at < whole_piece.stop:
+            left = room.setdefault(kind, parcel_bytes)
+            fits = whole_piece.stop - at if whole_piece.stop - at <= left else left // unit * unit
+            if fits == 0:
+                yield as_one, ranks, open_ones.pop(kind)
+                del room[kind]
+                continue
+            open_ones.setdefault(kind, []).append(Piece(whole_piece.key, at, at + fits))
+            room[kind] = left - _room(fits)
+            at += fits
+    for kind, pieces in open_ones.items():
+        yield as_one_of[kind], kind[0], pieces
+
+
+def _room(num_bytes: int) -> int:
+    return -(-num_bytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT

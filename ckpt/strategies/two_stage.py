@@ -1,0 +1,395 @@
+"""What several ranks want is read once, by one of them, and spread to the others; what one alone wants it reads itself.
+
+    wants -> parcels (who reads what for whom) -> storage -> slots -> tensors of all ranks that want it
+
+Within a host the slots are memory that all its ranks see; between hosts torch.distributed carries them, once per host. Ranks
+read different parts at the same time, each as many bytes as the others, while the parts before are spread and put in place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from ckpt.device import Device
+from ckpt.errors import ConfigurationError
+from ckpt.extents import ALIGNMENT, ReadAt
+from ckpt.job import current_topology
+from ckpt.mapping import ShardedStateDict, ShardedTensor
+from ckpt.sharded.loading import load_tensors
+from ckpt.spread.courier import Courier, Hosts, Slots
+from ckpt.spread.ends import RankEnds
+from ckpt.spread.host import HostLink, has_shared_memory
+from ckpt.spread.network import TorchTransport, Transport, make_groups
+from ckpt.spread.parcels import PIECE_ALIGNMENT, Want, plan_spread
+from ckpt.spread.timing import Timers, summarize, timed
+from ckpt.strategies.direct import DirectLoad
+from ckpt.strategies.reading import LoadingStrategy, ReadRequest, ReadStats, Stored
+from ckpt.strategies.sharded import LoadTensors
+from ckpt.topology import Topology, group_of
+
+__all__ = [
+    "ShardedTensorMetadata",
+    "TwoStageDataParallelLoadShardedStrategy",
+    "TwoStageLoad",
+    "sharded_tensor_chunk_id",
+    "timed",
+]
+
+SLOT_BYTES = 4 << 20
+"""A parcel's most usual size: large enough to cost few messages, small enough to stay in the processor's cache."""
+
+
+class TwoStageLoad:
+    """Each byte is read from storage once for all the ranks of a group.
+
+    Args:
+        group: the name of a process group of the run, within whose instances bytes are read once, or the ranks of this rank's
+            instance; None: all ranks are one.
+        cpu_transfer: between hosts, parcels travel in host memory, through gloo, and within a host through memory that its ranks
+            share. If not, they travel between all ranks in device memory, by the device's own collectives.
+        max_in_flight_mib: the most memory that a rank gives to bytes on their way, in MiB; on the host, and as much on the device
+            where they travel in device memory.
+        transport: carries parcels between hosts; None: torch.distributed.
+        read_at: how bytes come from an open file.
+
+    Attributes:
+        timers: seconds of this rank: `prepare`; then `storage`, `network` and `place`, which run beside each other, and `wait`.
+
+    Raises:
+        ConfigurationError: `max_in_flight_mib` is not positive.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: str | Sequence[int] | None = None,
+        cpu_transfer: bool = True,
+        max_in_flight_mib: int = 16,
+        transport: Transport | None = None,
+        read_at: ReadAt = os.preadv,
+    ) -> None:
+        if max_in_flight_mib <= 0:
+            raise ConfigurationError(f"strategy.max_in_flight_mib={max_in_flight_mib}: expected at least 1")
+        self._group = group
+        self._cpu_transfer = cpu_transfer
+        self._in_flight_bytes = max_in_flight_mib << 20
+        self._transport = transport
+        self._read_at = read_at
+        self._torch_groups: dict[Any, dict[int, dist.ProcessGroup]] = {}
+        self.timers: Timers = defaultdict(list)
+
+    @timed()
+    def prepare(
+        self, requests: Sequence[ReadRequest], checkpoint: Stored, topology: Topology, device: Device, *, verify: bool
+    ) -> TwoStageReading:
+        """See `LoadingStrategy.prepare`.
+
+        Raises:
+            ConfigurationError: there is no such group, a block does not fit the memory allowed, or several hosts share no network.
+            CorruptCheckpointError: an index contradicts the manifest.
+        """
+        link: HostLink | None = None
+        try:
+            with topology.phase("say what is wanted") as phase:
+                verify = verify and checkpoint.has_digests
+                mine = RankEnds(requests, checkpoint, topology, device, verify, self._read_at)
+                rows = [want.to_json() for want in mine.wants()]
+                members = self._members(topology)
+                shares = self._cpu_transfer and has_shared_memory() and len(_neighbours(topology, members)) > 1
+                link = HostLink(topology.rank, self._in_flight_bytes) if shares else None
+                phase.payload = [_digest_of(rows), members, link.address if link else None]
+            said = phase.payloads
+            instances = group_of("of two-stage loading", [one[1] for one in said], topology.rank).instances
+            mates = next(instance for instance in instances if topology.rank in instance)
+            with topology.phase("meet") as phase:
+                neighbours = [rank for rank in _neighbours(topology, mates) if said[rank][2]]
+                reached = link is None or link.reach([(rank, said[rank][2]) for rank in neighbours])
+                is_first = topology.rank == next(r for r in mates if said[r][0] == said[topology.rank][0])
+                phase.payload = [rows if is_first else None, reached]
+            share = [self._cpu_transfer and all(phase.payloads[rank][1] for rank in instance) for instance in instances]
+            hosts = [_by_host(topology, instance, sharing) for instance, sharing in zip(instances, share, strict=True)]
+            groups = self._make_groups(topology, device, [sum(map(tuple, one), ()) for one in hosts if len(one) > 1])
+            here = hosts[instances.index(mates)]
+            if link is not None and not share[instances.index(mates)]:
+                link.close()
+                link = None
+            wants = _wants_of(mates, [one[0] for one in said], [one[0] for one in phase.payloads])
+            reading = TwoStageReading(mine, link, topology, self.timers)
+            with topology.phase("plan the read"):
+                slots = self._slots(link, wants, between_hosts=len(here) > 1, alone=len(mates) == 1, device=device)
+                transport = self._transport or (TorchTransport(groups[topology.rank]) if len(here) > 1 else None)
+                reading.courier = Courier(
+                    rank=topology.rank,
+                    spread=plan_spread(wants, slots.slot_bytes),
+                    hosts=Hosts(here),
+                    slots=slots,
+                    ends=mine,
+                    link=link,
+                    transport=transport,
+                    progress=topology.progress,
+                    timeout_s=topology.timeout_s,
+                )
+            return reading
+        except BaseException:
+            if link is not None:
+                link.close()
+            raise
+
+    def summarize_load_times(self, topology: Topology) -> dict[str, tuple[float, float]]:
+        """Return for each name in any rank's `timers` the slowest rank's seconds and the mean; then forget them. Collective."""
+        summary = summarize(self.timers, topology)
+        self.timers.clear()
+        return summary
+
+    def _members(self, topology: Topology) -> list[int]:
+        if self._group is None:
+            return list(range(topology.world_size))
+        if not isinstance(self._group, str):
+            return sorted(self._group)
+        if self._group not in topology.groups:
+            known = ", ".join(sorted(topology.groups)) or "none"
+            raise ConfigurationError(
+                f"strategy.group={self._group}: the run has no process group of that name, it has {known}; null takes all ranks as one"
+            )
+        return list(topology.groups[self._group].members)
+
+    def _make_groups(
+        self, topology: Topology, device: Device, instances: Sequence[Sequence[int]]
+    ) -> dict[int, dist.ProcessGroup]:
+        """The process groups that carry bytes between hosts, made once; all ranks make all of them, in one order."""
+        if not instances or self._transport is not None:
+            return {}
+        key = id(dist.group.WORLD), tuple(tuple(instance) for instance in instances)
+        with topology.phase("make process groups"):
+            if key not in self._torch_groups:
+                backend = "gloo" if self._cpu_transfer else device.collectives
+                self._torch_groups = {key: make_groups(instances, backend, topology.timeout_s)}
+        return self._torch_groups[key]
+
+    def _slots(
+        self,
+        link: HostLink | None,
+        wants: Sequence[tuple[Sequence[Want], tuple[int, ...]]],
+        *,
+        between_hosts: bool,
+        alone: bool,
+        device: Device,
+    ) -> Slots:
+        """Cut the memory allowed into slots that take the largest unit: for reading, and for what lands from other hosts."""
+        unit = max((want.unit for rows, _ in wants for want in rows), default=ALIGNMENT)
+        kinds = 2 if between_hosts else 1
+        slot_bytes = max(unit, min(SLOT_BYTES, self._in_flight_bytes // (2 * kinds)))
+        slot_bytes = -(-slot_bytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+        count = self._in_flight_bytes // slot_bytes
+        if alone:
+            return Slots(torch.empty(0, dtype=torch.uint8), slot_bytes, 0, 0)
+        if count < kinds:
+            raise ConfigurationError(
+                f"strategy.max_in_flight_mib={self._in_flight_bytes >> 20}: {slot_bytes * kinds / 2**20:.0f} MiB are the least, for "
+                f"{kinds} block{'s' * (kinds - 1)} of {slot_bytes / 2**20:.0f} MiB, which are checked as one"
+            )
+        landing = count // 2 if between_hosts else 0
+        on_device = not self._cpu_transfer and device.type != "cpu"
+        host = torch.empty(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[link.rank]
+        travel = torch.empty(count * slot_bytes, dtype=torch.uint8, device=device.torch_device) if on_device else None
+        return Slots(host, slot_bytes, count - landing, landing, travel)
+
+
+class TwoStageReading:
+    """One rank's part in one load. See `Reading`."""
+
+    courier: Courier
+
+    def __init__(self, ends: RankEnds, link: HostLink | None, topology: Topology, timers: Timers) -> None:
+        self._ends = ends
+        self._link = link
+        self._topology = topology
+        self._timers = timers
+
+    def run(self) -> ReadStats:
+        """See `Reading.run`."""
+        topology, link = self._topology, self._link
+        if link is not None:
+            link.join(self.courier.hosts.neighbours(topology.rank), topology.timeout_s, topology.progress)
+        try:
+            self.courier.run()
+        finally:
+            for name, seconds in asdict(self.courier.times).items():
+                self._timers[name].append(seconds)
+            self._ends.close()
+        return ReadStats(self._ends.bytes_read, self._ends.bytes_needed)
+
+    def close(self) -> None:
+        """See `Reading.close`."""
+        self._ends.close()
+        if self._link is not None:
+            self._link.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensorMetadata:
+    """A shard that a rank wants, as the ranks of its data-parallel group tell each other.
+
+    Attributes:
+        global_rank: who wants it.
+        dist_group_rank: its number in the group.
+        dist_group_ranks: the global ranks of the group.
+        data_size: bytes, if known.
+    """
+
+    global_rank: int
+    sharded_tensor_no_data: ShardedTensor
+    dist_group_rank: int
+    dist_group_ranks: tuple[int, ...]
+    data_size: int | None = None
+
+
+class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
+    """The first reference's two-stage loading: what a data-parallel group wants is read from storage once, and spread in the group.
+
+    A tensor is loaded into the `data` of its ShardedTensor, if that has any, and converted if that is of another data type; what
+    travels is always of the stored one. Without data a new host tensor takes its place.
+
+    Args:
+        data_parallel_group: the process group in whose instances the ranks want the same shards, or nearly.
+        cpu_transfer, max_in_flight_mib: see `TwoStageLoad`.
+
+    Attributes:
+        data_parallel_group: what carries bytes between hosts: the group given or, with `cpu_transfer`, its twin on gloo.
+        timers: see `TwoStageLoad`; and one for each method below.
+    """
+
+    library = "tensorstore"
+
+    def __init__(
+        self, data_parallel_group: dist.ProcessGroup, cpu_transfer: bool = True, *, max_in_flight_mib: int = 16
+    ) -> None:
+        super().__init__()
+        self.cpu_transfer = cpu_transfer
+        self.data_parallel_group_orig = data_parallel_group
+        self.data_parallel_group = None if cpu_transfer else data_parallel_group
+        self.dp_group_ranks = tuple(sorted(dist.get_process_group_ranks(data_parallel_group)))
+        self.dp_group_rank = dist.get_rank(data_parallel_group)
+        self.global_rank = dist.get_rank()
+        self._max_in_flight_mib = max_in_flight_mib
+        self.timers: Timers = defaultdict(list)
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> ShardedStateDict:
+        """Replace every ShardedTensor, in place, by the tensor it describes; return the state dict. Collective.
+
+        Raises: those of `ckpt.sharded.loading.load_tensors`.
+        """
+        self.maybe_init_gloo_group()
+        loaded = super().load(sharded_state_dict, checkpoint_dir)
+        self.summarize_load_times()
+        return loaded
+
+    @timed()
+    def maybe_init_gloo_group(self) -> None:
+        """Make gloo twins of all data-parallel groups, once, if bytes are to travel in host memory. Collective over all ranks.
+
+        Every rank makes every group, in one order, those that it is not in too.
+        """
+        if self.data_parallel_group is not None:
+            return
+        topology = current_topology()
+        with topology.phase("name the data-parallel groups") as phase:
+            phase.payload = self.dp_group_ranks
+        instances = group_of("data_parallel_group", phase.payloads, topology.rank).instances
+        with topology.phase("make process groups"):
+            self.data_parallel_group = make_groups(instances, "gloo", topology.timeout_s)[topology.rank]
+
+    @timed()
+    def deduplicate_chunks(self, ten_metas: Sequence[ShardedTensorMetadata]) -> list[ShardedTensorMetadata]:
+        """Of the shards that lie in one chunk keep that of the lowest rank of the group, in the order of the chunks' names.
+
+        The load itself lets every rank read as many bytes as the others (`ckpt.spread.parcels`).
+        """
+        of_chunk: dict[tuple[str, tuple[int, ...]], ShardedTensorMetadata] = {}
+        for meta in sorted(ten_metas, key=lambda meta: meta.dist_group_rank):
+            of_chunk.setdefault(sharded_tensor_chunk_id(meta.sharded_tensor_no_data), meta)
+        return [of_chunk[chunk] for chunk in sorted(of_chunk)]
+
+    @timed(verbose=False)
+    def load_tensor_from_storage(self, checkpoint_dir: Path, ten_meta: ShardedTensorMetadata) -> torch.Tensor:
+        """Read the whole chunk that a shard lies in, of the stored data type, into new host memory. Any process, alone.
+
+        A flattened range is not applied: each rank that wants one takes its own.
+        """
+        whole = replace(ten_meta.sharded_tensor_no_data, data=None, flattened_range=None)
+        loaded = load_tensors(
+            {"whole": whole},
+            Path(checkpoint_dir),
+            library=self.library,
+            into_data=False,
+            topology=Topology.alone(),
+            strategy=DirectLoad(),
+        )
+        tensor: torch.Tensor = loaded["whole"]
+        return tensor
+
+    def summarize_load_times(self) -> dict[str, tuple[float, float]]:
+        """Return for each step the slowest rank's seconds and the mean over the ranks; then forget them. Collective.
+
+        Ranks that know different names do not hang: they tell each other the names first.
+        """
+        summary = summarize(self.timers, current_topology())
+        self.timers.clear()
+        return summary
+
+    def _into_data(self) -> bool | None:
+        return None
+
+    def _strategy(self) -> LoadingStrategy:
+        group = self.data_parallel_group
+        assert group is not None, "load has made it"
+        two_stage = TwoStageLoad(
+            group=self.dp_group_ranks,
+            cpu_transfer=self.cpu_transfer,
+            max_in_flight_mib=self._max_in_flight_mib,
+            transport=TorchTransport(group),
+        )
+        two_stage.timers = self.timers
+        return two_stage
+
+
+def sharded_tensor_chunk_id(sharded_tensor: ShardedTensor) -> tuple[str, tuple[int, ...]]:
+    """Name the chunk that a shard lies in: flattened ranges of one chunk share it."""
+    return sharded_tensor.key, tuple(sharded_tensor.global_offset)
+
+
+def _neighbours(topology: Topology, members: Sequence[int]) -> list[int]:
+    here = set(topology.nodes[topology.node_rank])
+    return [rank for rank in members if rank in here]
+
+
+def _by_host(topology: Topology, members: Sequence[int], share_memory: bool) -> list[list[int]]:
+    """The members by host; each one its own, where they do not share memory."""
+    if not share_memory:
+        return [[rank] for rank in members]
+    on_hosts = ([rank for rank in ranks if rank in set(members)] for ranks in topology.nodes)
+    return [ranks for ranks in on_hosts if ranks]
+
+
+def _digest_of(rows: Sequence[Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())
+
+
+def _wants_of(
+    mates: Sequence[int], digests: Sequence[str], rows: Sequence[Any]
+) -> list[tuple[list[Want], tuple[int, ...]]]:
+    """What the ranks of this group want: everything once, with the ranks that want just that."""
+    alike: dict[str, list[int]] = {}
+    for rank in mates:
+        alike.setdefault(digests[rank], []).append(rank)
+    return [([Want.from_json(row) for row in rows[ranks[0]]], tuple(ranks)) for ranks in alike.values()]
