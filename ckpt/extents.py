@@ -28,8 +28,10 @@ import torch
 from ckpt.backends.base import ChunkExtent
 from ckpt.blocks import BlockDigests
 from ckpt.box import Box, overlap, whole
+from ckpt.collector import collector_paused
 from ckpt.dtypes import bits_of
 from ckpt.errors import CorruptCheckpointError
+from ckpt.runs import Run, find_runs
 
 SLAB_BYTES = 8 << 20
 """Bytes asked for at once, and the size of the scratch buffer (more only where one block of a chunk is larger)."""
@@ -48,7 +50,7 @@ ALIGNMENT = 16
 _Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part:
     """One wanted piece of one chunk.
 
@@ -103,7 +105,7 @@ class Wanted:
 
     def __init__(self, chunk: ChunkExtent, parts: Sequence[Part]) -> None:
         self._length = chunk.length
-        self._spans = sorted((span for part in parts for span in _spans_of(part, chunk)), key=lambda span: span.start)
+        self._spans = _spans_in(chunk, parts)
 
     def stretches(self, unit: int) -> list[tuple[int, int]]:
         """Ascending [start, stop) that hold all that is wanted, each of whole units but for the end of the chunk."""
@@ -120,9 +122,11 @@ class Wanted:
             memory: those bytes: 1-D uint8, aligned to an element; on the device of the parts, or on the host.
         """
         here = [span for span in self._spans if span.start < stop and span.stop > start]
-        host = memory.numpy() if memory.device.type == "cpu" else None
+        host = memory.numpy() if _is_on_host(memory) else None
         for span in here:
-            if host is None or isinstance(span.out, torch.Tensor):
+            if isinstance(span, Run):
+                span.place(start, stop, memory)
+            elif host is None or isinstance(span.out, torch.Tensor):
                 _scatter_on_device(span, memory, start, stop)
             elif span.memory is not None:
                 first, last = max(span.start, start), min(span.stop, stop)
@@ -189,13 +193,15 @@ class ExtentReader:
             OSError: the file system failed in another way; it names the file.
         """
         assert chunk.raw, "an encoded chunk is read by its backend"
-        assert all(part.out.device.type == "cpu" for part in parts), "a part elsewhere is read through a host buffer"
-        spans = sorted((span for part in parts for span in _spans_of(part, chunk)), key=lambda span: span.start)
+        assert all(_is_on_host(part.out) for part in parts), "a part elsewhere is read through a host buffer"
+        spans = _spans_in(chunk, parts)
         if not spans:
             return
         self._check_digest_count(chunk, spans[0].part.name)
         _read_shared_bytes_once(spans)
-        self._sweep(chunk, spans, stretches or list(_stretches(spans, chunk.length, self.unit_of(chunk))))
+        if stretches is None:
+            stretches = list(_stretches(spans, chunk.length, self.unit_of(chunk)))
+        self._sweep(chunk, spans, stretches)
 
     def unit_of(self, chunk: ChunkExtent) -> int:
         """The bytes of a chunk that are read, and checked, as one."""
@@ -245,10 +251,10 @@ class ExtentReader:
                 self._check_blocks(chunk, start, pieces, lambda begin, end: name)
             self._progress(stop - start)
 
-    def _sweep(self, chunk: ChunkExtent, spans: Sequence[_Span], stretches: Sequence[tuple[int, int]]) -> None:
+    def _sweep(self, chunk: ChunkExtent, spans: Sequence[_Span | Run], stretches: Sequence[tuple[int, int]]) -> None:
         """Read the slabs of some stretches, in ascending order, each with the spans that reach into it."""
         fd = self._open(chunk.file, spans[0].part.name)
-        active: list[_Span] = []
+        active: list[_Span | Run] = []
         coming = 0
         for start, stop in _slabs(stretches, self.unit_of(chunk)):
             while coming < len(spans) and spans[coming].start < stop:
@@ -260,11 +266,13 @@ class ExtentReader:
             if self._verify:
                 self._check_blocks(chunk, start, pieces, partial(_name_of, active))
             for span in active:
-                if span.memory is None:
+                if isinstance(span, Run):
+                    span.place(start, stop, torch.from_numpy(self._scratch[: stop - start]))
+                elif span.memory is None:
                     _scatter(span, self._scratch, start, stop)
             self._progress(stop - start)
 
-    def _pieces(self, start: int, stop: int, active: Sequence[_Span]) -> list[memoryview]:
+    def _pieces(self, start: int, stop: int, active: Sequence[_Span | Run]) -> list[memoryview]:
         """Return memory for the bytes [start, stop): tensors where they can take them, scratch in between."""
         if len(self._scratch) < stop - start:
             self._scratch = np.empty(max(stop - start, SLAB_BYTES), np.uint8)
@@ -343,6 +351,20 @@ class ExtentReader:
         return fd
 
 
+@collector_paused()
+def _spans_in(chunk: ChunkExtent, parts: Sequence[Part]) -> list[_Span | Run]:
+    """The spans of all parts, in the order of the chunk; small parts that lie end to end are one."""
+    runs, others = find_runs(parts)
+    spans: list[_Span | Run] = []
+    for run in runs:
+        if run.start < 0 or run.stop > chunk.length or run.start % run.part.out.element_size():
+            others += run.parts  # one of which is refused
+        else:
+            spans.append(run)
+    spans += [span for part in others for span in _spans_of(part, chunk)]
+    return sorted(spans, key=lambda span: span.start)
+
+
 def _spans_of(part: Part, chunk: ChunkExtent) -> Iterator[_Span]:
     """Cut a part into spans: one for each long run that can be read in place, else one between any two large gaps."""
     item_bytes = part.out.element_size()
@@ -350,7 +372,7 @@ def _spans_of(part: Part, chunk: ChunkExtent) -> Iterator[_Span]:
     if part.out.numel() == 0:
         return
     strides = [stride * item_bytes for stride in _row_major(part.region)]
-    if part.out.device.type != "cpu":
+    if not _is_on_host(part.out):
         yield _one_span(part, part.box, part.out.detach(), strides, item_bytes)
         return
     out = bits_of(part.out)
@@ -372,6 +394,10 @@ def _one_span(part: Part, box: Box, out: Any, strides: Sequence[int], item_bytes
     start = part.base + sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
     reach = item_bytes + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
     return _Span(start, start + reach, part, box, out, None)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _check_part(part: Part, chunk: ChunkExtent, item_bytes: int) -> None:
@@ -420,12 +446,13 @@ def _at(box: Box, out: _Array, index: tuple[int, ...]) -> tuple[Box, _Array]:
     return Box(offsets, (1,) * dims + box.shape[dims:]), out[tuple(slice(i, i + 1) for i in index)]
 
 
-def _name_of(active: Sequence[_Span], begin: int, end: int) -> str:
+def _name_of(active: Sequence[_Span | Run], begin: int, end: int) -> str:
     """Return the name of the first part that wants something of the bytes [begin, end) of the chunk."""
-    return next(span.part.name for span in active if span.start < end and span.stop > begin)
+    first = next(span for span in active if span.start < end and span.stop > begin)
+    return first.name_of(begin) if isinstance(first, Run) else first.part.name
 
 
-def _read_shared_bytes_once(spans: Sequence[_Span]) -> None:
+def _read_shared_bytes_once(spans: Sequence[_Span | Run]) -> None:
     """Send spans that overlap another one through scratch: their bytes are needed in two places. `spans` are sorted."""
     furthest = spans[0]
     for span in spans[1:]:
@@ -443,7 +470,7 @@ def _slabs(stretches: Sequence[tuple[int, int]], unit: int) -> Iterator[tuple[in
             yield at, min(at + slab_bytes, stop)
 
 
-def _stretches(spans: Sequence[_Span], length: int, unit: int) -> Iterator[tuple[int, int]]:
+def _stretches(spans: Sequence[_Span | Run], length: int, unit: int) -> Iterator[tuple[int, int]]:
     """Yield the union of the spans, rounded out to whole units, with small gaps filled."""
     start = stop = 0
     for span in spans:

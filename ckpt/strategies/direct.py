@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ckpt.collector import collector_paused
 from ckpt.device import Device
 from ckpt.extents import ExtentReader, ReadAt
 from ckpt.strategies.reading import ReadRequest, ReadStats, Stored, StoredPart, by_chunk
@@ -44,7 +45,8 @@ class DirectReading:
 
     def run(self) -> ReadStats:
         """See `Reading.run`; it talks to nobody."""
-        chunks = by_chunk([part for request in self.requests for part in self.checkpoint.parts(request)])
+        with collector_paused():
+            chunks = by_chunk([part for request in self.requests for part in self.checkpoint.parts(request)])
         start = len(chunks) * self.topology.rank // self.topology.world_size
         root, progress = self.checkpoint.root, self.topology.progress
         verify = self.verify and self.checkpoint.has_digests

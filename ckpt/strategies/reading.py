@@ -12,7 +12,7 @@ import torch
 
 from ckpt.backends.base import ArraySpec, ChunkExtent
 from ckpt.backends.registry import backend_of_store
-from ckpt.box import Box, overlap
+from ckpt.box import Box, overlap, whole
 from ckpt.device import Device
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CorruptCheckpointError
@@ -23,7 +23,7 @@ from ckpt.stored import read_index
 from ckpt.topology import Topology
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there may be very many, and a frozen one takes three times as long to make
 class ReadRequest:
     """One box of one array, wanted in memory that exists already.
 
@@ -40,7 +40,7 @@ class ReadRequest:
     out: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: see ReadRequest
 class StoredPart:
     """A part of a request, and the chunk it lies in.
 
@@ -89,6 +89,7 @@ class StoredCheckpoint:
         self.root = root
         self.manifest = manifest
         self._indexes: dict[int, Index] = {}
+        self._packed: dict[str, ArraySpec] = {}
 
     def index(self, rank: int) -> Index:
         """The index of a writing rank.
@@ -127,24 +128,32 @@ class StoredCheckpoint:
         """See `Stored.decode`."""
         backend_of_store(stored.store).read(self.root, stored.array, box, out)
 
+    def _packed_array(self, index: Index, path: str, dtype: str) -> ArraySpec:
+        """A packed array, described once for all that lies in it."""
+        if path not in self._packed:
+            self._packed[path] = ArraySpec(path, dtype, (index.packed[path],), (index.packed[path],))
+        return self._packed[path]
+
     def _packed_parts(self, request: ReadRequest, entry: ArrayEntry) -> Iterator[StoredPart]:
         assert entry.store is not None
         found = 0
+        item = item_bytes(entry.dtype)
         for rank in entry.packed_in:
             index = self.index(rank)
             for piece in index.pieces.get(request.name, ()):
                 wanted = overlap(piece.box, request.box)
                 if wanted is None:
                     continue
-                chunk = index.chunks[piece.packed][0]
-                item = item_bytes(entry.dtype)
-                out = request.out[wanted.relative_to(request.box).slices]
-                part = Part(piece.first * item, piece.box.shape, wanted.relative_to(piece.box), out, request.label)
+                out, inside = request.out, whole(wanted.shape)
+                if wanted != request.box:
+                    out = out[wanted.relative_to(request.box).slices]
+                if wanted != piece.box:
+                    inside = wanted.relative_to(piece.box)
+                part = Part(piece.first * item, piece.box.shape, inside, out, request.label)
                 found += wanted.num_elements
-                length = index.packed[piece.packed]
-                spec = ArraySpec(piece.packed, entry.dtype, (length,), (length,))
                 source = Box((piece.first,), (piece.box.num_elements,))
-                yield StoredPart(chunk, part, spec, entry.store, source)
+                spec = self._packed_array(index, piece.packed, entry.dtype)
+                yield StoredPart(index.chunks[piece.packed][0], part, spec, entry.store, source)
         if found != request.box.num_elements:
             raise CorruptCheckpointError(
                 f"{request.label}: the indexes of ranks {list(entry.packed_in)} list {found} of its {request.box.num_elements} elements"

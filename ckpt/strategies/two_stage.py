@@ -105,15 +105,17 @@ class TwoStageLoad:
                 mine = RankEnds(requests, checkpoint, topology, device, verify, self._read_at)
                 rows = [want.to_json() for want in mine.wants()]
                 members = self._members(topology)
-                shares = self._cpu_transfer and has_shared_memory() and len(_neighbours(topology, members)) > 1
-                link = HostLink(topology.rank, self._in_flight_bytes) if shares else None
+                has_neighbours = len(_neighbours(topology, members)) > 1
+                if has_neighbours and self._cpu_transfer and has_shared_memory():
+                    link = HostLink(topology.rank, self._in_flight_bytes)
                 phase.payload = [_digest_of(rows), members, link.address if link else None]
             said = phase.payloads
             instances = group_of("of two-stage loading", [one[1] for one in said], topology.rank).instances
             mates = next(instance for instance in instances if topology.rank in instance)
             with topology.phase("meet") as phase:
                 neighbours = [rank for rank in _neighbours(topology, mates) if said[rank][2]]
-                reached = link is None or link.reach([(rank, said[rank][2]) for rank in neighbours])
+                calls = [(rank, said[rank][2]) for rank in neighbours]
+                reached = link.reach(calls) if link is not None else not has_neighbours
                 is_first = topology.rank == next(r for r in mates if said[r][0] == said[topology.rank][0])
                 phase.payload = [rows if is_first else None, reached]
             share = [self._cpu_transfer and all(phase.payloads[rank][1] for rank in instance) for instance in instances]

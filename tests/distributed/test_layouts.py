@@ -70,14 +70,15 @@ def checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def straight_and_resumed(folder: Path, backend: str, tied: bool) -> list[tuple[Path, list[str]]]:
-    """A run of four steps, and one that goes on from its second; data dispatched and not, by turns."""
+    """A run of four steps, and one that goes on from its second; data dispatched and not, loaded by either strategy, by turns."""
     dispatch = (backend == "zarr") == tied
     common = [*BACKENDS[backend], f"model.tie_embeddings={tied}", f"data.dispatch={dispatch}", "save.every=2"]
     straight = folder / f"straight {backend} {tied}"
     resume = f"resume={checkpoint(straight, 2)}"
+    strategy = f"strategy={'two-stage' if tied else 'direct'}"
     return [
         (straight, [*common, "train.steps=4"]),
-        (folder / f"on {backend} {tied}", [*common, "train.steps=4", resume]),
+        (folder / f"on {backend} {tied}", [*common, "train.steps=4", resume, strategy]),
     ]
 
 
@@ -98,6 +99,27 @@ def test_a_resumed_run_is_the_straight_one_to_the_bit(tmp_path: Path, layout: st
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout[-1] == "4"])
+def test_two_stages_load_what_direct_loading_does_in_every_layout_and_read_each_byte_once(
+    tmp_path: Path, layout: str
+) -> None:
+    saving = [
+        (tmp_path / f"saved by {backend}", [*BACKENDS[backend], "train.steps=1", "save.every=1"])
+        for backend in BACKENDS
+    ]
+    loading = [
+        (tmp_path / f"{strategy} {run_dir.name}", [*chosen, f"resume={checkpoint(run_dir, 1)}", f"strategy={strategy}"])
+        for run_dir, chosen in saving
+        for strategy in ("direct", "two-stage")
+    ]
+    summaries = runs_of(layout, *saving, *loading)
+    for saved, (direct, two_stage) in zip(summaries[:2], zip(summaries[2::2], summaries[3::2], strict=True), strict=True):
+        assert saved["state_digest"] == direct["loaded_digest"] == two_stage["loaded_digest"]
+        assert direct["bytes_needed"] == two_stage["bytes_needed"]
+        assert two_stage["bytes_read"] <= saved["checkpoints"][0]["bytes"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_layout_resumes_to_the_bit_by_both_backends_tied_and_untied(tmp_path: Path, layout: str) -> None:
     cases = list(itertools.product(BACKENDS, (False, True)))
@@ -108,7 +130,8 @@ def test_each_layout_resumes_to_the_bit_by_both_backends_tied_and_untied(tmp_pat
 
 
 def test_a_relay_through_all_layouts_trains_as_one_rank_would(tmp_path: Path) -> None:
-    """Each layout goes on from the one before, by turns with dispatched and own data, saving by turns as zarr and OCDBT.
+    """Each layout goes on from the one before, by turns with dispatched and own data, saving by turns as zarr and OCDBT,
+    and loading by turns directly and in two stages.
 
     What it loads is to the bit what was saved. Its loss is the one of a single rank up to the order of sums, as every
     sample comes once and in its turn; without dropout, for ranks draw different masks.
@@ -122,6 +145,7 @@ def test_a_relay_through_all_layouts_trains_as_one_rank_would(tmp_path: Path) ->
             f"train.steps={step}",
             f"data.dispatch={step % 2 == 0}",
             *BACKENDS["zarr" if step % 2 else "tensorstore"],
+            f"strategy={'two-stage' if step % 3 else 'direct'}",
         ]
         start = [f"resume={checkpoint(tmp_path / str(step - 1), step - 1)}"] if step > 1 else []
         summary = runs_of(layout, (tmp_path / str(step), [*common, *own, *start]))[0]

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from ckpt.blocks import BlockDigests
 from ckpt.box import Box, whole
 from ckpt.dtypes import raw_bytes
 from ckpt.errors import CorruptCheckpointError
-from ckpt.extents import ExtentReader, Part, boxes_of_range
+from ckpt.extents import ExtentReader, Part, Wanted, boxes_of_range
 from tests.states import ALL_DTYPES
 
 
@@ -351,3 +352,74 @@ def test_a_chunk_is_checked_without_reading_it_into_anything(tmp_path: Path) -> 
             reader.check(extent, "model: w")
     with ExtentReader(tmp_path, verify=False) as reader, pytest.raises(CorruptCheckpointError, match="ends at byte"):
         reader.check(extent, "model: w")
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["by numpy", "as on a device"])
+@given(case=reads(), data=st.data())
+@settings(max_examples=150)
+def test_bytes_that_came_another_way_are_placed_as_if_they_had_been_read(
+    tmp_path_factory: pytest.TempPathFactory,
+    on_host: bool,
+    case: tuple[np.ndarray, list[tuple[int, tuple[int, ...], Box, torch.Tensor]], bool, int],
+    data: st.DataObject,
+) -> None:
+    chunk, asked, verify, block_bytes = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extents, "DIRECT_BYTES", 48)
+        patch.setattr(extents, "GAP_BYTES", 96)
+        if not on_host:
+            patch.setattr(extents, "_is_on_host", lambda tensor: False)
+        root = tmp_path_factory.mktemp("place")
+        extent = store(root, chunk.tobytes(), before=b"0123456", block_bytes=block_bytes)
+        wanted = Wanted(extent, [Part(base, region, box, out, "model: w") for base, region, box, out in asked])
+        with ExtentReader(root, verify=verify) as reader:
+            unit = reader.unit_of(extent)
+            pieces = []
+            for start, stop in wanted.stretches(unit):
+                cuts = data.draw(st.sets(st.sampled_from(range(start, stop, unit)), max_size=3))
+                pieces += list(pairwise(sorted({start, *cuts, stop})))
+            for start, stop in data.draw(st.permutations(pieces)):
+                memory = torch.empty(stop - start, dtype=torch.uint8)
+                reader.fetch(extent, start, memory.numpy().data, wanted.name_of)
+                wanted.place(start, stop, memory)
+        assert reader.bytes_read == sum(stop - start for start, stop in pieces)
+    for base, region, box, out in asked:
+        start = base // 4
+        source = chunk[start : start + math.prod(region)].reshape(region)[box.slices]
+        np.testing.assert_array_equal(out.numpy(), source)
+
+
+@given(case=reads(), data=st.data())
+@settings(max_examples=100)
+def test_a_reader_reads_just_the_stretches_it_is_told(
+    tmp_path_factory: pytest.TempPathFactory,
+    case: tuple[np.ndarray, list[tuple[int, tuple[int, ...], Box, torch.Tensor]], bool, int],
+    data: st.DataObject,
+) -> None:
+    chunk, asked, verify, block_bytes = case
+    root = tmp_path_factory.mktemp("some")
+    extent = store(root, chunk.tobytes(), block_bytes=block_bytes)
+    parts = [Part(base, region, box, out, "model: w") for base, region, box, out in asked]
+    before = [out.clone() for _, _, _, out in asked]
+    with ExtentReader(root, verify=verify) as reader:
+        stretches = Wanted(extent, parts).stretches(reader.unit_of(extent))
+        mine = [stretch for stretch in stretches if data.draw(st.booleans())]
+        reader.read(extent, parts, mine)
+        assert reader.bytes_read == sum(stop - start for start, stop in mine)
+    for (base, region, box, out), old in zip(asked, before, strict=True):
+        index = np.arange(math.prod(region)).reshape(region)[box.slices] * 4 + base
+        read = np.zeros(index.shape, bool)
+        for start, stop in mine:
+            read |= (index >= start) & (index < stop)
+        source = chunk[base // 4 : base // 4 + math.prod(region)].reshape(region)[box.slices]
+        np.testing.assert_array_equal(out.numpy(), np.where(read, source, old.numpy()))
+
+
+def test_bytes_fetched_for_others_are_checked_too(tmp_path: Path) -> None:
+    extent = store(tmp_path, numbers(8, 16).tobytes(), block_bytes=64)
+    flip(tmp_path / extent.file, 200)
+    memory = np.empty(128, np.uint8)
+    with ExtentReader(tmp_path) as reader:
+        reader.fetch(extent, 64, memory.data, lambda begin, end: f"bytes {begin} to {end}")
+        with pytest.raises(CorruptCheckpointError, match="^bytes 192 to 256: bytes 192 to 256 of .* are not those"):
+            reader.fetch(extent, 128, memory.data, lambda begin, end: f"bytes {begin} to {end}")

@@ -1,0 +1,375 @@
+"""Two-stage loading through the coordinator: the bits of direct loading, each byte read once, in bounded memory, or one error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.backends.base import Backend
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
+from ckpt.manifest import CheckpointManifest, Index
+from ckpt.report import Status
+from ckpt.spread.host import HostLink
+from ckpt.stored import read_index, read_manifest
+from ckpt.strategies import two_stage
+from ckpt.strategies.two_stage import TwoStageLoad
+from ckpt.topology import Topology
+from recipes.measuring import PeakMemory
+from tests.ranks import Dead, run_ranks
+from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits, same_bits
+
+HOSTS = {"one host": [4], "two and two": [2, 2], "one and three": [1, 3], "each its own": [1, 1, 1, 1]}
+_PATTERNS = ("replicated", "per_rank", "global", "per_group")
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    """Every data type, shapes that no cut divides, none and one element, and one array of two chunks."""
+    tensors = {f"{dtype}": random_bits((37, 1001), dtype, seed + n) for n, dtype in enumerate(ALL_DTYPES)}
+    small = {f"small {n}": random_bits((n,), torch.float32, seed + n) for n in range(12)}
+    return {
+        **tensors,
+        **small,
+        "0-dim": torch.tensor(seed + 0.5),
+        "empty": torch.empty(0, 7),
+        "large": random_bits((70, 1 << 18), torch.float32, seed),
+    }
+
+
+class Counting:
+    """Reads as ever, and counts what it got."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def read_at(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        got = os.preadv(fd, buffers, offset)  # type: ignore[arg-type]  # it takes any buffers
+        self.num_bytes += got
+        return got
+
+
+def components(pattern: str, topology: Topology) -> tuple[Held, list[StateComponent]]:
+    seed = {"per_rank": topology.rank, "per_group": topology.rank // 2}.get(pattern, 0)
+    held = Held(state(1000 * seed))
+    group = "pairs" if pattern == "per_group" else None
+    return held, [StateComponent("model", held, pattern, process_group_name=group)]
+
+
+def pairs(topology: Topology) -> dict[str, list[int]]:
+    first = topology.rank // 2 * 2
+    return {"pairs": [rank for rank in (first, first + 1) if rank < topology.world_size]}
+
+
+def emptied(held: Held) -> dict[str, torch.Tensor]:
+    """Take the values away, and return them."""
+    saved = {key: tensor.clone() for key, tensor in held.state.items()}
+    for tensor in held.state.values():
+        tensor.view(-1).view(torch.uint8).fill_(0xEE) if tensor.numel() else None
+    return saved
+
+
+def require_loaded(held: Held, saved: dict[str, torch.Tensor]) -> None:
+    assert held.loaded is not None
+    assert held.loaded.keys() == saved.keys()
+    for key, tensor in saved.items():
+        assert same_bits(held.loaded[key], tensor), key
+
+
+def stored_bytes(path: Path) -> int:
+    """Of all chunks, as they lie in the files."""
+    manifest: CheckpointManifest = read_manifest(path)
+    indexes: list[Index] = [read_index(path, manifest, rank) for rank in manifest.index_ranks()]
+    return sum(chunk.length for index in indexes for by_number in index.chunks.values() for chunk in by_number.values())
+
+
+def saved_and_loaded(
+    topology: Topology, root: Path, pattern: str, backend: str | Backend, options: dict[str, Any]
+) -> tuple[int, int, int]:
+    """Save, load by two stages, compare every bit; return the bytes read, needed, and read by this rank."""
+    held, parts = components(pattern, topology)
+    counting = Counting()
+    strategy = TwoStageLoad(read_at=counting.read_at, **options)
+    made = coordinator(
+        topology, root, parts, backend=backend, strategy=strategy, process_groups=pairs(topology), pattern_check="off"
+    )
+    path = made.save_checkpoint(checkpoint_id="1")
+    saved = emptied(held)
+    made.load_checkpoint(path)
+    require_loaded(held, saved)
+    report = made.last_load
+    assert report is not None
+    return report.bytes_read, report.bytes_needed, counting.num_bytes
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("pattern", ["replicated", pytest.param("per_group", marks=pytest.mark.full)])
+def test_all_ranks_get_every_bit_and_each_byte_is_read_once(tmp_path: Path, pattern: str, hosts: str) -> None:
+    """S1.57: storage gives each byte once, whoever wants it; S1.49: groups between hosts are made by all ranks in one order."""
+    outcomes = run_ranks(
+        4, saved_and_loaded, tmp_path, pattern, "zarr", {}, nodes=HOSTS[hosts], process_group=True, agree_s=30
+    )
+    unique = stored_bytes(tmp_path / "checkpoint-1")
+    assert {read for read, _, _ in outcomes} == {unique}
+    assert sum(mine for _, _, mine in outcomes) == unique
+    assert max(mine for _, _, mine in outcomes) < unique / 2  # nobody reads it all
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pattern", _PATTERNS)
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("cpu_transfer", [True, False])
+def test_every_pattern_backend_and_way_to_spread(
+    tmp_path: Path, backend: str, pattern: str, hosts: str, cpu_transfer: bool
+) -> None:
+    run_ranks(
+        4,
+        saved_and_loaded,
+        tmp_path,
+        pattern,
+        backend,
+        {"cpu_transfer": cpu_transfer},
+        nodes=HOSTS[hosts],
+        process_group=True,
+    )
+
+
+@pytest.mark.parametrize("backend", ["ocdbt", "file"])
+def test_other_backends_and_collectives_of_the_device(tmp_path: Path, backend: str) -> None:
+    options = {"cpu_transfer": backend == "file", "max_in_flight_mib": 8}
+    outcomes = run_ranks(3, saved_and_loaded, tmp_path, "replicated", backend, options, process_group=True)
+    assert sum(mine for _, _, mine in outcomes) == stored_bytes(tmp_path / "checkpoint-1")
+
+
+def _saved_encoded_and_loaded(topology: Topology, root: Path) -> tuple[int, int, int]:
+    zstd = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
+    return saved_and_loaded(topology, root, "replicated", ZarrBackend(compressors=zstd), {})
+
+
+def test_chunks_that_are_encoded_are_read_and_decoded_once(tmp_path: Path) -> None:
+    outcomes = run_ranks(3, _saved_encoded_and_loaded, tmp_path)
+    assert sum(mine for _, _, mine in outcomes) == stored_bytes(tmp_path / "checkpoint-1")
+
+
+def test_one_rank_alone_loads_as_directly_as_ever(tmp_path: Path) -> None:
+    ((read, _, _),) = run_ranks(1, saved_and_loaded, tmp_path, "replicated", "zarr", {})
+    assert read == stored_bytes(tmp_path / "checkpoint-1")
+
+
+def test_each_instance_of_a_group_reads_for_itself(tmp_path: Path) -> None:
+    outcomes = run_ranks(4, saved_and_loaded, tmp_path, "replicated", "zarr", {"group": "pairs"})
+    unique = stored_bytes(tmp_path / "checkpoint-1")
+    by_rank = [mine for _, _, mine in outcomes]
+    assert by_rank[0] + by_rank[1] == by_rank[2] + by_rank[3] == unique
+
+
+def _grown(topology: Topology, root: Path, mib: int) -> tuple[float, int]:
+    """Load, and return how much this rank's memory grew at most, in MiB, and the size of what it loaded."""
+    held = Held({f"w{n}": random_bits((64, 1 << 16), torch.float32, n) for n in range(20)})
+    strategy = TwoStageLoad(max_in_flight_mib=mib)
+    made = coordinator(topology, root, [StateComponent("model", held, "replicated")], strategy=strategy)
+    path = made.save_checkpoint(checkpoint_id="1")
+    made.load_checkpoint(path)  # what is imported and made once is there now
+    memory = PeakMemory()
+    made.load_checkpoint(path)
+    return memory.mib(), sum(tensor.nbytes for tensor in held.state.values()) >> 20
+
+
+@pytest.mark.parametrize("nodes", [[3], [2, 1]])
+def test_memory_in_flight_stays_within_its_setting(tmp_path: Path, nodes: list[int]) -> None:
+    """S1.48: what is on its way is bounded, however large the state; a rank also sees what its neighbours give."""
+    for grown, loaded in run_ranks(3, _grown, tmp_path, 16, nodes=nodes, process_group=True):
+        assert loaded == 320
+        assert grown <= max(nodes) * 16 + 8
+
+
+def _refused(topology: Topology, root: Path, options: dict[str, Any]) -> str:
+    held, parts = components("replicated", topology)
+    plain = coordinator(topology, root, parts)
+    path = plain.save_checkpoint(checkpoint_id="1")
+    saved = emptied(held)
+    made = coordinator(topology, root, parts, strategy=TwoStageLoad(**options))
+    with pytest.raises(ConfigurationError) as caught:
+        made.load_checkpoint(path)
+    assert held.loaded is None
+    plain.load_checkpoint(path)
+    require_loaded(held, saved)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_in_flight_mib": 3}, "strategy.max_in_flight_mib=3: 4 MiB are the least, for 1 block of 4 MiB"),
+        ({"group": "data"}, "strategy.group=data: the run has no process group of that name, it has none"),
+        ({"cpu_transfer": False}, "torch.distributed, which is not initialized"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_on_every_rank_before_bytes_move(
+    tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    first, *others = run_ranks(2, _refused, tmp_path, options)
+    assert says in first
+    assert others == [first]
+
+
+def test_no_memory_is_no_choice() -> None:
+    with pytest.raises(ConfigurationError, match="strategy.max_in_flight_mib=0: expected at least 1"):
+        TwoStageLoad(max_in_flight_mib=0)
+
+
+def _by_name_only(topology: Topology, root: Path) -> int:
+    """Rank 1 is told that it shares a host with rank 0, and reaches nobody there."""
+    if topology.rank == 1:
+        HostLink.reach = lambda self, addresses: False  # type: ignore[method-assign]
+    return saved_and_loaded(topology, root, "replicated", "zarr", {})[2]
+
+
+def test_ranks_that_share_but_the_name_of_a_host_spread_over_the_network(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, _by_name_only, tmp_path, process_group=True)
+    assert sum(by_rank) == stored_bytes(tmp_path / "checkpoint-1")
+
+
+def _without_shared_memory(topology: Topology, root: Path) -> int:
+    two_stage.has_shared_memory = lambda: False
+    return saved_and_loaded(topology, root, "replicated", "zarr", {})[2]
+
+
+def test_systems_without_such_memory_spread_over_the_network(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, _without_shared_memory, tmp_path, process_group=True)
+    assert sum(by_rank) == stored_bytes(tmp_path / "checkpoint-1")
+
+
+def _damaged(topology: Topology, root: Path, required: bool) -> tuple[str, str] | tuple[str, str, bool]:
+    model = Held({f"w{n}": random_bits((64, 50_000), torch.float32, n) for n in range(4)})
+    ema = Held({f"e{n}": random_bits((64, 50_000), torch.float32, n + 9) for n in range(4)})
+    parts = [
+        StateComponent("model", model, "replicated"),
+        StateComponent("ema", ema, "replicated", required=required),
+    ]
+    made = coordinator(topology, root, parts, strategy=TwoStageLoad(), pattern_check="off")
+    path = Path(made.save_checkpoint(checkpoint_id="1"))
+    with topology.phase("damage"):
+        if topology.is_lead:
+            (file,) = (path / "ema" / "e2" / "c" / "0").iterdir()
+            data = bytearray(file.read_bytes())
+            data[5_000_000] ^= 1
+            file.write_bytes(data)
+    saved = emptied(model)
+    if required:
+        with pytest.raises(CorruptCheckpointError) as caught:
+            made.load_checkpoint(path)
+        return type(caught.value).__name__, str(caught.value)
+    made.load_checkpoint(path)
+    require_loaded(model, saved)
+    assert ema.loaded is None and made.last_load is not None
+    (report,) = (one for one in made.last_load.components if one.key == "ema")
+    return report.status.name, str(report.reason), made.last_load.bytes_read > 0
+
+
+def test_damage_that_one_rank_reads_is_raised_by_all(tmp_path: Path) -> None:
+    first, *others = run_ranks(3, _damaged, tmp_path, True)
+    assert "ema: e2: bytes 4194304 to 8388608 of" in first[1]
+    assert others == [first, first]
+
+
+def test_damage_in_an_optional_component_leaves_out_just_that(tmp_path: Path) -> None:
+    first, *others = run_ranks(3, _damaged, tmp_path, False)
+    assert first[0] == Status.FAILED.name
+    assert "e2: bytes 4194304 to 8388608 of" in first[1]
+    assert others == [first, first]
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+_GOES: dict[str, Callable[[], None]] = {"killed": _killed, "stopped": _stopped}
+
+
+def _one_goes(topology: Topology, root: Path, how: str) -> tuple[str, float]:
+    """Rank 1 goes when it has read its second parcel."""
+    held = Held({f"w{n}": random_bits((64, 1 << 16), torch.float32, n) for n in range(8)})
+    reads = 0
+
+    def read_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        nonlocal reads
+        reads += 1
+        if topology.rank == 1 and reads == 6:
+            _GOES[how]()
+        return os.preadv(fd, buffers, offset)  # type: ignore[arg-type]  # it takes any buffers
+
+    strategy = TwoStageLoad(read_at=read_at)
+    made = coordinator(topology, root, [StateComponent("model", held, "replicated")], strategy=strategy)
+    path = made.save_checkpoint(checkpoint_id="1")
+    emptied(held)
+    started = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        made.load_checkpoint(path)
+    assert isinstance(caught.value, RankAbsentError)
+    assert held.loaded is None
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ("how", "nodes"), [("killed", [3]), ("stopped", [3]), pytest.param("killed", [1, 1, 1], marks=pytest.mark.full)]
+)
+def test_a_rank_that_goes_in_the_middle_is_named_by_the_others(tmp_path: Path, how: str, nodes: list[int]) -> None:
+    agree_s = 4.0
+    outcomes = run_ranks(3, _one_goes, tmp_path, how, nodes=nodes, process_group=True, expect_dead=[1], agree_s=agree_s)
+    assert isinstance(outcomes[1], Dead)
+    (said, seconds), (said_2, _) = outcomes[0], outcomes[2]
+    assert said == said_2
+    assert "rank 1" in said and "phase read" in said
+    assert seconds < 4 * agree_s
+
+
+def _some_want_nothing(topology: Topology, root: Path) -> None:
+    """Rank 2 wants nothing, rank 0 and 1 overlap, in a checkpoint of more ranks' making than is loaded here."""
+    held = Held({"all": global_index((64, 40_000)), f"of rank {topology.rank}": global_index((10, 9000))})
+    part = StateComponent("model", held, "per_rank")
+    made = coordinator(topology, root, [part], strategy=TwoStageLoad(), pattern_check="off")
+    if topology.rank == 2:
+        held.state.clear()
+    path = made.save_checkpoint(checkpoint_id="1")
+    saved = emptied(held)
+    made.load_checkpoint(path)
+    require_loaded(held, saved)
+
+
+def test_ranks_that_need_nothing_take_part(tmp_path: Path) -> None:
+    run_ranks(3, _some_want_nothing, tmp_path)
+
+
+def _summarized(topology: Topology, root: Path) -> dict[str, tuple[float, float]]:
+    _, parts = components("replicated", topology)
+    strategy = TwoStageLoad()
+    made: CheckpointCoordinator = coordinator(topology, root, parts, strategy=strategy)
+    made.load_checkpoint(made.save_checkpoint(checkpoint_id="1"))
+    if topology.rank == 1:
+        strategy.timers["known to one rank alone"] = [2.0, 1.0]
+    summary = strategy.summarize_load_times(topology)
+    assert not strategy.timers
+    return summary
+
+
+def test_times_are_summed_up_over_ranks_that_know_different_names(tmp_path: Path) -> None:
+    """S1.54: maximum and mean of every step; a name that one rank alone knows makes nobody wait."""
+    first, second = run_ranks(2, _summarized, tmp_path)
+    assert first == second
+    assert first["known to one rank alone"] == (3.0, 1.5)
+    assert {"prepare", "storage", "network", "place", "wait"} < first.keys()
+    for most, mean in first.values():
+        assert most >= mean >= 0
