@@ -34,7 +34,10 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.runs import Run, find_runs
 
 SLAB_BYTES = 8 << 20
-"""Bytes asked for at once, and the size of the scratch buffer (more only where one block of a chunk is larger)."""
+"""Bytes asked for at once, and the size of the scratch buffer (more only where one block of a chunk is larger), by default."""
+
+HOT_BYTES = 1 << 20
+"""Bytes read for others at once, at least a block: what has been read so is still in the processor's cache when it is digested."""
 
 DIRECT_BYTES = 256 << 10
 """A part of several contiguous runs is read into the tensor itself from this size of a run on; smaller ones are cheaper
@@ -144,6 +147,7 @@ class ExtentReader:
         verify: read whole blocks and compare their digests; if not, read little more than what is wanted.
         progress: called with a number of bytes as they arrive.
         read_at: how bytes come from an open file.
+        slab_bytes: asked for at once; None: `SLAB_BYTES`.
 
     Attributes:
         bytes_read: bytes asked of the file system so far.
@@ -156,7 +160,9 @@ class ExtentReader:
         verify: bool = True,
         progress: Callable[[int], None] = _nothing,
         read_at: ReadAt = os.preadv,
+        slab_bytes: int | None = None,
     ) -> None:
+        self._slab_bytes = slab_bytes or SLAB_BYTES
         self.bytes_read = 0
         self._read_at = read_at
         self._root = root
@@ -193,7 +199,9 @@ class ExtentReader:
             OSError: the file system failed in another way; it names the file.
         """
         assert chunk.raw, "an encoded chunk is read by its backend"
-        assert all(_is_on_host(part.out) for part in parts), "a part elsewhere is read through a host buffer"
+        if not all(_is_on_host(part.out) for part in parts):
+            self._read_through_scratch(chunk, parts, stretches)
+            return
         spans = _spans_in(chunk, parts)
         if not spans:
             return
@@ -232,6 +240,17 @@ class ExtentReader:
                 self._check_blocks(chunk, start + at, [piece], name_of)
             self._progress(len(piece))
 
+    def _read_through_scratch(
+        self, chunk: ChunkExtent, parts: Sequence[Part], stretches: Sequence[tuple[int, int]] | None
+    ) -> None:
+        """Read for tensors on a device, which files cannot be read into."""
+        wanted = Wanted(chunk, parts)
+        unit = self.unit_of(chunk)
+        for start, stop in _slabs(wanted.stretches(unit) if stretches is None else stretches, unit, self._slab_bytes):
+            scratch = self._scratch_of(stop - start)
+            self.fetch(chunk, start, _memory(scratch), wanted.name_of)
+            wanted.place(start, stop, torch.from_numpy(scratch))
+
     def check(self, chunk: ChunkExtent, name: str) -> None:
         """Read a whole chunk for its digests alone: an encoded one, before its backend decodes it.
 
@@ -242,7 +261,7 @@ class ExtentReader:
         """
         self._check_digest_count(chunk, name)
         fd = self._open(chunk.file, name)
-        step = max(SLAB_BYTES // chunk.block_bytes, 1) * chunk.block_bytes
+        step = max(self._slab_bytes // chunk.block_bytes, 1) * chunk.block_bytes
         for start in range(0 if self._verify else max(chunk.length - 1, 0), chunk.length, step):
             stop = min(start + step, chunk.length)
             pieces = self._pieces(start, stop, ())
@@ -256,15 +275,15 @@ class ExtentReader:
         fd = self._open(chunk.file, spans[0].part.name)
         active: list[_Span | Run] = []
         coming = 0
-        for start, stop in _slabs(stretches, self.unit_of(chunk)):
+        for start, stop in _slabs(stretches, self.unit_of(chunk), self._slab_bytes):
             while coming < len(spans) and spans[coming].start < stop:
                 active.append(spans[coming])
                 coming += 1
             active = [span for span in active if span.stop > start]
             pieces = self._pieces(start, stop, active)
-            self._fill(fd, chunk, start, pieces, active[0].part.name)
+            self._fill(fd, chunk, start, pieces, (active or spans)[0].part.name)
             if self._verify:
-                self._check_blocks(chunk, start, pieces, partial(_name_of, active))
+                self._check_blocks(chunk, start, pieces, partial(_name_of, active or spans))
             for span in active:
                 if isinstance(span, Run):
                     span.place(start, stop, torch.from_numpy(self._scratch[: stop - start]))
@@ -274,9 +293,7 @@ class ExtentReader:
 
     def _pieces(self, start: int, stop: int, active: Sequence[_Span | Run]) -> list[memoryview]:
         """Return memory for the bytes [start, stop): tensors where they can take them, scratch in between."""
-        if len(self._scratch) < stop - start:
-            self._scratch = np.empty(max(stop - start, SLAB_BYTES), np.uint8)
-        scratch = _memory(self._scratch)
+        scratch = _memory(self._scratch_of(stop - start))
         pieces = []
         at = start
         for span in active:
@@ -290,6 +307,11 @@ class ExtentReader:
         if at < stop:
             pieces.append(scratch[at - start : stop - start])
         return pieces
+
+    def _scratch_of(self, num_bytes: int) -> _Array:
+        if len(self._scratch) < num_bytes:
+            self._scratch = np.empty(max(num_bytes, self._slab_bytes), np.uint8)
+        return self._scratch[:num_bytes]
 
     def _fill(self, fd: int, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name: str) -> None:
         """Read the file's bytes from byte `start` of the chunk on into all of `pieces`."""
@@ -447,8 +469,8 @@ def _at(box: Box, out: _Array, index: tuple[int, ...]) -> tuple[Box, _Array]:
 
 
 def _name_of(active: Sequence[_Span | Run], begin: int, end: int) -> str:
-    """Return the name of the first part that wants something of the bytes [begin, end) of the chunk."""
-    first = next(span for span in active if span.start < end and span.stop > begin)
+    """Return the name of the first part that wants something of the bytes [begin, end) of the chunk; in a gap, just the first."""
+    first = next((span for span in active if span.start < end and span.stop > begin), active[0])
     return first.name_of(begin) if isinstance(first, Run) else first.part.name
 
 
@@ -462,9 +484,9 @@ def _read_shared_bytes_once(spans: Sequence[_Span | Run]) -> None:
             furthest = span
 
 
-def _slabs(stretches: Sequence[tuple[int, int]], unit: int) -> Iterator[tuple[int, int]]:
+def _slabs(stretches: Sequence[tuple[int, int]], unit: int, at_once: int) -> Iterator[tuple[int, int]]:
     """Yield ascending [start, stop) of whole units (a chunk's last may be short) that together make up the stretches."""
-    slab_bytes = max(SLAB_BYTES // unit, 1) * unit
+    slab_bytes = max(at_once // unit, 1) * unit
     for start, stop in stretches:
         for at in range(start, stop, slab_bytes):
             yield at, min(at + slab_bytes, stop)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ckpt.collector import collector_paused
 from ckpt.device import Device
+from ckpt.errors import ConfigurationError
 from ckpt.extents import ExtentReader, ReadAt
 from ckpt.strategies.reading import ReadRequest, ReadStats, Stored, StoredPart, by_chunk
 from ckpt.topology import Topology
@@ -19,17 +20,25 @@ class DirectLoad:
     """Load without talking to other ranks. Ranks start at different places, so that a cold disk serves them side by side.
 
     Args:
+        max_in_flight_mib: bytes that a rank asks for at once, in MiB: its memory for those that cannot be read into tensors as they
+            are. At least a block is (4 MiB); an encoded chunk is decoded whole.
         read_at: how bytes come from an open file.
+
+    Raises:
+        ConfigurationError: `max_in_flight_mib` is not positive.
     """
 
-    def __init__(self, *, read_at: ReadAt = os.preadv) -> None:
+    def __init__(self, *, max_in_flight_mib: int = 8, read_at: ReadAt = os.preadv) -> None:
+        if max_in_flight_mib <= 0:
+            raise ConfigurationError(f"strategy.max_in_flight_mib={max_in_flight_mib}: expected at least 1")
+        self._slab_bytes = max_in_flight_mib << 20
         self._read_at = read_at
 
     def prepare(
         self, requests: Sequence[ReadRequest], checkpoint: Stored, topology: Topology, device: Device, *, verify: bool
     ) -> DirectReading:
         """See `LoadingStrategy.prepare`; there is nothing to agree on, so any rank may call it, anywhere."""
-        return DirectReading(requests, checkpoint, topology, device, verify, self._read_at)
+        return DirectReading(requests, checkpoint, topology, device, verify, self._slab_bytes, self._read_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,7 @@ class DirectReading:
     topology: Topology
     device: Device
     verify: bool
+    slab_bytes: int
     read_at: ReadAt
 
     def run(self) -> ReadStats:
@@ -50,7 +60,9 @@ class DirectReading:
         start = len(chunks) * self.topology.rank // self.topology.world_size
         root, progress = self.checkpoint.root, self.topology.progress
         verify = self.verify and self.checkpoint.has_digests
-        with ExtentReader(root, verify=verify, progress=progress, read_at=self.read_at) as reader:
+        with ExtentReader(
+            root, verify=verify, progress=progress, read_at=self.read_at, slab_bytes=self.slab_bytes
+        ) as reader:
             for parts in chunks[start:] + chunks[:start]:
                 read_chunk(parts, reader, self.checkpoint, self.device)
             return ReadStats(reader.bytes_read, bytes_of(self.requests))
@@ -65,33 +77,22 @@ def bytes_of(requests: Sequence[ReadRequest]) -> int:
 
 
 def read_chunk(stored: Sequence[StoredPart], reader: ExtentReader, checkpoint: Stored, device: Device) -> None:
-    """Fill the parts of one chunk: on the host directly, elsewhere through a host buffer."""
-    staged = [_on_host(one) for one in stored]
+    """Fill the parts of one chunk, wherever their memory is."""
     if stored[0].chunk.raw:
-        reader.read(stored[0].chunk, [one.part for one in staged])
-    else:
-        reader.check(stored[0].chunk, stored[0].part.name)
-        for one in staged:
-            _decode(one, checkpoint)
-    for one, host in zip(stored, staged, strict=True):
-        if host is not one:
-            device.fill(one.part.out, host.part.out)
+        reader.read(stored[0].chunk, [one.part for one in stored])
+        return
+    reader.check(stored[0].chunk, stored[0].part.name)
+    for one in stored:
+        _decode(one, checkpoint, device)
 
 
-def _on_host(stored: StoredPart) -> StoredPart:
-    """The same part with host memory to fill, where its own is on a device."""
-    out = stored.part.out
-    if out.device.type == "cpu":
-        return stored
-    return replace(stored, part=replace(stored.part, out=torch.empty(out.shape, dtype=out.dtype)))
-
-
-def _decode(stored: StoredPart, checkpoint: Stored) -> None:
+def _decode(stored: StoredPart, checkpoint: Stored, device: Device) -> None:
     """Read an encoded part through its format's own library; a packed piece is unrolled and cut here."""
     part = stored.part
-    if stored.source.shape == tuple(part.out.shape):
+    is_box = stored.source.shape == tuple(part.out.shape)
+    if is_box and part.out.device.type == "cpu":
         checkpoint.decode(stored, stored.source, part.out)
         return
-    flat = torch.empty(stored.source.shape, dtype=part.out.dtype)
-    checkpoint.decode(stored, stored.source, flat)
-    part.out.copy_(flat.view(part.region)[part.box.slices])
+    host = torch.empty(stored.source.shape, dtype=part.out.dtype)
+    checkpoint.decode(stored, stored.source, host)
+    device.fill(part.out, host if is_box else host.view(part.region)[part.box.slices])

@@ -27,12 +27,12 @@ from ckpt.job import current_topology
 from ckpt.mapping import ShardedStateDict, ShardedTensor
 from ckpt.sharded.loading import load_tensors
 from ckpt.spread.courier import Courier, Hosts, Slots
-from ckpt.spread.ends import RankEnds
 from ckpt.spread.host import HostLink, has_shared_memory
 from ckpt.spread.network import TorchTransport, Transport, make_groups
 from ckpt.spread.parcels import PIECE_ALIGNMENT, Want, plan_spread
 from ckpt.spread.timing import Timers, summarize, timed
 from ckpt.strategies.direct import DirectLoad
+from ckpt.strategies.ends import RankEnds
 from ckpt.strategies.reading import LoadingStrategy, ReadRequest, ReadStats, Stored
 from ckpt.strategies.sharded import LoadTensors
 from ckpt.topology import Topology, group_of

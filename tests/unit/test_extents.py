@@ -389,10 +389,12 @@ def test_bytes_that_came_another_way_are_placed_as_if_they_had_been_read(
         np.testing.assert_array_equal(out.numpy(), source)
 
 
+@pytest.mark.parametrize("on_host", [True, False], ids=["by numpy", "as on a device"])
 @given(case=reads(), data=st.data())
 @settings(max_examples=100)
 def test_a_reader_reads_just_the_stretches_it_is_told(
     tmp_path_factory: pytest.TempPathFactory,
+    on_host: bool,
     case: tuple[np.ndarray, list[tuple[int, tuple[int, ...], Box, torch.Tensor]], bool, int],
     data: st.DataObject,
 ) -> None:
@@ -401,7 +403,9 @@ def test_a_reader_reads_just_the_stretches_it_is_told(
     extent = store(root, chunk.tobytes(), block_bytes=block_bytes)
     parts = [Part(base, region, box, out, "model: w") for base, region, box, out in asked]
     before = [out.clone() for _, _, _, out in asked]
-    with ExtentReader(root, verify=verify) as reader:
+    with pytest.MonkeyPatch.context() as patch, ExtentReader(root, verify=verify, slab_bytes=128) as reader:
+        if not on_host:
+            patch.setattr(extents, "_is_on_host", lambda tensor: False)
         stretches = Wanted(extent, parts).stretches(reader.unit_of(extent))
         mine = [stretch for stretch in stretches if data.draw(st.booleans())]
         reader.read(extent, parts, mine)

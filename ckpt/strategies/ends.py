@@ -18,9 +18,6 @@ from ckpt.strategies.direct import bytes_of, read_chunk
 from ckpt.strategies.reading import ReadRequest, Stored, StoredPart, by_chunk
 from ckpt.topology import Topology
 
-BUFFER_BYTES = 4 << 20
-"""What a rank alone wants, and cannot be read straight into place, goes through a buffer of about this size."""
-
 
 class RankEnds:
     """What one rank wants, chunk by chunk, and how it gets it from storage. See `ckpt.spread.courier.Ends`."""
@@ -81,26 +78,13 @@ class RankEnds:
         if not chunk.raw:
             self._bytes_unchecked += 0 if self._verify else chunk.length
             read_chunk(stored, self._reader, self._checkpoint, self._device)
-        elif all(one.part.out.device.type == "cpu" for one in stored):
-            self._reader.read(chunk, _parts_of(stored), [(piece.start, piece.stop) for piece in pieces])
         else:
-            self._read_through_buffer(pieces)
+            self._reader.read(chunk, _parts_of(stored), [(piece.start, piece.stop) for piece in pieces])
 
     def close(self) -> None:
         """Close the files, and let go of a decoded chunk."""
         self._reader.close()
         self._decoded = None
-
-    def _read_through_buffer(self, pieces: Sequence[Piece]) -> None:
-        chunk = self._stored[pieces[0].key][0].chunk
-        unit = self._reader.unit_of(chunk)
-        buffer = torch.empty(max(BUFFER_BYTES // unit, 1) * unit, dtype=torch.uint8)
-        for piece in pieces:
-            for start in range(piece.start, piece.stop, buffer.numel()):
-                stop = min(start + buffer.numel(), piece.stop)
-                part = Piece(piece.key, start, stop)
-                self.fetch(part, buffer[: part.num_bytes])
-                self.place(part, buffer[: part.num_bytes])
 
     def _decode(self, stored: StoredPart) -> torch.Tensor:
         """All bytes of an encoded chunk, checked before and decoded by its format's own library, with an edge chunk's padding."""
