@@ -310,7 +310,8 @@ class ExtentReader:
 
     def _scratch_of(self, num_bytes: int) -> _Array:
         if len(self._scratch) < num_bytes:
-            self._scratch = np.empty(max(num_bytes, self._slab_bytes), np.uint8)
+            # Torch's memory begins at a multiple of 64 bytes; into NumPy's, at 16 past a page, Linux copies half as fast.
+            self._scratch = torch.empty(max(num_bytes, self._slab_bytes), dtype=torch.uint8).numpy()
         return self._scratch[:num_bytes]
 
     def _fill(self, fd: int, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name: str) -> None:

@@ -1,4 +1,4 @@
-"""Measure saves and loads beside torch.distributed.checkpoint and the machine's own limit: python -m recipes.benchmark"""
+"""Measure saves and loads beside others' and the machine's own limits: python -m recipes.benchmark"""
 
 if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
     import sys
@@ -14,9 +14,9 @@ from recipes.cli import recipe
 
 @recipe("benchmark")
 def main(cfg: DictConfig) -> None:
-    from recipes import contenders
+    from recipes import rounds
 
-    measure(cfg, contenders)
+    measure(cfg, rounds)
 
 
 if __name__ == "__main__":

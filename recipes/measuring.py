@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 if TYPE_CHECKING:
     from ckpt.topology import Topology
 
@@ -32,13 +34,22 @@ def _status_kib(name: str) -> float:
     return float(next(line.split()[1] for line in lines if line.startswith(name + ":")))
 
 
-def timed(work: Callable[[], None], topology: Topology) -> float:
-    """Do what all ranks do together, and return the seconds until the slowest was done. Collective."""
+def timed(work: Callable[[], None], topology: Topology, group: dist.ProcessGroup | None = None) -> float:
+    """Do what all ranks do together, and return the seconds of the slowest. Collective.
+
+    Args:
+        group: torch's process group of the topology's ranks; None: the default one. Its barrier lets go of all ranks within
+            a few ms, which the topology's own agreement does not promise.
+    """
     together(topology)
+    if dist.is_initialized() and topology.world_size > 1:
+        dist.barrier(group)
     started = time.perf_counter()
     work()
-    together(topology)
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    with topology.phase("round") as phase:
+        phase.payload = seconds
+    return max(phase.payloads)
 
 
 def together(topology: Topology) -> None:
@@ -48,14 +59,31 @@ def together(topology: Topology) -> None:
 
 
 def forget_cache(folder: Path, topology: Topology) -> None:
-    """Drop the files from the page cache, so that the next read comes from the disk (as far as the host lets it)."""
+    """Drop the files from the page cache, so that the next read comes from the disk (as far as the host lets it).
+
+    They are synced before: what is not on the disk yet stays in the cache.
+    """
     if topology.is_lead:
         for path in folder.rglob("*"):
             if path.is_file():
                 descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(descriptor)
     together(topology)
+
+
+def sync_entries(folder: Path, topology: Topology) -> None:
+    """Return when the entries of a folder and of all folders in it are on the disk, once all ranks are here. Collective."""
+    with topology.phase("sync the folders"):
+        pass
+    if topology.is_lead:
+        for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def make_durable(folder: Path) -> None:

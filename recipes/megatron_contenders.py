@@ -15,25 +15,29 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 from rich.table import Table
 
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from ckpt.job import use_topology
 from ckpt.mapping import ShardedTensor
 from ckpt.serialization import load, save
-from ckpt.strategies.base import SaveShardedStrategy
+from ckpt.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
 from ckpt.strategies.zarr import ZarrSaveShardedStrategy
 from ckpt.topology import Topology
+from recipes.benchmarking import SCRATCH
+from recipes.comparison import wide_console
 from recipes.config import made
 from recipes.gpt import SIZES
 from recipes.measuring import PeakMemory, forget_cache, make_durable, timed, together
-from recipes.megatron_state import OPTIMIZERS, Held, sharded, shards_of
+from recipes.megatron_state import OPTIMIZERS, Held, Shard, data_parallel_ranks, sharded, shards_of
 
 PEER = "megatron"
+TWO_STAGE = "/two-stage"
+"""What the names of contenders end in that load once per group of data-parallel ranks, and send."""
 COLUMNS = ("save_s", "load_cold_s", "load_warm_s", "save_peak_mib", "load_peak_mib")
 LEAST_MIB = 1.0
 """Less than this is what an allocator keeps or not: no ratio is made of it."""
@@ -90,14 +94,29 @@ class Contender(Protocol):
 
 
 class Ours:
-    """One of our saving strategies, and our TensorStore loader."""
+    """One of our saving strategies, and one of our loading strategies.
 
-    def __init__(self, held: Held, strategy: SaveShardedStrategy, topology: Topology, *, in_place: bool) -> None:
-        self._shards = shards_of(held)
-        self._data = {name: shard.values() for name, shard in self._shards.items()}
-        self._save = strategy
-        self._load = TensorStoreLoadShardedStrategy(load_directly_on_device=in_place)
+    Args:
+        data: the tensors of `shards`, which all contenders of this side share.
+        fills: whether a load fills these tensors.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, Shard],
+        data: Mapping[str, torch.Tensor],
+        saving: SaveShardedStrategy,
+        loading: LoadShardedStrategy,
+        topology: Topology,
+        *,
+        fills: bool,
+    ) -> None:
+        self._shards = shards
+        self._data = data
+        self._save = saving
+        self._load = loading
         self._topology = topology
+        self._fills = fills
 
     def save(self, folder: Path) -> Cost:
         def work() -> None:
@@ -109,9 +128,8 @@ class Ours:
 
     def load(self, folder: Path) -> Cost:
         loaded: dict[str, Any] = {}
-        if self._load.load_directly_on_device:
-            for tensor in self._data.values():
-                tensor.zero_()
+        for tensor in self._data.values() if self._fills else []:
+            tensor.zero_()
         cost = self._measured(lambda: loaded.update(load(self._state(), folder, self._load)))
         wrong = [name for name, shard in self._shards.items() if not shard.is_equal(loaded[name])]
         return dataclasses.replace(cost, wrong=wrong)
@@ -128,7 +146,21 @@ class Ours:
 
 
 class Megatron:
-    """megatron-core's zarr saver and TensorStore loader, in a process of another interpreter beside each of our ranks."""
+    """megatron-core's zarr saver and one of its loaders, in a process of another interpreter beside each of our ranks."""
+
+    def __init__(self, peer: Peer, *, two_stage: bool) -> None:
+        self._peer = peer
+        self._two_stage = two_stage
+
+    def save(self, folder: Path) -> Cost:
+        return self._peer.cost({"do": "save", "folder": str(folder)})
+
+    def load(self, folder: Path) -> Cost:
+        return self._peer.cost({"do": "load", "folder": str(folder), "two_stage": self._two_stage})
+
+
+class Peer:
+    """The process beside this rank, which does as it is told (recipes/megatron_peer.py)."""
 
     def __init__(self, python: str, topology: Topology) -> None:
         self.versions: dict[str, Any] = {}
@@ -154,12 +186,6 @@ class Megatron:
         }
         self.versions = self._ask(start)[0]
 
-    def save(self, folder: Path) -> Cost:
-        return self._cost({"do": "save", "folder": str(folder)})
-
-    def load(self, folder: Path) -> Cost:
-        return self._cost({"do": "load", "folder": str(folder)})
-
     def close(self) -> None:
         """End the process. If it hangs in a collective, it is killed."""
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -172,7 +198,8 @@ class Megatron:
             self._process.wait()
         self._process.stdout.close()
 
-    def _cost(self, command: dict[str, Any]) -> Cost:
+    def cost(self, command: dict[str, Any]) -> Cost:
+        """Let all ranks do what the command says, together."""
         answers = self._ask(command)
         seconds, peak_mib = (max(answer[name] for answer in answers) for name in ("seconds", "peak_mib"))
         return Cost(seconds, peak_mib, [name for answer in answers for name in answer.get("wrong", [])])
@@ -211,13 +238,13 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     keys = {str(key): value for key, value in typed.items()}
     if keys["repeats"] < 1:
         raise ConfigurationError(f"benchmark.repeats={keys['repeats']}: expected at least 1")
-    if not keys["contenders"] or set(keys["contenders"]) - {*_OURS, PEER}:
+    if not keys["contenders"] or {name.removesuffix(TWO_STAGE) for name in keys["contenders"]} - {*_OURS, PEER}:
         raise ConfigurationError(
-            f"benchmark.contenders={keys['contenders']}: expected some of {', '.join([*_OURS, PEER])}"
+            f"benchmark.contenders={keys['contenders']}: expected some of {', '.join([*_OURS, PEER])}, also with {TWO_STAGE}"
         )
     if keys["optimizer"] not in OPTIMIZERS:
         raise ConfigurationError(f"benchmark.optimizer={keys['optimizer']}: expected one of {', '.join(OPTIMIZERS)}")
-    if PEER in keys["contenders"]:
+    if any(is_peer(name) for name in keys["contenders"]):
         keys["megatron_python"] = _interpreter(keys["megatron_python"])
     return keys
 
@@ -226,7 +253,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     """Run all rounds and return the figures. Every rank calls it."""
     keys = cfg["benchmark"]
     held = _held(cfg, topology)
-    scratch = Path(cfg["run_dir"]) / "scratch"
+    scratch = Path(cfg["run_dir"]) / SCRATCH
     if topology.is_lead:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -234,16 +261,15 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     measured = {name: Measured() for name in keys["contenders"]}
     try:
         with ExitStack() as started:
-            contenders = {name: _contender(name, held, scratch, keys, topology, started) for name in measured}
+            contenders, peer = _contenders(held, scratch, keys, topology, started)
             for number, name in itertools.product(range(keys["repeats"]), contenders):
-                _measure(contenders[name], scratch / f"{name}-{number}", measured[name], topology)
-                if measured[name].wrong and name != PEER:
+                _measure(contenders[name], scratch / f"{name.replace('/', '-')}-{number}", measured[name], topology)
+                if measured[name].wrong and not is_peer(name):
                     raise CorruptCheckpointError(
                         f"{name}: what was loaded is not what was saved, first in {measured[name].wrong[0]}"
                     )
                 if topology.is_lead:
                     print(f"round {number + 1} {name}: {_line(measured[name])}", flush=True)
-            versions = {name: peer.versions for name, peer in contenders.items() if isinstance(peer, Megatron)}
     finally:
         if topology.is_lead:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -256,7 +282,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         "tp": held.tp,
         "dp": held.dp,
         "state_bytes": _state_bytes(held, topology),
-        "versions": {"torch": torch.__version__} | versions,
+        "versions": {"torch": torch.__version__} | ({} if peer is None else {PEER: peer.versions}),
         "cores": os.cpu_count(),
         "contenders": {name: dataclasses.asdict(one) for name, one in measured.items()},
         "figures": figures,
@@ -279,15 +305,17 @@ def show(result: Mapping[str, Any]) -> None:
         "on top of the state, and tensors that came back wrong"
     )
     table = Table(title=title)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for heading in ("save s", "cold s", "warm s", "save MiB", "load MiB", "files", "wrong"):
         table.add_column(heading, justify="right")
     for name, of_all in result["figures"].items():
         figures = [f"{of_all[c]:.2f}" if c.endswith("_s") else f"{of_all[c]:.0f}" for c in COLUMNS]
         table.add_row(name, *figures, str(contenders[name]["files"]), str(len(contenders[name]["wrong"])))
     for name, ratios in result["ratios"].items():
-        table.add_row(f"{PEER} / {name}", *("" if ratios[c] is None else f"{ratios[c]:.2f}" for c in COLUMNS), "", "")
-    Console().print(table)
+        table.add_row(
+            f"{counterpart(name)} / {name}", *("" if ratios[c] is None else f"{ratios[c]:.2f}" for c in COLUMNS), "", ""
+        )
+    wide_console().print(table)
 
 
 def _interpreter(path: str | None) -> str:
@@ -326,15 +354,55 @@ def _held(cfg: Mapping[str, Any], topology: Topology) -> Held:
     )
 
 
-def _contender(
-    name: str, held: Held, scratch: Path, keys: Mapping[str, Any], topology: Topology, started: ExitStack
-) -> Contender:
-    if name in _OURS:
-        return Ours(held, _OURS[name](), topology, in_place=keys["in_place"])
-    peer = Megatron(keys["megatron_python"], topology)
-    started.callback(peer.close)
-    peer.join(held, scratch / "store", in_place=keys["in_place"])
-    return peer
+def _contenders(
+    held: Held, scratch: Path, keys: Mapping[str, Any], topology: Topology, started: ExitStack
+) -> tuple[dict[str, Contender], Peer | None]:
+    """Make all contenders. Those of one side share its tensors, and those of the other side its processes."""
+    names = keys["contenders"]
+    group = _data_parallel_group(held, topology) if any(name.endswith(TWO_STAGE) for name in names) else None
+    shards = shards_of(held)
+    data = {name: shard.values() for name, shard in shards.items()} if not all(map(is_peer, names)) else {}
+    peer: Peer | None = None
+    if any(map(is_peer, names)):
+        peer = Peer(keys["megatron_python"], topology)
+        started.callback(peer.close)
+        peer.join(held, scratch / "store", in_place=keys["in_place"])
+    found: dict[str, Contender] = {}
+    for name in names:
+        two_stage = name.endswith(TWO_STAGE)
+        if is_peer(name):
+            assert peer is not None
+            found[name] = Megatron(peer, two_stage=two_stage)
+            continue
+        loading = (
+            _two_stage(group) if two_stage else TensorStoreLoadShardedStrategy(load_directly_on_device=keys["in_place"])
+        )
+        saving = _OURS[name.removesuffix(TWO_STAGE)]()
+        found[name] = Ours(shards, data, saving, loading, topology, fills=two_stage or keys["in_place"])
+    return found, peer
+
+
+def _two_stage(group: dist.ProcessGroup | None) -> LoadShardedStrategy:
+    from ckpt.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+
+    strategy: LoadShardedStrategy = TwoStageDataParallelLoadShardedStrategy(group, cpu_transfer=True)
+    return strategy
+
+
+def _data_parallel_group(held: Held, topology: Topology) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that hold what this one holds. Collective.
+
+    Raises:
+        ConfigurationError: there is one rank, and so no process group.
+    """
+    with topology.phase("the data-parallel group"):
+        if not dist.is_initialized():
+            raise ConfigurationError(
+                f"benchmark.contenders: {TWO_STAGE[1:]} loading sends between ranks, and there is one: give launch.nproc_per_node=2 or "
+                "more"
+            )
+    groups = [dist.new_group(ranks) for ranks in data_parallel_ranks(held)]
+    return groups[held.tp_rank]
 
 
 def _measure(contender: Contender, folder: Path, measured: Measured, topology: Topology) -> None:
@@ -367,15 +435,24 @@ def _state_bytes(held: Held, topology: Topology) -> int:
     return sum(phase.payloads)
 
 
+def is_peer(name: str) -> bool:
+    return name.removesuffix(TWO_STAGE) == PEER
+
+
+def counterpart(name: str) -> str:
+    """Return what one of ours is held against: the loader that goes about it in the same way."""
+    return PEER + TWO_STAGE if name.endswith(TWO_STAGE) else PEER
+
+
 def _ratios(figures: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
     """How many times as much megatron-core takes as each of ours; None of memory where ours takes next to none."""
-    peer = figures.get(PEER)
-    if peer is None:
-        return {}
-    ours = {name: own for name, own in figures.items() if name != PEER}
+    pairs = {name: counterpart(name) for name in figures if not is_peer(name) and counterpart(name) in figures}
     return {
-        name: {c: peer[c] / own[c] if c.endswith("_s") or own[c] >= LEAST_MIB else None for c in COLUMNS}
-        for name, own in ours.items()
+        name: {
+            c: figures[peer][c] / figures[name][c] if c.endswith("_s") or figures[name][c] >= LEAST_MIB else None
+            for c in COLUMNS
+        }
+        for name, peer in pairs.items()
     }
 
 

@@ -7,7 +7,8 @@ It runs in an environment of its own, for megatron-core 0.10 needs NumPy 1 and z
     megatron-env/bin/pip install --no-deps megatron-core==0.10.0
 
 Commands come on stdin and answers go to stdout, a line of JSON each; the end of stdin is the end of this process. Two things
-are patched, in this process alone: `torch.cuda.synchronize` does nothing, and `torch.load` takes pickle, as it did then.
+are patched, in this process alone: `torch.cuda.synchronize` does nothing, and `torch.load` takes pickle, as it did then. Two-stage
+loading sends host tensors through gloo (`cpu_transfer=True`), which touches no CUDA.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from recipes.measuring import PeakMemory, make_durable
-from recipes.megatron_state import Held, sharded, shards_of
+from recipes.megatron_state import Held, data_parallel_ranks, sharded, shards_of
 
 PACKAGES = ("megatron-core", "zarr", "tensorstore", "numpy", "torch")
 
@@ -46,7 +47,10 @@ class Peer:
         os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
         self._in_place = in_place
-        self._shards = shards_of(Held(**held))
+        mine = Held(**held)
+        groups = [dist.new_group(ranks) for ranks in data_parallel_ranks(mine)]
+        self._data_parallel = groups[mine.tp_rank]
+        self._shards = shards_of(mine)
         self._data = {name: shard.values() for name, shard in self._shards.items()}
 
     def save(self, folder: Path) -> dict[str, Any]:
@@ -60,20 +64,28 @@ class Peer:
 
         return _measured(work)
 
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, folder: Path, *, two_stage: bool) -> dict[str, Any]:
+        """Load, and say which tensors are wrong. Two-stage loading always fills the tensors that exist."""
         from megatron.core.dist_checkpointing import load
-        from megatron.core.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 
         loaded: dict[str, Any] = {}
-        if self._in_place:
-            for tensor in self._data.values():
-                tensor.zero_()
-        strategy = TensorStoreLoadShardedStrategy(load_directly_on_device=self._in_place)
+        fills = two_stage or self._in_place
+        for tensor in self._data.values() if fills else []:
+            tensor.zero_()
+        strategy = self._strategy(two_stage)
         cost = _measured(lambda: loaded.update(load(self._state(), str(folder), strategy)))
         wrong = [name for name, shard in self._shards.items() if not shard.is_equal(loaded[name])]
-        for name in wrong if self._in_place else []:
+        for name in wrong if fills else []:
             self._data[name].copy_(self._shards[name].values())
         return cost | {"wrong": wrong}
+
+    def _strategy(self, two_stage: bool) -> Any:
+        from megatron.core.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
+        from megatron.core.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+
+        if two_stage:
+            return TwoStageDataParallelLoadShardedStrategy(self._data_parallel, cpu_transfer=True)
+        return TensorStoreLoadShardedStrategy(load_directly_on_device=self._in_place)
 
     def _state(self) -> dict[str, Any]:
         from megatron.core.dist_checkpointing import ShardedTensor
@@ -96,8 +108,10 @@ def _answer(peer: Peer | None, command: dict[str, Any]) -> tuple[Peer | None, di
         import megatron.core.dist_checkpointing  # noqa: F401  # seconds, which no round shall pay
 
         return peer, {name: version(name) for name in PACKAGES}
-    act = {"save": peer.save, "load": peer.load}[command["do"]]
-    return peer, act(Path(command["folder"]))
+    folder = Path(command["folder"])
+    if command["do"] == "save":
+        return peer, peer.save(folder)
+    return peer, peer.load(folder, two_stage=command["two_stage"])
 
 
 def main() -> None:

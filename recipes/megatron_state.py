@@ -95,6 +95,11 @@ def shards_of(held: Held) -> dict[str, Shard]:
     return found
 
 
+def data_parallel_ranks(held: Held) -> list[list[int]]:
+    """Return, by tensor-parallel rank, the ranks that hold the model alike: neighbours differ in their tensor-parallel rank."""
+    return [[dp_rank * held.tp + tp_rank for dp_rank in range(held.dp)] for tp_rank in range(held.tp)]
+
+
 def sharded(shards: Mapping[str, Shard], data: Mapping[str, torch.Tensor], make: Callable[..., Any]) -> dict[str, Any]:
     """Return a sharded state dict over `data`, with some common state. `make`: the ShardedTensor of either side."""
     state: dict[str, Any] = {"iteration": 7, "checkpoint_version": 3.0, "lr": 3e-4}

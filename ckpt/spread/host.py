@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ckpt.errors import RankLeftError
+
 READY, DONE = 1, 2
 _WORDS = struct.Struct("<BII")
 _HELLO = struct.Struct("<I")
@@ -66,24 +68,27 @@ class HostLink:
         return True
 
     def join(self, ranks: Sequence[int], timeout_s: float, progress: Callable[[], None]) -> None:
-        """Answer the ranks above this one, and map everybody's segment. All have called already."""
-        progress()
-        self._listener.settimeout(timeout_s)
-        for _ in range(sum(rank > self.rank for rank in ranks)):
-            made, _ = self._listener.accept()
-            _require_same_user(made)
-            made.settimeout(timeout_s)
-            hello, fd = _received_fd(made)
-            (rank,) = _HELLO.unpack(hello)
-            self.sockets[rank] = made
-            self.memory[rank] = _mapped_and_closed(fd, self._num_bytes)
-            socket.send_fds(made, [_HELLO.pack(self.rank)], [self._fd])
-            progress()
-        for rank in (rank for rank in ranks if rank < self.rank):
-            self.sockets[rank].settimeout(timeout_s)
-            _, fd = _received_fd(self.sockets[rank])
-            self.memory[rank] = _mapped_and_closed(fd, self._num_bytes)
-            progress()
+        """Answer the ranks above this one, and map everybody's segment. All have called already.
+
+        Raises:
+            RankLeftError: one of them has gone, or does not answer.
+        """
+        try:
+            self._listener.settimeout(timeout_s)
+            for _ in range(sum(rank > self.rank for rank in ranks)):
+                made, _ = self._listener.accept()
+                _require_same_user(made)
+                made.settimeout(timeout_s)
+                rank = self._take_memory(made)
+                self.sockets[rank] = made
+                socket.send_fds(made, [_HELLO.pack(self.rank)], [self._fd])
+                progress()
+            for rank in (rank for rank in ranks if rank < self.rank):
+                self.sockets[rank].settimeout(timeout_s)
+                self._take_memory(self.sockets[rank])
+                progress()
+        except OSError as error:
+            raise RankLeftError(f"a rank of this host left before it had shared its memory: {error}") from error
 
     def send(self, rank: int, kind: int, parcel: int, slot: int) -> None:
         """Say a few words. There is room for all that can be under way at a time.
@@ -101,6 +106,18 @@ class HostLink:
             return None
         return _WORDS.unpack(data) if data else None
 
+    def _take_memory(self, made: socket.socket) -> int:
+        """Map the segment that a neighbour hands over; return its rank."""
+        hello, fds, _, _ = socket.recv_fds(made, _HELLO.size, 1)
+        if len(fds) != 1:
+            raise ConnectionError("it closed the connection")
+        try:
+            (sender,) = _HELLO.unpack(hello)
+            self.memory[sender] = _mapped(fds[0], self._num_bytes)
+        finally:
+            os.close(fds[0])
+        return int(sender)
+
     def close(self) -> None:
         """Let go of everything."""
         for made in (*self.sockets.values(), self._listener):
@@ -116,20 +133,6 @@ def _mapped(fd: int, num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
-
-
-def _mapped_and_closed(fd: int, num_bytes: int) -> torch.Tensor:
-    try:
-        return _mapped(fd, num_bytes)
-    finally:
-        os.close(fd)
-
-
-def _received_fd(made: socket.socket) -> tuple[bytes, int]:
-    data, fds, _, _ = socket.recv_fds(made, _HELLO.size, 1)
-    if len(fds) != 1:
-        raise ConnectionError("a rank of this host left before it had shared its memory")
-    return data, fds[0]
 
 
 def _require_same_user(made: socket.socket) -> None:

@@ -53,10 +53,10 @@ class DirectReading:
     slab_bytes: int
     read_at: ReadAt
 
+    @collector_paused()
     def run(self) -> ReadStats:
         """See `Reading.run`; it talks to nobody."""
-        with collector_paused():
-            chunks = by_chunk([part for request in self.requests for part in self.checkpoint.parts(request)])
+        chunks = by_chunk([part for request in self.requests for part in self.checkpoint.parts(request)])
         start = len(chunks) * self.topology.rank // self.topology.world_size
         root, progress = self.checkpoint.root, self.topology.progress
         verify = self.verify and self.checkpoint.has_digests

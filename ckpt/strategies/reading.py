@@ -89,7 +89,7 @@ class StoredCheckpoint:
         self.root = root
         self.manifest = manifest
         self._indexes: dict[int, Index] = {}
-        self._packed: dict[str, ArraySpec] = {}
+        self._packed: dict[str, tuple[ArraySpec, ChunkExtent, int]] = {}
 
     def index(self, rank: int) -> Index:
         """The index of a writing rank.
@@ -102,18 +102,19 @@ class StoredCheckpoint:
         return self._indexes[rank]
 
     def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
-        """Yield where the wanted box lies, part by part, in storage order.
+        """See `Stored.parts`.
 
         Raises:
             CorruptCheckpointError: an index does not know what the manifest says it wrote.
         """
         entry = self.manifest.arrays[request.name]
         if 0 in request.box.shape:
-            return
-        if entry.grid is None:
-            yield from self._packed_parts(request, entry)
-            return
-        assert entry.path is not None and entry.store is not None
+            return iter(())
+        return iter(self._packed_parts(request, entry)) if entry.grid is None else self._own_parts(request, entry)
+
+    def _own_parts(self, request: ReadRequest, entry: ArrayEntry) -> Iterator[StoredPart]:
+        """Of an array that is not packed."""
+        assert entry.path is not None and entry.store is not None and entry.grid is not None
         spec = ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid)
         for number, chunk_box, wanted in needed_chunks(entry.shape, entry.grid, request.box):
             rank = entry.writer_of(number)
@@ -128,36 +129,38 @@ class StoredCheckpoint:
         """See `Stored.decode`."""
         backend_of_store(stored.store).read(self.root, stored.array, box, out)
 
-    def _packed_array(self, index: Index, path: str, dtype: str) -> ArraySpec:
-        """A packed array, described once for all that lies in it."""
+    def _packed_array(self, index: Index, path: str, dtype: str) -> tuple[ArraySpec, ChunkExtent, int]:
+        """A packed array, its one chunk and the bytes of an element: looked up once for all that lies in it."""
         if path not in self._packed:
-            self._packed[path] = ArraySpec(path, dtype, (index.packed[path],), (index.packed[path],))
+            spec = ArraySpec(path, dtype, (index.packed[path],), (index.packed[path],))
+            self._packed[path] = spec, index.chunks[path][0], item_bytes(dtype)
         return self._packed[path]
 
-    def _packed_parts(self, request: ReadRequest, entry: ArrayEntry) -> Iterator[StoredPart]:
+    def _packed_parts(self, request: ReadRequest, entry: ArrayEntry) -> list[StoredPart]:
         assert entry.store is not None
+        parts = []
         found = 0
-        item = item_bytes(entry.dtype)
         for rank in entry.packed_in:
             index = self.index(rank)
-            for piece in index.pieces.get(request.name, ()):
-                wanted = overlap(piece.box, request.box)
+            for packed, _, box, first in index.pieces.get(request.name, ()):
+                wanted = overlap(box, request.box)
                 if wanted is None:
                     continue
                 out, inside = request.out, whole(wanted.shape)
-                if wanted != request.box:
+                if wanted is not request.box:
                     out = out[wanted.relative_to(request.box).slices]
-                if wanted != piece.box:
-                    inside = wanted.relative_to(piece.box)
-                part = Part(piece.first * item, piece.box.shape, inside, out, request.label)
+                if wanted != box:
+                    inside = wanted.relative_to(box)
+                spec, chunk, item = self._packed_array(index, packed, entry.dtype)
+                part = Part(first * item, box.shape, inside, out, request.label)
+                source = Box((first,), (box.num_elements,))
+                parts.append(StoredPart(chunk, part, spec, entry.store, source))
                 found += wanted.num_elements
-                source = Box((piece.first,), (piece.box.num_elements,))
-                spec = self._packed_array(index, piece.packed, entry.dtype)
-                yield StoredPart(index.chunks[piece.packed][0], part, spec, entry.store, source)
         if found != request.box.num_elements:
             raise CorruptCheckpointError(
                 f"{request.label}: the indexes of ranks {list(entry.packed_in)} list {found} of its {request.box.num_elements} elements"
             )
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -98,54 +99,50 @@ class TwoStageLoad:
             ConfigurationError: there is no such group, a block does not fit the memory allowed, or several hosts share no network.
             CorruptCheckpointError: an index contradicts the manifest.
         """
-        link: HostLink | None = None
-        try:
+        with ExitStack() as unless_prepared:
             with topology.phase("say what is wanted") as phase:
                 verify = verify and checkpoint.has_digests
                 mine = RankEnds(requests, checkpoint, topology, device, verify, self._read_at)
                 rows = [want.to_json() for want in mine.wants()]
                 members = self._members(topology)
-                has_neighbours = len(_neighbours(topology, members)) > 1
-                if has_neighbours and self._cpu_transfer and has_shared_memory():
-                    link = HostLink(topology.rank, self._in_flight_bytes)
-                phase.payload = [_digest_of(rows), members, link.address if link else None]
-            said = phase.payloads
-            instances = group_of("of two-stage loading", [one[1] for one in said], topology.rank).instances
+                link = self._link_for(topology, members)
+                unless_prepared.callback(lambda: link.close() if link is not None else None)
+                phase.payload = _Said(_digest_of(rows), members, link.address if link is not None else None)
+            said = [_Said(*one) for one in phase.payloads]
+            instances = group_of("of two-stage loading", [one.members for one in said], topology.rank).instances
             mates = next(instance for instance in instances if topology.rank in instance)
             with topology.phase("meet") as phase:
-                neighbours = [rank for rank in _neighbours(topology, mates) if said[rank][2]]
-                calls = [(rank, said[rank][2]) for rank in neighbours]
-                reached = link.reach(calls) if link is not None else not has_neighbours
-                is_first = topology.rank == next(r for r in mates if said[r][0] == said[topology.rank][0])
-                phase.payload = [rows if is_first else None, reached]
-            share = [self._cpu_transfer and all(phase.payloads[rank][1] for rank in instance) for instance in instances]
-            hosts = [_by_host(topology, instance, sharing) for instance, sharing in zip(instances, share, strict=True)]
-            groups = self._make_groups(topology, device, [sum(map(tuple, one), ()) for one in hosts if len(one) > 1])
-            here = hosts[instances.index(mates)]
-            if link is not None and not share[instances.index(mates)]:
-                link.close()
-                link = None
-            wants = _wants_of(mates, [one[0] for one in said], [one[0] for one in phase.payloads])
-            reading = TwoStageReading(mine, link, topology, self.timers)
+                is_first = topology.rank == min(rank for rank in mates if said[rank].wants == said[topology.rank].wants)
+                phase.payload = [rows if is_first else None, _reaches(link, said, _neighbours(topology, mates))]
+            hosts = {
+                instance: _by_host(topology, instance, share=all(phase.payloads[rank][1] for rank in instance))
+                for instance in instances
+            }
+            here = hosts[mates]
+            wants = _wants_of(mates, [one.wants for one in said], [rows for rows, _ in phase.payloads])
+            groups = self._make_groups(topology, device, [one for one in instances if len(hosts[one]) > 1])
             with topology.phase("plan the read"):
-                slots = self._slots(link, wants, between_hosts=len(here) > 1, alone=len(mates) == 1, device=device)
-                transport = self._transport or (TorchTransport(groups[topology.rank]) if len(here) > 1 else None)
-                reading.courier = Courier(
+                shared = link if len(here) < len(mates) else None
+                slots = self._slots(shared, wants, between_hosts=len(here) > 1, alone=len(mates) == 1, device=device)
+                courier = Courier(
                     rank=topology.rank,
                     spread=plan_spread(wants, slots.slot_bytes),
                     hosts=Hosts(here),
                     slots=slots,
                     ends=mine,
-                    link=link,
-                    transport=transport,
+                    link=shared,
+                    transport=self._transport or (TorchTransport(groups[topology.rank]) if len(here) > 1 else None),
                     progress=topology.progress,
                     timeout_s=topology.timeout_s,
                 )
-            return reading
-        except BaseException:
-            if link is not None:
-                link.close()
-            raise
+            unless_prepared.pop_all()
+        return TwoStageReading(courier, mine, link, topology.timeout_s, self.timers)
+
+    def _link_for(self, topology: Topology, members: Sequence[int]) -> HostLink | None:
+        """A link to the members on this host, if parcels are to travel in memory that they can share."""
+        if not self._cpu_transfer or not has_shared_memory() or len(_neighbours(topology, members)) == 1:
+            return None
+        return HostLink(topology.rank, self._in_flight_bytes)
 
     def summarize_load_times(self, topology: Topology) -> dict[str, tuple[float, float]]:
         """Return for each name in any rank's `timers` the slowest rank's seconds and the mean; then forget them. Collective."""
@@ -207,35 +204,52 @@ class TwoStageLoad:
         return Slots(host, slot_bytes, count - landing, landing, travel)
 
 
+class _Said(NamedTuple):
+    """What a rank tells all others first.
+
+    Attributes:
+        wants: digest of the rows that say what it wants.
+        members: the ranks within which it is to be read once.
+        address: where its neighbours reach it; None: nowhere.
+    """
+
+    wants: str
+    members: list[int]
+    address: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class TwoStageReading:
-    """One rank's part in one load. See `Reading`."""
+    """One rank's part in one load. See `Reading`.
+
+    Attributes:
+        link: was made for this load, even if it is not used.
+    """
 
     courier: Courier
-
-    def __init__(self, ends: RankEnds, link: HostLink | None, topology: Topology, timers: Timers) -> None:
-        self._ends = ends
-        self._link = link
-        self._topology = topology
-        self._timers = timers
+    ends: RankEnds
+    link: HostLink | None
+    timeout_s: float
+    timers: Timers
 
     def run(self) -> ReadStats:
         """See `Reading.run`."""
-        topology, link = self._topology, self._link
-        if link is not None:
-            link.join(self.courier.hosts.neighbours(topology.rank), topology.timeout_s, topology.progress)
+        courier = self.courier
+        if courier.link is not None:
+            courier.link.join(courier.hosts.neighbours(courier.rank), self.timeout_s, courier.progress)
         try:
-            self.courier.run()
+            courier.run()
         finally:
-            for name, seconds in asdict(self.courier.times).items():
-                self._timers[name].append(seconds)
-            self._ends.close()
-        return ReadStats(self._ends.bytes_read, self._ends.bytes_needed)
+            for name, seconds in asdict(courier.times).items():
+                self.timers[name].append(seconds)
+            self.ends.close()
+        return ReadStats(self.ends.bytes_read, self.ends.bytes_needed)
 
     def close(self) -> None:
         """See `Reading.close`."""
-        self._ends.close()
-        if self._link is not None:
-            self._link.close()
+        self.ends.close()
+        if self.link is not None:
+            self.link.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,9 +389,17 @@ def _neighbours(topology: Topology, members: Sequence[int]) -> list[int]:
     return [rank for rank in members if rank in here]
 
 
-def _by_host(topology: Topology, members: Sequence[int], share_memory: bool) -> list[list[int]]:
+def _reaches(link: HostLink | None, said: Sequence[_Said], neighbours: Sequence[int]) -> bool:
+    """Whether this rank can share memory with its neighbours; those below it are called."""
+    if len(neighbours) == 1:
+        return True
+    addresses = [(rank, address) for rank in neighbours if (address := said[rank].address) is not None]
+    return link is not None and len(addresses) == len(neighbours) and link.reach(addresses)
+
+
+def _by_host(topology: Topology, members: Sequence[int], *, share: bool) -> list[list[int]]:
     """The members by host; each one its own, where they do not share memory."""
-    if not share_memory:
+    if not share:
         return [[rank] for rank in members]
     on_hosts = ([rank for rank in ranks if rank in set(members)] for ranks in topology.nodes)
     return [ranks for ranks in on_hosts if ranks]

@@ -1,4 +1,4 @@
-"""Configs of the training command for tests, composed as the command composes them."""
+"""Configs of the training command, and of those made of it, for tests, composed as the commands compose them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from recipes.benchmark_keys import check_benchmark
 from recipes.cli import CONF
 from recipes.config import checked
 
 
-def composed(run_dir: Path, *overrides: str) -> DictConfig:
+def composed(run_dir: Path, *overrides: str, root: str = "train") -> DictConfig:
     """Return the config before any check. Under `compose` there is no `${hydra:...}`, so the run's folder is given."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", [f"run_dir={run_dir}", *overrides])
+        return compose(root, [f"run_dir={run_dir}", *overrides])
 
 
 def config(run_dir: Path, *overrides: str, num_ranks: int | None = None) -> dict[str, Any]:
     """Return the checked, plain config; the run's folder exists, as it does after Hydra."""
     run_dir.mkdir(parents=True, exist_ok=True)
     return checked(composed(run_dir, *overrides), num_ranks=num_ranks)
+
+
+def benchmark_config(run_dir: Path, *overrides: str) -> dict[str, Any]:
+    """Return the config of the benchmark, with its own keys under `benchmark`, checked as the command checks them."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    cfg = composed(run_dir, *overrides, root="benchmark")
+    with open_dict(cfg):
+        keys = OmegaConf.to_container(cfg.pop("benchmark"))
+    return checked(cfg) | {"benchmark": check_benchmark(keys)}

@@ -12,7 +12,7 @@ import torch
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.topology import Topology
 from recipes.megatron_contenders import benchmark, check_benchmark, show
-from recipes.megatron_state import OPTIMIZERS, Held, Shard, shards_of
+from recipes.megatron_state import OPTIMIZERS, Held, Shard, data_parallel_ranks, shards_of
 from tests.conf.configs import config
 from tests.ranks import run_ranks
 
@@ -26,7 +26,8 @@ for number, line in enumerate(sys.stdin):
     if number == 0:
         answer = {{"megatron-core": "0.10.0"}}
     elif {lives}:
-        answer = {{"seconds": 2.0, "peak_mib": 3.0, "wrong": ["model lost"] * (command["do"] == "load")}}
+        seconds = 3.0 if command.get("two_stage") else 2.0
+        answer = {{"seconds": seconds, "peak_mib": 3.0, "wrong": ["model lost"] * (command["do"] == "load")}}
     else:
         answer = {{"error": "no space left"}}
     print(json.dumps(answer), flush=True)
@@ -113,6 +114,34 @@ def test_ranks_that_hold_parts_measure_together_and_ratios_are_the_others_figure
     wrong = {name: measured["wrong"] for name, measured in result["contenders"].items()}
     assert wrong == {"zarr": [], "megatron": ["model lost"]}, "what megatron-core loses is told, and ends nothing"
     assert result["versions"]["megatron"] == {"megatron-core": "0.10.0"}
+
+
+def test_two_stage_loading_is_held_against_two_stage_loading(tmp_path: Path) -> None:
+    names = ["zarr", "zarr/two-stage", "megatron", "megatron/two-stage"]
+    keys = check_benchmark({**KEYS, "contenders": names, "optimizer": "tensors", "megatron_python": fake(tmp_path)})
+    cfg = config(tmp_path / "run", "parallel=ddp_tp", "parallel.tp=1", num_ranks=2) | {"benchmark": keys}
+    result = run_ranks(2, _benchmark, cfg, process_group=True)[0]
+    assert list(result["figures"]) == names and (result["tp"], result["dp"]) == (1, 2)
+    assert [result["contenders"][name]["wrong"] for name in names[:2]] == [[], []]
+    assert list(result["ratios"]) == ["zarr", "zarr/two-stage"]
+    for name in names[:2]:
+        assert (
+            result["ratios"][name]["load_warm_s"]
+            == (3.0 if "/" in name else 2.0) / result["figures"][name]["load_warm_s"]
+        )
+
+
+def test_two_stage_loading_needs_somebody_to_send_to(tmp_path: Path) -> None:
+    keys = check_benchmark({**KEYS, "contenders": ["zarr/two-stage"]})
+    with Topology.alone() as topology, pytest.raises(ConfigurationError, match="two-stage loading sends between ranks"):
+        benchmark(config(tmp_path / "run") | {"benchmark": keys}, topology)
+
+
+def test_data_parallel_ranks_hold_alike() -> None:
+    ranks = held("tensors", 2, 3)
+    for tp_rank, instance in enumerate(data_parallel_ranks(ranks[0])):
+        assert [ranks[rank].tp_rank for rank in instance] == [tp_rank] * 3
+        assert [ranks[rank].dp_rank for rank in instance] == [0, 1, 2]
 
 
 def test_what_the_other_side_fails_of_is_one_sentence(tmp_path: Path) -> None:

@@ -1,0 +1,144 @@
+"""Where the bytes of a state are: which rank holds which box of which tensor, which one writes it, and where it then lies."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from ckpt.address import DTensorBoxes, address_of, local_tensor
+from ckpt.box import Box, overlap
+from ckpt.flatten import flatten
+from ckpt.sharing import Stateful, find_aliases
+from ckpt.topology import Topology
+
+Place = tuple[str, Box]
+"""Name of a tensor, and the part of it that a rank holds."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Who holds a place, and how many bytes it has."""
+
+    num_bytes: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Lying:
+    """Where the bytes of a place lie once they are written: from byte `offset` of the writer's file on."""
+
+    writer: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes that follow each other both where they were saved and where they are wanted."""
+
+    saved_at: int
+    wanted_at: int
+    num_bytes: int
+
+
+def places_of(statefuls: Mapping[str, Stateful]) -> dict[Place, torch.Tensor]:
+    """Return the tensors of this rank by their places; tied ones once, empty ones not at all."""
+    found: dict[Place, torch.Tensor] = {}
+    boxes = DTensorBoxes()
+    for component, stateful in statefuls.items():
+        tensors = flatten(stateful.state_dict(), component).tensors
+        tied = find_aliases(tensors, getattr(stateful, "tied_names", {}))
+        for key, leaf in tensors.items():
+            name = f"{component}/{tied.get(key, key)}"
+            local = local_tensor(leaf)
+            if local.numel():
+                found[name, address_of(leaf, name, boxes).box] = local
+    return found
+
+
+def holders_of(mine: Mapping[Place, torch.Tensor], topology: Topology) -> dict[Place, Holding]:
+    """Return every place of the whole state. What DTensors say of themselves is believed. Collective."""
+    with topology.operation("the benchmark"), topology.phase("places") as phase:
+        phase.payload = [[name, box.offsets, box.shape, tensor.nbytes] for (name, box), tensor in mine.items()]
+    ranks: dict[Place, list[int]] = defaultdict(list)
+    sizes: dict[Place, int] = {}
+    for rank, rows in enumerate(phase.payloads):
+        for name, offsets, shape, num_bytes in rows:
+            place = name, Box(tuple(offsets), tuple(shape))
+            ranks[place].append(rank)
+            sizes[place] = num_bytes
+    return {place: Holding(sizes[place], tuple(of_place)) for place, of_place in ranks.items()}
+
+
+def least_laden(holders: Sequence[int], written: Sequence[int]) -> int:
+    """Let the holder write that has the least to write so far."""
+    return min(holders, key=lambda rank: written[rank])
+
+
+def first(holders: Sequence[int], written: Sequence[int]) -> int:
+    """Let the first holder write: of a replicated state, rank 0 all of it."""
+    return holders[0]
+
+
+def lay_out(
+    holdings: Mapping[Place, Holding], num_ranks: int, choose: Callable[[Sequence[int], Sequence[int]], int]
+) -> dict[Place, Lying]:
+    """Give every place one writer, and its bytes an offset in that writer's file. The same on every rank.
+
+    Args:
+        choose: of the ranks that hold a place, given the bytes that each rank writes already.
+    """
+    written = [0] * num_ranks
+    found: dict[Place, Lying] = {}
+    for place, holding in sorted(holdings.items(), key=lambda entry: (-entry[1].num_bytes, entry[0][0])):
+        writer = choose(holding.ranks, written)
+        found[place] = Lying(writer, written[writer])
+        written[writer] += holding.num_bytes
+    return found
+
+
+def sources_of(wanted: Place, by_name: Mapping[str, Sequence[tuple[Box, Lying]]]) -> Iterator[tuple[Box, Lying]]:
+    """Yield the saved boxes that a wanted one overlaps, and where they lie."""
+    name, box = wanted
+    for saved, lying in by_name.get(name, ()):
+        if saved == box or overlap(saved, box) is not None:
+            yield saved, lying
+
+
+def by_name(layout: Mapping[Place, Lying]) -> dict[str, list[tuple[Box, Lying]]]:
+    found: dict[str, list[tuple[Box, Lying]]] = defaultdict(list)
+    for (name, box), lying in layout.items():
+        found[name].append((box, lying))
+    return found
+
+
+def runs_of(saved: Box, wanted: Box, item_bytes: int) -> Iterator[Run]:
+    """Yield the runs that two row-major boxes share.
+
+    Example:
+        >>> [*runs_of(Box((0, 0), (4, 5)), Box((3, 0), (3, 5)), 4)]
+        [Run(saved_at=60, wanted_at=0, num_bytes=20)]
+    """
+    both = overlap(saved, wanted)
+    if both is None:
+        return
+    dim = len(both.shape)
+    while dim > 0:
+        dim -= 1
+        if not both.shape[dim] == saved.shape[dim] == wanted.shape[dim]:
+            break
+    num_bytes = math.prod(both.shape[dim:]) * item_bytes
+    for index in product(*(range(side) for side in both.shape[:dim])):
+        at = [offset + step for offset, step in zip(both.offsets, (*index, *[0] * len(both.shape)), strict=False)]
+        yield Run(_byte(saved, at, item_bytes), _byte(wanted, at, item_bytes), num_bytes)
+
+
+def _byte(box: Box, at: Sequence[int], item_bytes: int) -> int:
+    element = 0
+    for here, offset, side in zip(at, box.offsets, box.shape, strict=True):
+        element = element * side + here - offset
+    return element * item_bytes

@@ -1,0 +1,77 @@
+"""A store that all ranks share and that is slow: it stands for a network file system, where the bytes read decide."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+_NEXT_FREE = struct.Struct("d")
+
+
+class TokenBucket:
+    """How fast all threads and processes that share a file may take bytes together.
+
+    Who takes waits until the bytes of all who came before, and its own, have passed at the given rate. Nothing is saved
+    up while nobody takes. The file holds the moment from which the store is free, by the clock that all processes of one host
+    share; so it serves one host.
+
+    Args:
+        path: a file of zeros, or none yet.
+        clock, sleep: for tests.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        bytes_per_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._threads = threading.Lock()  # a lock on a file holds between processes, not between threads
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        os.ftruncate(self._file, _NEXT_FREE.size)
+        self._memory = mmap.mmap(self._file, _NEXT_FREE.size)
+
+    def take(self, num_bytes: int) -> None:
+        """Return when these bytes have passed."""
+        with self._locked():
+            now = self._clock()
+            free = max(now, *_NEXT_FREE.unpack_from(self._memory)) + num_bytes / self._bytes_per_s
+            _NEXT_FREE.pack_into(self._memory, 0, free)
+        if free > now:
+            self._sleep(free - now)
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self._file)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._threads:
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+
+def slow_reads(bucket: TokenBucket) -> Callable[[int, Sequence[memoryview], int], int]:
+    """Return a `read_at` for a loading strategy whose bytes pass through the bucket."""
+
+    def read_at(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        num_bytes = os.preadv(descriptor, buffers, offset)
+        bucket.take(num_bytes)
+        return num_bytes
+
+    return read_at

@@ -1,0 +1,169 @@
+"""The benchmark as it runs, small: who takes part, that what is loaded is compared, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.topology import Topology
+from recipes import contenders
+from recipes.comparison import SECONDS
+from recipes.limits import Raw
+from recipes.rounds import benchmark, show
+from tests.conf.configs import benchmark_config
+from tests.ranks import run_ranks
+
+EVERYBODY = [
+    "raw", "raw-direct", "memcpy", "broadcast", "dcp", "safetensors", "safetensors-one-file", "zarr", "zarr/two-stage", "tensorstore",
+    "tensorstore/two-stage", "tensorstore-file",
+]  # fmt: skip
+SAVES_ALONE, LOADS_ALONE = {"raw-direct"}, {"memcpy", "broadcast"}
+
+
+class Forgetful(Raw):
+    """It leaves out one byte of what it should load."""
+
+    def load(self, folder: Path) -> dict[str, int]:
+        super().load(folder)
+        self.writes[-1][0] ^= 1
+        return {}
+
+
+def config(run_dir: Path, *overrides: str, ranks: int, names: list[str]) -> dict[str, Any]:
+    size = ["model.size=tiny", f"launch.nproc_per_node={ranks}", "benchmark.repeats=1"]
+    return benchmark_config(run_dir, *size, f"benchmark.contenders=[{','.join(names)}]", *overrides)
+
+
+def test_everybody_takes_part_loads_the_right_bits_and_is_told_of(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config(tmp_path, ranks=2, names=EVERYBODY)
+    result = run_ranks(2, _benchmark, cfg, process_group=True)[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["benchmark.json", "benchmark.png"]
+    assert (tmp_path / "benchmark.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "benchmark.json").read_text()) == result
+    taking_part = [name for name in EVERYBODY if name not in result["left_out"]]
+    assert set(result["left_out"]) <= {"raw-direct"}, "a file system may not take O_DIRECT"
+    assert [list(result[key]) for key in ("rounds", "medians", "ranges")] == [taking_part] * 3
+    for name, figures in result["medians"].items():
+        seconds = {"save_s"} if name in SAVES_ALONE else {"load_warm_s"} if name in LOADS_ALONE else set(SECONDS)
+        assert seconds == set(figures) & set(SECONDS)
+        assert all(
+            0 < least <= figures[c] <= most for c, (least, most) in result["ranges"][name].items() if c in SECONDS
+        )
+        for row in result["rounds"][name]:
+            assert all(len(row[key]) == 2 for key in row if key.endswith("_of_ranks"))
+    assert set(result["ratios"]["peers"]["zarr"]) == {"dcp", "safetensors", "safetensors-one-file"}
+    unique = result["state_bytes"]
+    assert result["loaded_bytes"] == 2 * unique
+    read = {name: figures["bytes_read"] for name, figures in result["medians"].items() if "bytes_read" in figures}
+    assert set(read) == {name for name in EVERYBODY if name.startswith(("zarr", "tensorstore"))}
+    for name, num_bytes in read.items():
+        copies = 1 if name.endswith("two-stage") else 2
+        assert num_bytes == pytest.approx(copies * unique, rel=0.001)
+    printed = capfd.readouterr().err
+    assert "1 rounds of raw, " in printed and "round 1/1 zarr/two-stage: save " in printed
+    show(result)
+    table = capfd.readouterr().out
+    assert all(word in table for word in ("tensorstore/two-stage", "best raw", "direct /", "safetensors-one-file /"))
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("tp_fsdp", marks=pytest.mark.full)])
+def test_what_four_ranks_saved_two_load(parallel: str, tmp_path: Path) -> None:
+    names = ["raw", "safetensors", "dcp", "zarr"]
+    cfg = config(tmp_path, "workload=reshard", f"parallel={parallel}", ranks=4, names=names)
+    result = run_ranks(4, _benchmark, cfg, process_group=True, timeout_s=120)[0]
+    assert (result["ranks"], result["load_ranks"], result["layout"]) == (4, 2, parallel)
+    assert set(result["medians"]) == set(names)
+    zarr = result["rounds"]["zarr"][0]
+    assert [number is None for number in zarr["load_peak_mib_of_ranks"]] == [False, False, True, True]
+    assert None not in zarr["save_peak_mib_of_ranks"]
+
+
+@pytest.mark.parametrize("sharing", ["replicated", "sharded"])
+def test_small_tensors_are_held_by_all_or_each_by_one(sharing: str, tmp_path: Path) -> None:
+    cfg = config(
+        tmp_path,
+        "workload=small_tensors",
+        "benchmark.small_tensors.count=101",
+        f"benchmark.small_tensors.sharing={sharing}",
+        ranks=2,
+        names=["raw", "safetensors-one-file", "dcp", "zarr", "zarr/two-stage"],
+    )
+    result = run_ranks(2, _benchmark, cfg, process_group=True)[0]
+    assert (result["tensors"], result["state_bytes"], result["model"]) == (101, 101 * 4096, None)
+    assert result["loaded_bytes"] == 101 * 4096 * (2 if sharing == "replicated" else 1)
+
+
+def test_through_a_slow_store_bytes_decide(tmp_path: Path) -> None:
+    names = ["zarr", "zarr/two-stage"]
+    cfg = config(tmp_path, "workload=slow_store", "benchmark.store_mib_s=20", ranks=2, names=names)
+    result = run_ranks(2, _benchmark, cfg, process_group=True)[0]
+    for name in names:
+        figures = result["medians"][name]
+        assert set(figures) & set(SECONDS) == {"save_s", "load_warm_s"}
+        assert figures["load_warm_s"] >= figures["bytes_read"] / (20 * 2**20)
+    assert 1.5 < result["ratios"]["two_stage"]["zarr"]["load_warm_s"] < 2.2
+
+
+def test_a_load_that_misses_one_bit_ends_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(contenders._OTHERS, "raw", Forgetful)
+    cfg = config(tmp_path, ranks=1, names=["raw"])
+    with (
+        Topology.alone() as topology,
+        pytest.raises(CorruptCheckpointError, match="raw, load_cold: what was loaded is not"),
+    ):
+        benchmark(cfg, topology)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_cannot_take_part_is_left_out_and_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(contenders, "takes_direct_writes", lambda folder, rank: False)
+    cfg = config(tmp_path, "benchmark.plot=false", ranks=1, names=["raw", "raw-direct", "broadcast", "dcp"])
+    with Topology.alone() as topology:
+        result = benchmark(cfg, topology)
+        assert list(result["medians"]) == ["raw", "dcp"]
+        assert result["left_out"] == {
+            "raw-direct": "the file system does not take O_DIRECT",
+            "broadcast": "one rank has nobody to send to",
+        }
+        show(result)
+        assert capsys.readouterr().out.count("left out: broadcast: one rank has nobody to send to") == 2
+        assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
+        with pytest.raises(ConfigurationError, match="broadcast cannot take part: one rank has nobody"):
+            benchmark(config(tmp_path, ranks=1, names=["broadcast"]), topology)
+
+
+def test_more_ranks_than_there_are_cannot_load(tmp_path: Path) -> None:
+    cfg = config(tmp_path, "benchmark.load_ranks=2", ranks=1, names=["zarr"])
+    sentence = "benchmark.load_ranks=2: there are 1 ranks; give launch.nproc_per_node=2"
+    with Topology.alone() as topology, pytest.raises(ConfigurationError, match=sentence):
+        benchmark(cfg, topology)
+
+
+def test_a_layout_that_needs_all_ranks_cannot_be_loaded_on_some(tmp_path: Path) -> None:
+    cfg = config(tmp_path, "benchmark.load_ranks=1", ranks=2, names=["zarr"])
+    assert (
+        run_ranks(2, _refused, cfg, process_group=True)
+        == [
+            "benchmark.load_ranks=1: parallel=ddp cannot be laid out on a part of the 2 ranks; choose parallel=<one of fsdp, hsdp, "
+            "tp_fsdp, ddp_tp>, or benchmark.load_ranks=null"
+        ]
+        * 2
+    )
+
+
+def _benchmark(topology: Topology, cfg: dict[str, Any]) -> dict[str, Any]:
+    return benchmark(cfg, topology)
+
+
+def _refused(topology: Topology, cfg: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as refused:
+        benchmark(cfg, topology)
+    return str(refused.value)
