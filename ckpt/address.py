@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ from ckpt.errors import ShardingError
 from ckpt.mapping import ShardedTensor
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """One leaf of one rank in the one global picture. What a sharing pattern computes, and all that a plan sees.
 
     The fourth part of an address, the replica id, is not stored: it is the position of a rank among those that hold an
@@ -41,7 +40,7 @@ def local_tensor(leaf: torch.Tensor | ShardedTensor) -> torch.Tensor:
         with torch.no_grad():  # without which to_local() goes through autograd, at ten times the price
             local: torch.Tensor = leaf.to_local()  # type: ignore[attr-defined]
         return local.detach()
-    return leaf.detach()
+    return leaf.detach() if leaf.requires_grad else leaf
 
 
 def address_of(leaf: torch.Tensor | ShardedTensor, name: str, known: DTensorBoxes | None = None) -> Address:
@@ -54,13 +53,26 @@ def address_of(leaf: torch.Tensor | ShardedTensor, name: str, known: DTensorBoxe
         ShardingError: a DTensor is a pending sum (Partial), which has no place in a checkpoint; a ShardedTensor has no data, or
             is flattened, and so more than one box.
     """
+    return Address(name, *place_of(leaf, name, known))
+
+
+def place_of(
+    leaf: torch.Tensor | ShardedTensor, name: str, known: DTensorBoxes | None = None
+) -> tuple[str, tuple[int, ...], Box]:
+    """The same without the name, which is for messages here: data type, global shape and box."""
     if isinstance(leaf, ShardedTensor):
-        return Address(name, zarr_name(leaf.dtype), leaf.global_shape, _only_piece(leaf, name)[0])
-    shape = tuple(leaf.shape)
+        return zarr_name(leaf.dtype), leaf.global_shape, _only_piece(leaf, name)[0]
     if is_dtensor(leaf):
         box = (DTensorBoxes() if known is None else known).box_of(leaf, name)
-        return Address(name, zarr_name(leaf.dtype), shape, box)
-    return Address(name, zarr_name(leaf.dtype), shape, whole(shape))
+        return zarr_name(leaf.dtype), tuple(leaf.shape), box
+    return _all_of(leaf.dtype, leaf.shape)
+
+
+@lru_cache(maxsize=4096)
+def _all_of(dtype: torch.dtype, shape: torch.Size) -> tuple[str, tuple[int, ...], Box]:
+    """Where a tensor that is held whole lies, worked out once for all that are alike."""
+    box = whole(tuple(shape))
+    return zarr_name(dtype), box.shape, box
 
 
 def _only_piece(leaf: ShardedTensor, name: str) -> tuple[Box, torch.Tensor]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from ckpt.errors import ShapeMismatchError
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A rectangle of a global array: where it starts and how long its sides are, in elements.
 
     A 0-dim array has one box, `Box((), ())`, of one element.
@@ -42,6 +42,12 @@ class Box:
 
 def whole(shape: tuple[int, ...]) -> Box:
     """The box that is all of an array of this shape."""
+    return _whole(tuple(shape))
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> Box:
+    """Made once for each shape: the tensors of a model have few."""
     return Box((0,) * len(shape), shape)
 
 
@@ -65,6 +71,8 @@ def overlap(saved: Box, wanted: Box) -> Box | None:
     """
     if len(saved.shape) != len(wanted.shape):
         raise ShapeMismatchError(f"saved box {saved.shape} and wanted box {wanted.shape} differ in dimensions")
+    if saved == wanted:
+        return None if 0 in wanted.shape else wanted
     offsets = []
     shape = []
     for a, n, b, m in zip(saved.offsets, saved.shape, wanted.offsets, wanted.shape, strict=True):

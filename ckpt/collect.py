@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ckpt.box import Box
+from ckpt.collector import collector_paused
 from ckpt.errors import ConfigurationError, ReplicationError, ShardingError, describe, rebuild, sentence
 from ckpt.flatten import Leaves, TensorLeaf, flatten, path_to_json, to_json
 from ckpt.manifest import digest_of
@@ -84,7 +87,8 @@ class Contribution:
         """What the other ranks need to know to see whether all agree: digests, not the things."""
         return {
             "table": _digest_of_json(table_to_json(self.table)),
-            "plain": {key: _digest_of_json(self.shared_plain(key)) for key in self.plain},
+            "plain": {key: _digest_of_json(_values(self.shared_plain(key))) for key in self.plain},
+            "ways": {key: _digest_of_json(_ways(self.shared_plain(key))) for key in self.plain},
             "copies": {key: _digest_of_json(copies.fingerprints) for key, copies in self.copies.items()},
             "failed": self.failed,
         }
@@ -105,6 +109,7 @@ class Contribution:
                 require_unchanged(key, copies.fingerprints, copies.tensors)
 
 
+@collector_paused()
 def collect(
     components: Sequence[StateComponent],
     topology: Topology,
@@ -157,27 +162,41 @@ def collect(
 
 
 def settle_plain(
-    mine: Contribution, summaries: Sequence[Mapping[str, Any]], topology: Topology
+    mine: Contribution,
+    summaries: Sequence[Mapping[str, Any]],
+    topology: Topology,
+    known: MergedRows | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the plain values of each component that this rank's copy of the checkpoint should hold.
 
     Usually the digests agree and nothing is exchanged. Where the ranks of a SHARDED component hold different keys, they are
     merged; where one key has different values, or copies that should be equal differ, every rank refuses.
 
+    Args:
+        known: what earlier saves of the same ranks have merged, and this one adds to: it is not exchanged again.
+
     Raises:
         ReplicationError: naming component, entries and ranks.
     """
+    known = {} if known is None else known
     differing = [
         key
         for key, component in mine.components.items()
-        if not _is_excused(component) and _differs(component, summaries, "plain", topology)
+        if not _is_excused(component) and any(_differs(component, summaries, half, topology) for half in _HALVES)
     ]
     copies = [key for key, component in mine.components.items() if _differs(component, summaries, "copies", topology)]
-    if not differing and not copies:
-        return mine.plain
+    merges = {
+        key: _Merge(mine, key, summaries, known)
+        for key in differing
+        if mine.components[key].pattern is SharingPattern.SHARDED
+    }
+    equal = [key for key in differing if key not in merges]
+    if not equal and not copies and not any(merge.wanted for merge in merges.values()):
+        return mine.plain | {key: merge.rows() for key, merge in merges.items()}
     with topology.phase("compare") as phase:
         phase.payload = {
-            "plain": {key: mine.shared_plain(key) for key in differing if key in mine.plain},
+            "plain": {key: mine.shared_plain(key) for key in equal if key in mine.plain}
+            | {key: merge.to_send() for key, merge in merges.items() if merge.wanted},
             "copies": {
                 key: [mine.copies[key].level.value, mine.copies[key].fingerprints]
                 for key in copies
@@ -191,12 +210,13 @@ def settle_plain(
         for error in unlike.values():
             if error is not None:
                 raise error
-        for key in differing:
-            values = [one["plain"].get(key) for one in said]
-            if mine.components[key].pattern is SharingPattern.SHARDED:
-                merged[key] = _merge(key, values)
-            else:
-                _require_equal_plain(mine.components[key], values, topology)
+        for key in equal:
+            _require_equal_plain(mine.components[key], [one["plain"].get(key) for one in said], topology)
+        for key, merge in merges.items():
+            merge.take([one["plain"].get(key) or {} for one in said])
+            merged[key] = merge.rows()
+    for merge in merges.values():
+        merge.remember(known)
     return merged
 
 
@@ -245,33 +265,134 @@ def _plain_rows(component: StateComponent, leaves: Leaves) -> dict[str, Any]:
     return dict(sorted(rows.items()))
 
 
-def _merge(component: str, values: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """The union of the ranks' plain values; a key that two ranks hold must have one value."""
-    merged: dict[str, Any] = {}
-    holder: dict[str, int] = {}
-    for rank, rows in enumerate(values):
-        for key, row in (rows or {}).items():
-            if key in merged and merged[key] != row:
-                raise ReplicationError(
-                    f"component {component}: {key} is {row[1]!r} on rank {rank} and "
-                    f"{merged[key][1]!r} on rank {holder[key]}; a plain value of "
-                    "a sharded component must be equal wherever it is held"
-                )
-            merged.setdefault(key, row)
-            holder.setdefault(key, rank)
-    _require_one_nesting(component, merged, holder)
-    return dict(sorted(merged.items()))
+def _values(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Of rows of a plain.json, those of plain values."""
+    return {key: row for key, row in rows.items() if len(row) == 2}
 
 
-def _require_one_nesting(component: str, rows: Mapping[str, Any], holder: Mapping[str, int]) -> None:
-    """Refuse a value in whose place another rank has a dictionary or list of more: no load could give both back."""
-    values = {json.dumps(row[0]): key for key, row in rows.items() if len(row) == 2 and row[1] != {}}
-    for key, row in rows.items():
-        for depth in range(len(row[0])):
-            above = values.get(json.dumps(row[0][:depth]))
-            if above is not None:
+def _ways(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of tensors: the ways to them, which rarely change from one save to the next, and of which there may be very many."""
+    return {key: row for key, row in rows.items() if len(row) == 1}
+
+
+_HALVES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"plain": _values, "ways": _ways}
+"""What a summary calls the halves of a component's rows, and what gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """One half of a SHARDED component's rows, as all ranks together have it.
+
+    Attributes:
+        digests: of each rank's rows.
+        holder: key -> the first rank that has it.
+    """
+
+    digests: tuple[str | None, ...]
+    rows: dict[str, Any]
+    holder: dict[str, int]
+
+
+MergedRows = dict[tuple[str, str], _Merged]
+"""(Component, which half) -> what was merged."""
+
+
+class _Merge:
+    """The union of the ranks' rows of one SHARDED component; a key that two ranks hold must have one value.
+
+    Attributes:
+        wanted: the halves that have to be exchanged for it: those in which the ranks differ, and not as in an earlier save.
+    """
+
+    def __init__(
+        self, mine: Contribution, component: str, summaries: Sequence[Mapping[str, Any]], known: MergedRows
+    ) -> None:
+        self._component = component
+        self._own = mine.plain.get(component, {})
+        self._digests = {half: tuple(one[half].get(component) for one in summaries) for half in _HALVES}
+        self._merged = {
+            half: known[component, half]
+            for half, digests in self._digests.items()
+            if (component, half) in known and known[component, half].digests == digests
+        }
+        self.wanted = [
+            half for half, digests in self._digests.items() if len(set(digests)) > 1 and half not in self._merged
+        ]
+
+    def to_send(self) -> dict[str, Any]:
+        """Those of this rank's rows that the others want."""
+        return {key: row for half in self.wanted for key, row in _HALVES[half](self._own).items()}
+
+    def take(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """Merge what all ranks have sent."""
+        for half in self.wanted:
+            self._merged[half] = self._union(half, [_HALVES[half](rows) for rows in said])
+
+    def rows(self) -> dict[str, Any]:
+        """All rows, in the order of a plain.json. What is wrong with them, all ranks find alike."""
+        rows = dict(sorted(self._joined().items()))
+        _require_one_nesting(self._component, rows, self._holder_of)
+        return rows
+
+    def remember(self, known: MergedRows) -> None:
+        """Spare a later save the exchange."""
+        known.update({(self._component, half): merged for half, merged in self._merged.items()})
+
+    def _union(self, half: str, by_rank: Sequence[Mapping[str, Any]]) -> _Merged:
+        rows: dict[str, Any] = {}
+        holder: dict[str, int] = {}
+        for rank, own in enumerate(by_rank):
+            for key, row in own.items():
+                if rows.setdefault(key, row) != row:
+                    raise self._unequal(key, row, rank, rows[key], holder[key])
+                holder.setdefault(key, rank)
+        return _Merged(self._digests[half], rows, holder)
+
+    def _joined(self) -> dict[str, Any]:
+        """The rows of both halves; of one in which the ranks agree, this rank's."""
+        joined: dict[str, Any] = {}
+        for half, part in _HALVES.items():
+            rows = self._merged[half].rows if half in self._merged else part(self._own)
+            for key in sorted(joined.keys() & rows.keys()):
+                raise self._unequal(key, rows[key], self._holder_of(key, half), joined[key], self._holder_of(key))
+            joined |= rows
+        return joined
+
+    def _holder_of(self, key: str, only: str | None = None) -> int:
+        """The first rank that has a key; of what the ranks have in common that is the lowest."""
+        halves = [only] if only else list(_HALVES)
+        found = [
+            self._merged[half].holder[key]
+            for half in halves
+            if half in self._merged and key in self._merged[half].holder
+        ]
+        return found[0] if found else 0
+
+    def _unequal(self, key: str, row: Any, rank: int, other: Any, other_rank: int) -> ReplicationError:
+        what, there = (repr(one[1]) if len(one) == 2 else "a tensor" for one in (row, other))
+        return ReplicationError(
+            f"component {self._component}: {key} is {what} on rank {rank} and {there} on rank {other_rank}; a plain value of "
+            "a sharded component must be equal wherever it is held"
+        )
+
+
+def _require_one_nesting(component: str, rows: Mapping[str, Any], holder_of: Callable[[str], int]) -> None:
+    """Refuse a value in whose place another rank has a dictionary or list of more: no load could give both back.
+
+    Args:
+        rows: sorted by key.
+    """
+    keys = list(rows)
+    for above, (way, *value) in rows.items():
+        if not value or value == [{}]:
+            continue
+        start = f"{above}." if way else ""
+        for key in islice(keys, bisect_left(keys, start), None):
+            if not key.startswith(start):
+                break
+            if key != above and rows[key][0][: len(way)] == way:
                 raise ShardingError(
-                    f"component {component}: {above} is {rows[above][1]!r} on rank {holder[above]}, and rank {holder[key]} has "
+                    f"component {component}: {above} is {value[0]!r} on rank {holder_of(above)}, and rank {holder_of(key)} has "
                     f"{key} below it; the ranks of a sharded component must nest what they hold alike"
                 )
 

@@ -21,6 +21,7 @@ from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.statefuls import as_stateful
 from ckpt.strategies.reading import LoadingStrategy
 from ckpt.topology import Topology
+from ckpt.writing import PACKED_BYTES
 
 _log = logging.getLogger("ckpt")
 
@@ -47,10 +48,11 @@ class CheckpointCoordinator:
         pattern_check: what the first save of several ranks does about a sharing pattern that is not the true one, as far as one hash
             over all state can tell: "warn" refuses one that would lose state and tells of one that is wasteful or suspicious,
             "error" refuses these, too, and "off" does not look.
+        packed_mib: the longest array that small tensors are packed in, in MiB: the memory that packing them takes.
         stale_s: silence after which another run's unfinished save counts as abandoned, in seconds.
 
     Raises:
-        ConfigurationError: two components share a key, or one names a group that does not exist.
+        ConfigurationError: two components share a key, or one names a group that does not exist, or `packed_mib` is below 1.
     """
 
     def __init__(
@@ -70,12 +72,17 @@ class CheckpointCoordinator:
         stale_s: float = 60.0,
         allow_pickle: bool = False,
         pattern_check: str = "warn",
+        packed_mib: int = PACKED_BYTES >> 20,
     ) -> None:
         if process_groups:
             topology.name_groups(process_groups)
         components = [dataclasses.replace(c, stateful=as_stateful(c.stateful)) for c in state_components]
         _require_distinct(components)
         _require_groups(components, topology)
+        if packed_mib < 1:
+            raise ConfigurationError(
+                f"packed_mib is {packed_mib}; small tensors are packed in arrays of at least 1 MiB"
+            )
         self.output_dir = Path(output_dir)
         self.last_save: SaveReport | None = None
         self.last_load: LoadReport | None = None
@@ -92,6 +99,7 @@ class CheckpointCoordinator:
             stale_s=stale_s,
             run_id=str(self.output_dir.absolute()),
             pattern_check=pattern_check,
+            packed_bytes=packed_mib << 20,
         )
         self._loader = Loader(components, topology, strategy, device, verify=verify, allow_pickle=allow_pickle)
 

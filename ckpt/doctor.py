@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ckpt.collector import collector_paused
 from ckpt.replication import Difference, Fingerprint, differences
 from ckpt.sharing import SharingPattern
 
@@ -115,6 +116,7 @@ class Diagnosis:
         }
 
 
+@collector_paused()
 def diagnose(component: str, declared: Sharing, seen: Sequence[Seen], ranks: Ranks) -> Diagnosis:
     """Say what a component truly is, as far as one look can tell, and what its declaration would make of it.
 

@@ -29,6 +29,7 @@ _ZARR_NAMES: dict[torch.dtype, str] = {
     torch.complex128: "complex128",
 }
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _ZARR_NAMES.items()}
+_WITHOUT_PLACEMENTS = frozenset((torch.Tensor, torch.nn.Parameter))
 _SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -78,9 +79,12 @@ def bits_of(host: torch.Tensor) -> np.ndarray[Any, Any]:
 
     NumPy knows neither bfloat16 nor float8, but it moves numbers of their size bit for bit.
     """
-    return host.detach().view(_SAME_BITS[host.element_size()]).numpy()
+    plain = host.detach() if host.requires_grad else host
+    return plain.view(_SAME_BITS[plain.element_size()]).numpy()
 
 
 def is_dtensor(tensor: object) -> bool:
     """Whether a tensor carries placements. Does not import torch.distributed.tensor where nobody has."""
+    if type(tensor) in _WITHOUT_PLACEMENTS:
+        return False
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")

@@ -16,7 +16,7 @@ import logging
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ PathPart = str | int | tuple[int | str, str]
 """A step into a nested state dict: a dictionary key, (position, "list" | "tuple"), or (JSON of a key of another type, "key")."""
 Path = tuple[PathPart, ...]
 TensorLeaf = torch.Tensor | ShardedTensor
+_TENSORS = (torch.Tensor, ShardedTensor)
 
 
 @dataclass(slots=True)
@@ -69,19 +70,11 @@ def flatten(state_dict: Mapping[Any, Any], what: str) -> Leaves:
         {'a.b': 1, 'a.2': [3.0, 4]}
     """
     leaves = Leaves({}, {}, {})
-    for path, value in _walk(state_dict, ()):
-        key = ".".join(str(part[0] if isinstance(part, tuple) else part) for part in path)
-        if key in leaves.paths:
-            raise ShardingError(
-                f"{what}: two entries of the state dict have the joined key {key!r}; rename one of them, for a name is all "
-                "that tells two tensors of a checkpoint apart"
-            )
-        leaves.paths[key] = path
-        if isinstance(value, torch.Tensor | ShardedTensor):
-            leaves.tensors[key] = value
-        else:
-            to_json(value, f"{what}: {key}")
-            leaves.plain[key] = value
+    given: Any = state_dict  # of an object that may give something else, such as None
+    if isinstance(given, Mapping) or _is_entered(given):
+        _flatten_into(leaves, given, "", (), what)
+    else:
+        _add_leaf(leaves, given, "", (), what)
     return leaves
 
 
@@ -287,16 +280,47 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _walk(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, Mapping) and (value or not path):
-        for key, child in value.items():
-            yield from _walk(child, (*path, _step(key)))
-    elif isinstance(value, list | tuple) and _holds_tensor(value):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        for position, child in enumerate(value):
-            yield from _walk(child, (*path, (position, kind)))
+def _flatten_into(leaves: Leaves, value: Any, start: str, path: Path, what: str) -> None:
+    """Add what stands below a dictionary, list or tuple to `leaves`.
+
+    Args:
+        start: what the joined keys of all of it begin with: its own and a dot, or nothing.
+    """
+    for step, child in _children(value):
+        key = f"{start}{step[0] if type(step) is tuple else step}"
+        way = (*path, step)
+        if not isinstance(child, _TENSORS) and _is_entered(child):
+            _flatten_into(leaves, child, f"{key}.", way, what)
+        else:
+            _add_leaf(leaves, child, key, way, what)
+
+
+def _add_leaf(leaves: Leaves, value: Any, key: str, path: Path, what: str) -> None:
+    if key in leaves.paths:
+        raise ShardingError(
+            f"{what}: two entries of the state dict have the joined key {key!r}; rename one of them, for a name is all "
+            "that tells two tensors of a checkpoint apart"
+        )
+    leaves.paths[key] = path
+    if isinstance(value, _TENSORS):
+        leaves.tensors[key] = value
     else:
-        yield path, value
+        to_json(value, f"{what}: {key}")
+        leaves.plain[key] = value
+
+
+def _children(value: Any) -> Iterable[tuple[PathPart, Any]]:
+    if isinstance(value, Mapping):
+        return ((_step(key), child) for key, child in value.items())
+    kind = "tuple" if isinstance(value, tuple) else "list"
+    return (((position, kind), child) for position, child in enumerate(value))
+
+
+def _is_entered(value: Any) -> bool:
+    """Whether a value, which is no tensor, is a dictionary of leaves or a list that holds a tensor, and no leaf itself."""
+    if isinstance(value, dict | Mapping):
+        return bool(value)
+    return isinstance(value, list | tuple) and _holds_tensor(value)
 
 
 def _step(key: Any) -> PathPart:
@@ -308,7 +332,7 @@ def _is_position(part: PathPart) -> bool:
 
 
 def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, torch.Tensor | ShardedTensor):
+    if isinstance(value, _TENSORS):
         return True
     if isinstance(value, Mapping):
         return any(_holds_tensor(child) for child in value.values())

@@ -123,7 +123,7 @@ def _foresee(sources: Sequence[Source], ones: Sequence[StateComponent], strict: 
         if sources[0].holds(first.key):
             foreseen = Foreseen(first, misfits=_misfits(sources, ones), moved=sources[0].moved(first))
         matches = [_matched(source, one, strict) for source, one in zip(sources, ones, strict=True)]
-        report = settle(first, [match.to_json() for match in matches], strict=strict)
+        report = settle(first, [match.to_json() for match in matches], matches[0].saved_keys, strict=strict)
         if report.changed:
             matches = [_with_all_copies(source, one) for source, one in zip(sources, ones, strict=True)]
             count = sum(match.restored for match in matches)
@@ -153,8 +153,8 @@ def _matched(source: Source, component: StateComponent, strict: bool) -> Match:
 def _misfits(sources: Sequence[Source], ones: Sequence[StateComponent]) -> Misfits:
     """All that does not fit: what a load that does without would leave out."""
     optional = [dataclasses.replace(one, required=False) for one in ones]
-    said = [_matched(source, one, strict=False).to_json() for source, one in zip(sources, optional, strict=True)]
-    return settle(optional[0], said, strict=False).misfits
+    matches = [_matched(source, one, strict=False) for source, one in zip(sources, optional, strict=True)]
+    return settle(optional[0], [one.to_json() for one in matches], matches[0].saved_keys, strict=False).misfits
 
 
 def _with_all_copies(source: Source, component: StateComponent) -> Match:

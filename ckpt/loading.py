@@ -125,7 +125,9 @@ class Loader:
     ) -> dict[str, ComponentReport]:
         """Decide for every component, from what all ranks say, whether it is loaded; the same on all of them."""
         reports = {
-            component.key: settle(component, [one[component.key] for one in said], strict=strict)
+            component.key: settle(
+                component, [one[component.key] for one in said], matches[component.key].saved_keys, strict=strict
+            )
             for component in self._components
         }
         require_something(reports)

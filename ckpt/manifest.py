@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from json.encoder import encode_basestring_ascii as _quoted
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import xxhash
 
 from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.box import Box
+from ckpt.collector import collector_paused
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 
 FORMAT_VERSION = 1
@@ -191,6 +193,7 @@ class CheckpointManifest:
     pytorch_version: str | None = None
     format_version: int = FORMAT_VERSION
 
+    @collector_paused()
     def to_bytes(self) -> bytes:
         """The manifest file: one line per key, per component, per array and per file; the digest on the last line but one."""
         head = {
@@ -205,17 +208,18 @@ class CheckpointManifest:
             "training_args_hash": self.training_args_hash,
         }
         lines = [f"  {json.dumps(key)}: {_dump(value)},\n" for key, value in head.items()]
-        for key, table in (
-            ("components", {k: c.to_json() for k, c in self.components.items()}),
-            ("arrays", {k: a.to_json() for k, a in self.arrays.items()}),
-            ("files", {k: list(f) for k, f in self.files.items()}),
-        ):
-            rows = ",\n".join(f"    {_dump(name)}: {_dump(row)}" for name, row in table.items())
-            lines.append(f'  "{key}": {{\n{rows}\n  }},\n' if rows else f'  "{key}": {{}},\n')
+        # Arrays that are stored alike have one entry between them, and so one text.
+        texts = {id(entry): _dump(entry.to_json()) for entry in {id(a): a for a in self.arrays.values()}.values()}
+        lines += [
+            f"{_table('components', ((k, _dump(c.to_json())) for k, c in self.components.items()))},\n",
+            f"{_table('arrays', ((k, texts[id(a)]) for k, a in self.arrays.items()))},\n",
+            f"{_table('files', ((k, _dump(list(f))) for k, f in self.files.items()))},\n",
+        ]
         body = ("{\n" + "".join(lines)).encode()
         return body + _closing(digest_of(body))
 
     @classmethod
+    @collector_paused()
     def from_bytes(cls, data: bytes, where: str) -> CheckpointManifest:
         """Check the digest of the raw bytes, then parse. `where` names the file in errors.
 
@@ -223,13 +227,8 @@ class CheckpointManifest:
             CorruptCheckpointError: the bytes are not the ones that were written.
             ConfigurationError: they are, by a newer version of this format.
         """
-        size = len(_closing("0" * 32))
-        body = data[:-size]
-        if len(data) <= size or data[-size:] != _closing(digest_of(body)):
-            raise CorruptCheckpointError(
-                f"{where}: the manifest does not match its own digest; it was changed or cut off"
-            )
-        tree = json.loads(data)
+        require_own_digest(data, where)
+        tree, arrays = _parted(data.decode())
         if tree["format_version"] != FORMAT_VERSION:
             raise ConfigurationError(
                 f"{where} has format version {tree['format_version']}; this version of ckpt reads version "
@@ -241,7 +240,7 @@ class CheckpointManifest:
             world_size=tree["world_size"],
             topology=tree["topology"],
             components={key: ComponentManifest.from_json(entry) for key, entry in tree["components"].items()},
-            arrays={name: ArrayEntry.from_json(entry) for name, entry in tree["arrays"].items()},
+            arrays=arrays,
             files={path: (size, digest) for path, (size, digest) in tree["files"].items()},
             training_args_hash=tree["training_args_hash"],
             checkpoint_path=tree["checkpoint_path"],
@@ -264,8 +263,7 @@ class CheckpointManifest:
         return list(self.index_paths())
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A small tensor, or a box of one, inside a packed array.
 
     Attributes:
@@ -298,6 +296,7 @@ class Index:
     packed: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
 
+    @collector_paused()
     def to_bytes(self) -> bytes:
         file_number = {file: number for number, file in enumerate(self.files)}
         chunks = {
@@ -307,27 +306,30 @@ class Index:
             ]
             for path, by_number in self.chunks.items()
         }
-        packed_number = {path: number for number, path in enumerate(self.packed)}
-        pieces = {
-            name: [
-                [packed_number[p.packed], list(p.global_shape), list(p.box.offsets), list(p.box.shape), p.first]
-                for p in pieces
-            ]
-            for name, pieces in self.pieces.items()
-        }
-        tables: tuple[tuple[str, Mapping[str, object]], ...] = (
-            ("files", {path: [record.size, record.rest] for path, record in self.files.items()}),
-            ("chunks", chunks),
-            ("packed", self.packed),
-            ("pieces", pieces),
+        tables = (
+            f'  "rank": {self.rank}',
+            _table("files", ((path, _dump([record.size, record.rest])) for path, record in self.files.items())),
+            _table("chunks", ((path, _dump(rows)) for path, rows in chunks.items())),
+            _table("packed", ((path, str(length)) for path, length in self.packed.items())),
+            _table("pieces", self._piece_rows()),
         )
-        lines = [f'  "rank": {self.rank}']
-        for key, table in tables:
-            rows = ",\n".join(f"    {_dump(name)}: {_dump(row)}" for name, row in table.items())
-            lines.append(f'  "{key}": {{\n{rows}\n  }}' if rows else f'  "{key}": {{}}')
-        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+        return ("{\n" + ",\n".join(tables) + "\n}\n").encode()
+
+    def _piece_rows(self) -> Iterator[tuple[str, str]]:
+        """The name of each packed tensor, and its pieces as JSON. The places of those that are cut alike are written once."""
+        number = {path: str(number) for number, path in enumerate(self.packed)}
+        places: dict[tuple[tuple[int, ...], Box], str] = {}
+        for name, pieces in self.pieces.items():
+            rows = []
+            for packed, shape, box, first in pieces:
+                place = places.get((shape, box))
+                if place is None:
+                    place = places[shape, box] = f"{list(shape)}, {list(box.offsets)}, {list(box.shape)}"
+                rows.append(f"[{number[packed]}, {place}, {first}]")
+            yield name, f"[{', '.join(rows)}]"
 
     @classmethod
+    @collector_paused()
     def from_bytes(cls, data: bytes) -> Index:
         tree = json.loads(data)
         files = list(tree["files"])
@@ -343,14 +345,67 @@ class Index:
                 for path, rows in tree["chunks"].items()
             },
             packed=tree["packed"],
-            pieces={
-                name: [
-                    Piece(packed[at], tuple(whole), Box(tuple(offsets), tuple(shape)), first)
-                    for at, whole, offsets, shape, first in rows
-                ]
-                for name, rows in tree["pieces"].items()
-            },
+            pieces=_pieces_from_json(tree["pieces"], packed),
         )
+
+
+def require_own_digest(data: bytes, where: str) -> None:
+    """Refuse the bytes of a manifest that are not the ones that were written. `where` names the file.
+
+    Raises:
+        CorruptCheckpointError: they do not match the digest that they end in.
+    """
+    size = len(_closing("0" * 32))
+    if len(data) <= size or data[-size:] != _closing(digest_of(memoryview(data)[:-size])):
+        raise CorruptCheckpointError(f"{where}: the manifest does not match its own digest; it was changed or cut off")
+
+
+def _parted(text: str) -> tuple[dict[str, Any], dict[str, ArrayEntry]]:
+    """A manifest, parsed, without its arrays; and these, of which those that are stored alike share one entry.
+
+    Entries that read alike are parsed once, which takes that each stands on a line of its own, as `to_bytes` writes them. (No
+    string of JSON holds an end of line.) A manifest that was laid out by another hand is parsed as any JSON is.
+    """
+    start = text.find(_ARRAYS)
+    stop = text.find(_END_OF_TABLE, start)
+    if start < 0 or stop < 0:
+        tree = json.loads(text)
+        return tree, {name: ArrayEntry.from_json(entry) for name, entry in tree.pop("arrays").items()}
+    arrays = {}
+    known: dict[str, ArrayEntry] = {}
+    name_at = json.JSONDecoder().raw_decode
+    for line in text[start + len(_ARRAYS) : stop].split(",\n"):
+        name, end = name_at(line, 4)
+        entry = known.get(line[end:])
+        if entry is None:
+            entry = known[line[end:]] = ArrayEntry.from_json(json.loads(line[end + 1 :]))
+        arrays[name] = entry
+    return json.loads(text[:start] + text[stop + len(_END_OF_TABLE) - 1 :]), arrays
+
+
+def _pieces_from_json(tree: Mapping[str, Any], packed: Sequence[str]) -> dict[str, list[Piece]]:
+    """The pieces of an index. The places of those that are cut alike are made once."""
+    places: dict[tuple[int, ...], tuple[tuple[int, ...], Box]] = {}
+    found: dict[str, list[Piece]] = {}
+    for name, rows in tree.items():
+        pieces = found[name] = []
+        for at, shape, offsets, sides, first in rows:
+            same = (*shape, *offsets, *sides)  # all three are of one length
+            place = places.get(same)
+            if place is None:
+                place = places[same] = tuple(shape), Box(tuple(offsets), tuple(sides))
+            pieces.append(Piece(packed[at], *place, first))
+    return found
+
+
+def _table(key: str, rows: Iterable[tuple[str, str]]) -> str:
+    """A dictionary as a key of a file's outermost one: a line for each (name, JSON)."""
+    lines = ",\n".join([f"    {_quoted(name)}: {row}" for name, row in rows])
+    return f'  "{key}": {{\n{lines}\n  }}' if lines else f'  "{key}": {{}}'
+
+
+_ARRAYS = '\n  "arrays": {\n'
+_END_OF_TABLE = "\n  },\n"
 
 
 def _closing(digest: str) -> bytes:

@@ -6,14 +6,16 @@ one is left out whole. One vocabulary: keys are *only in the checkpoint*, *only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, cast
 
 import torch
 
-from ckpt.address import Address, DTensorBoxes, address_of, local_tensor
+from ckpt.address import DTensorBoxes, local_tensor, place_of
 from ckpt.box import whole
+from ckpt.collector import collector_paused
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import (
     CheckpointError,
@@ -81,6 +83,7 @@ class Match:
         requests: the boxes to read, and the memory for them.
         new: tensors the object does not hold, made for it because it takes whatever was saved.
         plain: joined key -> saved value, and under `strict=False` own values that were not saved.
+        saved_keys: the tensors of the saved copy, in its order.
         restored, wanted: elements on this rank; a plain value counts as one.
         copies: what `load_changed` gets instead of all this, once another rank's verdict is known.
     """
@@ -93,6 +96,7 @@ class Match:
     new: dict[str, torch.Tensor] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     misfits: Misfits = field(default_factory=Misfits)
+    saved_keys: Sequence[str] = ()
     restored: int = 0
     wanted: int = 0
     copies: list[Loaded] | None = None
@@ -109,7 +113,12 @@ class Match:
         if not self.fits:
             said["fits"] = False
         if self.misfits:
-            said["misfits"] = [self.misfits.only_saved, self.misfits.only_wanted, dict(self.misfits.unfit)]
+            # Of a sharded component each rank leaves most keys to the others: it says which ones it does not.
+            is_sharded = self.component.pattern is SharingPattern.SHARDED
+            if is_sharded and self.misfits.only_saved:
+                said["claimed"] = _runs_without(self.misfits.only_saved, self.saved_keys)
+            only_saved = () if is_sharded else self.misfits.only_saved
+            said["misfits"] = [only_saved, self.misfits.only_wanted, dict(self.misfits.unfit)]
         return said
 
     def forget_prepared(self) -> None:
@@ -139,6 +148,7 @@ class Loaded:
         return unflatten({**self.tensors, **self.plain}, self.paths)
 
 
+@collector_paused()
 def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match:
     """Find, for each tensor of a component, the box to read, and what of either side is left over.
 
@@ -148,7 +158,8 @@ def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match
     prepare = getattr(component.stateful, "prepare_to_load", None)
     if prepare is not None:
         prepare({key: entry for key, entry in saved.entries.items() if entry.alias_of is None})
-    one = Match(component, leaves=flatten(component.stateful.state_dict(), component.key))
+    leaves = flatten(component.stateful.state_dict(), component.key)
+    one = Match(component, leaves=leaves, saved_keys=tuple(saved.entries))
     one.leaves.paths |= saved.paths
     found = _Found()
     tied = find_aliases(one.leaves.tensors, {})
@@ -194,8 +205,13 @@ def beside_own_memory(one: Match) -> list[ReadRequest]:
     ]
 
 
-def settle(component: StateComponent, said: Sequence[Mapping[str, Any]], *, strict: bool) -> ComponentReport:
+def settle(
+    component: StateComponent, said: Sequence[Mapping[str, Any]], saved_keys: Sequence[str], *, strict: bool
+) -> ComponentReport:
     """Decide, from what every rank says of a component (`Match.to_json`), whether it is loaded; equal on all ranks.
+
+    Args:
+        saved_keys: those of any rank's match.
 
     Raises:
         MissingStateError: a required component does not match, and the load is strict, or nothing of it does.
@@ -206,7 +222,7 @@ def settle(component: StateComponent, said: Sequence[Mapping[str, Any]], *, stri
             return report_of_trouble(key, rank, rebuild(one["trouble"]), len(said))
     if not all(one.get("fits", True) for one in said):
         return ComponentReport(key, Status.RESTORED, changed=True)
-    misfits = _joined_misfits(component, [one.get("misfits", ((), (), {})) for one in said])
+    misfits = _joined_misfits(component, said, saved_keys)
     restored, wanted = (sum(one["count"][i] for one in said) for i in (0, 1))
     if not misfits:
         return ComponentReport(key, Status.RESTORED, "", restored, wanted)
@@ -250,23 +266,23 @@ def _match_tensors(one: Match, saved: SavedCopy, tied: Mapping[str, str], found:
         if key in tied:
             continue
         at = key if key in saved.entries or key not in declared else declared[key]
-        label = f"{one.key}: {key}"
-        if at not in saved.entries:
+        entry = saved.entries.get(at)
+        if entry is None:
             found.elements_not_restored += local_tensor(leaf).numel()
             if at in saved.plain:
                 found.unfit[key] = "found a plain value, expected a tensor"
             else:
                 found.only_wanted.append(key)
             continue
-        name = saved.name_of(at)
-        address = address_of(leaf, name, boxes)
-        unfit = _why_unfit(label, address, saved.entries[at], one.key)
-        if unfit is None:
-            one.requests.append(ReadRequest(name, label, address.box, local_tensor(leaf)))
+        name = entry.alias_of or saved.start + at
+        label = f"{one.key}: {key}"
+        dtype, shape, box = place_of(leaf, name, boxes)
+        if entry.dtype == dtype and entry.shape == shape:
+            one.requests.append(ReadRequest(name, label, box, local_tensor(leaf)))
         elif strict:
-            raise unfit
+            raise _unfit(label, dtype, shape, entry, one.key)
         else:
-            found.unfit[key] = f"found {_form(saved.entries[at])}, expected {_form(address)}"
+            found.unfit[key] = f"found {_form(entry.dtype, entry.shape)}, expected {_form(dtype, shape)}"
             found.elements_not_restored += local_tensor(leaf).numel()
 
 
@@ -296,35 +312,60 @@ def _new_tensor(requests: list[ReadRequest], component: str, key: str, saved: Sa
     return tensor
 
 
-def _joined_misfits(component: StateComponent, misfits: Sequence[Sequence[Any]]) -> Misfits:
+def _joined_misfits(component: StateComponent, said: Sequence[Mapping[str, Any]], saved_keys: Sequence[str]) -> Misfits:
     """Those of all ranks. What is saved of a SHARDED component and wanted by another rank is wanted."""
-    saved = [set(one[0]) for one in misfits]
-    join: Callable[..., set[str]] = set.intersection if component.pattern is SharingPattern.SHARDED else set.union
+    misfits = [one.get("misfits", ((), (), {})) for one in said]
+    if component.pattern is SharingPattern.SHARDED:
+        only_saved = _claimed_by_none([one.get("claimed") for one in said], saved_keys)
+    else:
+        only_saved = {key for one in misfits for key in one[0]}
     unfit: dict[str, str] = {}
     for one in misfits:
         unfit |= one[2]
-    return Misfits(tuple(sorted(join(*saved))), tuple(dict.fromkeys(key for one in misfits for key in one[1])), unfit)
+    return Misfits(tuple(sorted(only_saved)), tuple(dict.fromkeys(key for one in misfits for key in one[1])), unfit)
 
 
-def _why_unfit(label: str, wanted: Address, saved: ArrayEntry, component: str) -> ShapeMismatchError | None:
-    if saved.shape != wanted.global_shape:
+def _runs_without(left: Collection[str], keys: Sequence[str]) -> list[tuple[int, int]]:
+    """The keys that are not among `left`, as runs of their positions: (first, how many)."""
+    left = set(left)
+    runs = []
+    first = 0
+    for is_left, run in groupby(keys, key=left.__contains__):
+        count = sum(1 for _ in run)
+        if not is_left:
+            runs.append((first, count))
+        first += count
+    return runs
+
+
+def _claimed_by_none(claimed: Sequence[Sequence[tuple[int, int]] | None], keys: Sequence[str]) -> set[str]:
+    """The keys that are in nobody's runs; None: a rank claims all of them."""
+    open_ones = bytearray(b"\1" * len(keys))
+    for runs in claimed:
+        if runs is None:
+            return set()
+        for first, count in runs:
+            open_ones[first : first + count] = bytes(count)
+    return {key for key, is_open in zip(keys, open_ones, strict=True) if is_open}
+
+
+def _unfit(label: str, dtype: str, shape: tuple[int, ...], saved: ArrayEntry, component: str) -> ShapeMismatchError:
+    """The refusal of a tensor whose shape or data type is not the one that was saved."""
+    if saved.shape != shape:
         return ShapeMismatchError(
             f"{label}: the checkpoint holds global shape {list(saved.shape)}, this run asks for "
-            f"{list(wanted.global_shape)}. Restore with the model "
+            f"{list(shape)}. Restore with the model "
             f"it was saved from, or leave the component out with ~components.{component}.",
             component=component,
         )
-    if saved.dtype != wanted.dtype:
-        return ShapeMismatchError(
-            f"{label}: the checkpoint holds {saved.dtype}, this run asks for {wanted.dtype}. Restore with the data type it was saved in.",
-            component=component,
-        )
-    return None
+    return ShapeMismatchError(
+        f"{label}: the checkpoint holds {saved.dtype}, this run asks for {dtype}. Restore with the data type it was saved in.",
+        component=component,
+    )
 
 
-def _form(array: ArrayEntry | Address) -> str:
-    shape = array.global_shape if isinstance(array, Address) else array.shape
-    return f"{array.dtype} {list(shape)}"
+def _form(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
 
 
 def _inside_a_tensor(key: str, leaves: Leaves) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, groupby, repeat
+from typing import NamedTuple
 
 from ckpt.box import Box, chunk_box, chunks_meeting, num_chunks, overlap
 from ckpt.errors import ShardingError
@@ -52,9 +53,8 @@ class ChunkTask:
     slivers: tuple[tuple[int, Box], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PackTask:
-    """One small box this rank writes into its packed array of the same component, prefix and data type."""
+class PackTask(NamedTuple):
+    """One small box this rank writes into a packed array of its own, of the same component, prefix and data type."""
 
     name: str
     box: Box

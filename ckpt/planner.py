@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt.collect import Contribution, exchange_tables
+from ckpt.collector import collector_paused
 from ckpt.dtypes import item_bytes
 from ckpt.plan import PACK_BELOW_BYTES, RankPlan, SavePlan, plan_save
 from ckpt.topology import Topology
@@ -40,6 +41,6 @@ def agreed_plan(
         pack_below_bytes: arrays whose global size is smaller share a packed one.
     """
     tables, table_of_rank = exchange_tables(mine.table, table_digests, topology)
-    with topology.phase("plan"):
+    with topology.phase("plan"), collector_paused():
         plan = plan_save(tables, table_of_rank, item_bytes, pack_below_bytes=pack_below_bytes)
         return plan, plan.of_rank(topology.rank)

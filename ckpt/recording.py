@@ -6,10 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ckpt.backends.base import ArraySpec, Backend
+from ckpt.backends.base import Backend
 from ckpt.durable import replace_durably, write_durably
 from ckpt.errors import StorageError
 from ckpt.manifest import (
@@ -61,7 +62,7 @@ class Record:
         self._beside = beside
 
     def write(self, checkpoint_id: str) -> int:
-        """Write array metadata, config and, last, the manifest; return the bytes of all three.
+        """Join the arrays, write the config and, last, the manifest; return the bytes that this adds.
 
         Raises:
             StorageError: what a rank wrote is not seen here.
@@ -95,14 +96,17 @@ class Record:
 
     def _arrays(self) -> dict[str, ArrayEntry]:
         store = self._backend.store
+        packed: dict[tuple[Any, ...], ArrayEntry] = {}
         arrays = {}
         for name, array in self._plan.arrays.items():
             if array.grid is not None:
                 path = path_of(name, self._components)
                 arrays[name] = ArrayEntry(array.dtype, array.shape, store, path, array.grid, array.runs())
             else:
-                packed_in = tuple(sorted(set(array.packs.values())))
-                arrays[name] = ArrayEntry(array.dtype, array.shape, store, packed_in=packed_in)
+                alike = array.dtype, array.shape, tuple(sorted(set(array.packs.values())))
+                if alike not in packed:
+                    packed[alike] = ArrayEntry(array.dtype, array.shape, store, packed_in=alike[2])
+                arrays[name] = packed[alike]
         for alias, first in self._plan.aliases.items():
             if first in arrays:
                 arrays[alias] = ArrayEntry(arrays[first].dtype, arrays[first].shape, alias_of=first)
@@ -130,17 +134,9 @@ class Record:
         )
 
     def _write_lead_files(self, manifest: CheckpointManifest) -> int:
-        """Write array metadata and config, list every file of the lead's and every index; return the bytes added."""
-        specs = [
-            ArraySpec(path_of(name, self._components), array.dtype, array.shape, array.grid)
-            for name, array in self._plan.arrays.items()
-            if array.grid is not None
-        ]
-        specs += [
-            ArraySpec(path, dtype, (n,), (n,)) for vote in self._votes for path, (dtype, n) in vote.packed.items()
-        ]
-        writers = [rank for rank, vote in enumerate(self._votes) if vote.wrote_chunks]
-        made = self._backend.lay_out(self._folder, specs, writers, self._topology.progress)
+        """Join the arrays and write the config, list every file of the lead's and every index; return the bytes added."""
+        writers = [rank for rank, vote in enumerate(self._votes) if vote.wrote_arrays]
+        made = self._backend.join(self._folder, writers, self._topology.progress)
         if self._config_text is not None:
             write_durably(self._folder / CONFIG_NAME, self._config_text.encode())
             made = [*made, CONFIG_NAME]

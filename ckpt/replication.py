@@ -458,6 +458,8 @@ def _digest_of_sample(local: torch.Tensor) -> str:
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on the host, contiguous; itself where it is so already."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
     return tensor.cpu().resolve_conj().resolve_neg().contiguous()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.backends.base import Backend
-from ckpt.collect import Contribution, collect, settle_plain
+from ckpt.collect import Contribution, MergedRows, collect, settle_plain
 from ckpt.device import Device
 from ckpt.doctor import Diagnosis
 from ckpt.errors import CorruptCheckpointError, StorageError
@@ -22,7 +22,7 @@ from ckpt.recording import Record
 from ckpt.sharing import StateComponent
 from ckpt.topology import Topology
 from ckpt.verify import verify_checkpoint
-from ckpt.writing import Share, Vote
+from ckpt.writing import PACKED_BYTES, Share, Vote
 
 _log = logging.getLogger("ckpt")
 
@@ -62,7 +62,9 @@ class Saver:
         stale_s: float,
         run_id: str,
         pattern_check: str = "warn",
+        packed_bytes: int = PACKED_BYTES,
     ) -> None:
+        self._packed_bytes = packed_bytes
         self._components = components
         self._topology = topology
         self._backend = backend
@@ -73,6 +75,7 @@ class Saver:
         self._pattern_check = check_choice(pattern_check)
         self._was_examined = False
         self._planner = Planner()
+        self._merged: MergedRows = {}
         self._root_is_shared = False
 
     def save(
@@ -85,12 +88,12 @@ class Saver:
             with self._topology.operation(f"save of checkpoint-{checkpoint_id}"):
                 look = self._is_to_look(validate)
                 mine, summaries = self._collect(validate=validate, look=look)
-                plain = settle_plain(mine, summaries, self._topology)
+                plain = settle_plain(mine, summaries, self._topology, self._merged)
                 if look:
                     self._check_patterns(mine)
                 plan, tasks = self._planner.plan(mine, [summary["table"] for summary in summaries], self._topology)
                 folder = self._open(ledger, root, checkpoint_id)
-                share = Share(plan, tasks, mine, self._topology, self._device)
+                share = Share(plan, tasks, mine, self._topology, self._device, packed_bytes=self._packed_bytes)
                 slivers = share.exchange_slivers()
                 with self._topology.phase("write") as phase:
                     vote = share.write(folder, self._backend, plain, slivers)

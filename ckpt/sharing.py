@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ckpt.address import Address, DTensorBoxes, address_of
+from ckpt.address import Address, DTensorBoxes, address_of, local_tensor
 from ckpt.dtypes import is_dtensor
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.flatten import Leaves, TensorLeaf
@@ -104,7 +104,8 @@ class StateComponent:
     @property
     def pattern(self) -> SharingPattern:
         """The pattern as the enum, whatever it was given as."""
-        return SharingPattern(self.sharing_pattern)
+        given = self.sharing_pattern
+        return given if isinstance(given, SharingPattern) else SharingPattern(given)
 
 
 def check_component(
@@ -230,16 +231,18 @@ def addresses(component: StateComponent, leaves: Leaves, topology: Topology) -> 
     Raises:
         ShardingError: a DTensor reaches across the ranks, nodes or groups that each should have a copy of their own.
     """
-    prefix = prefix_of(component, topology)
+    start = f"{component.key}/{prefix_of(component, topology)}"
+    has_own = component.pattern in OWN_COPIES
+    gives_plain = gives(component, topology)
     found = {}
     boxes = DTensorBoxes()
     for key, leaf in leaves.tensors.items():
         sharded = isinstance(leaf, ShardedTensor) or is_dtensor(leaf)
-        if not sharded and not gives(component, topology):
+        if not sharded and not gives_plain:
             continue
-        if sharded and component.pattern in OWN_COPIES:
+        if sharded and has_own:
             _require_inside(component, key, leaf, topology)
-        found[key] = address_of(leaf, f"{component.key}/{prefix}{key}", boxes)
+        found[key] = address_of(leaf, start + key, boxes)
     return found
 
 
@@ -250,27 +253,31 @@ def find_aliases(tensors: dict[str, TensorLeaf], declared: dict[str, str]) -> di
     where a pipeline stage may hold only the alias).
     """
     aliases = {}
+    alone: dict[int, str] = {}
     first_at: dict[tuple[Any, ...], str] = {}
     for key, leaf in tensors.items():
-        if isinstance(leaf, ShardedTensor) or leaf.numel() == 0:
+        if isinstance(leaf, ShardedTensor):
             continue
-        memory = leaf.to_local() if is_dtensor(leaf) else leaf  # type: ignore[attr-defined]
-        if memory.device.type == "meta" or memory.numel() == 0:
+        address = (local_tensor(leaf) if is_dtensor(leaf) else leaf).data_ptr()
+        if not address:  # no element, or no memory for them
             continue
-        where = (
-            memory.device,
-            memory.data_ptr(),
-            memory.dtype,
-            tuple(leaf.shape),
-            tuple(memory.shape),
-            memory.stride(),
-        )
-        if where in first_at:
-            aliases[key] = first_at[where]
-        else:
-            first_at[where] = key
+        before = alone.setdefault(address, key)
+        if before == key:
+            continue
+        # Two tensors begin there, which few do: are they one?
+        first_at.setdefault(_whereabouts(tensors[before]), before)
+        first = first_at.setdefault(_whereabouts(leaf), key)
+        if first != key:
+            aliases[key] = first
     aliases.update({alias: first for alias, first in declared.items() if alias in tensors})
     return aliases
+
+
+def _whereabouts(leaf: TensorLeaf) -> tuple[Any, ...]:
+    """What tensors have in common that are one: the memory, and how it is looked at."""
+    memory = local_tensor(leaf)
+    shapes = tuple(leaf.shape), tuple(memory.shape)  # type: ignore[union-attr]  # a ShardedTensor is never asked
+    return memory.device, memory.data_ptr(), memory.dtype, *shapes, memory.stride()
 
 
 def _require_elastic(component: StateComponent) -> None:

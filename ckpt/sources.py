@@ -220,9 +220,7 @@ class CommittedSource:
             ReadRequest(start + key, f"{component.key}: {key}", whole(form[1]), out) for key, form, out in small
         ]
         # Not by the strategy of the load, which may want all ranks to take part.
-        reading = DirectLoad().prepare(
-            requests, self._checkpoint, self._topology, self._device, verify=self._verify
-        )
+        reading = DirectLoad().prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
         reading.run()
         return found | {key: (*form, digest_of(raw_bytes(out).numpy().data)) for key, form, out in small}
 

@@ -74,13 +74,14 @@ def check_file(checkpoint_dir: Path, path: str, record: FileRecord, covered: Ite
     Raises:
         CorruptCheckpointError: naming the file.
     """
+    file = checkpoint_dir / path
     try:
-        size = (checkpoint_dir / path).stat().st_size
+        size = file.stat().st_size
     except OSError as error:
         raise CorruptCheckpointError(f"{path} is missing") from error
     if size != record.size:
         raise CorruptCheckpointError(f"{path} has {size} bytes, its index says {record.size}")
-    if rest_digest(checkpoint_dir / path, size, covered) != record.rest:
+    if rest_digest(file, size, covered) != record.rest:
         raise CorruptCheckpointError(
             f"{path} does not match its digest; bytes outside of any array were changed after the save"
         )

@@ -46,11 +46,9 @@ class TablePart:
 
     @classmethod
     def of(cls, addresses: Iterable[Address]) -> TablePart:
-        places: dict[Place, int] = {}
-        names = tuple(
-            (a.name, places.setdefault(Place(a.dtype, a.global_shape, a.box), len(places))) for a in addresses
-        )
-        return cls(names, tuple(places))
+        places: dict[tuple[Any, ...], int] = {}
+        names = tuple((address.name, places.setdefault(address[1:], len(places))) for address in addresses)
+        return cls(names, tuple(Place(*place) for place in places))
 
 
 @dataclass(frozen=True, slots=True)

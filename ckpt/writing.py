@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,20 @@ import torch
 import xxhash
 
 from ckpt.address import local_tensor
-from ckpt.backends.base import ArraySpec, Backend, FileRecord, Writer
+from ckpt.backends.base import ArraySpec, Backend, FileRecord, Writer, Written
 from ckpt.box import Box
 from ckpt.collect import Contribution
+from ckpt.collector import collector_paused
 from ckpt.device import Device
 from ckpt.dtypes import raw_bytes, torch_dtype
-from ckpt.durable import write_durably
 from ckpt.flatten import TensorLeaf
 from ckpt.manifest import PLAIN_NAME, Index, Piece, digest_of, encode_key, index_name
 from ckpt.plan import ChunkTask, PackTask, RankPlan, SavePlan
 from ckpt.sharing import OWN_COPIES, StateComponent, holders_of, prefix_of
 from ckpt.topology import Topology
+
+PACKED_BYTES = 32 << 20
+"""The longest array that small tensors are packed in."""
 
 
 @dataclass(slots=True)
@@ -32,7 +37,7 @@ class Vote:
 
     Attributes:
         index: size and digest of the index; None if the rank wrote nothing.
-        packed: path of each packed array -> data type and number of elements.
+        wrote_arrays: chunks or descriptions of arrays, which the lead is to join with those of the others.
         total_bytes: of all files.
         sizes: component -> bytes of its tensors and plain values.
         checksums: component -> one digest over all digests of what was written of it.
@@ -40,8 +45,7 @@ class Vote:
     """
 
     index: list[Any] | None = None
-    packed: dict[str, list[Any]] = field(default_factory=dict)
-    wrote_chunks: bool = False
+    wrote_arrays: bool = False
     total_bytes: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
@@ -52,11 +56,23 @@ class Vote:
 
 
 class Share:
-    """What one rank writes in one save."""
+    """What one rank writes in one save.
+
+    Args:
+        packed_bytes: the longest packed array, and so the memory that packing takes. A tensor that is longer has one of its own.
+    """
 
     def __init__(
-        self, plan: SavePlan, tasks: RankPlan, contribution: Contribution, topology: Topology, device: Device
+        self,
+        plan: SavePlan,
+        tasks: RankPlan,
+        contribution: Contribution,
+        topology: Topology,
+        device: Device,
+        *,
+        packed_bytes: int = PACKED_BYTES,
     ) -> None:
+        self._packed_bytes = packed_bytes
         self._plan = plan
         self._tasks = tasks
         self._contribution = contribution
@@ -65,6 +81,7 @@ class Share:
         self._index = Index(topology.rank)
         self._vote = Vote()
         self._by_box: dict[str, dict[Box, TensorLeaf]] = {}
+        self._described: list[ArraySpec] = []
 
     def exchange_slivers(self) -> dict[int, memoryview]:
         """Send the parts of chunks that other ranks write; return the bytes of the parts that come here, by sender."""
@@ -77,6 +94,7 @@ class Share:
         incoming = self._topology.exchange("slivers", {to: b"".join(parts) for to, parts in outgoing.items()}, sources)
         return {rank: memoryview(data) for rank, data in incoming.items()}
 
+    @collector_paused()
     def write(
         self,
         folder: Path,
@@ -97,20 +115,35 @@ class Share:
         try:
             for task in self._tasks.chunks:
                 self._write_chunk(writer, task, slivers)
-            for (path, dtype), tasks in self._packs().items():
+            for (path, dtype), tasks in self._packs():
                 self._write_packed(writer, path, dtype, tasks)
-            written = writer.finish()
+            self._describe(writer)
+            self._add_written(writer.finish())
+            self._write_plain(writer, plain)
+            self._add_checksums()
+            self._write_index(writer)
+            writer.make_durable()
         except BaseException:
             writer.abort()
             raise
+        return self._vote
+
+    def _add_written(self, written: Written) -> None:
         self._index.files.update(written.files)
         for (path, number), extent in written.chunks.items():
             self._index.chunks.setdefault(path, {})[number] = extent
-        self._vote.wrote_chunks = bool(written.chunks)
-        self._write_plain(folder, plain)
-        self._add_checksums()
-        self._write_index(folder)
-        return self._vote
+        self._vote.wrote_arrays = bool(written.files)
+
+    def _describe(self, writer: Writer) -> None:
+        """Describe our packed arrays, and those whose first chunk is ours. One without chunks, and the groups, are the lead's."""
+        rank, components = self._topology.rank, self._contribution.components
+        for name, array in self._plan.arrays.items():
+            if array.grid is not None and (array.writers[0] if array.writers else 0) == rank:
+                self._described.append(ArraySpec(path_of(name, components), array.dtype, array.shape, array.grid))
+        groups = None
+        if self._topology.is_lead:
+            groups = {folder.removesuffix("/") for folder in folders_of(self._plan.arrays, components)}
+        writer.describe(self._described, groups)
 
     def _write_chunk(self, writer: Writer, task: ChunkTask, slivers: dict[int, memoryview]) -> None:
         array = self._plan.arrays[task.name]
@@ -134,37 +167,50 @@ class Share:
             host[box.relative_to(task.box).slices] = received.view(box.shape)
         return host
 
-    def _packs(self) -> dict[tuple[str, str], list[PackTask]]:
-        """Our small leaves by the packed array that takes them: (its path, its data type)."""
-        packs: dict[tuple[str, str], list[PackTask]] = defaultdict(list)
-        for task in self._tasks.packs:
-            dtype = self._plan.arrays[task.name].dtype
-            folder = folder_of(task.name, self._contribution.components)
-            packs[f"{folder}packed-{dtype}-{self._topology.rank:05d}", dtype].append(task)
-        return packs
+    def _packs(self) -> Iterator[tuple[tuple[str, str], list[PackTask]]]:
+        """Yield our small leaves by the packed array that takes them: (its path, its data type)."""
+        by_kind: dict[tuple[str, str], list[PackTask]] = defaultdict(list)
+        folders = folders_of((task.name for task in self._tasks.packs), self._contribution.components)
+        for task, folder in zip(self._tasks.packs, folders, strict=True):
+            by_kind[folder, self._plan.arrays[task.name].dtype].append(task)
+        for (folder, dtype), tasks in by_kind.items():
+            for number, few in enumerate(_cut(tasks, self._packed_bytes // torch_dtype(dtype).itemsize)):
+                ending = f"-{number:05d}" if number else ""
+                yield (f"{folder}packed-{dtype}-{self._topology.rank:05d}{ending}", dtype), few
 
     def _write_packed(self, writer: Writer, path: str, dtype: str, tasks: Sequence[PackTask]) -> None:
         """Lay small boxes end to end, noting where each begins. Where all of them are empty there is no array."""
-        regions = self._device.stage([self._region(task.name, task.box) for task in tasks])
-        host = torch.empty(sum(region.numel() for region in regions), dtype=torch_dtype(dtype))
         first = 0
-        for task, region in zip(tasks, regions, strict=True):
-            host[first : first + region.numel()] = region.reshape(-1)
-            piece = Piece(path, self._plan.arrays[task.name].shape, task.box, first)
-            self._index.pieces.setdefault(task.name, []).append(piece)
-            first += region.numel()
+        for name, box in tasks:
+            self._index.pieces.setdefault(name, []).append(Piece(path, self._plan.arrays[name].shape, box, first))
+            first += box.num_elements
         self._index.packed[path] = first
         if first:
-            writer.write(ArraySpec(path, dtype, (first,), (first,)), 0, host)
-            self._vote.packed[path] = [dtype, first]
+            host = self._joined([self._region(name, box) for name, box in tasks], dtype)
+            self._described.append(ArraySpec(path, dtype, (first,), (first,)))
+            writer.write(self._described[-1], 0, host)
             self._count(tasks[0].name, host)
+
+    def _joined(self, regions: Sequence[torch.Tensor], dtype: str) -> torch.Tensor:
+        """The elements of tensors of one data type end to end on the host; those of a device are joined there, and come as one."""
+        host = torch.empty(sum(region.numel() for region in regions), dtype=torch_dtype(dtype))
+        first = 0
+        for device, run in groupby(regions, key=lambda region: region.device):
+            flat = [region if region.dim() == 1 else region.reshape(-1) for region in run]
+            there = host[first : first + sum(region.numel() for region in flat)]
+            if device.type == "cpu":
+                torch.cat(flat, out=there)
+            else:
+                there.copy_(self._device.stage([torch.cat(flat)])[0])
+            first += there.numel()
+        return host
 
     def _on_host(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor of ours on the host, contiguous."""
         return self._device.stage([self._region(name, box)])[0]
 
     def _region(self, name: str, box: Box) -> torch.Tensor:
-        if not box.num_elements:
+        if 0 in box.shape:
             return torch.empty(box.shape, dtype=torch_dtype(self._plan.arrays[name].dtype))
         held, leaf = self._held(name, box)
         local = local_tensor(leaf)
@@ -172,13 +218,16 @@ class Share:
 
     def _held(self, name: str, box: Box) -> tuple[Box, TensorLeaf]:
         """What of ours holds a box; whole pieces, which most are, are found at once, however many there are."""
+        pieces = self._contribution.held[name]
+        if len(pieces) == 1:
+            return pieces[0]
         if name not in self._by_box:
             self._by_box[name] = dict(self._contribution.held[name])
         if box in self._by_box[name]:
             return box, self._by_box[name][box]
         return next(one for one in self._contribution.held[name] if one[0].contains(box))
 
-    def _write_plain(self, folder: Path, plain: Mapping[str, Mapping[str, Any]]) -> None:
+    def _write_plain(self, writer: Writer, plain: Mapping[str, Mapping[str, Any]]) -> None:
         """The lowest rank of those that hold one state of a component writes its plain values."""
         rank = self._topology.rank
         for key, rows in plain.items():
@@ -187,18 +236,17 @@ class Share:
                 continue
             path = f"{key}/{prefix_of(component, self._topology)}{PLAIN_NAME}"
             data = _plain_to_bytes(rows)
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            write_durably(folder / path, data)
+            writer.add(path, data)
             self._vote.plain_files[path] = [len(data), digest_of(data)]
             self._vote.sizes[key] = self._vote.sizes.get(key, 0) + len(data)
             if not self._topology.is_lead:  # the lead's own stand in the manifest
                 self._index.files[path] = FileRecord(len(data), digest_of(data))
 
-    def _write_index(self, folder: Path) -> None:
+    def _write_index(self, writer: Writer) -> None:
         self._vote.total_bytes = sum(record.size for record in self._index.files.values())
         if self._index.files or self._index.pieces:
             data = self._index.to_bytes()
-            write_durably(folder / index_name(self._index.rank), data)
+            writer.add(index_name(self._index.rank), data)
             self._vote.index = [len(data), digest_of(data)]
             self._vote.total_bytes += len(data)
 
@@ -231,12 +279,36 @@ def joined_checksum(of_writers: Iterable[str]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(of_writers).encode())
 
 
+def _cut(tasks: Iterable[PackTask], most: int) -> Iterator[list[PackTask]]:
+    """Cut small leaves into runs of at most so many elements, each of at least one leaf."""
+    few: list[PackTask] = []
+    count = 0
+    for task in tasks:
+        num_elements = task.box.num_elements
+        if few and count + num_elements > most:
+            yield few
+            few, count = [], 0
+        few.append(task)
+        count += num_elements
+    yield few
+
+
 def folder_of(name: str, components: Mapping[str, StateComponent]) -> str:
     """`<component>/<prefix>` of an array name of this save, other ranks' prefixes included."""
     component, _, rest = name.partition("/")
-    if components[component].pattern in OWN_COPIES:
-        return f"{component}/{rest.partition('/')[0]}/"
-    return f"{component}/"
+    return _folder(component, rest, components[component].pattern in OWN_COPIES)
+
+
+def folders_of(names: Iterable[str], components: Mapping[str, StateComponent]) -> Iterator[str]:
+    """The same of many names, one after the other."""
+    has_own = {key: component.pattern in OWN_COPIES for key, component in components.items()}
+    for name in names:
+        component, _, rest = name.partition("/")
+        yield _folder(component, rest, has_own[component])
+
+
+def _folder(component: str, rest: str, has_own: bool) -> str:
+    return f"{component}/{rest.partition('/')[0]}/" if has_own else f"{component}/"
 
 
 def path_of(name: str, components: Mapping[str, StateComponent]) -> str:
@@ -251,5 +323,12 @@ def _component_of(name: str) -> str:
 
 def _plain_to_bytes(rows: Mapping[str, Any]) -> bytes:
     """One line per value: `[path, value]`, or `[path]` where a tensor belongs."""
-    lines = ",\n".join(json.dumps(row) for row in rows.values())
+    lines = ",\n".join(map(_row_to_text, rows.values()))
     return f"[\n{lines}\n]\n".encode()
+
+
+def _row_to_text(row: Sequence[Any]) -> str:
+    """The JSON of one row; the short way for the place of a tensor, for there may be very many."""
+    if len(row) == 1 and all(type(part) is str for part in row[0]):
+        return f"[[{', '.join(map(quoted, row[0]))}]]"
+    return json.dumps(row)

@@ -10,6 +10,7 @@ import torch
 
 from ckpt.backends.base import ChunkExtent
 from ckpt.box import Box, chunk_box, num_chunks
+from ckpt.collector import collector_paused
 from ckpt.device import Device
 from ckpt.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.extents import ALIGNMENT, ExtentReader, Part, ReadAt, Wanted
@@ -22,6 +23,7 @@ from ckpt.topology import Topology
 class RankEnds:
     """What one rank wants, chunk by chunk, and how it gets it from storage. See `ckpt.spread.courier.Ends`."""
 
+    @collector_paused()
     def __init__(
         self,
         requests: Sequence[ReadRequest],

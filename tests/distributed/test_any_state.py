@@ -26,7 +26,7 @@ import ckpt.planner
 from ckpt import ShardedTensor, StateComponent
 from ckpt.box import Box, num_chunks, whole
 from ckpt.dtypes import item_bytes, torch_dtype
-from ckpt.errors import ShardingError
+from ckpt.errors import ReplicationError, ShardingError
 from ckpt.flatten import flatten, to_json
 from ckpt.manifest import ArrayEntry, CheckpointManifest, Index, digest_of
 from ckpt.plan import plan_save
@@ -396,6 +396,24 @@ def test_a_value_in_whose_place_another_rank_has_a_dictionary_is_refused_on_ever
     (said,) = set(run_threads(3, _save_nested_differently, tmp_path))
     assert "component model: a is 5 on rank 0, and rank 1 has a.x below it" in said
     assert list(tmp_path.glob("checkpoint-*")) == []
+
+
+def test_a_tensor_that_another_rank_has_a_value_for_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (said,) = set(run_threads(3, _save_a_tensor_and_a_value, tmp_path))
+    assert (
+        "component model: a is a tensor on rank 1 and 5 on rank 0; a plain value of a sharded component must be equal"
+        in said
+    )
+    assert list(tmp_path.glob("checkpoint-*")) == []
+
+
+def _save_a_tensor_and_a_value(topology: Topology, root: Path) -> str:
+    state = {"a": 5} if topology.rank == 0 else {"a": torch.arange(3)}
+    with pytest.raises(ReplicationError) as refusal:
+        coordinator(topology, root, [StateComponent("model", Held(state), "sharded")]).save_checkpoint(
+            checkpoint_id="1"
+        )
+    return str(refusal.value)
 
 
 def _gpt(case: MadeUp, rank: int, *, filled: bool) -> dict[str, Held]:

@@ -305,3 +305,8 @@ def test_an_empty_dictionary_of_one_rank_takes_nothing_away_from_what_others_hav
 def test_what_is_not_plain_is_named_with_the_way_to_it(value: Any, way: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{re.escape(way)} is a builtins.object"):
         to_json(value, "x")
+
+
+def test_an_object_that_gives_no_dictionary_gives_one_plain_value() -> None:
+    leaves = flatten(None, "x")  # type: ignore[arg-type]
+    assert (leaves.plain, leaves.paths, leaves.tensors) == ({"": None}, {"": ()}, {})

@@ -15,6 +15,7 @@ import zarr
 
 from ckpt import StateComponent, zarr_dtypes
 from ckpt.dtypes import raw_bytes, zarr_name
+from ckpt.errors import ConfigurationError
 from ckpt.topology import Topology
 from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits
 
@@ -96,3 +97,28 @@ def test_bfloat16_keeps_its_values_not_only_its_bits(tmp_path: Path) -> None:
     array = zarr.open(path / "model" / "w", mode="r")[:]
     assert array.dtype == ml_dtypes.bfloat16
     assert np.array_equal(array.astype(np.float32), values.float().numpy())
+
+
+def test_small_tensors_are_packed_in_arrays_no_longer_than_the_setting_says(tmp_path: Path) -> None:
+    state = {f"t.{number}": random_bits((60, 64), torch.float32, number) for number in range(200)}  # of 15 KiB
+    made = coordinator(Topology.alone(), tmp_path, [StateComponent("model", Held(state), "global")], packed_mib=1)
+    checkpoint = Path(made.save_checkpoint(checkpoint_id="1"))
+    index = json.loads((checkpoint / "index-00000.json").read_text())
+    assert list(index["packed"]) == [
+        "model/packed-float32-00000",
+        "model/packed-float32-00000-00001",
+        "model/packed-float32-00000-00002",
+    ]
+    assert all(0 < elements * 4 <= 1 << 20 for elements in index["packed"].values())
+    for name, tensor in state.items():
+        number, _, _, shape, first = index["pieces"][f"model/{name}"][0]
+        array = zarr.open(checkpoint / list(index["packed"])[number])
+        assert array[first : first + np.prod(shape)].tobytes() == bits(tensor), name
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    coordinator(Topology.alone(), tmp_path, [StateComponent("model", Held(into), "global")]).load_checkpoint()
+    assert all(bits(into[name]) == bits(tensor) for name, tensor in state.items())
+
+
+def test_a_bound_that_would_give_every_small_tensor_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="packed_mib is 0"):
+        coordinator(Topology.alone(), tmp_path, [], packed_mib=0)

@@ -142,3 +142,48 @@ def test_two_keys_never_share_a_folder_name(a: str, b: str) -> None:
 
 def test_long_keys_that_differ_at_their_end_have_different_names() -> None:
     assert encode_key("x" * 200 + "a") != encode_key("x" * 200 + "b")
+
+
+@given(names=st.lists(st.text(), unique=True, max_size=6), data=st.data())
+def test_arrays_of_any_name_come_back_and_those_stored_alike_share_one_entry(
+    names: list[str], data: st.DataObject
+) -> None:
+    kinds = [
+        ArrayEntry("float32", (3,), "zarr", packed_in=(0, 2)),
+        ArrayEntry("float32", (), "zarr", packed_in=(1,)),
+        ArrayEntry("int8", (9, 9), "zarr", 'model/"}, {', (9, 9), ((0, 0, 1),)),
+        ArrayEntry("int8", (9, 9), alias_of='model/x": {"dtype": 5},\n'),
+    ]
+    record = manifest()
+    record.arrays = {name: data.draw(st.sampled_from(kinds)) for name in names}
+    back = CheckpointManifest.from_bytes(record.to_bytes(), "m").arrays
+    assert back == record.arrays and list(back) == names
+    assert len({id(entry) for entry in back.values()}) == len({id(entry) for entry in record.arrays.values()})
+
+
+@pytest.mark.parametrize("indent", [None, 4])
+def test_a_manifest_that_another_hand_has_laid_out_is_read_like_any(indent: int | None) -> None:
+    tree = json.loads(manifest().to_bytes())
+    del tree["manifest_digest"]
+    body = json.dumps(tree, indent=indent).rstrip("}\n").encode() + b"},\n"
+    closing = f'  "manifest_digest": "{digest_of(body)}"\n}}\n'.encode()
+    assert CheckpointManifest.from_bytes(body + closing, "m") == manifest()
+
+
+def test_an_index_keeps_every_piece_of_every_tensor() -> None:
+    index = Index(
+        rank=3,
+        packed={"m/packed-int8-00003": 40, "m/packed-int8-00003-00001": 9},
+        pieces={
+            "m/\u2028'\"\n": [
+                Piece("m/packed-int8-00003", (6, 4), Box((0, 0), (3, 4)), 0),
+                Piece("m/packed-int8-00003-00001", (6, 4), Box((5, 1), (1, 3)), 6),
+            ],
+            "m/same": [Piece("m/packed-int8-00003", (6, 4), Box((0, 0), (3, 4)), 12)],
+            "m/one": [Piece("m/packed-int8-00003", (3,), Box((0,), (3,)), 24)],
+            "m/scalar": [Piece("m/packed-int8-00003", (), Box((), ()), 27)],
+        },
+    )
+    back = Index.from_bytes(index.to_bytes())
+    assert back == index and list(back.pieces) == list(index.pieces)
+    assert json.loads(index.to_bytes())["pieces"]["m/same"] == [[0, [6, 4], [0, 0], [3, 4], 12]]

@@ -114,3 +114,9 @@ def test_a_bare_list_of_components_is_enough_to_save_without_groups(tmp_path: Pa
     made.load_checkpoint(path)
     assert made.last_load is not None
     assert made.last_load.bytes_read == 0
+
+
+def test_of_several_tensors_that_begin_at_one_address_those_that_are_one_are_tied() -> None:
+    w = torch.arange(12.0).view(3, 4)
+    tensors = {"part": w[:2], "whole": w, "same part": w[:2], "flat": w.view(-1), "same": w.detach(), "none": w[:0]}
+    assert find_aliases(tensors, {}) == {"same part": "part", "same": "whole"}

@@ -366,3 +366,29 @@ def test_nothing_is_logged_of_components_that_are_wholly_restored(
     with caplog.at_level(logging.INFO):
         load(made(tmp_path, model={"w": torch.zeros(3)}), strict=False)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("owner_of", [lambda n: n // 20, lambda n: n % 3, lambda n: 2], ids=["runs", "in turn", "one"])
+def test_what_no_rank_of_a_sharded_component_claims_is_named_however_the_others_share_the_rest(
+    tmp_path: Path, owner_of: Callable[[int], int]
+) -> None:
+    everything = {f"t{number:02}": global_index((number,)) for number in range(60)}
+    save(tmp_path, model=(everything, "sharded"))
+    left = {"t00", "t17", "t59"}
+
+    def load_own(topology: Topology) -> tuple[str, Misfits]:
+        mine = {
+            name: torch.zeros_like(tensor)
+            for number, (name, tensor) in enumerate(everything.items())
+            if owner_of(number) == topology.rank and name not in left
+        }
+        one = made(tmp_path, topology, model=(mine, "sharded"))
+        with pytest.raises(MissingStateError) as refusal:
+            one.load_checkpoint()
+        report = load(one, strict=False)["model"]
+        assert all(torch.equal(tensor, everything[name]) for name, tensor in mine.items())
+        return str(refusal.value), report.misfits
+
+    for said, misfits in run_threads(3, load_own):
+        assert "t00" in said and "t17" in said and "t59" in said and "t01" not in said
+        assert misfits == Misfits(("t00", "t17", "t59"))
