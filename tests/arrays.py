@@ -38,7 +38,7 @@ def array(path: str, value: torch.Tensor, *grid: int) -> tuple[ArraySpec, torch.
 def save(
     backend: Backend, root: Path, arrays: Mapping[ArraySpec, torch.Tensor], ranks: Sequence[int] = (0, 3)
 ) -> Saved:
-    """Save every array: its chunks dealt out to `ranks` in turn, then laid out by the lead."""
+    """Save every array: chunks and descriptions dealt out to `ranks` in turn, then joined by the lead."""
     saved = Saved(root, dict(arrays))
     writers = {rank: backend.writer(root, rank, lambda num_bytes: None) for rank in ranks}
     turn = 0
@@ -47,11 +47,16 @@ def save(
             host = value[chunk_box(spec.shape, spec.grid, number).slices].contiguous()
             writers[ranks[turn % len(ranks)]].write(spec, number, host)
             turn += 1
+    for at, (rank, writer) in enumerate(writers.items()):
+        groups = [spec.path.rpartition("/")[0] for spec in arrays] if rank == ranks[-1] else None
+        writer.describe(list(arrays)[at :: len(ranks)], groups)
     written: dict[int, Written] = {rank: writer.finish() for rank, writer in writers.items()}
+    for writer in writers.values():
+        writer.make_durable()
     for one in written.values():
         saved.chunks |= one.chunks
         saved.rank_files |= one.files
-    saved.lead_files = backend.lay_out(root, list(arrays), [rank for rank in ranks if written[rank].chunks])
+    saved.lead_files = backend.join(root, [rank for rank in ranks if written[rank].files], lambda num_bytes: None)
     return saved
 
 

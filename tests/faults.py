@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ import torch.distributed as dist
 from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
 from ckpt.errors import CheckpointError
 from ckpt.mailbox import Mailbox
+from ckpt.strategies.direct import DirectLoad
+from ckpt.strategies.two_stage import TwoStageLoad
 from ckpt.topology import Phase, Topology
 from tests.distributed.test_elastic import Queue
 from tests.distributed.test_elastic import component as elastic_component
@@ -182,6 +185,33 @@ def run_jobs(topology: Topology, root: Path, jobs: Sequence[Callable[[Job], _T]]
         return [one.result() for one in [threads.submit(run, number) for number in range(len(jobs))]]
 
 
+class ThroughStore:
+    """Carries parcels between ranks that are threads, and so have no process group. See `ckpt.spread.network.Transport`."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._rank = topology.rank
+        self._mailbox = Mailbox(topology._mailbox._store, writer=topology.rank)
+        self._number = topology.made = getattr(topology, "made", 0) + 1  # type: ignore[attr-defined]  # all ranks make as many
+        self._spread: Counter[int] = Counter()
+
+    def spread(self, buffer: torch.Tensor, source: int, to: Sequence[int]) -> None:
+        self._spread[source] += 1
+        key = f"parcel/{self._number}/{source}/{self._spread[source]}"
+        if self._rank == source:
+            self._mailbox.put(key, buffer.numpy().tobytes(), compress=False)
+            return
+        deadline = time.monotonic() + _PATIENCE_S
+        while (data := self._mailbox.peek(key)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {source} sent nothing")
+            time.sleep(0.002)
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+TWO_STAGE = ("replicated", "per_node")
+"""Patterns whose loads are spread, within hosts and between them; all others load directly."""
+
+
 class State:
     """What one rank holds under one pattern, and a coordinator that has done nothing yet."""
 
@@ -196,8 +226,9 @@ class State:
             group = "dp" if pattern == "per_group" else None
             component = StateComponent(pattern, self.held, pattern, process_group_name=group)
         groups = groups_of(topology) if pattern == "per_group" else None
+        strategy = TwoStageLoad(transport=ThroughStore(topology)) if pattern in TWO_STAGE else DirectLoad()
         self.coordinator: CheckpointCoordinator = coordinator(
-            topology, root, [component], process_groups=groups, keep_last=2
+            topology, root, [component], process_groups=groups, keep_last=2, strategy=strategy
         )
 
     def is_whole(self, saved_by: int) -> bool:

@@ -70,7 +70,7 @@ class FileRecord:
 
 @dataclass(slots=True)
 class Written:
-    """What one rank has written, durably, when `Writer.finish` returns.
+    """What one rank has handed to the file system when `Writer.finish` returns.
 
     Attributes:
         chunks: (array path, row-major chunk number) -> where it lies.
@@ -82,27 +82,42 @@ class Written:
 
 
 class Writer(Protocol):
-    """One rank's side of one save. Used by one thread.
+    """One rank's side of one save. Used by one thread: `write` and `describe`, `finish`, `add`, `make_durable`.
 
     What it tells `progress` is a sign of life: a byte counts when it is taken, may count again when it has reached the
-    file system and again when it is durable, so that no long stretch of a save goes without one.
+    file system and again when it is durable, so that no long stretch of a save goes without one. Any of these may raise what
+    became of a byte that an earlier one took.
     """
 
     def write(self, array: ArraySpec, chunk: int, host: torch.Tensor) -> None:
         """Write one whole chunk, of which this rank is the only writer.
 
         Args:
-            array: the array, laid out by the lead at some other time; its metadata must not be opened here.
+            array: the array, described by some rank at some other time; its metadata must not be opened here.
             chunk: row-major number.
             host: C-contiguous host tensor of the array's data type and the chunk's *clipped* shape; the writer pads an
                 edge chunk. The caller leaves its values alone until `finish` or `abort`.
         """
 
+    def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
+        """Write the metadata of arrays, each of which is described by exactly one rank.
+
+        Args:
+            groups: paths of the groups that hold the arrays of all ranks: these, those above them and the checkpoint itself are
+                described too. One rank says so; None: another one does.
+        """
+
     def finish(self) -> Written:
-        """Make everything durable (one sync for all of it) and say where it lies."""
+        """Hand everything to the file system, and say where it lies. What follows is `add`."""
+
+    def add(self, file: str, data: bytes) -> None:
+        """Write a small file of the caller's own, by its path below the checkpoint; `Written` does not list it."""
+
+    def make_durable(self) -> None:
+        """Return when all files, and the folders above them, survive a power cut: one sync for everything."""
 
     def abort(self) -> None:
-        """Let go of everything; what is on disk may stay, the folder is about to be removed."""
+        """Let go of everything; what is on disk may stay, the folder is about to be removed. Nothing appears there later."""
 
 
 class Backend(Protocol):
@@ -114,10 +129,8 @@ class Backend(Protocol):
     def writer(self, root: Path, rank: int, progress: Callable[[int], None]) -> Writer:
         """Return this rank's writer below the unpublished folder `root`; it calls `progress(num_bytes)` as bytes move."""
 
-    def lay_out(
-        self, root: Path, arrays: Sequence[ArraySpec], writers: Sequence[int], progress: Callable[[int], None]
-    ) -> list[str]:
-        """Write the metadata of all arrays and join what the ranks in `writers` wrote. Lead rank only, after all of
+    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
+        """Make one of what the ranks in `writers` wrote, where their files are not that already. Lead rank only, after all of
         them finished. Calls `progress(num_bytes)` as bytes move.
 
         Returns:

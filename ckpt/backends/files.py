@@ -70,40 +70,10 @@ def _num_elements(shape: tuple[int, ...]) -> int:
     return count
 
 
-def write_file(path: Path, pieces: Iterable[memoryview], progress: Callable[[int], None]) -> int:
-    """Write a new file from `pieces` and return its size. Its bytes are on their way to the disk, not yet durable.
-
-    Raises:
-        OSError: it names the file.
-    """
-    with naming(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            size = 0
-            for piece in pieces:
-                _write_all(fd, piece)
-                start_writeback(fd, size, len(piece))
-                size += len(piece)
-                progress(len(piece))
-            return size
-        finally:
-            os.close(fd)
-
-
-def _write_all(fd: int, piece: memoryview) -> None:
+def write_all(fd: int, piece: memoryview) -> None:
+    """Write a whole piece at the file's position, however often it takes."""
     while piece:
         piece = piece[os.write(fd, piece) :]
-
-
-def write_documents(root: Path, documents: Mapping[str, bytes], progress: Callable[[int], None]) -> list[str]:
-    """Write small files below `root`, their folders too, and make them durable. Returns their paths, as given."""
-    folders = Folders(root)
-    sizes = {}
-    for name, document in documents.items():
-        folders.make((root / name).parent)
-        sizes[name] = write_file(root / name, [memoryview(document)], progress)
-    make_durable(root, sizes, folders.made, progress)
-    return list(documents)
 
 
 class Folders:
@@ -168,12 +138,6 @@ def start_writeback(fd: int, offset: int, num_bytes: int) -> None:
     """Ask the kernel to start writing a range to disk now, so that the sync at the end finds little left to do."""
     if num_bytes >= EAGER_BYTES:
         _sync_file_range(fd, offset, num_bytes, _WRITE)
-
-
-def push(path: Path, offset: int, num_bytes: int) -> None:
-    """The same for a file that someone else is writing."""
-    if num_bytes >= EAGER_BYTES:
-        _with_descriptor(path, lambda fd: start_writeback(fd, offset, num_bytes))
 
 
 def _sync_file_range(fd: int, offset: int, num_bytes: int, flags: int) -> None:

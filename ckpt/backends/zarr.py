@@ -1,7 +1,7 @@
 """Zarr v3 on a shared file system: an ordinary directory of chunk files that `zarr.open` reads without our code.
 
-A rank writes whole chunks, each to the file that its number names, and never opens metadata: Zarr has no lock between
-processes, and another rank's metadata may still sit in an attribute cache. The lead writes the metadata afterwards.
+Raw chunks and descriptions are written as files (directory.py); zarr-python says what is in a description, and encodes and decodes
+chunks that are compressed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from zarr.errors import NodeNotFoundError
 from zarr.storage import LocalStore, MemoryStore, StorePath
 
 from ckpt import zarr_dtypes
-from ckpt.backends.base import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord, Written
-from ckpt.backends.files import Folders, make_durable, padded_pieces, remove_arrays, write_documents, write_file
-from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key, groups_above
-from ckpt.blocks import EMPTY_DIGEST, BlockDigests
-from ckpt.box import Box, chunk_box, chunks_meeting
+from ckpt.backends.base import ArraySpec
+from ckpt.backends.directory import Describe, DirectoryWriter, Encode
+from ckpt.backends.files import remove_arrays
+from ckpt.backends.outlet import Buffers, Outlet
+from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key
+from ckpt.box import Box, chunks_meeting
 from ckpt.dtypes import bits_of
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 
@@ -39,6 +41,9 @@ class ZarrBackend:
         compressors: Zarr v3 codecs that turn bytes into fewer bytes, such as
             `[{"name": "zstd", "configuration": {"level": 3, "checksum": false}}]`. None keeps the elements as they are
             in memory, which is what makes loading fast: only raw chunks are read straight into tensors.
+        direct_io: write large chunks past the page cache, where the file system allows it: less work for the processor, and what
+            is cached stays so.
+        buffer_mib: memory that a rank writes from then, in MiB: what a save takes on top of the state.
 
     Raises:
         ConfigurationError: zarr-python does not know one of the compressors.
@@ -46,27 +51,21 @@ class ZarrBackend:
 
     store = "zarr"
 
-    def __init__(self, *, compressors: list[dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self, *, compressors: list[dict[str, Any]] | None = None, direct_io: bool = True, buffer_mib: int = 32
+    ) -> None:
         zarr_dtypes.register()
         self._compressors = list(compressors or ())
         _check_compressors(self._compressors)
+        self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
 
-    def writer(self, root: Path, rank: int, progress: Callable[[int], None]) -> ZarrWriter:
+    def writer(self, root: Path, rank: int, progress: Callable[[int], None]) -> DirectoryWriter:
         """Return this rank's writer below the unpublished folder `root`."""
-        return ZarrWriter(root, self._compressors, progress)
+        return DirectoryWriter(Outlet(root, rank, progress, self._buffers), self._description(), self._encoding())
 
-    def lay_out(
-        self,
-        root: Path,
-        arrays: Sequence[ArraySpec],
-        writers: Sequence[int],
-        progress: Callable[[int], None] = lambda _: None,
-    ) -> list[str]:
-        """Write the `zarr.json` of every array and of every group above one, the checkpoint itself included."""
-        documents = {_below(path, DOCUMENT): _document_bytes(GroupMetadata()) for path in groups_above(arrays)}
-        for array in arrays:
-            documents[_below(array.path, DOCUMENT)] = _document_bytes(_metadata(array, self._compressors))
-        return write_documents(root, documents, progress)
+    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None] = lambda _: None) -> list[str]:
+        """Nothing is left to do: what the ranks wrote is one directory."""
+        return []
 
     def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (host, shape box.shape) through zarr-python.
@@ -100,54 +99,26 @@ class ZarrBackend:
         """Remove the arrays at these paths: their metadata and their chunks. One that is gone already is no error."""
         remove_arrays(root, [path for path in paths if (root / path).is_dir()])
 
+    def _description(self) -> Describe:
+        """What makes descriptions in one save: arrays that are stored alike are described alike, and zarr-python asked once."""
+        known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], bytes] = {}
 
-class ZarrWriter:
-    """One rank's side of one save: a file per chunk, written as `write` is called, made durable by `finish`."""
+        def describe(array: ArraySpec | None) -> bytes:
+            if array is None:
+                return _document_bytes(GroupMetadata())
+            kind = array.dtype, array.shape, array.grid
+            if kind not in known:
+                known[kind] = _document_bytes(_metadata(array, self._compressors))
+            return known[kind]
 
-    def __init__(self, root: Path, compressors: Sequence[dict[str, Any]], progress: Callable[[int], None]) -> None:
-        self._root = root
-        self._compressors = compressors
-        self._progress = progress
-        self._folders = Folders(root)
-        self._written = Written()
+        return describe
 
-    def write(self, array: ArraySpec, chunk: int, host: torch.Tensor) -> None:
-        """Write chunk number `chunk` of `array`; `host` is contiguous and has the chunk's clipped shape."""
-        box = chunk_box(array.shape, array.grid, chunk)
-        assert tuple(host.shape) == box.shape and host.is_contiguous(), f"{array.path}: {host.shape} for {box}"
-        file = _below(array.path, chunk_key(array, chunk))
-        self._folders.make((self._root / file).parent)
-        digests = BlockDigests(BLOCK_BYTES)
-        size = write_file(self._root / file, _digested(self._encoded(array, box, host), digests), self._progress)
-        self._written.chunks[array.path, chunk] = ChunkExtent(
-            file, 0, size, digests.close(), BLOCK_BYTES, raw=not self._compressors
-        )
-        self._written.files[file] = FileRecord(size, EMPTY_DIGEST)
-
-    def finish(self) -> Written:
-        """Make all files and folders durable, once for all of them, and say where the chunks lie."""
-        sizes = {file: record.size for file, record in self._written.files.items()}
-        make_durable(self._root, sizes, self._folders.made, self._progress)
-        return self._written
-
-    def abort(self) -> None:
-        """Nothing is held open; the files stay until their folder is removed."""
-
-    def _encoded(self, array: ArraySpec, box: Box, host: torch.Tensor) -> Iterator[memoryview]:
-        """Yield the bytes of the chunk's file."""
-        if not self._compressors:
-            return padded_pieces(host, array.grid)
-        return iter([memoryview(_compressed(array, self._compressors, box, host))])
+    def _encoding(self) -> Encode | None:
+        """What encodes chunks; raw ones need nothing."""
+        return partial(_compressed, self._compressors) if self._compressors else None
 
 
-def _digested(pieces: Iterator[memoryview], digests: BlockDigests) -> Iterator[memoryview]:
-    """Yield the pieces; each has been digested, and is therefore in the cache, when it is written."""
-    for piece in pieces:
-        digests.update(piece)
-        yield piece
-
-
-def _compressed(array: ArraySpec, compressors: Sequence[dict[str, Any]], box: Box, host: torch.Tensor) -> bytes:
+def _compressed(compressors: Sequence[dict[str, Any]], array: ArraySpec, box: Box, host: torch.Tensor) -> bytes:
     """Return a chunk as zarr-python encodes it, by letting it write that chunk alone into memory."""
     files: dict[str, Any] = {}
     metadata = _metadata(array, compressors)
@@ -168,10 +139,6 @@ def _metadata(array: ArraySpec, compressors: Sequence[dict[str, Any]]) -> ArrayV
 
 def _document_bytes(metadata: ArrayV3Metadata | GroupMetadata) -> bytes:
     return json.dumps(metadata.to_dict()).encode()  # not indented, as zarr-python does: that takes most of the time
-
-
-def _below(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name
 
 
 def _arrays_below(root: Path) -> Iterator[ArraySpec]:

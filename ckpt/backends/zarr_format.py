@@ -33,13 +33,18 @@ def group_document() -> dict[str, Any]:
     return {"zarr_format": 3, "node_type": "group", "attributes": {}}
 
 
-def groups_above(arrays: Iterable[ArraySpec]) -> list[str]:
-    """Return the paths of the groups that hold these arrays, outermost first; the checkpoint itself is ""."""
-    groups = {""}
-    for array in arrays:
-        parts = array.path.split("/")
-        groups.update("/".join(parts[:depth]) for depth in range(1, len(parts)))
-    return sorted(groups)
+def with_groups_above(groups: Iterable[str]) -> list[str]:
+    """Return the paths of these groups and of those that they lie in, outermost first; the checkpoint itself is ""."""
+    found = {""}
+    for group in groups:
+        parts = group.split("/")
+        found.update("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return sorted(found)
+
+
+def below(path: str, name: str) -> str:
+    """Return the path of a file, or key, of an array or group; those of the checkpoint itself stand alone."""
+    return f"{path}/{name}" if path else name
 
 
 def chunk_key(array: ArraySpec, number: int) -> str:

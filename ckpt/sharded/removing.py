@@ -115,15 +115,19 @@ def _take_out(
 
 
 def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology) -> None:
-    """Remove the files that the manifest does not name any more, those too that an earlier removal left when it was killed."""
+    """Remove the files that neither the manifest nor an index names any more, those too that an earlier removal left when it was killed."""
     for pattern in (INDEX_FILES, *BESIDE_FILES):
         for file in checkpoint_dir.glob(pattern):
             topology.progress()
             if file.name not in manifest.files:
                 file.unlink()
+    listed = set(manifest.files)
+    for rank in manifest.index_ranks():
+        topology.progress()
+        listed.update(read_index(checkpoint_dir, manifest, rank).files)
     for folder in (checkpoint_dir / SHARDED).glob("*/"):
         topology.progress()
-        if f"{SHARDED}/{folder.name}/{DOCUMENT}" not in manifest.files and holds_array(folder):
+        if f"{SHARDED}/{folder.name}/{DOCUMENT}" not in listed and holds_array(folder):
             _remove_folder(folder, topology)
 
 
@@ -144,6 +148,8 @@ def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, 
     """Take arrays out of an index. A file of theirs alone goes, too; one that others share has more loose bytes now."""
     paths = {entry.path for entry in gone.values() if entry.path is not None}
     covered: dict[str, list[ChunkExtent]] = {}
+    for path in paths:
+        index.files.pop(f"{path}/{DOCUMENT}", None)  # an older save has it in the manifest
     for path in paths & set(index.chunks):
         for extent in index.chunks.pop(path).values():
             if extent.file.startswith(f"{path}/"):

@@ -52,7 +52,7 @@ class HostLink:
         self._listener.listen(4096)
 
     def reach(self, addresses: Sequence[tuple[int, str]]) -> bool:
-        """Call the ranks below this one, and hand them this rank's segment; return whether all of them are there.
+        """Call the ranks below this one; return whether all of them are there.
 
         They are not where two hosts or containers go by one name.
         """
@@ -62,13 +62,16 @@ class HostLink:
                     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                     self.sockets[rank] = made
                     made.connect("\0" + address)
-                    socket.send_fds(made, [_HELLO.pack(self.rank)], [self._fd])
+                    made.send(_HELLO.pack(self.rank))
         except OSError:
             return False
         return True
 
     def join(self, ranks: Sequence[int], timeout_s: float, progress: Callable[[], None]) -> None:
         """Answer the ranks above this one, and map everybody's segment. All have called already.
+
+        A user may have only so many descriptors on their way between processes, on all sockets together. So a rank has one: any
+        two swap theirs before they turn to others, and all do so in one order of pairs, in which nobody waits in a circle.
 
         Raises:
             RankLeftError: one of them has gone, or does not answer.
@@ -79,14 +82,13 @@ class HostLink:
                 made, _ = self._listener.accept()
                 _require_same_user(made)
                 made.settimeout(timeout_s)
-                rank = self._take_memory(made)
-                self.sockets[rank] = made
-                socket.send_fds(made, [_HELLO.pack(self.rank)], [self._fd])
+                self.sockets[_sender_in(made.recv(_HELLO.size))] = made
                 progress()
-            for rank in (rank for rank in ranks if rank < self.rank):
-                self.sockets[rank].settimeout(timeout_s)
-                self._take_memory(self.sockets[rank])
-                progress()
+            for rank in sorted(ranks):
+                if rank != self.rank:
+                    self.sockets[rank].settimeout(timeout_s)
+                    self._swap_memory(rank)
+                    progress()
         except OSError as error:
             raise RankLeftError(f"a rank of this host left before it had shared its memory: {error}") from error
 
@@ -106,17 +108,21 @@ class HostLink:
             return None
         return _WORDS.unpack(data) if data else None
 
-    def _take_memory(self, made: socket.socket) -> int:
-        """Map the segment that a neighbour hands over; return its rank."""
+    def _swap_memory(self, rank: int) -> None:
+        """Hand a neighbour this rank's segment, and map its; the rank above the other one begins."""
+        made = self.sockets[rank]
+        if rank < self.rank:
+            socket.send_fds(made, [_HELLO.pack(self.rank)], [self._fd])
         hello, fds, _, _ = socket.recv_fds(made, _HELLO.size, 1)
-        if len(fds) != 1:
-            raise ConnectionError("it closed the connection")
         try:
-            (sender,) = _HELLO.unpack(hello)
-            self.memory[sender] = _mapped(fds[0], self._num_bytes)
+            if _sender_in(hello) != rank or len(fds) != 1:
+                raise ConnectionError(f"rank {rank} hands over something else")
+            self.memory[rank] = _mapped(fds[0], self._num_bytes)
         finally:
-            os.close(fds[0])
-        return int(sender)
+            for fd in fds:
+                os.close(fd)
+        if rank > self.rank:
+            socket.send_fds(made, [_HELLO.pack(self.rank)], [self._fd])
 
     def close(self) -> None:
         """Let go of everything."""
@@ -133,6 +139,13 @@ def _mapped(fd: int, num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+
+
+def _sender_in(hello: bytes) -> int:
+    if len(hello) != _HELLO.size:
+        raise ConnectionError("it closed the connection")
+    (sender,) = _HELLO.unpack(hello)
+    return int(sender)
 
 
 def _require_same_user(made: socket.socket) -> None:

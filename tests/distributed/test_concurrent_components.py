@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +71,17 @@ class _TracedWriter:
         self.inner.write(array, chunk, host)
         self.backend.trace.append(Write(self.rank, component, begin, time.monotonic()))
 
+    def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
+        self.inner.describe(arrays, groups)
+
     def finish(self) -> Written:
         return self.inner.finish()
+
+    def add(self, file: str, data: bytes) -> None:
+        self.inner.add(file, data)
+
+    def make_durable(self) -> None:
+        self.inner.make_durable()
 
     def abort(self) -> None:
         self.inner.abort()

@@ -229,9 +229,10 @@ def _phases(topology: Topology, root: Path) -> list[str]:
     return sorted(found)
 
 
-NO_SAVE_OR_LOAD = ("topology", "digest")  # joining, naming groups, digesting the state for a test
+NO_SAVE_OR_LOAD = ("topology", "digest", "timing")  # joining, naming groups, digesting the state for a test, summing up times
 OTHER_WAY_IN = ("serialization", "validation", "strategies", "sharded")  # see test_dist_checkpointing_faults.py
 ONLY_WHERE_COPIES_DIFFER = {"values", "distances"}  # and are compared number by number: the save fails anyway
+BY_TORCH = {"name the data-parallel groups", "make process groups"}  # which these ranks, being threads, have not: test_two_stage.py
 
 
 def test_the_matrix_goes_through_every_phase_that_the_code_of_save_and_load_names(tmp_path: Path) -> None:
@@ -239,11 +240,11 @@ def test_the_matrix_goes_through_every_phase_that_the_code_of_save_and_load_name
     package = Path(ckpt.__file__).parent
     for path in package.rglob("*.py"):
         top = path.relative_to(package).parts[0].removesuffix(".py")
-        if path.stem not in NO_SAVE_OR_LOAD and top not in OTHER_WAY_IN:
+        if path.stem == "two_stage" or (path.stem not in NO_SAVE_OR_LOAD and top not in OTHER_WAY_IN):
             named |= set(re.findall(r"""\.(?:phase|exchange)\("([^"]+)\"""", path.read_text()))
     assert {"collect", "write", "publish", "open", "read", "apply"} <= named
     found = run_ranks(sum(NODES), _phases, tmp_path, nodes=list(NODES))
-    assert found == [sorted(named - ONLY_WHERE_COPIES_DIFFER)] * sum(NODES)
+    assert found == [sorted(named - ONLY_WHERE_COPIES_DIFFER - BY_TORCH)] * sum(NODES)
 
 
 # A rank that makes another call than the others, or none

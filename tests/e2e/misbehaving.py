@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,17 @@ class _FaultyWriter:
             self._fault()
         self._inner.write(array, chunk, host)
 
+    def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
+        self._inner.describe(arrays, groups)
+
     def finish(self) -> Written:
         return self._inner.finish()
+
+    def add(self, file: str, data: bytes) -> None:
+        self._inner.add(file, data)
+
+    def make_durable(self) -> None:
+        self._inner.make_durable()
 
     def abort(self) -> None:
         self._inner.abort()

@@ -145,7 +145,7 @@ def test_every_byte_of_a_rank_s_files_lies_under_a_block_digest_or_under_the_dig
             rest += data[at:start]
             at = stop
         assert record.rest == xxhash.xxh3_128_hexdigest(rest)
-        assert name == "ocdbt" or record.rest == EMPTY_DIGEST
+        assert name == "ocdbt" or file.endswith("zarr.json") or record.rest == EMPTY_DIGEST
 
 
 @pytest.mark.parametrize("name", [*RAW, "zstd"])
@@ -267,7 +267,11 @@ def test_a_writer_that_wrote_nothing_leaves_nothing(tmp_path: Path, name: str) -
     assert written.chunks == {} and written.files == {}
     assert list(tmp_path.iterdir()) == []
     empty, value = array("model/none", torch.zeros(0, 4), 1, 4)
-    backend.lay_out(tmp_path, [empty], [])
+    writer = backend.writer(tmp_path, 0, lambda num_bytes: None)
+    writer.describe([empty], ["model"])
+    assert writer.finish().chunks == {}
+    writer.make_durable()
+    backend.join(tmp_path, [0], lambda num_bytes: None)
     assert backend.list_arrays(tmp_path) == {"model/none": empty}
     backend.read(tmp_path, empty, whole((0, 4)), value)
 
@@ -342,7 +346,7 @@ def test_both_backends_write_the_same_directory(tmp_path: Path, name: str) -> No
         saved.append(save(backend, tmp_path / str(number), samples(torch.bfloat16) | samples(torch.bool)))
     assert saved[0].files_found() == saved[1].files_found()
     assert saved[0].chunks == saved[1].chunks
-    for file in saved[0].rank_files:
+    for file in {chunk.file for chunk in saved[0].chunks.values()}:
         assert (saved[0].root / file).read_bytes() == (saved[1].root / file).read_bytes()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.backends import files
-from ckpt.backends.files import Folders, make_durable, naming, padded_pieces, write_documents, write_file
+from ckpt.backends.files import Folders, make_durable, naming, padded_pieces, write_all
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), st.integers(5, 40))
@@ -51,17 +51,9 @@ def test_an_error_that_names_a_file_already_keeps_it(tmp_path: Path) -> None:
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: original(fd, data[:3]))
-    moved: list[int] = []
-    data = [memoryview(b"0123456789"), memoryview(b"abc")]
-    assert write_file(tmp_path / "file", data, moved.append) == 13
-    assert (tmp_path / "file").read_bytes() == b"0123456789abc"
-    assert moved == [10, 3]
-
-
-def test_documents_are_written_below_folders_that_are_made(tmp_path: Path) -> None:
-    documents = {"zarr.json": b"{}", "model/rank-00000/zarr.json": b"[]"}
-    assert write_documents(tmp_path, documents, lambda num_bytes: None) == list(documents)
-    assert (tmp_path / "model/rank-00000/zarr.json").read_bytes() == b"[]"
+    with (tmp_path / "file").open("wb") as file:
+        write_all(file.fileno(), memoryview(b"0123456789"))
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
 
 
 def test_folders_are_made_once_and_shared_with_other_ranks(tmp_path: Path) -> None:
@@ -82,10 +74,7 @@ def synced(root: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[lis
     monkeypatch.setattr(files, "_syncfs", lambda folder: at_once.append(os.path.relpath(folder, root)))
     folders = Folders(root)
     folders.make(root / "model")
-    sizes = {
-        f"model/{number}": write_file(root / f"model/{number}", [memoryview(b"x")], lambda n: None)
-        for number in range(count)
-    }
+    sizes = {f"model/{number}": (root / f"model/{number}").write_bytes(b"x") for number in range(count)}
     make_durable(root, sizes, folders.made, lambda num_bytes: None)
     return sorted(one_by_one), at_once
 
@@ -109,7 +98,7 @@ def test_where_there_is_no_syncfs_every_file_is_synced(tmp_path: Path, monkeypat
 def test_the_real_syncs_run_and_a_large_file_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "SETTLE_BYTES", 1 << 20)
     moved: list[int] = []
-    size = write_file(tmp_path / "large", [memoryview(bytes(5 << 20))], lambda num_bytes: None)
+    size = (tmp_path / "large").write_bytes(bytes(5 << 20))
     make_durable(tmp_path, {"large": size}, [tmp_path], moved.append)
     assert moved == [1 << 20] * 4
     files._syncfs(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt.backends.base import ArraySpec
-from ckpt.backends.zarr_format import array_document, chunk_key, groups_above
+from ckpt.backends.zarr_format import array_document, chunk_key, with_groups_above
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,10 @@ def test_a_chunk_s_key_is_its_place_in_the_grid(
     assert chunk_key(ArraySpec("w", "int8", shape, grid), number) == key
 
 
-def test_groups_are_the_folders_above_arrays_outermost_first() -> None:
-    arrays = [ArraySpec(path, "int8", (1,), (1,)) for path in ("model/w", "model/rank-00000/v", "rng/s")]
-    assert groups_above(arrays) == ["", "model", "model/rank-00000", "rng"]
+def test_groups_bring_those_that_they_lie_in_outermost_first() -> None:
+    assert with_groups_above([]) == [""]
+    assert with_groups_above(["model", "model/rank-00000", "rng"]) == ["", "model", "model/rank-00000", "rng"]
+    assert with_groups_above(["model/rank-00000", "rng"]) == ["", "model", "model/rank-00000", "rng"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,375 @@
+"""The files that one rank makes in one save, on their way to the disk: large ones past the page cache, one sync for all.
+
+Bytes that go through the page cache are copied by the kernel, page by page, on cores that the other ranks and the training need too,
+and drive out what had been cached. Direct I/O takes them from memory that is aligned: each piece is copied there, while it is
+still in the processor's cache from having been digested, and written by a thread while the next one is copied. The aligned
+memory is small, bounds what a save takes, and is used again by the next save.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from ckpt.backends.files import Folders, make_durable, naming, start_writeback, write_all
+from ckpt.errors import ConfigurationError
+
+DIRECT_BYTES = 1 << 20
+"""Smaller files go through the page cache: they are copied before a direct write has come back from the disk."""
+
+ALIGNED = 4096
+"""Direct I/O wants memory, offsets and lengths that are multiples of the disk's block, on no disk more than this."""
+
+NUM_BUFFERS = 4
+"""Half of them are filled while the others are being written."""
+
+NUM_THREADS = 2
+"""That write: one alone leaves the disk idle between two pieces, more do not make it faster (measured)."""
+
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+
+_log = logging.getLogger("ckpt")
+
+
+class Buffers:
+    """Aligned memory for direct writes, kept from save to save: memory that is touched for the first time is slow.
+
+    Args:
+        buffer_mib: of all buffers of one writer together, in MiB.
+        direct_io: False: no file is written directly.
+
+    Raises:
+        ConfigurationError: there is no room for a page in each buffer.
+    """
+
+    def __init__(self, *, buffer_mib: int, direct_io: bool) -> None:
+        if buffer_mib < 1:
+            raise ConfigurationError(f"ckpt.buffer_mib={buffer_mib}: give 1 or more")
+        self._num_bytes = (buffer_mib << 20) // NUM_BUFFERS
+        self._idle: list[list[memoryview]] = []
+        self.direct_io = direct_io and _O_DIRECT != 0
+
+    def take(self) -> list[memoryview]:
+        """Return all buffers of one writer; `give_back` them. Any thread."""
+        with suppress(IndexError):
+            return self._idle.pop()
+        # Private, or a child of a fork would write into the same pages.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        whole = mmap.mmap(-1, self._num_bytes * NUM_BUFFERS, flags=flags)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel built without them: pages of 4 KiB will do
+                whole.madvise(mmap.MADV_HUGEPAGE)
+        view = memoryview(whole)
+        return [view[at : at + self._num_bytes] for at in range(0, len(view), self._num_bytes)]
+
+    def give_back(self, buffers: list[memoryview]) -> None:
+        self._idle.append(buffers)
+
+    def refuse(self, path: Path, error: OSError, *, tell: bool) -> None:
+        """Write through the page cache from now on, and say so, once."""
+        if self.direct_io:
+            self.direct_io = False
+            _log.log(
+                logging.WARNING if tell else logging.DEBUG,
+                "%s: this file system takes no direct writes (%s); saving through the page cache, which takes more of the "
+                "processor. Say ckpt.direct_io=false to save so from the start.",
+                path,
+                error.strerror,
+            )
+
+    def __reduce__(self) -> tuple[Callable[..., Buffers], tuple[int, bool]]:
+        """A copy has memory of its own."""
+        return _buffers, (self._num_bytes * NUM_BUFFERS >> 20, self.direct_io)
+
+
+def _buffers(buffer_mib: int, direct_io: bool) -> Buffers:
+    return Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
+
+
+class Outlet:
+    """Takes files one after another; the large ones may still be on their way when `write` returns. Used by one thread.
+
+    Args:
+        root: the files lie below it.
+        rank: whose they are; rank 0 alone says what holds for all.
+        progress: called, from any thread, with the number of bytes that have just been written or become durable.
+    """
+
+    def __init__(self, root: Path, rank: int, progress: Callable[[int], None], buffers: Buffers) -> None:
+        self._root = root
+        self._tells = rank == 0
+        self._progress = progress
+        self._buffers = buffers
+        self._folders = Folders(root)
+        self._sizes: dict[str, int] = {}
+        self._growing: dict[str, Stream] = {}
+        self._pump: _Pump | None = None
+
+    def write(self, name: str, pieces: Iterable[memoryview], num_bytes: int) -> None:
+        """Write a new file below the root, and make the folders above it. The pieces are copied, or written.
+
+        Args:
+            num_bytes: of all pieces together.
+
+        Raises:
+            OSError: it names the file, or one that was written before.
+        """
+        stream = self.open(name, large=num_bytes >= DIRECT_BYTES)
+        try:
+            stream.append(pieces)
+        finally:
+            stream.close()
+
+    def open(self, name: str, *, large: bool = True) -> Stream:
+        """Return a new file below the root, to be filled from its first byte on, and closed."""
+        path = self._root / name
+        self._folders.make(path.parent)
+        file = self._open_direct(path) if large and self._buffers.direct_io else None
+        self._growing[name] = Stream(_Paged(path, self._progress) if file is None else file, partial(self._close, name))
+        return self._growing[name]
+
+    def flush(self) -> None:
+        """Return when the file system has all bytes.
+
+        Raises:
+            OSError: it names the file that could not be written.
+        """
+        if self._pump is not None:
+            self._pump.finish()
+            self._pump = None
+
+    def make_durable(self) -> None:
+        """Return when all files and the folders above them survive a power cut: one sync for everything.
+
+        Raises:
+            OSError: the disk refused what had been written.
+        """
+        self.flush()
+        make_durable(self._root, self._sizes, self._folders.made, self._progress)
+
+    def abort(self) -> None:
+        """Write nothing more, and return when nothing is being written."""
+        if self._pump is not None:
+            self._pump.give_up()
+        for stream in list(self._growing.values()):
+            stream.close()
+        if self._pump is not None:
+            self._pump.stop()
+            self._pump = None
+
+    def _close(self, name: str, size: int) -> None:
+        del self._growing[name]
+        self._sizes[name] = size
+
+    def _open_direct(self, path: Path) -> _Direct | None:
+        """Open a new file past the page cache, or say why that cannot be, and return None."""
+        try:
+            fd = os.open(path, _NEW | _O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._buffers.refuse(path, error, tell=self._tells)
+            return None
+        if self._pump is None:
+            self._pump = _Pump(self._buffers, self._tells, self._progress)
+        return _Direct(self._pump, _File(path, fd))
+
+
+class Stream:
+    """One file that grows. Used by the outlet's thread.
+
+    Attributes:
+        size: bytes that have been appended.
+    """
+
+    def __init__(self, file: _Direct | _Paged, closed: Callable[[int], None]) -> None:
+        self._file = file
+        self._closed = closed
+        self.size = 0
+
+    def append(self, pieces: Iterable[memoryview]) -> None:
+        """Copy the pieces, or write them.
+
+        Raises:
+            OSError: it names the file, or one that was written before.
+        """
+        for piece in pieces:
+            self._file.append(piece)
+            self.size += len(piece)
+
+    def close(self) -> None:
+        """Nothing follows; what has been appended may still be on its way."""
+        self._closed(self.size)
+        self._file.close()
+
+
+class _Paged:
+    """A file that is written through the page cache, and from there, large pieces at least, on to the disk at once."""
+
+    def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
+        self._path = path
+        self._progress = progress
+        self._size = 0
+        self._fd = os.open(path, _NEW, 0o666)
+
+    def append(self, piece: memoryview) -> None:
+        with naming(self._path):
+            write_all(self._fd, piece)
+            start_writeback(self._fd, self._size, len(piece))
+        self._size += len(piece)
+        self._progress(len(piece))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class _Direct:
+    """A file whose bytes are gathered in aligned buffers, which a pump writes past the page cache."""
+
+    def __init__(self, pump: _Pump, file: _File) -> None:
+        self._pump = pump
+        self._file = file
+        self._buffer: memoryview | None = None
+        self._fill = 0
+        self._at = 0
+
+    def append(self, piece: memoryview) -> None:
+        while piece:
+            if self._buffer is None:
+                self._buffer = self._pump.next_buffer()
+            count = min(len(piece), len(self._buffer) - self._fill)
+            self._buffer[self._fill : self._fill + count] = piece[:count]
+            self._fill += count
+            piece = piece[count:]
+            if self._fill == len(self._buffer):
+                self._hand_over()
+
+    def close(self) -> None:
+        self._hand_over()
+        self._file.release()
+
+    def _hand_over(self) -> None:
+        if self._buffer is not None:
+            self._pump.put(self._file, self._buffer, self._fill, self._at)
+            self._at, self._fill, self._buffer = self._at + self._fill, 0, None
+
+
+class _File:
+    """An open file, closed when the last of those who hold it lets it go."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        self._lock = threading.Lock()
+        self._holders = 1
+
+    def hold(self) -> None:
+        with self._lock:
+            self._holders += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            is_last = self._holders == 0
+        if is_last:
+            os.close(self.fd)
+
+
+class _Pump:
+    """Aligned buffers, and a few threads that write them."""
+
+    def __init__(self, buffers: Buffers, tells: bool, progress: Callable[[int], None]) -> None:
+        self._buffers = buffers
+        self._tells = tells
+        self._progress = progress
+        self._taken = buffers.take()
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for buffer in self._taken:
+            self._free.put(buffer)
+        self._jobs: queue.SimpleQueue[tuple[_File, memoryview, int, int] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._run, name=f"writer {number}", daemon=True) for number in range(NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def next_buffer(self) -> memoryview:
+        """Return a buffer that nobody uses, as soon as there is one.
+
+        Raises:
+            OSError: a write has failed.
+        """
+        buffer = self._free.get()
+        if self._error is not None:
+            self._free.put(buffer)
+            raise self._error
+        return buffer
+
+    def put(self, file: _File, buffer: memoryview, length: int, at: int) -> None:
+        """Have a buffer written, and be free again."""
+        file.hold()
+        self._jobs.put((file, buffer, length, at))
+
+    def finish(self) -> None:
+        """Wait for the writes, all of them, and raise what one of them met."""
+        self.stop()
+        if self._error is not None:
+            raise self._error
+
+    def give_up(self) -> None:
+        """Drop what has not begun to be written."""
+        self._error = self._error or InterruptedError("the save was given up")
+
+    def stop(self) -> None:
+        """Return when nothing is being written. Nothing may follow."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._taken:
+            self._buffers.give_back(self._taken)
+            self._taken = []
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            file, buffer, length, at = job
+            try:
+                if self._error is None:
+                    with naming(file.path):
+                        self._write(file, buffer[:length], at)
+                    self._progress(length)
+            except BaseException as error:  # raised by whoever waits for the bytes
+                self._error = self._error or error
+            finally:
+                file.release()
+                self._free.put(buffer)
+
+    def _write(self, file: _File, data: memoryview, at: int) -> None:
+        """Write at an aligned offset: whole blocks directly, what is left, or is refused, through the page cache."""
+        whole = len(data) // ALIGNED * ALIGNED
+        done = 0
+        while done < whole and done % ALIGNED == 0:
+            try:
+                done += os.pwrite(file.fd, data[done:whole], at + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._buffers.refuse(file.path, error, tell=self._tells)
+                break
+        if done < len(data):
+            fd = os.open(file.path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.lseek(fd, at + done, os.SEEK_SET)
+                write_all(fd, data[done:])
+            finally:
+                os.close(fd)

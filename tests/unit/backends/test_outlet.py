@@ -1,0 +1,228 @@
+"""Files on their way to the disk: whole however they are cut, past the page cache where that can be, and errors that name them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import pickle
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.backends import outlet as module
+from ckpt.backends.outlet import ALIGNED, DIRECT_BYTES, Buffers, Outlet
+from ckpt.errors import ConfigurationError
+
+DATA = bytes(range(251)) * 12_000  # 3 MB, no piece of it like another
+
+
+def nothing(num_bytes: int) -> None:
+    """Progress that nobody looks at."""
+
+
+def outlet(root: Path, buffers: Buffers | None = None, rank: int = 0) -> Outlet:
+    return Outlet(root, rank, nothing, buffers or Buffers(buffer_mib=1, direct_io=True))
+
+
+def pieces_of(data: bytes, *cuts: int) -> list[memoryview]:
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    return [memoryview(data)[begin:end] for begin, end in pairwise(edges)]
+
+
+@pytest.fixture
+def takes_direct(tmp_path: Path) -> None:
+    """Skip where the file system of the tests takes no direct writes."""
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"{tmp_path} takes no direct writes: {error}")
+
+
+@pytest.fixture
+def pwrites(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
+    """What is written at a place: directly?, how much, where."""
+    seen: list[tuple[bool, int, int]] = []
+    original = os.pwrite
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        seen.append((bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), len(data), at))
+        return original(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return seen
+
+
+@pytest.mark.parametrize("direct_io", [True, False])
+@given(
+    st.sampled_from([0, 1, ALIGNED - 1, ALIGNED, ALIGNED + 1, (256 << 10) - 1, 256 << 10, 1_000_003, len(DATA)]),
+    st.lists(st.integers(0, len(DATA)), max_size=4),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_file_is_whole_however_its_bytes_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, direct_io: bool, size: int, cuts: list[int]
+) -> None:
+    root = tmp_path_factory.mktemp("outlet")
+    out = outlet(root, Buffers(buffer_mib=1, direct_io=direct_io))
+    out.write("a/first", pieces_of(DATA[:size], *cuts), DIRECT_BYTES)
+    out.write("a/b/second", pieces_of(DATA[-size:], *cuts), DIRECT_BYTES)
+    out.make_durable()
+    assert (root / "a/first").read_bytes() == DATA[:size]
+    assert (root / "a/b/second").read_bytes() == DATA[-size:]
+
+
+@pytest.mark.usefixtures("takes_direct")
+def test_whole_blocks_of_large_files_go_past_the_page_cache_and_small_files_do_not(
+    tmp_path: Path, pwrites: list[tuple[bool, int, int]]
+) -> None:
+    out = outlet(tmp_path)
+    out.write("small", [memoryview(DATA)[:1000]], 1000)
+    out.write("large", [memoryview(DATA)], len(DATA))
+    out.flush()
+    assert sorted(pwrites, key=lambda one: one[2]) == [
+        *((True, 256 << 10, at << 18) for at in range(11)),
+        (True, 126_976, 11 << 18),
+    ]
+    assert 0 < len(DATA) - (11 << 18) - 126_976 < ALIGNED
+    assert (tmp_path / "large").read_bytes() == DATA and (tmp_path / "small").read_bytes() == DATA[:1000]
+
+
+def test_a_file_that_grows_beside_others_is_filled_from_its_first_byte_on(tmp_path: Path) -> None:
+    out = outlet(tmp_path)
+    stream = out.open("grows")
+    for at in range(0, len(DATA), 700_001):
+        stream.append(pieces_of(DATA[at : at + 700_001], 5))
+        out.write(f"other/{at}", [memoryview(DATA)], len(DATA))
+    assert stream.size == len(DATA)
+    stream.close()
+    out.make_durable()
+    assert (tmp_path / "grows").read_bytes() == DATA
+    assert all((tmp_path / f"other/{at}").read_bytes() == DATA for at in range(0, len(DATA), 700_001))
+
+
+@pytest.mark.parametrize("call", ["open", "pwrite"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_system_that_refuses_direct_writes_gets_others_and_rank_0_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str, rank: int
+) -> None:
+    tried: list[str] = []
+    original = os.open
+
+    def refuse(*args: Any) -> int:
+        if call == "open" and not args[1] & os.O_DIRECT:
+            return original(*args)
+        tried.append(call)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, call, refuse)
+    if call == "pwrite":
+        monkeypatch.setattr(module, "_O_DIRECT", 0)  # so that it is taken on a file system of any kind
+    buffers = Buffers(buffer_mib=4, direct_io=True)
+    buffers.direct_io = True
+    with caplog.at_level(logging.WARNING, logger="ckpt"):
+        for save in ("first", "second"):
+            out = outlet(tmp_path, buffers, rank)
+            out.write(f"{save}/w", [memoryview(DATA)[: 1 << 20]], 1 << 20)
+            out.write(f"{save}/v", [memoryview(DATA)[5 : 5 + (1 << 20)]], 1 << 20)
+            out.make_durable()
+    assert (tmp_path / "second/w").read_bytes() == DATA[: 1 << 20]
+    assert (tmp_path / "first/v").read_bytes() == DATA[5 : 5 + (1 << 20)]
+    assert 1 <= len(tried) <= 2  # two threads may meet the refusal at the same time
+    assert len(caplog.messages) == (1 if rank == 0 else 0)
+    assert all(
+        "takes no direct writes (Invalid argument)" in line and "ckpt.direct_io=false" in line
+        for line in caplog.messages
+    )
+
+
+def full_disk(fd: int, data: Any, at: int) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def open_files() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def test_a_write_that_fails_is_raised_with_its_own_file_s_name_and_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, threads = open_files(), threading.active_count()
+    monkeypatch.setattr(os, "pwrite", full_disk)
+    buffers = Buffers(buffer_mib=1, direct_io=True)
+    out = outlet(tmp_path, buffers)
+    with pytest.raises(OSError, match="No space left on device: '.*/first'") as caught:
+        out.write("first", [memoryview(DATA)], len(DATA))
+        out.write("second", [memoryview(DATA)], len(DATA))
+        out.flush()
+    assert caught.value.filename == str(tmp_path / "first")
+    out.abort()
+    assert open_files() == before and threading.active_count() == threads
+    monkeypatch.undo()
+    again = outlet(tmp_path, buffers)
+    again.write("first", [memoryview(DATA)], len(DATA))
+    again.make_durable()
+    assert (tmp_path / "first").read_bytes() == DATA
+
+
+def test_nothing_is_written_after_an_abort(tmp_path: Path, pwrites: list[tuple[bool, int, int]]) -> None:
+    before = open_files()
+    out = outlet(tmp_path)
+    stream = out.open("grows")
+    stream.append([memoryview(DATA)])
+    out.write("whole", [memoryview(DATA)], len(DATA))
+    out.abort()
+    written = len(pwrites)
+    assert open_files() == before
+    assert len(pwrites) == written
+
+
+def test_buffers_are_used_again_and_never_by_two_writers_at_once() -> None:
+    buffers = Buffers(buffer_mib=2, direct_io=True)
+    first, second = buffers.take(), buffers.take()
+    assert sum(map(len, first)) == 2 << 20
+    first[0][:4] = b"mine"
+    second[0][:4] = b"your"
+    assert bytes(first[0][:4]) == b"mine"
+    buffers.give_back(first)
+    assert buffers.take()[0][:4] == b"mine"
+
+
+def test_buffers_go_back_once_even_if_a_save_fails_and_is_then_aborted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwrite", full_disk)
+    buffers = Buffers(buffer_mib=1, direct_io=True)
+    out = outlet(tmp_path, buffers)
+    with pytest.raises(OSError, match="No space"):
+        out.write("first", [memoryview(DATA)], len(DATA))
+        out.flush()
+    out.abort()
+    out.abort()
+    assert buffers.take()[0].obj is not buffers.take()[0].obj
+
+
+def test_a_copy_of_the_buffers_has_memory_of_its_own() -> None:
+    buffers = Buffers(buffer_mib=2, direct_io=True)
+    buffers.give_back(buffers.take())
+    copied = pickle.loads(pickle.dumps(buffers))
+    assert sum(map(len, copied.take())) == 2 << 20 and copied.direct_io == buffers.direct_io
+
+
+def test_every_byte_counts_as_progress_when_it_is_written(tmp_path: Path) -> None:
+    moved: list[int] = []
+    out = Outlet(tmp_path, 0, moved.append, Buffers(buffer_mib=1, direct_io=True))
+    out.write("large", [memoryview(DATA)], len(DATA))
+    out.write("small", [memoryview(b"abc")], 3)
+    out.flush()
+    assert sum(moved) == len(DATA) + 3 and max(moved) <= 256 << 10
+
+
+def test_room_for_no_buffer_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="ckpt.buffer_mib=0: give 1 or more"):
+        Buffers(buffer_mib=0, direct_io=True)
