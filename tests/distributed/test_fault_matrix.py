@@ -229,10 +229,17 @@ def _phases(topology: Topology, root: Path) -> list[str]:
     return sorted(found)
 
 
-NO_SAVE_OR_LOAD = ("topology", "digest", "timing")  # joining, naming groups, digesting the state for a test, summing up times
+NO_SAVE_OR_LOAD = (
+    "topology",
+    "digest",
+    "timing",
+)  # joining, naming groups, digesting the state for a test, summing up times
 OTHER_WAY_IN = ("serialization", "validation", "strategies", "sharded")  # see test_dist_checkpointing_faults.py
 ONLY_WHERE_COPIES_DIFFER = {"values", "distances"}  # and are compared number by number: the save fails anyway
-BY_TORCH = {"name the data-parallel groups", "make process groups"}  # which these ranks, being threads, have not: test_two_stage.py
+BY_TORCH = {
+    "name the data-parallel groups",
+    "make process groups",
+}  # which these ranks, being threads, have not: test_two_stage.py
 
 
 def test_the_matrix_goes_through_every_phase_that_the_code_of_save_and_load_names(tmp_path: Path) -> None:

@@ -113,7 +113,9 @@ def test_two_stages_load_what_direct_loading_does_in_every_layout_and_read_each_
         for strategy in ("direct", "two-stage")
     ]
     summaries = runs_of(layout, *saving, *loading)
-    for saved, (direct, two_stage) in zip(summaries[:2], zip(summaries[2::2], summaries[3::2], strict=True), strict=True):
+    for saved, (direct, two_stage) in zip(
+        summaries[:2], zip(summaries[2::2], summaries[3::2], strict=True), strict=True
+    ):
         assert saved["state_digest"] == direct["loaded_digest"] == two_stage["loaded_digest"]
         assert direct["bytes_needed"] == two_stage["bytes_needed"]
         assert two_stage["bytes_read"] <= saved["checkpoints"][0]["bytes"]
