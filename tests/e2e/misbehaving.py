@@ -66,8 +66,8 @@ class Counter:
 class FaultyZarr(ZarrBackend):
     """Writes as zarr does, but in the second save rank 1 fails at its third chunk."""
 
-    def __init__(self, *, fault: str, compressors: list[dict[str, Any]] | None = None) -> None:
-        super().__init__(compressors=compressors)
+    def __init__(self, *, fault: str, **options: Any) -> None:
+        super().__init__(**options)
         self.fault = fault
         self.saves = 0
 
