@@ -252,11 +252,11 @@ def _cause(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world_s
 
 def _causes(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence]) -> dict[int, Verdict]:
     """Who raised; of those that only missed another rank nobody, if it is known why that one is gone."""
-    raised = {rank: verdict for rank, verdict in verdicts.items() if verdict.error}
-    causes = {
-        rank: verdict for rank, verdict in raised.items() if (verdict.error or {})["kind"] != RankLeftError.__name__
-    }
-    return causes if causes or gone else raised
+    errors = {rank: verdict.error for rank, verdict in verdicts.items() if verdict.error}
+    causes = [rank for rank, error in errors.items() if error["kind"] != RankLeftError.__name__]
+    if not causes and not gone:
+        causes = [rank for rank, error in errors.items() if error["rank"] not in errors] or list(errors)
+    return {rank: verdicts[rank] for rank in causes}
 
 
 def _where_most_are(verdicts: Mapping[int, Verdict], places: Mapping[int, str]) -> Verdict:

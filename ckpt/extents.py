@@ -230,9 +230,7 @@ class ExtentReader:
         name = name_of(start, start + len(memory))
         self._check_digest_count(chunk, name)
         fd = self._open(chunk.file, name)
-        step = (
-            max(SLAB_BYTES // 8 // chunk.block_bytes, 1) * chunk.block_bytes
-        )  # still in the cache when it is digested
+        step = -(-HOT_BYTES // chunk.block_bytes) * chunk.block_bytes
         for at in range(0, len(memory), step):
             piece = memory[at : at + step]
             self._fill(fd, chunk, start + at, [piece], name)

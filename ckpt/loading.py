@@ -231,13 +231,15 @@ def _run(readings: Sequence[Reading], optional: Sequence[str | None]) -> tuple[l
     for reading, key in zip(readings, optional, strict=True):
         try:
             stats.append(reading.run())
-        except RankAbsentError:  # the others know it too
+        except RankAbsentError:
+            for one in readings:
+                one.close()  # ranks that wait for this one in the next of them hear of it now
             raise
-        except (CorruptCheckpointError, OSError) as error:
-            if key is None:
-                fatal = error
-            else:
+        except Exception as error:
+            if key is not None and isinstance(error, (CorruptCheckpointError, OSError)):
                 failed[key] = describe(error)
+            else:
+                fatal = fatal or error
     if fatal is not None:
         raise fatal
     return stats, failed

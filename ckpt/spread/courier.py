@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt.errors import RankLeftError
+from ckpt.errors import RankLeftError, sentence
 from ckpt.spread.host import DONE, READY, HostLink
 from ckpt.spread.network import Transport
 from ckpt.spread.parcels import Parcel, Piece, Spread
@@ -145,27 +145,31 @@ class Courier:
     progress: Callable[[], None]
     timeout_s: float
     times: Times = field(default_factory=Times)
-    _failure: Exception | None = None
+    _failure: BaseException | None = None
 
     def run(self) -> None:
         """Carry everything. All ranks of the group call it.
 
         Raises:
             RankLeftError: another rank has gone, or does nothing.
-            Exception: the first that this rank's reading or placing met.
+            Exception: the first that this rank's reading or placing met; it is raised even if another rank has gone since.
         """
         self._prepare()
         threads = [threading.Thread(target=self._read, name="ckpt-read", daemon=True)]
         if self._on_network:
             threads.append(threading.Thread(target=self._carry, name="ckpt-network", daemon=True))
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             while self._to_take or self._to_free or not self._own_is_read:
                 self._step()
         except BaseException as error:
+            ours = self._failure
             self._give_up(error)
-            threads[0].join()  # the other may be waiting for a host that is gone, and wants none of our memory then
+            if threads[0].ident is not None:
+                threads[0].join()  # the other may be waiting for a host that is gone, and wants none of our memory then
+            if ours is not None and isinstance(error, RankLeftError):
+                raise ours from error
             raise
         finally:
             self._selector.close()
@@ -200,6 +204,7 @@ class Courier:
                 self._owing.update(self._takers(parcel))
             elif self.rank in parcel.wanters:
                 self._from[source] += 1
+        self._to_carry = len(self._on_network)
         self._own_is_read = False
         self._open: dict[int, _Open] = {}
         self._news: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
@@ -212,6 +217,9 @@ class Courier:
             self._free_landing.put(slot)
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
+        self._wake.setblocking(
+            False
+        )  # where it is full, the calling thread will wake anyway; nobody waits for one that has ended
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for neighbour, made in self.link.sockets.items() if self.link else ():
             made.settimeout(self.timeout_s)
@@ -249,7 +257,7 @@ class Courier:
     def _have_patience(self) -> None:
         """While others have bytes of ours, or we want theirs, silence is theirs; else it is our own storage that is slow."""
         neighbours = sorted(+self._from | +self._owing)
-        waiting = neighbours or self._on_network
+        waiting = neighbours or self._to_carry
         if waiting and time.monotonic() - self._heard > self.timeout_s:
             whom = (
                 f"rank{'s' * (len(neighbours) > 1)} {', '.join(map(str, neighbours))}" if neighbours else "other hosts"
@@ -286,6 +294,7 @@ class Courier:
     def _is_there(self, parcel: Parcel, slot: int, on_network: bool) -> None:
         """A parcel is in a slot of ours: tell the neighbours that want it, and take what we want of it."""
         takers = self._takers(parcel)
+        self._to_carry -= parcel.reader != self.rank
         self._open[parcel.number] = _Open(slot, set(takers), on_network)
         for neighbour in takers:
             self._say(neighbour, READY, parcel.number, slot)
@@ -305,6 +314,7 @@ class Courier:
         self.times.place += time.perf_counter() - started
 
     def _is_sent(self, number: int) -> None:
+        self._to_carry -= 1
         self._open[number].on_network = False
         self._free_if_taken(number)
 
@@ -320,13 +330,13 @@ class Courier:
         self._own_is_read = True
 
     def _raise(self, error: BaseException) -> None:
-        raise RankLeftError(f"the network between the hosts failed: {error}") from error
+        raise RankLeftError(f"the network between the hosts failed: {sentence(error)}") from error
 
     # The other two threads, which only ever tell the calling one
 
     def _tell(self, *news: Any) -> None:
         self._news.put(news)
-        with suppress(OSError):  # the calling thread has given up, and closed its end
+        with suppress(OSError):  # it is full, or the calling thread has given up and closed its end
             self._wake.send(b".")
 
     def _read(self) -> None:
@@ -356,7 +366,7 @@ class Courier:
         if self._failure is None:
             try:
                 work()
-            except Exception as error:
+            except BaseException as error:  # whatever it is: the calling thread raises it, which waits for this one
                 self._failure = error
         self.times.storage += time.perf_counter() - started
 
@@ -376,5 +386,5 @@ class Courier:
                     self._tell(self._is_sent, parcel.number)
                 else:
                     self._tell(self._is_there, parcel, slot, False)
-        except Exception as error:
+        except BaseException as error:  # as above
             self._tell(self._raise, error)

@@ -61,6 +61,7 @@ class HostLink:
                 if rank < self.rank:
                     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                     self.sockets[rank] = made
+                    made.setblocking(False)  # nobody answers yet: where no more calls are kept, it would wait for ever
                     made.connect("\0" + address)
                     made.send(_HELLO.pack(self.rank))
         except OSError:

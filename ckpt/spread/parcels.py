@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
 Ranks = tuple[int, ...]
 ChunkKey = tuple[str, int]
@@ -157,18 +157,15 @@ def _cut(asked: Sequence[tuple[Want, Ranks]]) -> Iterator[_Segment]:
         for start, stop in asked[0][0].stretches:
             yield ranks, start, stop
         return
-    borders = sorted({border for want, _ in asked for stretch in want.stretches for border in stretch})
-    for start, stop in pairwise(borders):
-        wanting = tuple(
-            sorted(
-                rank
-                for want, some in asked
-                if any(first <= start and stop <= last for first, last in want.stretches)
-                for rank in some
-            )
-        )
+    turns: dict[int, set[int]] = defaultdict(set)  # border -> those of `asked` that begin or end there
+    for number, (want, _) in enumerate(asked):
+        for border in chain.from_iterable(want.stretches):
+            turns[border] ^= {number}
+    wanting: set[int] = set()
+    for start, stop in pairwise(sorted(turns)):
+        wanting ^= turns[start]
         if wanting:
-            yield wanting, start, stop
+            yield tuple(sorted(rank for number in wanting for rank in asked[number][1])), start, stop
 
 
 def _packed(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -57,7 +59,7 @@ class DirectReading:
     def run(self) -> ReadStats:
         """See `Reading.run`; it talks to nobody."""
         chunks = by_chunk([part for request in self.requests for part in self.checkpoint.parts(request)])
-        start = len(chunks) * self.topology.rank // self.topology.world_size
+        start = _start(chunks, self.topology.rank / self.topology.world_size)
         root, progress = self.checkpoint.root, self.topology.progress
         verify = self.verify and self.checkpoint.has_digests
         with ExtentReader(
@@ -69,6 +71,12 @@ class DirectReading:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _start(chunks: Sequence[Sequence[StoredPart]], share: float) -> int:
+    """The chunk before which this share of all chunks' bytes lies: equal shares, or ranks run into each other on a cold disk."""
+    ends = list(accumulate(parts[0].chunk.length for parts in chunks))
+    return bisect_right(ends, share * ends[-1]) if ends else 0
 
 
 def bytes_of(requests: Sequence[ReadRequest]) -> int:

@@ -21,7 +21,11 @@ from ckpt.topology import Topology
 
 
 class RankEnds:
-    """What one rank wants, chunk by chunk, and how it gets it from storage. See `ckpt.spread.courier.Ends`."""
+    """What one rank wants, chunk by chunk, and how it gets it from storage. See `ckpt.spread.courier.Ends`.
+
+    Args:
+        slab_bytes: memory for what this rank alone wants, where that cannot be read into tensors as it is.
+    """
 
     @collector_paused()
     def __init__(
@@ -32,12 +36,15 @@ class RankEnds:
         device: Device,
         verify: bool,
         read_at: ReadAt,
+        slab_bytes: int,
     ) -> None:
         self.bytes_needed = bytes_of(requests)
         self._checkpoint = checkpoint
         self._device = device
         self._verify = verify
-        self._reader = ExtentReader(checkpoint.root, verify=verify, progress=topology.progress, read_at=read_at)
+        self._reader = ExtentReader(
+            checkpoint.root, verify=verify, progress=topology.progress, read_at=read_at, slab_bytes=slab_bytes
+        )
         chunks = by_chunk([part for request in requests for part in checkpoint.parts(request)])
         self._stored = {_key_of(parts[0].chunk): parts for parts in chunks}
         self._wanted = {key: Wanted(_delivered(parts[0]), _parts_of(parts)) for key, parts in self._stored.items()}

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,6 +50,9 @@ __all__ = [
 SLOT_BYTES = 4 << 20
 """A parcel's most usual size: large enough to cost few messages, small enough to stay in the processor's cache."""
 
+MAX_SLOTS = 64
+"""More are of no use. What two ranks may have said of their slots to each other, unread, fits a socket's buffer (277 messages)."""
+
 
 class TwoStageLoad:
     """Each byte is read from storage once for all the ranks of a group.
@@ -59,7 +63,8 @@ class TwoStageLoad:
         cpu_transfer: between hosts, parcels travel in host memory, through gloo, and within a host through memory that its ranks
             share. If not, they travel between all ranks in device memory, by the device's own collectives.
         max_in_flight_mib: the most memory that a rank gives to bytes on their way, in MiB; on the host, and as much on the device
-            where they travel in device memory.
+            where they travel in device memory. Besides, what a rank alone wants, and cannot read into tensors as it is, passes
+            through one block (4 MiB), and an encoded chunk is decoded whole.
         transport: carries parcels between hosts; None: torch.distributed.
         read_at: how bytes come from an open file.
 
@@ -96,19 +101,23 @@ class TwoStageLoad:
         """See `LoadingStrategy.prepare`.
 
         Raises:
-            ConfigurationError: there is no such group, a block does not fit the memory allowed, or several hosts share no network.
+            ConfigurationError: there is no such group, a block does not fit the memory allowed, several hosts share no network, or
+                the ranks were given different settings.
             CorruptCheckpointError: an index contradicts the manifest.
         """
         with ExitStack() as unless_prepared:
             with topology.phase("say what is wanted") as phase:
                 verify = verify and checkpoint.has_digests
-                mine = RankEnds(requests, checkpoint, topology, device, verify, self._read_at)
+                mine = RankEnds(requests, checkpoint, topology, device, verify, self._read_at, SLOT_BYTES)
                 rows = [want.to_json() for want in mine.wants()]
                 members = self._members(topology)
                 link = self._link_for(topology, members)
                 unless_prepared.callback(lambda: link.close() if link is not None else None)
-                phase.payload = _Said(_digest_of(rows), members, link.address if link is not None else None)
+                phase.payload = _Said(
+                    _digest_of(rows), members, link.address if link is not None else None, self._settings(verify)
+                )
             said = [_Said(*one) for one in phase.payloads]
+            _require_alike([one.settings for one in said])
             instances = group_of("of two-stage loading", [one.members for one in said], topology.rank).instances
             mates = next(instance for instance in instances if topology.rank in instance)
             with topology.phase("meet") as phase:
@@ -137,6 +146,11 @@ class TwoStageLoad:
                 )
             unless_prepared.pop_all()
         return TwoStageReading(courier, mine, link, topology.timeout_s, self.timers)
+
+    def _settings(self, verify: bool) -> dict[str, Any]:
+        """What every rank's plan follows from, besides what is wanted."""
+        mib = self._in_flight_bytes >> 20
+        return {"strategy.max_in_flight_mib": mib, "strategy.cpu_transfer": self._cpu_transfer, "verify": verify}
 
     def _link_for(self, topology: Topology, members: Sequence[int]) -> HostLink | None:
         """A link to the members on this host, if parcels are to travel in memory that they can share."""
@@ -168,7 +182,8 @@ class TwoStageLoad:
         """The process groups that carry bytes between hosts, made once; all ranks make all of them, in one order."""
         if not instances or self._transport is not None:
             return {}
-        key = id(dist.group.WORLD), tuple(tuple(instance) for instance in instances)
+        world = dist.group.WORLD  # all groups go with it, and the next one may lie where it lay
+        key = world and weakref.ref(world), tuple(tuple(instance) for instance in instances)
         with topology.phase("make process groups"):
             if key not in self._torch_groups:
                 backend = "gloo" if self._cpu_transfer else device.collectives
@@ -189,12 +204,12 @@ class TwoStageLoad:
         kinds = 2 if between_hosts else 1
         slot_bytes = max(unit, min(SLOT_BYTES, self._in_flight_bytes // (2 * kinds)))
         slot_bytes = -(-slot_bytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-        count = self._in_flight_bytes // slot_bytes
+        count = min(self._in_flight_bytes // slot_bytes, MAX_SLOTS)
         if alone:
             return Slots(torch.empty(0, dtype=torch.uint8), slot_bytes, 0, 0)
         if count < kinds:
             raise ConfigurationError(
-                f"strategy.max_in_flight_mib={self._in_flight_bytes >> 20}: {slot_bytes * kinds / 2**20:.0f} MiB are the least, for "
+                f"strategy.max_in_flight_mib={self._in_flight_bytes >> 20}: {-(-slot_bytes * kinds >> 20)} MiB are the least, for "
                 f"{kinds} block{'s' * (kinds - 1)} of {slot_bytes / 2**20:.0f} MiB, which are checked as one"
             )
         landing = count // 2 if between_hosts else 0
@@ -211,42 +226,51 @@ class _Said(NamedTuple):
         wants: digest of the rows that say what it wants.
         members: the ranks within which it is to be read once.
         address: where its neighbours reach it; None: nowhere.
+        settings: see `TwoStageLoad._settings`.
     """
 
     wants: str
     members: list[int]
     address: str | None
+    settings: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TwoStageReading:
     """One rank's part in one load. See `Reading`.
 
     Attributes:
+        courier: runs once; None: it has.
         link: was made for this load, even if it is not used.
     """
 
-    courier: Courier
+    courier: Courier | None
     ends: RankEnds
     link: HostLink | None
     timeout_s: float
     timers: Timers
 
     def run(self) -> ReadStats:
-        """See `Reading.run`."""
-        courier = self.courier
-        if courier.link is not None:
-            courier.link.join(courier.hosts.neighbours(courier.rank), self.timeout_s, courier.progress)
+        """See `Reading.run`.
+
+        Its memory is let go of at once, for other readings may follow; and neighbours that wait for a rank which has failed hear of
+        it by that, long before all ranks agree on the error.
+        """
+        courier, self.courier = self.courier, None
+        assert courier is not None, "a reading runs once"
         try:
+            if courier.link is not None:
+                courier.link.join(courier.hosts.neighbours(courier.rank), self.timeout_s, courier.progress)
             courier.run()
         finally:
             for name, seconds in asdict(courier.times).items():
                 self.timers[name].append(seconds)
-            self.ends.close()
+            self.close()
         return ReadStats(self.ends.bytes_read, self.ends.bytes_needed)
 
     def close(self) -> None:
         """See `Reading.close`."""
+        self.courier = None
         self.ends.close()
         if self.link is not None:
             self.link.close()
@@ -382,6 +406,15 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
 def sharded_tensor_chunk_id(sharded_tensor: ShardedTensor) -> tuple[str, tuple[int, ...]]:
     """Name the chunk that a shard lies in: flattened ranges of one chunk share it."""
     return sharded_tensor.key, tuple(sharded_tensor.global_offset)
+
+
+def _require_alike(settings: Sequence[Mapping[str, Any]]) -> None:
+    for rank, given in enumerate(settings):
+        for name, value in given.items():
+            if value != settings[0][name]:
+                raise ConfigurationError(
+                    f"{name}: rank {rank} was given {value}, rank 0 {settings[0][name]}; two-stage loading needs the same on all ranks"
+                )
 
 
 def _neighbours(topology: Topology, members: Sequence[int]) -> list[int]:

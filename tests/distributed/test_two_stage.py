@@ -11,17 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
+from ckpt.device import Device
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.manifest import CheckpointManifest, Index
 from ckpt.report import Status
 from ckpt.spread.host import HostLink
+from ckpt.spread.parcels import Piece
 from ckpt.stored import read_index, read_manifest
 from ckpt.strategies import two_stage
-from ckpt.strategies.two_stage import TwoStageLoad
+from ckpt.strategies.ends import RankEnds
+from ckpt.strategies.two_stage import MAX_SLOTS, TwoStageLoad
 from ckpt.topology import Topology
 from recipes.measuring import PeakMemory
 from tests.ranks import Dead, run_ranks
@@ -221,6 +225,16 @@ def test_what_cannot_be_is_one_sentence_on_every_rank_before_bytes_move(
     assert others == [first]
 
 
+def _given_different_memory(topology: Topology, root: Path) -> str:
+    return _refused(topology, root, {"max_in_flight_mib": 16 + topology.rank // 2})
+
+
+def test_ranks_that_are_given_different_settings_are_told_so(tmp_path: Path) -> None:
+    """They would cut the same bytes into different parcels."""
+    for says in run_ranks(3, _given_different_memory, tmp_path):
+        assert "strategy.max_in_flight_mib: rank 2 was given 17, rank 0 16" in says
+
+
 def test_no_memory_is_no_choice() -> None:
     with pytest.raises(ConfigurationError, match="strategy.max_in_flight_mib=0: expected at least 1"):
         TwoStageLoad(max_in_flight_mib=0)
@@ -246,6 +260,27 @@ def _without_shared_memory(topology: Topology, root: Path) -> int:
 def test_systems_without_such_memory_spread_over_the_network(tmp_path: Path) -> None:
     by_rank = run_ranks(2, _without_shared_memory, tmp_path, process_group=True)
     assert sum(by_rank) == stored_bytes(tmp_path / "checkpoint-1")
+
+
+def test_a_strategy_outlives_the_process_groups_it_has_made() -> None:
+    """The next ones often lie in memory where those lay."""
+    load = TwoStageLoad()
+    for _ in range(30):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            groups = load._make_groups(Topology.alone(), Device(type="cpu", collectives="gloo"), [(0,)])
+            assert groups == load._make_groups(Topology.alone(), Device(type="cpu", collectives="gloo"), [(0,)])
+            assert dist.get_process_group_ranks(groups[0]) == [0]
+        finally:
+            dist.destroy_process_group()
+
+
+def test_memory_that_no_slot_needs_is_not_taken() -> None:
+    device = Device(type="cpu", collectives="gloo")
+    load = TwoStageLoad(max_in_flight_mib=4096)
+    slots = load._slots(None, [], between_hosts=True, alone=False, device=device)
+    assert slots.reading + slots.landing == MAX_SLOTS
+    assert len(slots.host) == MAX_SLOTS * slots.slot_bytes
 
 
 def _damaged(topology: Topology, root: Path, required: bool) -> tuple[str, str] | tuple[str, str, bool]:
@@ -286,6 +321,32 @@ def test_damage_in_an_optional_component_leaves_out_just_that(tmp_path: Path) ->
     assert first[0] == Status.FAILED.name
     assert "e2: bytes 4194304 to 8388608 of" in first[1]
     assert others == [first, first]
+
+
+def _one_cannot_place(topology: Topology, root: Path) -> tuple[str, float]:
+    """Rank 1 fails in the required component, with what no disk can raise; another component follows."""
+    model = Held({f"w{n}": random_bits((64, 50_000), torch.float32, n) for n in range(4)})
+    ema = Held({"e": random_bits((64, 50_000), torch.float32, 9)})
+    parts = [StateComponent("model", model, "replicated"), StateComponent("ema", ema, "replicated", required=False)]
+    made = coordinator(topology, root, parts, strategy=TwoStageLoad(), pattern_check="off")
+    path = made.save_checkpoint(checkpoint_id="1")
+    if topology.rank == 1:
+
+        def place(self: RankEnds, piece: Piece, memory: torch.Tensor) -> None:
+            raise RuntimeError("the device is full")
+
+        RankEnds.place = place  # type: ignore[method-assign]
+    started = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        made.load_checkpoint(path)
+    return str(caught.value), time.monotonic() - started
+
+
+def test_a_rank_that_fails_in_one_component_keeps_nobody_waiting_in_the_next(tmp_path: Path) -> None:
+    agree_s = 10.0
+    for says, seconds in run_ranks(3, _one_cannot_place, tmp_path, agree_s=agree_s):
+        assert says.endswith("failed in phase read on rank 1: RuntimeError: the device is full")
+        assert seconds < agree_s / 2
 
 
 def _killed() -> None:

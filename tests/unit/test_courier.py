@@ -22,7 +22,7 @@ class Ends:
     def __init__(self) -> None:
         self.placed: dict[int, int] = {}
         self.own: list[Piece] = []
-        self.begun = [threading.Event() for _ in range(20)]
+        self.begun = [threading.Event() for _ in range(1000)]
         self.fails_at: int | None = None
 
     def fetch(self, piece: Piece, memory: torch.Tensor) -> None:
@@ -30,7 +30,7 @@ class Ends:
         self.begun[number].set()
         if number == self.fails_at:
             raise CorruptCheckpointError(f"piece {number} is damaged")
-        memory.fill_(number)
+        memory.fill_(number % 256)
 
     def place(self, piece: Piece, memory: torch.Tensor) -> None:
         assert memory.unique().numel() == 1
@@ -106,6 +106,18 @@ def test_damage_is_raised_when_all_parcels_have_gone_their_way() -> None:
     assert threading.active_count() == before
 
 
+def test_whatever_ends_the_reader_is_raised_by_the_calling_thread() -> None:
+    """Which would wait for it for ever, and say all the time that it moves."""
+    ends = Ends()
+
+    def ended(pieces: Sequence[Piece]) -> None:
+        raise SystemExit("enough")
+
+    ends.read_own = ended  # type: ignore[method-assign]
+    with pytest.raises(SystemExit, match="enough"):
+        courier(ends, parcels=2, slots=1).run()
+
+
 def test_an_interrupt_ends_both_threads() -> None:
     ends = Ends()
 
@@ -116,4 +128,19 @@ def test_an_interrupt_ends_both_threads() -> None:
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         courier(ends, parcels=10, slots=2).run()
+    assert threading.active_count() == before
+
+
+def test_an_interrupt_ends_a_reader_that_is_far_ahead() -> None:
+    """It has more to say than a socket takes, and nobody listens any more."""
+    ends = Ends()
+
+    def interrupted(piece: Piece, memory: torch.Tensor) -> None:
+        ends.begun[600].wait(1.0)
+        raise KeyboardInterrupt
+
+    ends.place = interrupted  # type: ignore[method-assign]
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        courier(ends, parcels=700, slots=700).run()
     assert threading.active_count() == before

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.agreement import Result, Verdict, conclude
-from ckpt.errors import CheckpointNotFoundError, StorageError, describe, rebuild
+from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RankLeftError, StorageError, describe, rebuild
 from ckpt.heartbeat import Absence
 
 SAVE = "save of checkpoint-00000020"
@@ -36,6 +36,29 @@ def test_one_rank_that_raised_is_named_with_phase_and_cause() -> None:
     assert error is not None
     assert error["message"] == f"{SAVE} failed in phase write on rank 1: No space left on device: 'w'"
     assert (error["kind"], error["rank"], error["phase"]) == (StorageError.__name__, 1, "write")
+
+
+def _missed(rank: int) -> Verdict:
+    return _failed(RankLeftError(f"rank {rank} left", rank=rank), phase="read")
+
+
+def test_what_a_rank_left_for_is_told_and_not_that_others_missed_it() -> None:
+    damaged = _failed(CorruptCheckpointError("w is damaged"), phase="read")
+    assert (
+        _message({0: _missed(1), 1: damaged, 2: _missed(0)}) == f"{SAVE} failed in phase read on rank 1: w is damaged"
+    )
+
+
+def test_a_rank_that_is_gone_is_the_cause_of_all_who_missed_it() -> None:
+    assert _message({0: _missed(1), 2: _missed(0)}, {1: Absence("rank 1 was killed")}).endswith("rank 1 was killed")
+
+
+def test_of_ranks_that_missed_each_other_the_one_that_nobody_here_explains_is_told() -> None:
+    stalled = _failed(RankLeftError("nothing came from rank 2 for 300 s"), phase="read")
+    assert _message({0: _missed(1), 1: stalled, 2: _ok("read")}) == (
+        f"{SAVE} failed in phase read on rank 1: nothing came from rank 2 for 300 s"
+    )
+    assert "rank 0 left" in _message({0: _missed(1), 1: _missed(0)})
 
 
 def test_what_all_ranks_say_alike_names_none_of_them() -> None:
