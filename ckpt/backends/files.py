@@ -150,6 +150,25 @@ def _sync_file_range(fd: int, offset: int, num_bytes: int, flags: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
+_KEEP_SIZE = 1
+
+
+def reserve(fd: int, offset: int, num_bytes: int) -> None:
+    """Find room on the disk for bytes that are about to be written, in one piece if there is one, where that can be asked for.
+
+    Files that several ranks write at a time are otherwise laid out in turns, and read back in many short pieces.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    if sys.platform != "linux":
+        return
+    if _libc().fallocate(fd, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise OSError(code, os.strerror(code))
+
+
 def _syncfs(root: Path) -> None:
     def sync(fd: int) -> None:
         if _libc().syncfs(fd) != 0:

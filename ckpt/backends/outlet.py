@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from ckpt.backends.files import Folders, make_durable, naming, start_writeback, write_all
+from ckpt.backends.files import Folders, make_durable, naming, reserve, start_writeback, write_all
 from ckpt.errors import ConfigurationError
 
 DIRECT_BYTES = 1 << 20
@@ -27,6 +27,9 @@ DIRECT_BYTES = 1 << 20
 
 ALIGNED = 4096
 """Direct I/O wants memory, offsets and lengths that are multiples of the disk's block, on no disk more than this."""
+
+RESERVED_BYTES = 64 << 20
+"""Room on the disk that a file of unknown size asks for at a time."""
 
 NUM_BUFFERS = 4
 """Half of them are filled while the others are being written."""
@@ -123,17 +126,22 @@ class Outlet:
         Raises:
             OSError: it names the file, or one that was written before.
         """
-        stream = self.open(name, large=num_bytes >= DIRECT_BYTES)
+        stream = self.open(name, num_bytes)
         try:
             stream.append(pieces)
         finally:
             stream.close()
 
-    def open(self, name: str, *, large: bool = True) -> Stream:
-        """Return a new file below the root, to be filled from its first byte on, and closed."""
+    def open(self, name: str, num_bytes: int | None = None) -> Stream:
+        """Return a new file below the root, to be filled from its first byte on, and closed.
+
+        Args:
+            num_bytes: how many will be appended; None: many, and nobody knows how many.
+        """
         path = self._root / name
         self._folders.make(path.parent)
-        file = self._open_direct(path) if large and self._buffers.direct_io else None
+        is_large = num_bytes is None or num_bytes >= DIRECT_BYTES
+        file = self._open_direct(path, num_bytes) if is_large and self._buffers.direct_io else None
         self._growing[name] = Stream(_Paged(path, self._progress) if file is None else file, partial(self._close, name))
         return self._growing[name]
 
@@ -170,7 +178,7 @@ class Outlet:
         del self._growing[name]
         self._sizes[name] = size
 
-    def _open_direct(self, path: Path) -> _Direct | None:
+    def _open_direct(self, path: Path, num_bytes: int | None) -> _Direct | None:
         """Open a new file past the page cache, or say why that cannot be, and return None."""
         try:
             fd = os.open(path, _NEW | _O_DIRECT, 0o666)
@@ -181,7 +189,7 @@ class Outlet:
             return None
         if self._pump is None:
             self._pump = _Pump(self._buffers, self._tells, self._progress)
-        return _Direct(self._pump, _File(path, fd))
+        return _Direct(self._pump, _File(path, fd), num_bytes)
 
 
 class Stream:
@@ -235,9 +243,11 @@ class _Paged:
 class _Direct:
     """A file whose bytes are gathered in aligned buffers, which a pump writes past the page cache."""
 
-    def __init__(self, pump: _Pump, file: _File) -> None:
+    def __init__(self, pump: _Pump, file: _File, num_bytes: int | None) -> None:
         self._pump = pump
         self._file = file
+        self._step = num_bytes or RESERVED_BYTES
+        self._reserved = 0
         self._buffer: memoryview | None = None
         self._fill = 0
         self._at = 0
@@ -255,20 +265,30 @@ class _Direct:
 
     def close(self) -> None:
         self._hand_over()
+        self._file.size = self._at if self._reserved > self._at else None
         self._file.release()
 
     def _hand_over(self) -> None:
         if self._buffer is not None:
+            while self._at + self._fill > self._reserved:
+                with naming(self._file.path):
+                    reserve(self._file.fd, self._reserved, self._step)
+                self._reserved += self._step
             self._pump.put(self._file, self._buffer, self._fill, self._at)
             self._at, self._fill, self._buffer = self._at + self._fill, 0, None
 
 
 class _File:
-    """An open file, closed when the last of those who hold it lets it go."""
+    """An open file, closed when the last of those who hold it lets it go.
+
+    Attributes:
+        size: cut off there when it is closed, so that no room stays reserved behind it; None: there is none.
+    """
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.fd = fd
+        self.size: int | None = None
         self._lock = threading.Lock()
         self._holders = 1
 
@@ -281,7 +301,12 @@ class _File:
             self._holders -= 1
             is_last = self._holders == 0
         if is_last:
-            os.close(self.fd)
+            try:
+                if self.size is not None:
+                    with naming(self.path):
+                        os.ftruncate(self.fd, self.size)
+            finally:
+                os.close(self.fd)
 
 
 class _Pump:
@@ -350,9 +375,11 @@ class _Pump:
                     self._progress(length)
             except BaseException as error:  # raised by whoever waits for the bytes
                 self._error = self._error or error
-            finally:
+            try:
                 file.release()
-                self._free.put(buffer)
+            except OSError as error:
+                self._error = self._error or error
+            self._free.put(buffer)
 
     def _write(self, file: _File, data: memoryview, at: int) -> None:
         """Write at an aligned offset: whole blocks directly, what is left, or is refused, through the page cache."""

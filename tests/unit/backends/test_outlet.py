@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -226,3 +227,19 @@ def test_every_byte_counts_as_progress_when_it_is_written(tmp_path: Path) -> Non
 def test_room_for_no_buffer_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="ckpt.buffer_mib=0: give 1 or more"):
         Buffers(buffer_mib=0, direct_io=True)
+
+
+def _blocks(path: Path) -> int:
+    return os.stat(path).st_blocks * 512
+
+
+def test_no_room_stays_reserved_behind_a_file_of_unknown_size(tmp_path: Path) -> None:
+    """Room is asked for in large steps; a file that ends within one gives the rest back."""
+    outlet = Outlet(tmp_path, 0, lambda _: None, Buffers(buffer_mib=4, direct_io=True))
+    stream = outlet.open("grows")
+    data = np.random.default_rng(3).integers(0, 256, (3 << 20) + 777, dtype=np.uint8)
+    stream.append([memoryview(data)])
+    stream.close()
+    outlet.make_durable()
+    assert (tmp_path / "grows").read_bytes() == data.tobytes()
+    assert _blocks(tmp_path / "grows") <= (3 << 20) + 2 * 4096
