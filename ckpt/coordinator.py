@@ -15,11 +15,11 @@ from ckpt.doctor import Diagnosis
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.loading import Loader, committed_newest_first
 from ckpt.provider import Provider, components_of, groups_of
+from ckpt.reading.base import LoadingStrategy
 from ckpt.report import LoadReport
 from ckpt.saving import Saver, SaveReport
 from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.statefuls import as_stateful
-from ckpt.strategies.reading import LoadingStrategy
 from ckpt.topology import Topology
 from ckpt.writing import PACKED_BYTES
 

@@ -17,12 +17,12 @@ from ckpt.errors import CheckpointError, describe, rebuild, sentence
 from ckpt.fitting import copies_for_object, fit, goes_on, prefixes_for_object, require_something
 from ckpt.legacy import OldSource, not_allowed, old_files
 from ckpt.matching import Match, match_changed, report_of_trouble, settle
+from ckpt.reading.base import StoredCheckpoint
+from ckpt.reading.direct import DirectLoad
 from ckpt.report import ComponentReport, Misfits, Status
 from ckpt.sharing import DECIDED_BY_OBJECT, StateComponent
 from ckpt.sources import CommittedSource, Source
 from ckpt.stored import read_manifest
-from ckpt.strategies.direct import DirectLoad
-from ckpt.strategies.reading import StoredCheckpoint
 from ckpt.topology import Topology
 
 

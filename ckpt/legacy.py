@@ -29,9 +29,9 @@ from ckpt.dtypes import raw_bytes, zarr_name
 from ckpt.errors import CheckpointNotFoundError, MissingStateError, WorldSizeError
 from ckpt.flatten import Leaves, flatten, path_to_json, to_json
 from ckpt.manifest import MANIFEST_NAME, ArrayEntry
+from ckpt.reading.base import ReadRequest, ReadStats
 from ckpt.sharing import OWN_COPIES, SharingPattern, StateComponent, find_aliases, holders_of
 from ckpt.sources import Rows, require_same_kind
-from ckpt.strategies.reading import ReadRequest, ReadStats
 from ckpt.topology import Topology
 from ckpt.unpickling import unpickle_state_dict
 
@@ -66,7 +66,7 @@ def not_allowed(folder: Path, files: Sequence[str]) -> CheckpointNotFoundError:
 
 @dataclass(frozen=True, slots=True)
 class _Copying:
-    """See `ckpt.strategies.reading.Reading`."""
+    """See `ckpt.reading.base.Reading`."""
 
     source: OldSource
     requests: Sequence[ReadRequest]

@@ -26,11 +26,11 @@ from ckpt.matching import (
     report_of_trouble,
     settle,
 )
+from ckpt.reading.base import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
 from ckpt.report import ComponentReport, LoadReport, Status
 from ckpt.sharing import StateComponent
 from ckpt.sources import CommittedSource, Rows, Source
 from ckpt.stored import read_listed_file, read_manifest_bytes
-from ckpt.strategies.reading import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
 from ckpt.topology import Phase, Topology
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]

@@ -27,10 +27,10 @@ from ckpt.errors import (
 )
 from ckpt.flatten import Leaves, Path, flatten, from_json, path_from_json, unflatten
 from ckpt.manifest import ArrayEntry
+from ckpt.reading.base import ReadRequest
 from ckpt.report import ComponentReport, Misfits, Status
 from ckpt.sharing import SharingPattern, StateComponent, find_aliases
 from ckpt.statefuls import Elastic
-from ckpt.strategies.reading import ReadRequest
 
 MISMATCHES = (MissingStateError, WorldSizeError, ShapeMismatchError)
 """What `strict=False` forgives: the checkpoint is sound, and this run asks for something else."""

@@ -14,10 +14,10 @@ from ckpt.device import Device
 from ckpt.dtypes import raw_bytes, torch_dtype
 from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeError, describe
 from ckpt.manifest import PLAIN_NAME, ArrayEntry, CheckpointManifest, digest_of
+from ckpt.reading.base import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint
+from ckpt.reading.direct import DirectLoad
 from ckpt.sharing import OWN_COPIES, SharingPattern, StateComponent, copy_prefix
 from ckpt.stored import check_file, read_listed_file
-from ckpt.strategies.direct import DirectLoad
-from ckpt.strategies.reading import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint
 from ckpt.topology import Topology
 from ckpt.verify import Names
 

@@ -15,7 +15,7 @@ from ckpt.backends.base import Backend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import ConfigurationError
-from ckpt.strategies.reading import LoadingStrategy
+from ckpt.reading.base import LoadingStrategy
 from recipes.benchmark_keys import EXTRA, ours
 from recipes.config import made
 from recipes.contender import Contender
@@ -39,8 +39,8 @@ _OTHERS: dict[str, Callable[[Workload], Contender]] = {
     "broadcast": Broadcast,
 }
 _STRATEGIES = {
-    "direct": "ckpt.strategies.direct.DirectLoad",
-    "two-stage": "ckpt.strategies.two_stage.TwoStageLoad",
+    "direct": "ckpt.reading.direct.DirectLoad",
+    "two-stage": "ckpt.reading.two_stage.TwoStageLoad",
 }
 _ON_HOST = ("raw", "raw-direct", "memcpy")
 

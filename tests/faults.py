@@ -27,8 +27,8 @@ import torch.distributed as dist
 from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
 from ckpt.errors import CheckpointError
 from ckpt.mailbox import Mailbox
-from ckpt.strategies.direct import DirectLoad
-from ckpt.strategies.two_stage import TwoStageLoad
+from ckpt.reading.direct import DirectLoad
+from ckpt.reading.two_stage import TwoStageLoad
 from ckpt.topology import Phase, Topology
 from tests.distributed.test_elastic import Queue
 from tests.distributed.test_elastic import component as elastic_component

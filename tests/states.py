@@ -14,8 +14,8 @@ from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.device import Device
 from ckpt.dtypes import raw_bytes
-from ckpt.strategies.direct import DirectLoad
-from ckpt.strategies.reading import LoadingStrategy
+from ckpt.reading.base import LoadingStrategy
+from ckpt.reading.direct import DirectLoad
 from ckpt.topology import Topology
 
 BACKENDS = ("zarr", "ocdbt", "file")

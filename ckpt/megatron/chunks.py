@@ -11,11 +11,11 @@ from ckpt.box import Box
 from ckpt.extents import Part
 from ckpt.megatron.zarr import MegatronZarr
 from ckpt.plan import needed_chunks
-from ckpt.strategies.reading import ReadRequest, StoredPart
+from ckpt.reading.base import ReadRequest, StoredPart
 
 
 class MegatronChunks:
-    """See `ckpt.strategies.reading.Stored`. Chunks have no digests; one that is missing or cut off is found."""
+    """See `ckpt.reading.base.Stored`. Chunks have no digests; one that is missing or cut off is found."""
 
     has_digests = False
 
@@ -37,5 +37,5 @@ class MegatronChunks:
             yield StoredPart(chunk, part, spec, "megatron", wanted)
 
     def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
-        """See `ckpt.strategies.reading.Stored.decode`."""
+        """See `ckpt.reading.base.Stored.decode`."""
         self._arrays.read(stored.array.path, box, out)

@@ -24,12 +24,12 @@ from ckpt.megatron.chunks import MegatronChunks
 from ckpt.megatron.layout import headless
 from ckpt.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.memory import HostMemory
+from ckpt.reading.base import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
+from ckpt.reading.direct import DirectLoad
 from ckpt.sharded.folder import Given, device_of
 from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.sources import CommittedSource
 from ckpt.stored import read_manifest, read_manifest_bytes
-from ckpt.strategies.direct import DirectLoad
-from ckpt.strategies.reading import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
 from ckpt.topology import Topology
 
 _log = logging.getLogger("ckpt")

@@ -1,15 +1,17 @@
 """Who reads which bytes for whom: a pure function of what every rank wants, so every rank finds the same answer.
 
 What one rank alone wants, it reads for itself. What several want is cut into parcels, and each parcel is read by one of
-them: by the one that has the fewest bytes to read so far.
+them, each rank in the end as many bytes as the others, and each in one stretch of the storage.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 Ranks = tuple[int, ...]
 ChunkKey = tuple[str, int]
@@ -97,7 +99,8 @@ class Spread:
 
     Attributes:
         own: rank -> what it reads for itself, in storage order.
-        parcels: in the order in which they travel, which is that of storage.
+        parcels: in the order in which they travel: the first of each reader, then the second of each; each reader's as they lie in
+            storage.
     """
 
     own: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
@@ -122,17 +125,75 @@ def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], parcel_bytes: int
                 load[ranks[0]] += stop - start
             else:
                 shared.append((anybody if whole else (), ranks, Piece(key, start, stop), unit))
-    decoder: dict[ChunkKey, int] = {}
-    in_storage_order = sorted(_packed(shared, parcel_bytes), key=lambda one: (one[2][0].key, one[2][0].start))
-    for as_one, ranks, pieces in in_storage_order:
-        reader = decoder.get(pieces[0].key) if as_one else None
-        if reader is None:
-            reader = min(as_one or ranks, key=lambda rank: (load[rank], rank))
-        if as_one:
-            decoder[pieces[0].key] = reader
-        load[reader] += sum(piece.num_bytes for piece in pieces)
-        spread.parcels.append(Parcel(len(spread.parcels), reader, ranks, tuple(pieces)))
+    parcels = sorted(_packed(shared, parcel_bytes), key=lambda one: (one.pieces[0].key, one.pieces[0].start))
+    readers = _in_one_stretch(parcels, _dealt(parcels, load))
+    turn: Counter[int] = Counter()
+    travel: list[tuple[int, int, _Unread]] = []
+    for reader, parcel in zip(readers, parcels, strict=True):
+        travel.append((turn[reader], reader, parcel))
+        turn[reader] += 1
+    travel.sort(key=lambda one: one[:2])
+    spread.parcels = [
+        Parcel(number, reader, parcel.wanters, tuple(parcel.pieces))
+        for number, (_, reader, parcel) in enumerate(travel)
+    ]
     return spread
+
+
+class _Unread(NamedTuple):
+    """A parcel that nobody reads yet.
+
+    Attributes:
+        decoders: who may decode the chunk, all of it, where that is done as one; else nobody.
+    """
+
+    decoders: Ranks
+    wanters: Ranks
+    pieces: list[Piece]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+def _dealt(parcels: Sequence[_Unread], load: dict[int, int]) -> list[int]:
+    """Give each parcel to who has the fewest bytes to read so far, of those who may read it; return the readers.
+
+    Args:
+        load: bytes that each rank has to read so far; updated.
+    """
+    decoder: dict[ChunkKey, int] = {}
+    readers = []
+    for parcel in parcels:
+        key = parcel.pieces[0].key
+        reader = decoder.get(key) if parcel.decoders else None
+        if reader is None:
+            reader = min(parcel.decoders or parcel.wanters, key=lambda rank: (load[rank], rank))
+        if parcel.decoders:
+            decoder[key] = reader
+        load[reader] += parcel.num_bytes
+        readers.append(reader)
+    return readers
+
+
+def _in_one_stretch(parcels: Sequence[_Unread], readers: Sequence[int]) -> list[int]:
+    """Deal the parcels that the same ranks want anew, each rank as many bytes, but in one stretch: disks like to be read so."""
+    shares: dict[Ranks, Counter[int]] = defaultdict(Counter)
+    for parcel, reader in zip(parcels, readers, strict=True):
+        if not parcel.decoders:
+            shares[parcel.wanters][reader] += parcel.num_bytes
+    ends = {
+        wanters: (sorted(share), list(accumulate(share[r] for r in sorted(share)))) for wanters, share in shares.items()
+    }
+    before: Counter[Ranks] = Counter()
+    dealt = []
+    for parcel, reader in zip(parcels, readers, strict=True):
+        if not parcel.decoders:
+            ranks, until = ends[parcel.wanters]
+            reader = ranks[bisect_right(until, before[parcel.wanters] + parcel.num_bytes // 2)]
+            before[parcel.wanters] += parcel.num_bytes
+        dealt.append(reader)
+    return dealt
 
 
 _Segment = tuple[Ranks, int, int]
@@ -168,9 +229,7 @@ def _cut(asked: Sequence[tuple[Want, Ranks]]) -> Iterator[_Segment]:
             yield tuple(sorted(rank for number in wanting for rank in asked[number][1])), start, stop
 
 
-def _packed(
-    shared: Sequence[tuple[Ranks, Ranks, Piece, int]], parcel_bytes: int
-) -> Iterator[tuple[Ranks, Ranks, list[Piece]]]:
+def _packed(shared: Sequence[tuple[Ranks, Ranks, Piece, int]], parcel_bytes: int) -> Iterator[_Unread]:
     """Fill parcels: pieces of one parcel are wanted by the same ranks and, where a chunk is decoded as one, of one chunk."""
     open_ones: dict[tuple[Ranks, ChunkKey | None], list[Piece]] = {}
     room: dict[tuple[Ranks, ChunkKey | None], int] = {}
@@ -184,14 +243,14 @@ def _packed(
             left = room.setdefault(kind, parcel_bytes)
             fits = whole_piece.stop - at if whole_piece.stop - at <= left else left // unit * unit
             if fits == 0:
-                yield as_one, ranks, open_ones.pop(kind)
+                yield _Unread(as_one, ranks, open_ones.pop(kind))
                 del room[kind]
                 continue
             open_ones.setdefault(kind, []).append(Piece(whole_piece.key, at, at + fits))
             room[kind] = left - _room(fits)
             at += fits
     for kind, pieces in open_ones.items():
-        yield as_one_of[kind], kind[0], pieces
+        yield _Unread(as_one_of[kind], kind[0], pieces)
 
 
 def _room(num_bytes: int) -> int:

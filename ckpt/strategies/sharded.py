@@ -12,13 +12,13 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.job import current_topology
 from ckpt.mapping import ShardedStateDict, ShardedTensor
+from ckpt.reading.base import LoadingStrategy
+from ckpt.reading.direct import DirectLoad
 from ckpt.sharded.folder import FolderSave, contribution_of, device_of, require_alike
 from ckpt.sharded.loading import Library, load_tensors, open_tensors, tensors_in
 from ckpt.sharded.removing import remove_tensors
 from ckpt.strategies.async_utils import AsyncRequest
 from ckpt.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
-from ckpt.strategies.direct import DirectLoad
-from ckpt.strategies.reading import LoadingStrategy
 from ckpt.topology import Topology
 
 _log = logging.getLogger("ckpt")

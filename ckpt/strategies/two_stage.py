@@ -1,279 +1,32 @@
-"""What several ranks want is read once, by one of them, and spread to the others; what one alone wants it reads itself.
-
-    wants -> parcels (who reads what for whom) -> storage -> slots -> tensors of all ranks that want it
-
-Within a host the slots are memory that all its ranks see; between hosts torch.distributed carries them, once per host. Ranks
-read different parts at the same time, each as many bytes as the others, while the parts before are spread and put in place.
-"""
+"""The first reference's two-stage strategy, under its name, on our engine (ckpt/reading/two_stage.py)."""
 
 from __future__ import annotations
 
-import json
-import os
-import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import xxhash
 
-from ckpt.device import Device
-from ckpt.errors import ConfigurationError
-from ckpt.extents import ALIGNMENT, ReadAt
 from ckpt.job import current_topology
 from ckpt.mapping import ShardedStateDict, ShardedTensor
+from ckpt.reading.base import LoadingStrategy
+from ckpt.reading.direct import DirectLoad
+from ckpt.reading.two_stage import TwoStageLoad
 from ckpt.sharded.loading import load_tensors
-from ckpt.spread.courier import Courier, Hosts, Slots
-from ckpt.spread.host import HostLink, has_shared_memory
-from ckpt.spread.network import TorchTransport, Transport, make_groups
-from ckpt.spread.parcels import PIECE_ALIGNMENT, Want, plan_spread
+from ckpt.spread.network import TorchTransport, make_groups
 from ckpt.spread.timing import Timers, summarize, timed
-from ckpt.strategies.direct import DirectLoad
-from ckpt.strategies.ends import RankEnds
-from ckpt.strategies.reading import LoadingStrategy, ReadRequest, ReadStats, Stored
 from ckpt.strategies.sharded import LoadTensors
 from ckpt.topology import Topology, group_of
 
 __all__ = [
     "ShardedTensorMetadata",
     "TwoStageDataParallelLoadShardedStrategy",
-    "TwoStageLoad",
     "sharded_tensor_chunk_id",
     "timed",
 ]
-
-SLOT_BYTES = 4 << 20
-"""A parcel's most usual size: large enough to cost few messages, small enough to stay in the processor's cache."""
-
-MAX_SLOTS = 64
-"""More are of no use. What two ranks may have said of their slots to each other, unread, fits a socket's buffer (277 messages)."""
-
-
-class TwoStageLoad:
-    """Each byte is read from storage once for all the ranks of a group.
-
-    Args:
-        group: the name of a process group of the run, within whose instances bytes are read once, or the ranks of this rank's
-            instance; None: all ranks are one.
-        cpu_transfer: between hosts, parcels travel in host memory, through gloo, and within a host through memory that its ranks
-            share. If not, they travel between all ranks in device memory, by the device's own collectives.
-        max_in_flight_mib: the most memory that a rank gives to bytes on their way, in MiB; on the host, and as much on the device
-            where they travel in device memory. Besides, what a rank alone wants, and cannot read into tensors as it is, passes
-            through one block (4 MiB), and an encoded chunk is decoded whole.
-        transport: carries parcels between hosts; None: torch.distributed.
-        read_at: how bytes come from an open file.
-
-    Attributes:
-        timers: seconds of this rank: `prepare`; then `storage`, `network` and `place`, which run beside each other, and `wait`.
-
-    Raises:
-        ConfigurationError: `max_in_flight_mib` is not positive.
-    """
-
-    def __init__(
-        self,
-        *,
-        group: str | Sequence[int] | None = None,
-        cpu_transfer: bool = True,
-        max_in_flight_mib: int = 16,
-        transport: Transport | None = None,
-        read_at: ReadAt = os.preadv,
-    ) -> None:
-        if max_in_flight_mib <= 0:
-            raise ConfigurationError(f"strategy.max_in_flight_mib={max_in_flight_mib}: expected at least 1")
-        self._group = group
-        self._cpu_transfer = cpu_transfer
-        self._in_flight_bytes = max_in_flight_mib << 20
-        self._transport = transport
-        self._read_at = read_at
-        self._torch_groups: dict[Any, dict[int, dist.ProcessGroup]] = {}
-        self.timers: Timers = defaultdict(list)
-
-    @timed()
-    def prepare(
-        self, requests: Sequence[ReadRequest], checkpoint: Stored, topology: Topology, device: Device, *, verify: bool
-    ) -> TwoStageReading:
-        """See `LoadingStrategy.prepare`.
-
-        Raises:
-            ConfigurationError: there is no such group, a block does not fit the memory allowed, several hosts share no network, or
-                the ranks were given different settings.
-            CorruptCheckpointError: an index contradicts the manifest.
-        """
-        with ExitStack() as unless_prepared:
-            with topology.phase("say what is wanted") as phase:
-                verify = verify and checkpoint.has_digests
-                mine = RankEnds(requests, checkpoint, topology, device, verify, self._read_at, SLOT_BYTES)
-                rows = [want.to_json() for want in mine.wants()]
-                members = self._members(topology)
-                link = self._link_for(topology, members)
-                unless_prepared.callback(lambda: link.close() if link is not None else None)
-                phase.payload = _Said(
-                    _digest_of(rows), members, link.address if link is not None else None, self._settings(verify)
-                )
-            said = [_Said(*one) for one in phase.payloads]
-            _require_alike([one.settings for one in said])
-            instances = group_of("of two-stage loading", [one.members for one in said], topology.rank).instances
-            mates = next(instance for instance in instances if topology.rank in instance)
-            with topology.phase("meet") as phase:
-                is_first = topology.rank == min(rank for rank in mates if said[rank].wants == said[topology.rank].wants)
-                phase.payload = [rows if is_first else None, _reaches(link, said, _neighbours(topology, mates))]
-            hosts = {
-                instance: _by_host(topology, instance, share=all(phase.payloads[rank][1] for rank in instance))
-                for instance in instances
-            }
-            here = hosts[mates]
-            wants = _wants_of(mates, [one.wants for one in said], [rows for rows, _ in phase.payloads])
-            groups = self._make_groups(topology, device, [one for one in instances if len(hosts[one]) > 1])
-            with topology.phase("plan the read"):
-                shared = link if len(here) < len(mates) else None
-                slots = self._slots(shared, wants, between_hosts=len(here) > 1, alone=len(mates) == 1, device=device)
-                courier = Courier(
-                    rank=topology.rank,
-                    spread=plan_spread(wants, slots.slot_bytes),
-                    hosts=Hosts(here),
-                    slots=slots,
-                    ends=mine,
-                    link=shared,
-                    transport=self._transport or (TorchTransport(groups[topology.rank]) if len(here) > 1 else None),
-                    progress=topology.progress,
-                    timeout_s=topology.timeout_s,
-                )
-            unless_prepared.pop_all()
-        return TwoStageReading(courier, mine, link, topology.timeout_s, self.timers)
-
-    def _settings(self, verify: bool) -> dict[str, Any]:
-        """What every rank's plan follows from, besides what is wanted."""
-        mib = self._in_flight_bytes >> 20
-        return {"strategy.max_in_flight_mib": mib, "strategy.cpu_transfer": self._cpu_transfer, "verify": verify}
-
-    def _link_for(self, topology: Topology, members: Sequence[int]) -> HostLink | None:
-        """A link to the members on this host, if parcels are to travel in memory that they can share."""
-        if not self._cpu_transfer or not has_shared_memory() or len(_neighbours(topology, members)) == 1:
-            return None
-        return HostLink(topology.rank, self._in_flight_bytes)
-
-    def summarize_load_times(self, topology: Topology) -> dict[str, tuple[float, float]]:
-        """Return for each name in any rank's `timers` the slowest rank's seconds and the mean; then forget them. Collective."""
-        summary = summarize(self.timers, topology)
-        self.timers.clear()
-        return summary
-
-    def _members(self, topology: Topology) -> list[int]:
-        if self._group is None:
-            return list(range(topology.world_size))
-        if not isinstance(self._group, str):
-            return sorted(self._group)
-        if self._group not in topology.groups:
-            known = ", ".join(sorted(topology.groups)) or "none"
-            raise ConfigurationError(
-                f"strategy.group={self._group}: the run has no process group of that name, it has {known}; null takes all ranks as one"
-            )
-        return list(topology.groups[self._group].members)
-
-    def _make_groups(
-        self, topology: Topology, device: Device, instances: Sequence[Sequence[int]]
-    ) -> dict[int, dist.ProcessGroup]:
-        """The process groups that carry bytes between hosts, made once; all ranks make all of them, in one order."""
-        if not instances or self._transport is not None:
-            return {}
-        world = dist.group.WORLD  # all groups go with it, and the next one may lie where it lay
-        key = world and weakref.ref(world), tuple(tuple(instance) for instance in instances)
-        with topology.phase("make process groups"):
-            if key not in self._torch_groups:
-                backend = "gloo" if self._cpu_transfer else device.collectives
-                self._torch_groups = {key: make_groups(instances, backend, topology.timeout_s)}
-        return self._torch_groups[key]
-
-    def _slots(
-        self,
-        link: HostLink | None,
-        wants: Sequence[tuple[Sequence[Want], tuple[int, ...]]],
-        *,
-        between_hosts: bool,
-        alone: bool,
-        device: Device,
-    ) -> Slots:
-        """Cut the memory allowed into slots that take the largest unit: for reading, and for what lands from other hosts."""
-        unit = max((want.unit for rows, _ in wants for want in rows), default=ALIGNMENT)
-        kinds = 2 if between_hosts else 1
-        slot_bytes = max(unit, min(SLOT_BYTES, self._in_flight_bytes // (2 * kinds)))
-        slot_bytes = -(-slot_bytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-        count = min(self._in_flight_bytes // slot_bytes, MAX_SLOTS)
-        if alone:
-            return Slots(torch.empty(0, dtype=torch.uint8), slot_bytes, 0, 0)
-        if count < kinds:
-            raise ConfigurationError(
-                f"strategy.max_in_flight_mib={self._in_flight_bytes >> 20}: {-(-slot_bytes * kinds >> 20)} MiB are the least, for "
-                f"{kinds} block{'s' * (kinds - 1)} of {slot_bytes / 2**20:.0f} MiB, which are checked as one"
-            )
-        landing = count // 2 if between_hosts else 0
-        on_device = not self._cpu_transfer and device.type != "cpu"
-        host = torch.empty(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[link.rank]
-        travel = torch.empty(count * slot_bytes, dtype=torch.uint8, device=device.torch_device) if on_device else None
-        return Slots(host, slot_bytes, count - landing, landing, travel)
-
-
-class _Said(NamedTuple):
-    """What a rank tells all others first.
-
-    Attributes:
-        wants: digest of the rows that say what it wants.
-        members: the ranks within which it is to be read once.
-        address: where its neighbours reach it; None: nowhere.
-        settings: see `TwoStageLoad._settings`.
-    """
-
-    wants: str
-    members: list[int]
-    address: str | None
-    settings: dict[str, Any]
-
-
-@dataclass(slots=True)
-class TwoStageReading:
-    """One rank's part in one load. See `Reading`.
-
-    Attributes:
-        courier: runs once; None: it has.
-        link: was made for this load, even if it is not used.
-    """
-
-    courier: Courier | None
-    ends: RankEnds
-    link: HostLink | None
-    timeout_s: float
-    timers: Timers
-
-    def run(self) -> ReadStats:
-        """See `Reading.run`.
-
-        Its memory is let go of at once, for other readings may follow; and neighbours that wait for a rank which has failed hear of
-        it by that, long before all ranks agree on the error.
-        """
-        courier, self.courier = self.courier, None
-        assert courier is not None, "a reading runs once"
-        try:
-            if courier.link is not None:
-                courier.link.join(courier.hosts.neighbours(courier.rank), self.timeout_s, courier.progress)
-            courier.run()
-        finally:
-            for name, seconds in asdict(courier.times).items():
-                self.timers[name].append(seconds)
-            self.close()
-        return ReadStats(self.ends.bytes_read, self.ends.bytes_needed)
-
-    def close(self) -> None:
-        """See `Reading.close`."""
-        self.courier = None
-        self.ends.close()
-        if self.link is not None:
-            self.link.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,47 +159,3 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
 def sharded_tensor_chunk_id(sharded_tensor: ShardedTensor) -> tuple[str, tuple[int, ...]]:
     """Name the chunk that a shard lies in: flattened ranges of one chunk share it."""
     return sharded_tensor.key, tuple(sharded_tensor.global_offset)
-
-
-def _require_alike(settings: Sequence[Mapping[str, Any]]) -> None:
-    for rank, given in enumerate(settings):
-        for name, value in given.items():
-            if value != settings[0][name]:
-                raise ConfigurationError(
-                    f"{name}: rank {rank} was given {value}, rank 0 {settings[0][name]}; two-stage loading needs the same on all ranks"
-                )
-
-
-def _neighbours(topology: Topology, members: Sequence[int]) -> list[int]:
-    here = set(topology.nodes[topology.node_rank])
-    return [rank for rank in members if rank in here]
-
-
-def _reaches(link: HostLink | None, said: Sequence[_Said], neighbours: Sequence[int]) -> bool:
-    """Whether this rank can share memory with its neighbours; those below it are called."""
-    if len(neighbours) == 1:
-        return True
-    addresses = [(rank, address) for rank in neighbours if (address := said[rank].address) is not None]
-    return link is not None and len(addresses) == len(neighbours) and link.reach(addresses)
-
-
-def _by_host(topology: Topology, members: Sequence[int], *, share: bool) -> list[list[int]]:
-    """The members by host; each one its own, where they do not share memory."""
-    if not share:
-        return [[rank] for rank in members]
-    on_hosts = ([rank for rank in ranks if rank in set(members)] for ranks in topology.nodes)
-    return [ranks for ranks in on_hosts if ranks]
-
-
-def _digest_of(rows: Sequence[Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())
-
-
-def _wants_of(
-    mates: Sequence[int], digests: Sequence[str], rows: Sequence[Any]
-) -> list[tuple[list[Want], tuple[int, ...]]]:
-    """What the ranks of this group want: everything once, with the ranks that want just that."""
-    alike: dict[str, list[int]] = {}
-    for rank in mates:
-        alike.setdefault(digests[rank], []).append(rank)
-    return [([Want.from_json(row) for row in rows[ranks[0]]], tuple(ranks)) for ranks in alike.values()]

@@ -97,7 +97,7 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expec
             "parallel.tp: recipes.parallel.replicated.DataParallel takes no tp; it takes dp, exact_resume",
         ),
         ("+device.index=2", "device.index: ckpt.device.Device takes no index; it takes type, collectives, plugin"),
-        ("+strategy.group=dp", "strategy.group: ckpt.strategies.direct.DirectLoad takes no group; it takes "),
+        ("+strategy.group=dp", "strategy.group: ckpt.reading.direct.DirectLoad takes no group; it takes "),
         (
             "+coordinator.vrify=true",
             "coordinator.vrify: ckpt.coordinator.CheckpointCoordinator takes no vrify; it takes ",

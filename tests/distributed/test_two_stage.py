@@ -19,13 +19,13 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.device import Device
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.manifest import CheckpointManifest, Index
+from ckpt.reading import two_stage
+from ckpt.reading.ends import RankEnds
+from ckpt.reading.two_stage import MAX_SLOTS, TwoStageLoad
 from ckpt.report import Status
 from ckpt.spread.host import HostLink
 from ckpt.spread.parcels import Piece
 from ckpt.stored import read_index, read_manifest
-from ckpt.strategies import two_stage
-from ckpt.strategies.ends import RankEnds
-from ckpt.strategies.two_stage import MAX_SLOTS, TwoStageLoad
 from ckpt.topology import Topology
 from recipes.measuring import PeakMemory
 from tests.ranks import Dead, run_ranks

@@ -30,12 +30,12 @@ from ckpt.dtypes import item_bytes, torch_dtype
 from ckpt.errors import CorruptCheckpointError, RankLeftError
 from ckpt.extents import ALIGNMENT, Part
 from ckpt.plan import needed_chunks
+from ckpt.reading.base import ReadRequest, StoredPart
+from ckpt.reading.ends import RankEnds
+from ckpt.reading.two_stage import MAX_SLOTS, TwoStageReading
 from ckpt.spread.courier import Courier, Hosts, Slots
 from ckpt.spread.host import DONE, READY, HostLink
 from ckpt.spread.parcels import PIECE_ALIGNMENT, plan_spread
-from ckpt.strategies.ends import RankEnds
-from ckpt.strategies.reading import ReadRequest, StoredPart
-from ckpt.strategies.two_stage import MAX_SLOTS, TwoStageReading
 from ckpt.topology import Topology
 from tests.states import random_bits, same_bits
 
@@ -54,7 +54,7 @@ class Array:
 
 
 class Stock:
-    """One file of chunks with something between them. See `ckpt.strategies.reading.Stored`. Encoded ones are inverted bytes."""
+    """One file of chunks with something between them. See `ckpt.reading.base.Stored`. Encoded ones are inverted bytes."""
 
     has_digests = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,14 +103,28 @@ def test_parcels_fit_travel_in_order_and_are_read_by_who_can(wants: list[tuple[l
             assert parcel.reader in parcel.wanters
 
 
-def test_ranks_that_want_the_same_read_equally_much() -> None:
-    rows = [Want(f"chunk-{n:02}", 0, UNIT, False, ((0, 4096),)) for n in range(40)]
+@pytest.mark.parametrize(
+    "sizes", [[4096] * 40, [16] * 500 + [4096] * 30, [160] * 60 + [256] * 60], ids=["alike", "tail", "gaps"]
+)
+def test_ranks_that_want_the_same_read_equally_much(sizes: list[int]) -> None:
+    rows = [Want(f"chunk-{n:03}", 0, UNIT, False, ((0, size),)) for n, size in enumerate(sizes)]
     spread = plan_spread([(rows, (0, 1, 2))], PARCEL_BYTES)
     load = Counter(dict.fromkeys(range(3), 0))
     for parcel in spread.parcels:
         load[parcel.reader] += sum(piece.num_bytes for piece in parcel.pieces)
-    assert sum(load.values()) == 40 * 4096
-    assert max(load.values()) - min(load.values()) <= PARCEL_BYTES
+    assert sum(load.values()) == sum(sizes)
+    assert max(load.values()) - min(load.values()) <= 2 * PARCEL_BYTES
+
+
+def test_each_rank_reads_one_stretch_and_all_read_at_a_time() -> None:
+    rows = [Want(f"chunk-{n:02}", 0, UNIT, False, ((0, 4096),)) for n in range(40)]
+    spread = plan_spread([(rows, (0, 1, 2))], PARCEL_BYTES)
+    assert [parcel.reader for parcel in spread.parcels[:6]] == [0, 1, 2, 0, 1, 2]
+    of_rank = [
+        [piece for parcel in spread.parcels if parcel.reader == rank for piece in parcel.pieces] for rank in range(3)
+    ]
+    in_turn = [(piece.key, piece.start) for pieces in of_rank for piece in pieces]
+    assert in_turn == sorted(in_turn)
 
 
 def test_who_has_much_of_its_own_reads_less_for_others() -> None:

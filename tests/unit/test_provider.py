@@ -13,8 +13,8 @@ from ckpt import CheckpointCoordinator, SharingPattern, StateComponent
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import ConfigurationError
 from ckpt.provider import Provider, components_of, groups_of
+from ckpt.reading.direct import DirectLoad
 from ckpt.statefuls import OptimizerState, RNGState
-from ckpt.strategies.direct import DirectLoad
 from ckpt.topology import Topology
 from tests.ranks import run_threads
 from tests.states import Held, cpu, same_bits

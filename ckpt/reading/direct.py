@@ -14,7 +14,7 @@ from ckpt.collector import collector_paused
 from ckpt.device import Device
 from ckpt.errors import ConfigurationError
 from ckpt.extents import ExtentReader, ReadAt
-from ckpt.strategies.reading import ReadRequest, ReadStats, Stored, StoredPart, by_chunk
+from ckpt.reading.base import ReadRequest, ReadStats, Stored, StoredPart, by_chunk
 from ckpt.topology import Topology
 
 

@@ -14,9 +14,9 @@ from ckpt.collector import collector_paused
 from ckpt.device import Device
 from ckpt.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.extents import ALIGNMENT, ExtentReader, Part, ReadAt, Wanted
+from ckpt.reading.base import ReadRequest, Stored, StoredPart, by_chunk
+from ckpt.reading.direct import bytes_of, read_chunk
 from ckpt.spread.parcels import ChunkKey, Piece, Want
-from ckpt.strategies.direct import bytes_of, read_chunk
-from ckpt.strategies.reading import ReadRequest, Stored, StoredPart, by_chunk
 from ckpt.topology import Topology
 
 

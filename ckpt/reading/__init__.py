@@ -1,0 +1,1 @@
+"""How a load spreads over ranks, whatever the format: what both strategies work with, and the two of them."""
