@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +129,17 @@ class Agreement:
             return self.mailbox.has([_result_key(self.heartbeat.at)])
         except StoreGoneError:
             return True
+
+    def has_raised(self, at: At, ranks: Collection[int]) -> int | None:
+        """The first of these ranks whose verdict on this agreement is an error; those that have not come are not waited for."""
+        for rank in sorted(ranks):
+            try:
+                data = self.mailbox.peek(_verdict_key(at, rank))
+            except StoreGoneError:
+                return None
+            if data is not None and Verdict.decode(data).error is not None:
+                return rank
+        return None
 
     def _wait(self, at: At, verdict: Verdict) -> bytes:
         wanted = f"phase {verdict.phase} of {verdict.what}" if verdict.what else f"phase {verdict.phase}"

@@ -196,6 +196,13 @@ class Topology:
         if self._agreement is not None and self._agreement.is_given_up():
             raise RankAbsentError(f"rank {self.rank} came back when the others had given it up")
 
+    def has_raised(self, ranks: Collection[int]) -> int | None:
+        """The first of these ranks that has failed the phase which this one is still in; None: none that is known of.
+
+        For who waits, inside a phase, for what such a rank would have sent. Not for loops that are to be fast.
+        """
+        return None if self._agreement is None else self._agreement.has_raised(self._at, ranks)
+
     @contextmanager
     def operation(self, what: str) -> Iterator[None]:
         """Name what the phases inside belong to, such as "save of checkpoint-00000020". Every rank enters it.

@@ -127,11 +127,10 @@ class TwoStageLoad:
                     ends=mine,
                     link=shared,
                     transport=self._transport or (TorchTransport(groups[topology.rank]) if len(here) > 1 else None),
-                    progress=topology.progress,
-                    timeout_s=topology.timeout_s,
+                    topology=topology,
                 )
             unless_prepared.pop_all()
-        return TwoStageReading(courier, mine, link, topology.timeout_s, self.timers)
+        return TwoStageReading(courier, mine, link, self.timers)
 
     def _settings(self, verify: bool) -> dict[str, Any]:
         """What every rank's plan follows from, besides what is wanted."""
@@ -233,7 +232,6 @@ class TwoStageReading:
     courier: Courier | None
     ends: RankEnds
     link: HostLink | None
-    timeout_s: float
     timers: Timers
 
     def run(self) -> ReadStats:
@@ -246,7 +244,7 @@ class TwoStageReading:
         assert courier is not None, "a reading runs once"
         try:
             if courier.link is not None:
-                courier.link.join(courier.hosts.neighbours(courier.rank), self.timeout_s, courier.progress)
+                courier.link.join(courier.hosts.neighbours(courier.rank), courier.topology)
             courier.run()
         finally:
             for name, seconds in asdict(courier.times).items():

@@ -29,6 +29,7 @@ from ckpt.errors import RankLeftError, sentence
 from ckpt.spread.host import DONE, READY, HostLink
 from ckpt.spread.network import Transport
 from ckpt.spread.parcels import Parcel, Piece, Spread
+from ckpt.topology import Topology
 
 
 class Ends(Protocol):
@@ -131,8 +132,7 @@ class Courier:
     Args:
         link: to the neighbours; None: there are none.
         transport: to other hosts; None: there are none.
-        progress: called whenever something has moved, and while this rank waits for others.
-        timeout_s: how long to wait for others without a word from any of them.
+        topology: told whenever something has moved; its `timeout_s` is how long to wait for others without a word from any.
     """
 
     rank: int
@@ -142,8 +142,7 @@ class Courier:
     ends: Ends
     link: HostLink | None
     transport: Transport | None
-    progress: Callable[[], None]
-    timeout_s: float
+    topology: Topology
     times: Times = field(default_factory=Times)
     _failure: BaseException | None = None
 
@@ -205,6 +204,9 @@ class Courier:
             elif self.rank in parcel.wanters:
                 self._from[source] += 1
         self._to_carry = len(self._on_network)
+        self._partners = {
+            rank for parcel in self._on_network for rank in (parcel.reader, *self.hosts.landing(parcel))
+        } - {self.rank}
         self._own_is_read = False
         self._open: dict[int, _Open] = {}
         self._news: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
@@ -222,7 +224,7 @@ class Courier:
         )  # where it is full, the calling thread will wake anyway; nobody waits for one that has ended
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for neighbour, made in self.link.sockets.items() if self.link else ():
-            made.settimeout(self.timeout_s)
+            made.settimeout(self.topology.timeout_s)
             self._selector.register(made, selectors.EVENT_READ, neighbour)
         self._heard = time.monotonic()
 
@@ -252,19 +254,26 @@ class Courier:
         while not self._news.empty():
             what, *about = self._news.get()
             what(*about)
-        self.progress()
+        if events:
+            self.topology.progress()
 
     def _have_patience(self) -> None:
         """While others have bytes of ours, or we want theirs, silence is theirs; else it is our own storage that is slow."""
         neighbours = sorted(+self._from | +self._owing)
-        waiting = neighbours or self._to_carry
-        if waiting and time.monotonic() - self._heard > self.timeout_s:
+        if not (neighbours or self._to_carry):
+            self._heard = time.monotonic()
+            return
+        self.topology.progress()
+        gone = (
+            self.topology.has_raised(self._partners) if self._to_carry else None
+        )  # neighbours that go close their sockets
+        if gone is not None:
+            raise RankLeftError(f"rank {gone} left before it had given and taken all", rank=gone)
+        if time.monotonic() - self._heard > self.topology.timeout_s:
             whom = (
                 f"rank{'s' * (len(neighbours) > 1)} {', '.join(map(str, neighbours))}" if neighbours else "other hosts"
             )
-            raise RankLeftError(f"nothing came from {whom} for {self.timeout_s:.0f} s")
-        if not waiting:
-            self._heard = time.monotonic()
+            raise RankLeftError(f"nothing came from {whom} for {self.topology.timeout_s:.0f} s")
 
     def _listen_to(self, neighbour: int) -> None:
         assert self.link is not None

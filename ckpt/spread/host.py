@@ -12,14 +12,20 @@ import secrets
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 from ckpt.errors import RankLeftError
+from ckpt.topology import Topology
 
 READY, DONE = 1, 2
 _WORDS = struct.Struct("<BII")
+_LOOK_S = 0.2
+_T = TypeVar("_T")
 _HELLO = struct.Struct("<I")
 
 
@@ -68,7 +74,7 @@ class HostLink:
             return False
         return True
 
-    def join(self, ranks: Sequence[int], timeout_s: float, progress: Callable[[], None]) -> None:
+    def join(self, ranks: Sequence[int], topology: Topology) -> None:
         """Answer the ranks above this one, and map everybody's segment. All have called already.
 
         A user may have only so many descriptors on their way between processes, on all sockets together. So a rank has one: any
@@ -77,20 +83,18 @@ class HostLink:
         Raises:
             RankLeftError: one of them has gone, or does not answer.
         """
+        others = [rank for rank in sorted(ranks) if rank != self.rank]
         try:
-            self._listener.settimeout(timeout_s)
-            for _ in range(sum(rank > self.rank for rank in ranks)):
-                made, _ = self._listener.accept()
+            for _ in range(sum(rank > self.rank for rank in others)):
+                made, _ = _patiently(self._listener, lambda: self._listener.accept(), others, topology)
                 _require_same_user(made)
-                made.settimeout(timeout_s)
-                self.sockets[_sender_in(made.recv(_HELLO.size))] = made
-                progress()
-            for rank in sorted(ranks):
-                if rank != self.rank:
-                    self.sockets[rank].settimeout(timeout_s)
-                    self._swap_memory(rank)
-                    progress()
+                hello = _patiently(made, partial(made.recv, _HELLO.size), others, topology)
+                self.sockets[_sender_in(hello)] = made
+            for rank in others:
+                self._swap_memory(rank, topology)
         except OSError as error:
+            if isinstance(error, RankLeftError):  # which is a TimeoutError, and so an OSError
+                raise
             raise RankLeftError(f"a rank of this host left before it had shared its memory: {error}") from error
 
     def send(self, rank: int, kind: int, parcel: int, slot: int) -> None:
@@ -109,12 +113,12 @@ class HostLink:
             return None
         return _WORDS.unpack(data) if data else None
 
-    def _swap_memory(self, rank: int) -> None:
+    def _swap_memory(self, rank: int, topology: Topology) -> None:
         """Hand a neighbour this rank's segment, and map its; the rank above the other one begins."""
         made = self.sockets[rank]
         if rank < self.rank:
             socket.send_fds(made, [_HELLO.pack(self.rank)], [self._fd])
-        hello, fds, _, _ = socket.recv_fds(made, _HELLO.size, 1)
+        hello, fds, _, _ = _patiently(made, partial(socket.recv_fds, made, _HELLO.size, 1), [rank], topology)
         try:
             if _sender_in(hello) != rank or len(fds) != 1:
                 raise ConnectionError(f"rank {rank} hands over something else")
@@ -134,6 +138,26 @@ class HostLink:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _patiently(waits: socket.socket, call: Callable[[], _T], ranks: Sequence[int], topology: Topology) -> _T:
+    """Wait in a call on a socket for one of these ranks, as long as none of them has failed, at most `topology.timeout_s`.
+
+    Raises:
+        RankLeftError: one has failed, or nothing came.
+    """
+    waits.settimeout(_LOOK_S)
+    deadline = time.monotonic() + topology.timeout_s
+    while True:
+        topology.progress()
+        try:
+            return call()
+        except TimeoutError:
+            gone = topology.has_raised(ranks)
+            if gone is not None:
+                raise RankLeftError(f"rank {gone} left before it had shared its memory", rank=gone) from None
+            if time.monotonic() > deadline:
+                raise
 
 
 def _mapped(fd: int, num_bytes: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from ckpt.errors import CorruptCheckpointError
 from ckpt.spread.courier import Courier, Hosts, Slots
 from ckpt.spread.parcels import Parcel, Piece, Spread
+from ckpt.topology import Topology
 
 SLOT = 64
 PATIENCE_S = 20.0
@@ -52,8 +53,7 @@ def courier(ends: Ends, parcels: int, slots: int) -> Courier:
         ends=ends,
         link=None,
         transport=None,
-        progress=lambda: None,
-        timeout_s=PATIENCE_S,
+        topology=Topology.alone(),
     )
 
 

@@ -183,6 +183,7 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
     ]
     world_size = len(requests)
     topology = Topology.alone()
+    topology.timeout_s = case.patience_s
     ends = [
         RankEnds(mine, stock, topology, Device(type="cpu", collectives="gloo"), case.verify, stock.read_at, 64)
         for mine in requests
@@ -210,10 +211,9 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
             ends=ends[rank],
             link=link,
             transport=wires.end(rank) if len(case.hosts) > 1 else None,
-            progress=topology.progress,
-            timeout_s=case.patience_s,
+            topology=topology,
         )
-        readings.append(TwoStageReading(courier, ends[rank], link, case.patience_s, defaultdict(list)))
+        readings.append(TwoStageReading(courier, ends[rank], link, defaultdict(list)))
     with ThreadPoolExecutor(world_size) as ranks:
         futures = [ranks.submit(reading.run) for reading in readings]
         raised = [future.exception(10 * PATIENCE_S) for future in futures]
@@ -399,7 +399,7 @@ def test_a_rank_has_one_descriptor_on_its_way_to_its_neighbours(monkeypatch: pyt
     links = [HostLink(rank, 64) for rank in range(12)]
     assert all(link.reach([(other.rank, other.address) for other in links]) for link in links)
     with ThreadPoolExecutor(len(links)) as ranks:
-        list(ranks.map(lambda link: link.join(range(len(links)), PATIENCE_S, lambda: None), links))
+        list(ranks.map(lambda link: link.join(range(len(links)), Topology.alone()), links))
     assert under_way == 0
     assert most <= len(links)
     for link in links:
@@ -414,7 +414,7 @@ def test_all_that_two_ranks_may_have_said_of_their_slots_fits_a_socket() -> None
     links = [HostLink(rank, 64) for rank in range(2)]
     links[1].reach([(0, links[0].address)])
     with ThreadPoolExecutor(2) as ranks:
-        list(ranks.map(lambda link: link.join(range(2), PATIENCE_S, lambda: None), links))
+        list(ranks.map(lambda link: link.join(range(2), Topology.alone()), links))
     links[0].sockets[1].setblocking(False)
     for slot in range(MAX_SLOTS):
         links[0].send(1, READY, slot, slot)
