@@ -461,6 +461,15 @@ def _store_gone(what: str | None = None) -> RankAbsentError:
     return RankAbsentError(start + gone)
 
 
+def first_difference(said: Sequence[Mapping[str, Any]]) -> tuple[str, int, Any, Any] | None:
+    """The first name under which a rank says something else than rank 0: the name, that rank, its value, rank 0's; None: all agree."""
+    for rank, one in enumerate(said):
+        for name, value in one.items():
+            if value != said[0][name]:
+                return name, rank, value, said[0][name]
+    return None
+
+
 def _misaddressed(addresses: Sequence[tuple[list[int], list[int]]]) -> str | None:
     """Say which rank sends what another does not expect, or the reverse; given (to, from) of every rank."""
     sent = {(rank, to) for rank, (tos, _) in enumerate(addresses) for to in tos}

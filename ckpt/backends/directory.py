@@ -14,7 +14,7 @@ import xxhash
 
 from ckpt.backends.base import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord, Written
 from ckpt.backends.files import padded_pieces
-from ckpt.backends.outlet import Outlet
+from ckpt.backends.outlet import Outlet, OutletWriter
 from ckpt.backends.zarr_format import DOCUMENT, below, chunk_key, with_groups_above
 from ckpt.blocks import EMPTY_DIGEST, BlockDigests
 from ckpt.box import Box, chunk_box
@@ -26,7 +26,7 @@ Encode = Callable[[ArraySpec, Box, torch.Tensor], bytes]
 """The bytes of a chunk's file, where they are not the elements themselves."""
 
 
-class DirectoryWriter:
+class DirectoryWriter(OutletWriter):
     """One rank's side of one save: a file per chunk and per description.
 
     Args:
@@ -34,7 +34,7 @@ class DirectoryWriter:
     """
 
     def __init__(self, outlet: Outlet, describe: Describe, encode: Encode | None = None) -> None:
-        self._outlet = outlet
+        super().__init__(outlet)
         self._describe = describe
         self._encode = encode
         self._written = Written()
@@ -67,18 +67,6 @@ class DirectoryWriter:
         """Hand all bytes to the file system, and say where the chunks lie."""
         self._outlet.flush()
         return self._written
-
-    def add(self, file: str, data: bytes) -> None:
-        """Write a small file of the caller's own."""
-        self._outlet.write(file, [memoryview(data)], len(data))
-
-    def make_durable(self) -> None:
-        """Make all files and folders durable, once for all of them."""
-        self._outlet.make_durable()
-
-    def abort(self) -> None:
-        """Write nothing more; the files stay until their folder is removed."""
-        self._outlet.abort()
 
     def _write_description(self, path: str, document: bytes) -> None:
         file = below(path, DOCUMENT)

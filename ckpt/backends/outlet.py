@@ -192,6 +192,25 @@ class Outlet:
         return _Direct(self._pump, _File(path, fd), num_bytes)
 
 
+class OutletWriter:
+    """What the writers of all formats do alike, because their files go through an outlet. See `ckpt.backends.base.Writer`."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+
+    def add(self, file: str, data: bytes) -> None:
+        """Write a small file of the caller's own."""
+        self._outlet.write(file, [memoryview(data)], len(data))
+
+    def make_durable(self) -> None:
+        """Make all files and folders durable, once for all of them."""
+        self._outlet.make_durable()
+
+    def abort(self) -> None:
+        """Write nothing more; the files stay until their folder is removed."""
+        self._outlet.abort()
+
+
 class Stream:
     """One file that grows. Used by the outlet's thread.
 

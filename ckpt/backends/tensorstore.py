@@ -27,7 +27,7 @@ from ckpt.backends.base import BLOCK_BYTES, DATABASE, ArraySpec, ChunkExtent, Fi
 from ckpt.backends.directory import DirectoryWriter, digested
 from ckpt.backends.files import make_durable, padded_pieces, remove_arrays
 from ckpt.backends.ocdbt_format import Value, manifest_of, tree_of
-from ckpt.backends.outlet import Buffers, Outlet, Stream
+from ckpt.backends.outlet import Buffers, Outlet, OutletWriter, Stream
 from ckpt.backends.zarr_format import DOCUMENT, array_document, below, chunk_key, group_document, with_groups_above
 from ckpt.blocks import BlockDigests
 from ckpt.box import Box, chunk_box
@@ -127,11 +127,11 @@ class TensorStoreBackend:
         return _database(root / DATABASE) if self._in_database else _folder(root)
 
 
-class OcdbtWriter:
+class OcdbtWriter(OutletWriter):
     """One rank's side of one save: values go, end to end, to one data file as they come; `finish` puts the tree behind them."""
 
     def __init__(self, root: Path, rank: int, outlet: Outlet) -> None:
-        self._outlet = outlet
+        super().__init__(outlet)
         self._folder = _database_of(root, rank).relative_to(root).as_posix()
         self._file = f"d/{secrets.token_hex(16)}"
         self._stream: Stream | None = None
@@ -176,18 +176,6 @@ class OcdbtWriter:
             }
         self._outlet.flush()
         return self._written
-
-    def add(self, file: str, data: bytes) -> None:
-        """Write a small file of the caller's own."""
-        self._outlet.write(file, [memoryview(data)], len(data))
-
-    def make_durable(self) -> None:
-        """Make all files and folders durable, once for all of them."""
-        self._outlet.make_durable()
-
-    def abort(self) -> None:
-        """Write nothing more; the files stay until their folder is removed."""
-        self._outlet.abort()
 
     def _append(self, key: str, pieces: Iterable[memoryview]) -> Value:
         """Put a value behind the others."""

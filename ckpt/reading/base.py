@@ -15,7 +15,7 @@ from ckpt.backends.registry import backend_of_store
 from ckpt.box import Box, overlap, whole
 from ckpt.device import Device
 from ckpt.dtypes import item_bytes
-from ckpt.errors import CorruptCheckpointError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.extents import Part
 from ckpt.manifest import ArrayEntry, CheckpointManifest, Index
 from ckpt.plan import needed_chunks
@@ -202,9 +202,21 @@ class LoadingStrategy(Protocol):
         """Work out who reads what. All ranks call it, outside of a phase, each with its own requests, which may be none."""
 
 
-def by_chunk(parts: Sequence[StoredPart]) -> list[list[StoredPart]]:
-    """Group parts that lie in one chunk, and sort the groups as they lie in their files."""
+def in_flight_bytes(max_in_flight_mib: int) -> int:
+    """The bytes that `strategy.max_in_flight_mib` stands for.
+
+    Raises:
+        ConfigurationError: it is not positive.
+    """
+    if max_in_flight_mib <= 0:
+        raise ConfigurationError(f"strategy.max_in_flight_mib={max_in_flight_mib}: expected at least 1")
+    return max_in_flight_mib << 20
+
+
+def by_chunk(requests: Sequence[ReadRequest], checkpoint: Stored) -> list[list[StoredPart]]:
+    """Where all requests lie: groups of parts that lie in one chunk, the groups as they lie in their files."""
     groups: dict[tuple[str, int], list[StoredPart]] = defaultdict(list)
-    for part in parts:
-        groups[part.chunk.file, part.chunk.offset].append(part)
+    for request in requests:
+        for part in checkpoint.parts(request):
+            groups[part.chunk.file, part.chunk.offset].append(part)
     return [groups[at] for at in sorted(groups)]

@@ -12,9 +12,8 @@ import torch
 
 from ckpt.collector import collector_paused
 from ckpt.device import Device
-from ckpt.errors import ConfigurationError
 from ckpt.extents import ExtentReader, ReadAt
-from ckpt.reading.base import ReadRequest, ReadStats, Stored, StoredPart, by_chunk
+from ckpt.reading.base import ReadRequest, ReadStats, Stored, StoredPart, by_chunk, in_flight_bytes
 from ckpt.topology import Topology
 
 
@@ -31,9 +30,7 @@ class DirectLoad:
     """
 
     def __init__(self, *, max_in_flight_mib: int = 8, read_at: ReadAt = os.preadv) -> None:
-        if max_in_flight_mib <= 0:
-            raise ConfigurationError(f"strategy.max_in_flight_mib={max_in_flight_mib}: expected at least 1")
-        self._slab_bytes = max_in_flight_mib << 20
+        self._slab_bytes = in_flight_bytes(max_in_flight_mib)
         self._read_at = read_at
 
     def prepare(
@@ -58,7 +55,7 @@ class DirectReading:
     @collector_paused()
     def run(self) -> ReadStats:
         """See `Reading.run`; it talks to nobody."""
-        chunks = by_chunk([part for request in self.requests for part in self.checkpoint.parts(request)])
+        chunks = by_chunk(self.requests, self.checkpoint)
         start = _start(chunks, self.topology.rank / self.topology.world_size)
         root, progress = self.checkpoint.root, self.topology.progress
         verify = self.verify and self.checkpoint.has_digests

@@ -45,7 +45,7 @@ class RankEnds:
         self._reader = ExtentReader(
             checkpoint.root, verify=verify, progress=topology.progress, read_at=read_at, slab_bytes=slab_bytes
         )
-        chunks = by_chunk([part for request in requests for part in checkpoint.parts(request)])
+        chunks = by_chunk(requests, checkpoint)
         self._stored = {_key_of(parts[0].chunk): parts for parts in chunks}
         self._wanted = {key: Wanted(_delivered(parts[0]), _parts_of(parts)) for key, parts in self._stored.items()}
         self._decoded: tuple[ChunkKey, torch.Tensor] | None = None

@@ -24,14 +24,14 @@ import xxhash
 from ckpt.device import Device
 from ckpt.errors import ConfigurationError
 from ckpt.extents import ALIGNMENT, ReadAt
-from ckpt.reading.base import ReadRequest, ReadStats, Stored
+from ckpt.reading.base import ReadRequest, ReadStats, Stored, in_flight_bytes
 from ckpt.reading.ends import RankEnds
 from ckpt.spread.courier import Courier, Hosts, Slots
 from ckpt.spread.host import HostLink, has_shared_memory
 from ckpt.spread.network import TorchTransport, Transport, make_groups
 from ckpt.spread.parcels import PIECE_ALIGNMENT, Want, plan_spread
 from ckpt.spread.timing import Timers, summarize, timed
-from ckpt.topology import Topology, group_of
+from ckpt.topology import Topology, first_difference, group_of
 
 SLOT_BYTES = 4 << 20
 """A parcel's most usual size: large enough to cost few messages, small enough to stay in the processor's cache."""
@@ -70,11 +70,9 @@ class TwoStageLoad:
         transport: Transport | None = None,
         read_at: ReadAt = os.preadv,
     ) -> None:
-        if max_in_flight_mib <= 0:
-            raise ConfigurationError(f"strategy.max_in_flight_mib={max_in_flight_mib}: expected at least 1")
         self._group = group
         self._cpu_transfer = cpu_transfer
-        self._in_flight_bytes = max_in_flight_mib << 20
+        self._in_flight_bytes = in_flight_bytes(max_in_flight_mib)
         self._transport = transport
         self._read_at = read_at
         self._torch_groups: dict[Any, dict[int, dist.ProcessGroup]] = {}
@@ -296,9 +294,8 @@ def _wants_of(
 
 
 def _require_alike(settings: Sequence[Mapping[str, Any]]) -> None:
-    for rank, given in enumerate(settings):
-        for name, value in given.items():
-            if value != settings[0][name]:
-                raise ConfigurationError(
-                    f"{name}: rank {rank} was given {value}, rank 0 {settings[0][name]}; two-stage loading needs the same on all ranks"
-                )
+    if (difference := first_difference(settings)) is not None:
+        name, rank, here, on_lead = difference
+        raise ConfigurationError(
+            f"{name}: rank {rank} was given {here}, rank 0 {on_lead}; two-stage loading needs the same on all ranks"
+        )

@@ -32,7 +32,7 @@ from ckpt.sharded.destination import require_free
 from ckpt.sharded.mark import Mark, given_mark
 from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.tables import Table, TablePart
-from ckpt.topology import Topology
+from ckpt.topology import Topology, first_difference
 from ckpt.writing import Share, Vote
 
 
@@ -154,12 +154,9 @@ def require_alike(said: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ConfigurationError: it names the first difference.
     """
-    for rank, one in enumerate(said):
-        for name, value in one.items():
-            if value != said[0][name]:
-                raise ConfigurationError(
-                    f"{name} is {value} on rank {rank} and {said[0][name]} on rank 0; all ranks must save alike"
-                )
+    if (difference := first_difference(said)) is not None:
+        name, rank, here, on_lead = difference
+        raise ConfigurationError(f"{name} is {here} on rank {rank} and {on_lead} on rank 0; all ranks must save alike")
 
 
 def save_state(

@@ -189,10 +189,12 @@ class Courier:
         """Work out this rank's part of what all know."""
         here = [parcel for parcel in self.spread.parcels if self._is_here(parcel)]
         self._mine = [parcel for parcel in here if parcel.reader == self.rank]
-        self._on_network = [
-            parcel for parcel in self.spread.parcels if self.rank in (parcel.reader, *self.hosts.landing(parcel))
-        ]
-        self._on_network = [parcel for parcel in self._on_network if self.hosts.landing(parcel)]
+        landing = {parcel.number: self.hosts.landing(parcel) for parcel in self.spread.parcels}
+        self._on_network = {  # number of a parcel that goes between hosts through this rank -> the ranks that it goes to
+            parcel.number: landing[parcel.number]
+            for parcel in self.spread.parcels
+            if landing[parcel.number] and self.rank in (parcel.reader, *landing[parcel.number])
+        }
         self._to_take = sum(self.rank in parcel.wanters for parcel in here)
         self._to_free = sum(self.hosts.source(parcel, self.rank) == self.rank for parcel in here)
         self._from: Counter[int] = Counter()  # how many parcels we still want of a neighbour
@@ -205,7 +207,7 @@ class Courier:
                 self._from[source] += 1
         self._to_carry = len(self._on_network)
         self._partners = {
-            rank for parcel in self._on_network for rank in (parcel.reader, *self.hosts.landing(parcel))
+            rank for number, to in self._on_network.items() for rank in (self.spread.parcels[number].reader, *to)
         } - {self.rank}
         self._own_is_read = False
         self._open: dict[int, _Open] = {}
@@ -219,9 +221,8 @@ class Courier:
             self._free_landing.put(slot)
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
-        self._wake.setblocking(
-            False
-        )  # where it is full, the calling thread will wake anyway; nobody waits for one that has ended
+        # Where it is full the calling thread will wake anyway, and nobody waits for one that has ended.
+        self._wake.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for neighbour, made in self.link.sockets.items() if self.link else ():
             made.settimeout(self.topology.timeout_s)
@@ -264,11 +265,10 @@ class Courier:
             self._heard = time.monotonic()
             return
         self.topology.progress()
-        gone = (
-            self.topology.has_raised(self._partners) if self._to_carry else None
-        )  # neighbours that go close their sockets
+        # Neighbours that go close their sockets; of the others the agreement knows.
+        gone = self.topology.has_raised(self._partners) if self._to_carry else None
         if gone is not None:
-            raise RankLeftError(f"rank {gone} left before it had given and taken all", rank=gone)
+            raise _left(gone)
         if time.monotonic() - self._heard > self.topology.timeout_s:
             whom = (
                 f"rank{'s' * (len(neighbours) > 1)} {', '.join(map(str, neighbours))}" if neighbours else "other hosts"
@@ -280,7 +280,7 @@ class Courier:
         said = self.link.receive(neighbour)
         if said is None:
             if self._from[neighbour] or self._owing[neighbour]:
-                raise RankLeftError(f"rank {neighbour} left before it had given and taken all", rank=neighbour)
+                raise _left(neighbour)
             self._selector.unregister(self.link.sockets[neighbour])
             return
         kind, number, slot = said
@@ -298,13 +298,15 @@ class Courier:
         try:
             self.link.send(neighbour, kind, number, slot)
         except OSError as error:
-            raise RankLeftError(f"rank {neighbour} left before it had given and taken all", rank=neighbour) from error
+            raise _left(neighbour) from error
 
-    def _is_there(self, parcel: Parcel, slot: int, on_network: bool) -> None:
+    def _is_there(self, parcel: Parcel, slot: int) -> None:
         """A parcel is in a slot of ours: tell the neighbours that want it, and take what we want of it."""
         takers = self._takers(parcel)
-        self._to_carry -= parcel.reader != self.rank
-        self._open[parcel.number] = _Open(slot, set(takers), on_network)
+        to_send = parcel.reader == self.rank and parcel.number in self._on_network
+        if parcel.reader != self.rank:
+            self._to_carry -= 1  # it has landed
+        self._open[parcel.number] = _Open(slot, set(takers), to_send)
         for neighbour in takers:
             self._say(neighbour, READY, parcel.number, slot)
         if self.rank in parcel.wanters:
@@ -355,9 +357,8 @@ class Courier:
             if slot is None:
                 return
             self._attempt(partial(self._fetch, parcel, slot))
-            on_network = bool(self.hosts.landing(parcel))
-            self._tell(self._is_there, parcel, slot, on_network)
-            if on_network:
+            self._tell(self._is_there, parcel, slot)
+            if parcel.number in self._on_network:
                 self._to_send.put(slot)
         for _, pieces in groupby(self.spread.own.get(self.rank, ()), key=lambda piece: piece.key):
             self._attempt(partial(self.ends.read_own, list(pieces)))
@@ -383,17 +384,22 @@ class Courier:
         """The network thread."""
         assert self.transport is not None
         try:
-            for parcel in self._on_network:
+            for number, to in self._on_network.items():
+                parcel = self.spread.parcels[number]
                 ours = parcel.reader == self.rank
                 slot = (self._to_send if ours else self._free_landing).get()
                 if slot is None:
                     return
                 started = time.perf_counter()
-                self.transport.spread(self.slots.memory(slot)[: parcel.room], parcel.reader, self.hosts.landing(parcel))
+                self.transport.spread(self.slots.memory(slot)[: parcel.room], parcel.reader, to)
                 self.times.network += time.perf_counter() - started
                 if ours:
-                    self._tell(self._is_sent, parcel.number)
+                    self._tell(self._is_sent, number)
                 else:
-                    self._tell(self._is_there, parcel, slot, False)
+                    self._tell(self._is_there, parcel, slot)
         except BaseException as error:  # as above
             self._tell(self._raise, error)
+
+
+def _left(rank: int) -> RankLeftError:
+    return RankLeftError(f"rank {rank} left before it had given and taken all", rank=rank)

@@ -52,9 +52,8 @@ class HostLink:
         self.memory[rank] = _mapped(self._fd, num_bytes)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.address = f"ckpt-{secrets.token_hex(16)}"
-        self._listener.bind(
-            "\0" + self.address
-        )  # a name of the kernel's, not of a file system; it goes with the socket
+        # A name of the kernel's, not of a file system; it goes with the socket.
+        self._listener.bind("\0" + self.address)
         self._listener.listen(4096)
 
     def reach(self, addresses: Sequence[tuple[int, str]]) -> bool:

@@ -116,7 +116,7 @@ def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], parcel_bytes: int
     """
     spread = Spread()
     load: dict[int, int] = defaultdict(int)
-    shared: list[tuple[Ranks, Ranks, Piece, int]] = []
+    shared: list[tuple[_Unread, int]] = []
     for key, unit, whole, segments in _segments(wants):
         anybody = tuple(sorted({rank for ranks, _, _ in segments for rank in ranks}))
         for ranks, start, stop in segments:
@@ -124,7 +124,7 @@ def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], parcel_bytes: int
                 spread.own[ranks[0]].append(Piece(key, start, stop))
                 load[ranks[0]] += stop - start
             else:
-                shared.append((anybody if whole else (), ranks, Piece(key, start, stop), unit))
+                shared.append((_Unread(anybody if whole else (), ranks, [Piece(key, start, stop)]), unit))
     parcels = sorted(_packed(shared, parcel_bytes), key=lambda one: (one.pieces[0].key, one.pieces[0].start))
     readers = _in_one_stretch(parcels, _dealt(parcels, load))
     turn: Counter[int] = Counter()
@@ -141,7 +141,7 @@ def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], parcel_bytes: int
 
 
 class _Unread(NamedTuple):
-    """A parcel that nobody reads yet.
+    """What several ranks want and nobody reads yet: a parcel, or what will be parts of some.
 
     Attributes:
         decoders: who may decode the chunk, all of it, where that is done as one; else nobody.
@@ -229,28 +229,30 @@ def _cut(asked: Sequence[tuple[Want, Ranks]]) -> Iterator[_Segment]:
             yield tuple(sorted(rank for number in wanting for rank in asked[number][1])), start, stop
 
 
-def _packed(shared: Sequence[tuple[Ranks, Ranks, Piece, int]], parcel_bytes: int) -> Iterator[_Unread]:
-    """Fill parcels: pieces of one parcel are wanted by the same ranks and, where a chunk is decoded as one, of one chunk."""
-    open_ones: dict[tuple[Ranks, ChunkKey | None], list[Piece]] = {}
-    room: dict[tuple[Ranks, ChunkKey | None], int] = {}
-    as_one_of: dict[tuple[Ranks, ChunkKey | None], Ranks] = {}
-    for as_one, ranks, whole_piece, unit in shared:
-        kind = ranks, whole_piece.key if as_one else None
-        as_one_of[kind] = as_one
-        at = whole_piece.start
+def _packed(shared: Sequence[tuple[_Unread, int]], parcel_bytes: int) -> Iterator[_Unread]:
+    """Fill parcels: pieces of one parcel are wanted by the same ranks and, where a chunk is decoded as one, of one chunk.
+
+    Args:
+        shared: what several ranks want, each of one piece of any length, and the unit in which that may be cut.
+    """
+    filling: dict[tuple[Ranks, ChunkKey | None], _Unread] = {}
+    room: Counter[tuple[Ranks, ChunkKey | None]] = Counter()
+    for (decoders, wanters, (whole_piece,)), unit in shared:
         assert unit <= parcel_bytes and parcel_bytes % PIECE_ALIGNMENT == 0
+        kind = wanters, whole_piece.key if decoders else None
+        at = whole_piece.start
         while at < whole_piece.stop:
-            left = room.setdefault(kind, parcel_bytes)
-            fits = whole_piece.stop - at if whole_piece.stop - at <= left else left // unit * unit
-            if fits == 0:
-                yield _Unread(as_one, ranks, open_ones.pop(kind))
-                del room[kind]
+            missing = whole_piece.stop - at
+            fits = missing if missing <= room[kind] else room[kind] // unit * unit
+            if fits:
+                filling[kind].pieces.append(Piece(whole_piece.key, at, at + fits))
+                room[kind] -= _room(fits)
+                at += fits
                 continue
-            open_ones.setdefault(kind, []).append(Piece(whole_piece.key, at, at + fits))
-            room[kind] = left - _room(fits)
-            at += fits
-    for kind, pieces in open_ones.items():
-        yield _Unread(as_one_of[kind], kind[0], pieces)
+            if kind in filling:
+                yield filling[kind]
+            filling[kind], room[kind] = _Unread(decoders, wanters, []), parcel_bytes
+    yield from filling.values()
 
 
 def _room(num_bytes: int) -> int:
