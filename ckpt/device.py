@@ -1,23 +1,53 @@
-"""Device memory <-> host memory, and the random generators of a rank. The only file where a device has a name."""
+"""What a device does for us: memory, streams, random generators, collectives. The only file where a device has a name.
+
+All of it goes through `torch.get_device_module`, whose functions have the same names for every kind of device.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
+import resource
+from collections.abc import Iterable, Mapping
+from importlib import import_module, metadata
 from importlib.util import find_spec
-from types import ModuleType
-from typing import Any
+from types import ModuleType, TracebackType
+from typing import Any, NamedTuple
 
+import psutil
 import torch
+from packaging.requirements import InvalidRequirement, Requirement
 
-from ckpt.errors import ConfigurationError, DeviceUnavailableError
+from ckpt.errors import ConfigurationError, DeviceMemoryError, DeviceUnavailableError
 
 _EXTRAS = {"torch_npu": "npu"}
 """Plugins that an extra of this package installs."""
 
 _RUNTIMES = {"torch_npu": ("CANN", "install the CANN toolkit and source its set_env.sh")}
 """What a plugin needs beside its Python package, and how one gets it."""
+
+_VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES",), "npu": ("ASCEND_RT_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES")}
+"""Variables of the environment that hide devices."""
+
+_PINS_IN_PLACE = frozenset({"cuda"})
+"""Devices whose runtime can page-lock memory that is there already (cudaHostRegister)."""
+
+_WITHOUT_FP8 = frozenset({"hccl"})
+"""Collectives that refuse float8."""
+
+
+class Memory(NamedTuple):
+    """Bytes of one device.
+
+    Attributes:
+        free, total: of the device, whoever uses it.
+        allocated, peak: of this process's tensors, now and at most so far; on the host, of the whole process.
+    """
+
+    free: int
+    total: int
+    allocated: int
+    peak: int
 
 
 class Device:
@@ -27,13 +57,35 @@ class Device:
         type: the type of torch.device, such as "cpu", "cuda" or "npu".
         collectives: the torch.distributed backend that moves tensors of this device.
         plugin: the package that registers `type` with torch when it is imported; None if torch itself knows it.
+        pinned_mib: page-locked host memory that a save's copies from the device pass through, in MiB; kept for the next save.
+
+    Raises:
+        ConfigurationError: `pinned_mib` is not positive.
     """
 
-    def __init__(self, *, type: str, collectives: str, plugin: str | None = None) -> None:
+    def __init__(self, *, type: str, collectives: str, plugin: str | None = None, pinned_mib: int = 128) -> None:
+        if pinned_mib < 1:
+            raise ConfigurationError(f"device.pinned_mib={pinned_mib}: give 1 or more")
         self.type = type
         self.collectives = collectives
         self.plugin = plugin
+        self.pinned_bytes = pinned_mib << 20
         self.torch_device = torch.device("cpu")  # until `use`: before its plugin is imported, torch knows no such type
+
+    @property
+    def backends(self) -> str:
+        """What torch.distributed is told: host tensors always have gloo, beside the device's own collectives."""
+        return self.collectives if self.type == "cpu" else f"cpu:gloo,{self.type}:{self.collectives}"
+
+    @property
+    def pins_in_place(self) -> bool:
+        """Whether memory that is there already can be page-locked; if not, it is allocated so, or copied."""
+        return self.type in _PINS_IN_PLACE
+
+    @property
+    def fp8_collectives(self) -> bool:
+        """Whether the collectives take float8 tensors; if not, send `tensor.view(torch.uint8)`."""
+        return self.collectives not in _WITHOUT_FP8
 
     def require(self) -> None:
         """Make sure that this machine has such a device. Called before any rank starts, and by each rank in `use`.
@@ -73,55 +125,52 @@ class Device:
         self.torch_device = torch.device(self.type, local_rank)
         module.set_device(self.torch_device)
 
-    def stage(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors in host memory, C-contiguous, all copies finished.
-
-        A contiguous host tensor is returned itself, not copied. Copies from a device go to page-locked memory, all of
-        them under way together.
-        """
-        staged = [self._to_host(tensor.detach().resolve_conj().resolve_neg()) for tensor in tensors]
-        if any(tensor.device.type != "cpu" for tensor in tensors):
-            self.synchronize()
-        return staged
-
-    def fill(self, out: torch.Tensor, host: torch.Tensor) -> None:
-        """Copy a host tensor into `out`, on the device or on the host. When this returns, `host` may be reused."""
-        out.detach().copy_(host)
-
     def synchronize(self) -> None:
-        """Wait until everything queued on this rank's device is done."""
-        if self.type != "cpu":
-            self._module().synchronize()
+        """Wait until everything queued on this rank's device is done, on all its streams."""
+        wait_for(self.torch_device)
+
+    def memory(self) -> Memory:
+        """Return the figures of this rank's device; of the host, if that is its device."""
+        if self.torch_device.type == "cpu":
+            host, now = psutil.virtual_memory(), psutil.Process().memory_info().rss
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+            return Memory(host.available, host.total, now, max(now, peak))
+        module = self._module()
+        free, total = module.mem_get_info(self.torch_device)
+        allocated, peak = (f(self.torch_device) for f in (module.memory_allocated, module.max_memory_allocated))
+        return Memory(free, total, allocated, peak)
 
     def rng_state(self) -> dict[str, torch.Tensor]:
-        """Return torch's generator states by name: "cpu", and "<type>:<i>" of every device that this rank sees."""
+        """Return torch's generator states by name: "cpu", and "<type>[i]" of each device that the rank works on.
+
+        That is the one of `use`, wherever it lies on its host; without `use`, all that the process sees.
+        """
         states = {"cpu": torch.get_rng_state()}
-        if self.type != "cpu":
-            module = self._module()
-            states |= {f"{self.type}:{i}": module.get_rng_state(i) for i in range(module.device_count())}
-        return states
+        return states | {name: self._module().get_rng_state(at) for name, at in self._generators().items()}
 
     def set_rng_state(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Set the generators to what `rng_state` returned, on a rank that sees the same devices.
+        """Set the generators to what `rng_state` returned, on a rank that has the same kind of devices.
 
         Raises:
             ConfigurationError: the states are of other devices than this rank's; nothing is set.
         """
-        own = set(self.rng_state())
-        if set(states) != own:
+        generators = self._generators()
+        if set(states) != {"cpu", *generators}:
             raise ConfigurationError(
-                f"the checkpoint holds the states of the generators {_listed(states)}, this rank has {_listed(own)}: "
-                "resume on as many devices of the same type, or leave the component out with ~components.rng"
+                f"the checkpoint holds the states of the generators {_listed(states)}, this rank has "
+                f"{_listed(('cpu', *generators))}: say components.rng.elastic=derive to go on from others that follow from the run's "
+                "seed, resume on as many devices of the same type, or leave the component out with ~components.rng"
             )
         torch.set_rng_state(states["cpu"].cpu())
-        for name in own - {"cpu"}:
-            self._module().set_rng_state(states[name].cpu(), int(name.rpartition(":")[2]))
+        for name, at in generators.items():
+            self._module().set_rng_state(states[name].cpu(), at)
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu":
-            return tensor.contiguous()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+    def _generators(self) -> dict[str, torch.device]:
+        if self.type == "cpu":
+            return {}
+        if self.torch_device.type == self.type:
+            return {f"{self.type}[0]": self.torch_device}
+        return {f"{self.type}[{i}]": torch.device(self.type, i) for i in range(self._module().device_count())}
 
     def _module(self) -> Any:
         try:
@@ -133,6 +182,104 @@ class Device:
             ) from error
 
 
+def device_of(tensors: Iterable[torch.Tensor]) -> Device:
+    """The device that tensors lie on, as far as moving them to the host and back goes; the first by name, if there are several."""
+    found = min((tensor.device for tensor in tensors if tensor.device.type != "cpu"), key=str, default=None)
+    device = Device(type=found.type if found else "cpu", collectives="gloo")
+    if found:
+        device.torch_device = found
+    return device
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until everything queued on a device is done, on all its streams. At once, for the host."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def wait_for_accelerator() -> None:
+    """Wait for what is queued on this process's current device, if it uses one: a thread must not read half of a copy."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        if getattr(module, "is_initialized", lambda: True)():  # to ask a device that nobody uses would take its memory
+            module.synchronize()
+
+
+def pinned(num_bytes: int) -> torch.Tensor:
+    """Return page-locked host memory as flat uint8. Torch keeps what is let go of, for whoever asks next."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+class SideStream:
+    """A stream of our own on one device: what is queued on it runs beside the program. As a context manager, it is the current one.
+
+    What had been queued on the device, on any stream, is done before it begins.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = torch.get_device_module(device)
+        wait_for(device)
+        self._stream = self._module.Stream(device=device)
+        self._contexts: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._contexts.append(self._module.stream(self._stream))
+        self._contexts[-1].__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._contexts.pop().__exit__(kind, error, trace)
+
+    def mark(self) -> Mark:
+        """A mark behind everything queued on it so far."""
+        event = self._module.Event()
+        event.record(self._stream)
+        return Mark(event)
+
+    def wait(self) -> None:
+        """Wait until everything queued on it is done."""
+        self._stream.synchronize()
+
+
+class Mark:
+    """A place in what is queued on a stream."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Wait until everything before it is done. Any thread."""
+        self._event.synchronize()
+
+
+def device_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory of a device as flat uint8.
+
+    Raises:
+        DeviceMemoryError: it has not so much left.
+    """
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise no_room(num_bytes, device) from error
+
+
+def no_room(num_bytes: int, device: torch.device) -> DeviceMemoryError:
+    """The error of a device that has not so much memory left."""
+    free, total = torch.get_device_module(device).mem_get_info(device)
+    return DeviceMemoryError(
+        f"device={device.type}: {device} has no room for {_mib(num_bytes)} more, {_mib(free)} of {_mib(total)} are free; load "
+        "on more ranks, or free what else is there"
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
 def _import_plugin(type: str, plugin: str) -> ModuleType:
     """Import the package that registers a device type, telling a missing package from a missing runtime."""
     if find_spec(plugin) is None:
@@ -140,6 +287,7 @@ def _import_plugin(type: str, plugin: str) -> ModuleType:
         raise DeviceUnavailableError(
             f"device={type}: {plugin} is not installed: pip install {extra}, or choose device=cpu"
         )
+    _require_fitting(type, plugin)
     try:
         return import_module(plugin)
     except (ImportError, OSError, RuntimeError) as error:
@@ -151,10 +299,35 @@ def _import_plugin(type: str, plugin: str) -> ModuleType:
         ) from error
 
 
+def _require_fitting(type: str, plugin: str) -> None:
+    """Refuse a plugin that was built for another torch, before its libraries meet torch's and take the process down."""
+    try:
+        distribution = metadata.distribution(plugin)
+    except metadata.PackageNotFoundError:  # a plugin that no package manager installed
+        return
+    for text in distribution.requires or ():
+        try:
+            wanted = Requirement(text)
+        except InvalidRequirement:
+            continue
+        applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+        if wanted.name == "torch" and applies and not wanted.specifier.contains(torch.__version__, prereleases=True):
+            raise DeviceUnavailableError(
+                f"device={type}: {plugin} {distribution.version} is for torch {wanted.specifier}, and this is torch "
+                f"{torch.__version__}: install the two together (pip install torch {plugin}), or choose device=cpu"
+            )
+
+
 def _why_absent(type: str) -> str:
+    seen = f"torch {torch.__version__} sees no {type} device on this machine"
+    hides = next((name for name in _VISIBLE.get(type, ()) if name in os.environ), None)
     if type == "cuda" and torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is built without CUDA"
-    return f"torch {torch.__version__} sees no {type} device on this machine"
+    if hides is not None:
+        return f"{seen}, where {hides} is {os.environ[hides]!r}"
+    if type == "cuda" and getattr(torch._C, "_cuda_getDriverVersion", lambda: 1)() == 0:
+        return f"{seen}, for it has no NVIDIA driver: nvidia-smi tells when it has one"
+    return seen
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -163,6 +336,4 @@ def _listed(names: Iterable[str]) -> str:
 
 def _distribution() -> str:
     """The name under which this package was installed, for a line to copy."""
-    from importlib.metadata import packages_distributions
-
-    return next(iter(packages_distributions().get("ckpt", ())), ".")
+    return next(iter(metadata.packages_distributions().get("ckpt", ())), ".")

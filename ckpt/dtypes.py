@@ -68,10 +68,15 @@ def item_bytes(name: str) -> int:
     return torch_dtype(name).itemsize
 
 
-def raw_bytes(host: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a C-contiguous host tensor as a flat uint8 tensor over the same memory."""
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, without its history, C-contiguous and with its own bits in memory; itself where that is so already."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a C-contiguous tensor as a flat uint8 tensor over the same memory."""
     # Not view(-1): of a single element torch keeps whatever stride it had, and then finds no bytes in it.
-    return host.detach().as_strided((host.numel(),), (1,)).view(torch.uint8)
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def bits_of(host: torch.Tensor) -> np.ndarray[Any, Any]:

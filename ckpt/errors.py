@@ -39,6 +39,10 @@ class DeviceUnavailableError(CheckpointError, RuntimeError):
     """A device was asked for that this machine, or this installation of torch, does not have."""
 
 
+class DeviceMemoryError(CheckpointError, RuntimeError):
+    """A device has too little memory left for what is to be loaded, or for the smallest buffer on the way there."""
+
+
 class ShapeMismatchError(CheckpointError, ValueError):
     """Two descriptions of one array differ in shape, data type or number of dimensions."""
 
@@ -89,6 +93,7 @@ _FAMILY: dict[str, type[CheckpointError]] = {
         CheckpointError,
         ConfigurationError,
         DeviceUnavailableError,
+        DeviceMemoryError,
         ShapeMismatchError,
         ShardingError,
         ReplicationError,

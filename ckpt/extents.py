@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from ckpt.backends.base import ChunkExtent
 from ckpt.blocks import BlockDigests
 from ckpt.box import Box, overlap, whole
 from ckpt.collector import collector_paused
-from ckpt.dtypes import bits_of
+from ckpt.dtypes import bits_of, raw_bytes
 from ckpt.errors import CorruptCheckpointError
 from ckpt.runs import Run, find_runs
 
@@ -76,8 +76,8 @@ class Part:
 class _Span:
     """A stretch [start, stop) of the chunk, in bytes, that holds `box` of a part's region.
 
-    `memory` is where those bytes belong if they can be read in place, else None; `out` is the memory of the part's `out`
-    for that box: plain numbers on the host, a tensor on a device.
+    `memory` is where those bytes belong if they lie there as they lie in the chunk, else None; `out` is the memory of the part's
+    `out` for that box: plain numbers on the host, a tensor on a device.
     """
 
     start: int
@@ -85,7 +85,7 @@ class _Span:
     part: Part
     box: Box
     out: Any
-    memory: memoryview | None
+    memory: memoryview | torch.Tensor | None
 
 
 def _nothing(num_bytes: int) -> None:
@@ -109,6 +109,14 @@ class Wanted:
     def __init__(self, chunk: ChunkExtent, parts: Sequence[Part]) -> None:
         self._length = chunk.length
         self._spans = _spans_in(chunk, parts)
+        self._by_device: dict[torch.device, list[_Span | Run]] = defaultdict(list)
+        for span in self._spans:
+            self._by_device[span.part.out.device].append(span)
+
+    @property
+    def devices(self) -> Collection[torch.device]:
+        """Where something is wanted."""
+        return self._by_device.keys()
 
     def stretches(self, unit: int) -> list[tuple[int, int]]:
         """Ascending [start, stop) that hold all that is wanted, each of whole units but for the end of the chunk."""
@@ -118,25 +126,49 @@ class Wanted:
         """The name of the first part that wants something of the bytes [begin, end)."""
         return _name_of(self._spans, begin, end)
 
-    def place(self, start: int, stop: int, memory: torch.Tensor) -> None:
+    def lies_in_order(self, start: int, stop: int, device: torch.device) -> bool:
+        """Whether all that a device wants of the chunk's bytes [start, stop) lies there as in the chunk, in few long stretches."""
+        return all(span.memory is not None for span in self._here(start, stop, device))
+
+    def place(self, start: int, stop: int, memory: torch.Tensor, device: torch.device | None = None) -> None:
         """Copy what is wanted of the chunk's bytes [start, stop) to where it belongs.
 
+        To a device this is queued on its current stream. Bytes that do not lie in order there must be on it.
+
         Args:
-            memory: those bytes: 1-D uint8, aligned to an element; on the device of the parts, or on the host.
+            memory: those bytes: 1-D uint8, aligned to an element.
+            device: place what it wants, and nothing else; None: all.
         """
-        here = [span for span in self._spans if span.start < stop and span.stop > start]
         host = memory.numpy() if _is_on_host(memory) else None
-        for span in here:
+        for span in self._here(start, stop, device):
             if isinstance(span, Run):
                 span.place(start, stop, memory)
+                continue
+            first, last = max(span.start, start), min(span.stop, stop)
+            if isinstance(span.memory, torch.Tensor):
+                there = span.memory[first - span.start : last - span.start]
+                there.copy_(memory[first - start : last - start], non_blocking=True)
             elif host is None or isinstance(span.out, torch.Tensor):
                 _scatter_on_device(span, memory, start, stop)
             elif span.memory is not None:
-                first, last = max(span.start, start), min(span.stop, stop)
-                there = np.frombuffer(span.memory, np.uint8)
-                there[first - span.start : last - span.start] = host[first - start : last - start]
+                into = np.frombuffer(span.memory, np.uint8)
+                into[first - span.start : last - span.start] = host[first - start : last - start]
             else:
                 _scatter(span, host, start, stop)
+
+    def _here(self, start: int, stop: int, device: torch.device | None) -> list[_Span | Run]:
+        spans = self._spans if device is None else self._by_device[device]
+        return [span for span in spans if span.start < stop and span.stop > start]
+
+
+class Landing(Protocol):
+    """Takes what has been read to tensors on devices. See `ckpt.copies.Filling`."""
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return host memory to read into."""
+
+    def place(self, wanted: Wanted, start: int, stop: int, memory: torch.Tensor) -> None:
+        """Put the bytes [start, stop) of a chunk, which are in that memory, where they are wanted."""
 
 
 class ExtentReader:
@@ -148,6 +180,7 @@ class ExtentReader:
         progress: called with a number of bytes as they arrive.
         read_at: how bytes come from an open file.
         slab_bytes: asked for at once; None: `SLAB_BYTES`.
+        landing: takes bytes to tensors on devices; None: all are on the host.
 
     Attributes:
         bytes_read: bytes asked of the file system so far.
@@ -161,8 +194,10 @@ class ExtentReader:
         progress: Callable[[int], None] = _nothing,
         read_at: ReadAt = os.preadv,
         slab_bytes: int | None = None,
+        landing: Landing | None = None,
     ) -> None:
         self._slab_bytes = slab_bytes or SLAB_BYTES
+        self._landing = landing
         self.bytes_read = 0
         self._read_at = read_at
         self._root = root
@@ -200,7 +235,7 @@ class ExtentReader:
         """
         assert chunk.raw, "an encoded chunk is read by its backend"
         if not all(_is_on_host(part.out) for part in parts):
-            self._read_through_scratch(chunk, parts, stretches)
+            self._read_for_devices(chunk, parts, stretches)
             return
         spans = _spans_in(chunk, parts)
         if not spans:
@@ -238,16 +273,17 @@ class ExtentReader:
                 self._check_blocks(chunk, start + at, [piece], name_of)
             self._progress(len(piece))
 
-    def _read_through_scratch(
+    def _read_for_devices(
         self, chunk: ChunkExtent, parts: Sequence[Part], stretches: Sequence[tuple[int, int]] | None
     ) -> None:
-        """Read for tensors on a device, which files cannot be read into."""
+        """Read for tensors on devices, which files cannot be read into: a slab is on its way there while the next one is read."""
+        assert self._landing is not None, "a reader without a landing fills host tensors alone"
         wanted = Wanted(chunk, parts)
         unit = self.unit_of(chunk)
         for start, stop in _slabs(wanted.stretches(unit) if stretches is None else stretches, unit, self._slab_bytes):
-            scratch = self._scratch_of(stop - start)
-            self.fetch(chunk, start, _memory(scratch), wanted.name_of)
-            wanted.place(start, stop, torch.from_numpy(scratch))
+            memory = self._landing.take(stop - start)
+            self.fetch(chunk, start, _memory(memory.numpy()), wanted.name_of)
+            self._landing.place(wanted, start, stop, memory)
 
     def check(self, chunk: ChunkExtent, name: str) -> None:
         """Read a whole chunk for its digests alone: an encoded one, before its backend decodes it.
@@ -295,7 +331,7 @@ class ExtentReader:
         pieces = []
         at = start
         for span in active:
-            if span.memory is None:
+            if not isinstance(span.memory, memoryview):
                 continue
             first, last = max(span.start, start), min(span.stop, stop)
             if at < first:
@@ -394,7 +430,10 @@ def _spans_of(part: Part, chunk: ChunkExtent) -> Iterator[_Span]:
         return
     strides = [stride * item_bytes for stride in _row_major(part.region)]
     if not _is_on_host(part.out):
-        yield _one_span(part, part.box, part.out.detach(), strides, item_bytes)
+        span = _one_span(part, part.box, part.out.detach(), strides, item_bytes)
+        if span.stop - span.start == part.out.nbytes and part.out.is_contiguous():
+            span.memory = raw_bytes(part.out)
+        yield span
         return
     out = bits_of(part.out)
     if part.box.shape == part.region and out.flags.c_contiguous:  # the short way for what most parts are
@@ -518,7 +557,7 @@ def _scatter(span: _Span, scratch: _Array, start: int, stop: int) -> None:
 
 
 def _scatter_on_device(span: _Span, memory: torch.Tensor, start: int, stop: int) -> None:
-    """The same into a tensor on a device, from bytes there or on the host; queued, if the device works by itself."""
+    """The same into a tensor on a device from bytes there, queued on its current stream; or into one on the host, at once."""
     out: torch.Tensor = span.out if isinstance(span.out, torch.Tensor) else span.part.out.detach()
     strides = _row_major(span.part.region)
     typed = memory[: memory.numel() // out.element_size() * out.element_size()].view(out.dtype)

@@ -23,7 +23,7 @@ AnyPart = TypeVar("AnyPart", bound=Any)
 
 
 class Run:
-    """Small whole regions of one chunk and one data type, each of which ends where the next one begins.
+    """Small whole regions of one chunk, one data type and one device, each of which ends where the next one begins.
 
     Args:
         parts: in the order of the chunk; each wants all of its region, in memory without gaps.
@@ -31,7 +31,7 @@ class Run:
     Attributes:
         start, stop: where the run lies in the chunk, in bytes.
         part: the first one of `parts`.
-        memory: None: a run is never read in place.
+        memory: None: a run is put in place by copying.
     """
 
     memory: None = None
@@ -68,12 +68,14 @@ class Run:
             return
         begins = self._starts[first] - start
         ends = (self._starts[last] if last < len(self._starts) else self.stop) - start
-        values = memory[begins:ends].view(self.part.out.dtype)
-        for part, value in zip(
-            self.parts[first:last], values.split_with_sizes(self._elements[first:last]), strict=True
-        ):
-            out = part.out
-            out.copy_(value if out.dim() == 1 else value.view(out.shape))
+        values = memory[begins:ends].view(self.part.out.dtype).split_with_sizes(self._elements[first:last])
+        outs = [part.out for part in self.parts[first:last]]
+        shaped = [value if out.dim() == 1 else value.view(out.shape) for out, value in zip(outs, values, strict=True)]
+        if self.part.out.device.type != "cpu" and memory.device.type != "cpu":
+            torch._foreach_copy_(outs, shaped)  # few kernels, and not one for each
+            return
+        for out, value in zip(outs, shaped, strict=True):
+            out.copy_(value)
 
     def _place_piece(self, number: int, start: int, stop: int, memory: torch.Tensor) -> None:
         """The same for one part that reaches beyond these bytes."""
@@ -94,14 +96,15 @@ def find_runs(parts: Iterable[AnyPart]) -> tuple[list[Run], list[AnyPart]]:
     others: list[AnyPart] = []
     run: list[AnyPart] = []
     dtype: torch.dtype | None = None
+    device: torch.device | None = None
     at = 0
     for part in sorted(parts, key=attrgetter("base")):
         out = part.out
         num_bytes = out.nbytes
         if 0 < num_bytes <= SMALL_BYTES and _wants_all(part) and out.is_contiguous():
-            if part.base != at or out.dtype != dtype:
+            if part.base != at or out.dtype != dtype or out.device != device:
                 _close(run, runs, others)
-                run, dtype = [], out.dtype
+                run, dtype, device = [], out.dtype, out.device
             run.append(part)
             at = part.base + num_bytes
         else:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ckpt.address import local_tensor
-from ckpt.device import Device
+from ckpt.device import Device, no_room
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import ConfigurationError, ShapeMismatchError
 from ckpt.flatten import TensorLeaf
@@ -263,8 +263,9 @@ class RNGState:
         self._device.set_rng_state(states)
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Whether a saved state is of the stream that this rank draws from."""
-        return list(saved.get("stream", self._stream)) == list(self._stream)
+        """Whether a saved state is of the stream that this rank draws from, and of the kinds of devices that this rank has."""
+        same_stream = list(saved.get("stream", self._stream)) == list(self._stream)
+        return same_stream and set(saved["torch"]) == set(self._device.rng_state())
 
     def load_changed(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Derive the state from the seed and the step of any saved one, and from this rank's stream.
@@ -298,11 +299,19 @@ def as_stateful(stateful: Any) -> Stateful:
 
 
 def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], entry: ArrayEntry) -> torch.Tensor:
+    """Memory for a tensor of an optimizer's state, where the optimizer would make it.
+
+    Raises:
+        DeviceMemoryError: the parameter's device has no room for it.
+    """
     dtype = torch_dtype(entry.dtype)
-    if entry.shape == tuple(parameter.shape) and parameter.dim() > 0:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    on_device = group.get("capturable") or group.get("fused")
-    return torch.empty(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    try:
+        if entry.shape == tuple(parameter.shape) and parameter.dim() > 0:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        on_device = group.get("capturable") or group.get("fused")
+        return torch.empty(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    except torch.OutOfMemoryError as error:
+        raise no_room(local_tensor(parameter).numel() * dtype.itemsize, parameter.device) from error
 
 
 def _as_step(value: Any) -> Any:

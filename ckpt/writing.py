@@ -6,7 +6,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from ckpt.backends.base import ArraySpec, Backend, FileRecord, Writer, Written
 from ckpt.box import Box
 from ckpt.collect import Contribution
 from ckpt.collector import collector_paused
+from ckpt.copies import Staging
 from ckpt.device import Device
-from ckpt.dtypes import raw_bytes, torch_dtype
+from ckpt.dtypes import contiguous, raw_bytes, torch_dtype
 from ckpt.flatten import TensorLeaf
 from ckpt.manifest import PLAIN_NAME, Index, Piece, digest_of, encode_key, index_name
 from ckpt.plan import ChunkTask, PackTask, RankPlan, SavePlan
@@ -29,6 +29,9 @@ from ckpt.topology import Topology
 
 PACKED_BYTES = 32 << 20
 """The longest array that small tensors are packed in."""
+
+_Pack = tuple[tuple[str, str], list[PackTask]]
+"""The path and the data type of a packed array, and the leaves in it."""
 
 
 @dataclass(slots=True)
@@ -77,7 +80,7 @@ class Share:
         self._tasks = tasks
         self._contribution = contribution
         self._topology = topology
-        self._device = device
+        self._staging = Staging(device.pinned_bytes)
         self._index = Index(topology.rank)
         self._vote = Vote()
         self._by_box: dict[str, dict[Box, TensorLeaf]] = {}
@@ -88,8 +91,9 @@ class Share:
         if not self._plan.sends_slivers:
             return {}
         outgoing: dict[int, list[bytes]] = defaultdict(list)
-        for send in self._tasks.sends:
-            outgoing[send.to].append(raw_bytes(self._on_host(send.name, send.box)).numpy().tobytes())
+        sends = self._staging.ahead(self._tasks.sends, lambda send: [self._region(send.name, send.box)])
+        for send, (host,) in sends:
+            outgoing[send.to].append(raw_bytes(contiguous(host)).numpy().tobytes())
         sources = {rank for task in self._tasks.chunks for rank, _ in task.slivers}
         incoming = self._topology.exchange("slivers", {to: b"".join(parts) for to, parts in outgoing.items()}, sources)
         return {rank: memoryview(data) for rank, data in incoming.items()}
@@ -113,10 +117,10 @@ class Share:
         """
         writer = backend.writer(folder, self._topology.rank, self._topology.progress)
         try:
-            for task in self._tasks.chunks:
-                self._write_chunk(writer, task, slivers)
-            for (path, dtype), tasks in self._packs():
-                self._write_packed(writer, path, dtype, tasks)
+            for task, hosts in self._staging.ahead(self._tasks.chunks, self._regions):
+                self._write_chunk(writer, task, hosts, slivers)
+            for ((path, dtype), tasks), hosts in self._staging.ahead(self._packs(), self._regions_of_pack):
+                self._write_packed(writer, path, dtype, tasks, hosts)
             self._describe(writer)
             self._add_written(writer.finish())
             self._write_plain(writer, plain)
@@ -145,29 +149,37 @@ class Share:
             groups = {folder.removesuffix("/") for folder in folders_of(self._plan.arrays, components)}
         writer.describe(self._described, groups)
 
-    def _write_chunk(self, writer: Writer, task: ChunkTask, slivers: dict[int, memoryview]) -> None:
+    def _regions(self, task: ChunkTask) -> list[torch.Tensor]:
+        return [self._region(task.name, box) for box in task.own]
+
+    def _regions_of_pack(self, pack: _Pack) -> list[torch.Tensor]:
+        return [self._region(name, box) for name, box in pack[1]]
+
+    def _write_chunk(
+        self, writer: Writer, task: ChunkTask, hosts: Sequence[torch.Tensor], slivers: dict[int, memoryview]
+    ) -> None:
         array = self._plan.arrays[task.name]
         assert array.grid is not None
         path = path_of(task.name, self._contribution.components)
-        host = self._assemble(task, slivers)
+        host = self._assemble(task, hosts, slivers)
         writer.write(ArraySpec(path, array.dtype, array.shape, array.grid), task.number, host)
         self._count(task.name, host)
 
-    def _assemble(self, task: ChunkTask, slivers: dict[int, memoryview]) -> torch.Tensor:
-        """The chunk as one contiguous host tensor: a view of our own memory where that is possible."""
+    def _assemble(self, task: ChunkTask, hosts: Sequence[torch.Tensor], slivers: dict[int, memoryview]) -> torch.Tensor:
+        """The chunk as one contiguous host tensor: what is ours, where that is all of it."""
         if task.own == (task.box,):
-            return self._on_host(task.name, task.box)
-        host = torch.empty(task.box.shape, dtype=torch_dtype(self._plan.arrays[task.name].dtype))
-        for box in task.own:
-            host[box.relative_to(task.box).slices] = self._on_host(task.name, box)
+            return contiguous(hosts[0])
+        whole = torch.empty(task.box.shape, dtype=torch_dtype(self._plan.arrays[task.name].dtype))
+        for box, host in zip(task.own, hosts, strict=True):
+            whole[box.relative_to(task.box).slices] = host
         for rank, box in task.slivers:
-            num_bytes = box.num_elements * host.element_size()
+            num_bytes = box.num_elements * whole.element_size()
             data, slivers[rank] = slivers[rank][:num_bytes], slivers[rank][num_bytes:]
-            received = torch.frombuffer(bytearray(data), dtype=host.dtype)
-            host[box.relative_to(task.box).slices] = received.view(box.shape)
-        return host
+            received = torch.frombuffer(bytearray(data), dtype=whole.dtype)
+            whole[box.relative_to(task.box).slices] = received.view(box.shape)
+        return whole
 
-    def _packs(self) -> Iterator[tuple[tuple[str, str], list[PackTask]]]:
+    def _packs(self) -> Iterator[_Pack]:
         """Yield our small leaves by the packed array that takes them: (its path, its data type)."""
         by_kind: dict[tuple[str, str], list[PackTask]] = defaultdict(list)
         folders = folders_of((task.name for task in self._tasks.packs), self._contribution.components)
@@ -178,7 +190,9 @@ class Share:
                 ending = f"-{number:05d}" if number else ""
                 yield (f"{folder}packed-{dtype}-{self._topology.rank:05d}{ending}", dtype), few
 
-    def _write_packed(self, writer: Writer, path: str, dtype: str, tasks: Sequence[PackTask]) -> None:
+    def _write_packed(
+        self, writer: Writer, path: str, dtype: str, tasks: Sequence[PackTask], hosts: Sequence[torch.Tensor]
+    ) -> None:
         """Lay small boxes end to end, noting where each begins. Where all of them are empty there is no array."""
         first = 0
         for name, box in tasks:
@@ -186,28 +200,11 @@ class Share:
             first += box.num_elements
         self._index.packed[path] = first
         if first:
-            host = self._joined([self._region(name, box) for name, box in tasks], dtype)
+            host = torch.empty(first, dtype=torch_dtype(dtype))
+            torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in hosts], out=host)
             self._described.append(ArraySpec(path, dtype, (first,), (first,)))
             writer.write(self._described[-1], 0, host)
             self._count(tasks[0].name, host)
-
-    def _joined(self, regions: Sequence[torch.Tensor], dtype: str) -> torch.Tensor:
-        """The elements of tensors of one data type end to end on the host; those of a device are joined there, and come as one."""
-        host = torch.empty(sum(region.numel() for region in regions), dtype=torch_dtype(dtype))
-        first = 0
-        for device, run in groupby(regions, key=lambda region: region.device):
-            flat = [region if region.dim() == 1 else region.reshape(-1) for region in run]
-            there = host[first : first + sum(region.numel() for region in flat)]
-            if device.type == "cpu":
-                torch.cat(flat, out=there)
-            else:
-                there.copy_(self._device.stage([torch.cat(flat)])[0])
-            first += there.numel()
-        return host
-
-    def _on_host(self, name: str, box: Box) -> torch.Tensor:
-        """A box of a tensor of ours on the host, contiguous."""
-        return self._device.stage([self._region(name, box)])[0]
 
     def _region(self, name: str, box: Box) -> torch.Tensor:
         if 0 in box.shape:

@@ -155,8 +155,7 @@ class Broadcast(Contender):
         assert self._state is not None and self._part is not None
         for at in range(0, self._num_bytes, PART_BYTES):
             dist.broadcast(self._part[: self._num_bytes - at], src=0, group=self._state.group)
-        if self._part.device.type != "cpu":
-            torch.accelerator.synchronize()
+        self._state.device.synchronize()
         return {}
 
 

@@ -128,24 +128,27 @@ def run_job(
                 phase.payload = cfg if topology.is_lead else None
             cfg = phase.payloads[0]
         with topology.phase("take a device"):
-            _use_device(cfg["device"], topology.local_rank)
-        with _process_group(cfg["device"]["collectives"], dist.PrefixStore("process group", store), topology):
+            backends = _use_device(cfg["device"], topology.local_rank)
+        with _process_group(backends, dist.PrefixStore("process group", store), topology):
             result = job(cfg, topology)
     return result if environment.rank == 0 else None
 
 
-def _use_device(node: dict[str, Any], local_rank: int) -> None:
-    """Make this process work on its device, whose plugin may also bring the collectives."""
+def _use_device(node: dict[str, Any], local_rank: int) -> str:
+    """Make this process work on its device, whose plugin may also bring the collectives; return the process group's backends."""
     module, _, name = node["_target_"].rpartition(".")
     keywords = {key: value for key, value in node.items() if not key.startswith("_")}
-    getattr(import_module(module), name)(**keywords).use(local_rank)
+    device = getattr(import_module(module), name)(**keywords)
+    device.use(local_rank)
+    backends: str = device.backends
+    return backends
 
 
 @contextmanager
-def _process_group(collectives: str, store: dist.Store, topology: Topology) -> Iterator[None]:
+def _process_group(backends: str, store: dist.Store, topology: Topology) -> Iterator[None]:
     if dist.is_initialized():
         raise CheckpointError("a default process group exists already, left over from something before this job")
-    dist.init_process_group(collectives, store=store, rank=topology.rank, world_size=topology.world_size)
+    dist.init_process_group(backends, store=store, rank=topology.rank, world_size=topology.world_size)
     try:
         yield
     finally:

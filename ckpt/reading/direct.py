@@ -11,6 +11,7 @@ from itertools import accumulate
 import torch
 
 from ckpt.collector import collector_paused
+from ckpt.copies import Filling
 from ckpt.device import Device
 from ckpt.extents import ExtentReader, ReadAt
 from ckpt.reading.base import ReadRequest, ReadStats, Stored, StoredPart, by_chunk, in_flight_bytes
@@ -22,7 +23,8 @@ class DirectLoad:
 
     Args:
         max_in_flight_mib: bytes that a rank asks for at once, in MiB: its memory for those that cannot be read into tensors as they
-            are. At least a block is (4 MiB); an encoded chunk is decoded whole.
+            are; for tensors on a device twice that, page-locked, and as much once on the device. At least a block is (4 MiB); an
+            encoded chunk is decoded whole.
         read_at: how bytes come from an open file.
 
     Raises:
@@ -37,7 +39,7 @@ class DirectLoad:
         self, requests: Sequence[ReadRequest], checkpoint: Stored, topology: Topology, device: Device, *, verify: bool
     ) -> DirectReading:
         """See `LoadingStrategy.prepare`; there is nothing to agree on, so any rank may call it, anywhere."""
-        return DirectReading(requests, checkpoint, topology, device, verify, self._slab_bytes, self._read_at)
+        return DirectReading(requests, checkpoint, topology, verify, self._slab_bytes, self._read_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,6 @@ class DirectReading:
     requests: Sequence[ReadRequest]
     checkpoint: Stored
     topology: Topology
-    device: Device
     verify: bool
     slab_bytes: int
     read_at: ReadAt
@@ -59,12 +60,20 @@ class DirectReading:
         start = _start(chunks, self.topology.rank / self.topology.world_size)
         root, progress = self.checkpoint.root, self.topology.progress
         verify = self.verify and self.checkpoint.has_digests
-        with ExtentReader(
-            root, verify=verify, progress=progress, read_at=self.read_at, slab_bytes=self.slab_bytes
-        ) as reader:
+        with (
+            Filling(self.slab_bytes) as filling,
+            ExtentReader(
+                root,
+                verify=verify,
+                progress=progress,
+                read_at=self.read_at,
+                slab_bytes=self.slab_bytes,
+                landing=filling,
+            ) as reader,
+        ):
             for parts in chunks[start:] + chunks[:start]:
-                read_chunk(parts, reader, self.checkpoint, self.device)
-            return ReadStats(reader.bytes_read, bytes_of(self.requests))
+                read_chunk(parts, reader, self.checkpoint, filling)
+        return ReadStats(reader.bytes_read, bytes_of(self.requests))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -81,17 +90,17 @@ def bytes_of(requests: Sequence[ReadRequest]) -> int:
     return sum(request.out.numel() * request.out.element_size() for request in requests)
 
 
-def read_chunk(stored: Sequence[StoredPart], reader: ExtentReader, checkpoint: Stored, device: Device) -> None:
+def read_chunk(stored: Sequence[StoredPart], reader: ExtentReader, checkpoint: Stored, filling: Filling) -> None:
     """Fill the parts of one chunk, wherever their memory is."""
     if stored[0].chunk.raw:
         reader.read(stored[0].chunk, [one.part for one in stored])
         return
     reader.check(stored[0].chunk, stored[0].part.name)
     for one in stored:
-        _decode(one, checkpoint, device)
+        _decode(one, checkpoint, filling)
 
 
-def _decode(stored: StoredPart, checkpoint: Stored, device: Device) -> None:
+def _decode(stored: StoredPart, checkpoint: Stored, filling: Filling) -> None:
     """Read an encoded part through its format's own library; a packed piece is unrolled and cut here."""
     part = stored.part
     is_box = stored.source.shape == tuple(part.out.shape)
@@ -100,4 +109,4 @@ def _decode(stored: StoredPart, checkpoint: Stored, device: Device) -> None:
         return
     host = torch.empty(stored.source.shape, dtype=part.out.dtype)
     checkpoint.decode(stored, stored.source, host)
-    device.fill(part.out, host if is_box else host.view(part.region)[part.box.slices])
+    filling.fill(part.out, host if is_box else host.view(part.region)[part.box.slices])

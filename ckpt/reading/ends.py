@@ -11,7 +11,7 @@ import torch
 from ckpt.backends.base import ChunkExtent
 from ckpt.box import Box, chunk_box, num_chunks
 from ckpt.collector import collector_paused
-from ckpt.device import Device
+from ckpt.copies import Filling
 from ckpt.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.extents import ALIGNMENT, ExtentReader, Part, ReadAt, Wanted
 from ckpt.reading.base import ReadRequest, Stored, StoredPart, by_chunk
@@ -33,17 +33,24 @@ class RankEnds:
         requests: Sequence[ReadRequest],
         checkpoint: Stored,
         topology: Topology,
-        device: Device,
         verify: bool,
         read_at: ReadAt,
         slab_bytes: int,
     ) -> None:
         self.bytes_needed = bytes_of(requests)
         self._checkpoint = checkpoint
-        self._device = device
         self._verify = verify
+        self._own_filling, self._filling = (
+            Filling(slab_bytes),
+            Filling(slab_bytes),
+        )  # of the reader thread, of the calling one
         self._reader = ExtentReader(
-            checkpoint.root, verify=verify, progress=topology.progress, read_at=read_at, slab_bytes=slab_bytes
+            checkpoint.root,
+            verify=verify,
+            progress=topology.progress,
+            read_at=read_at,
+            slab_bytes=slab_bytes,
+            landing=self._own_filling,
         )
         chunks = by_chunk(requests, checkpoint)
         self._stored = {_key_of(parts[0].chunk): parts for parts in chunks}
@@ -78,7 +85,8 @@ class RankEnds:
 
     def place(self, piece: Piece, memory: torch.Tensor) -> None:
         """See `Ends.place`."""
-        self._wanted[piece.key].place(piece.start, piece.stop, memory)
+        place = self._filling.place if memory.device.type == "cpu" else self._filling.place_within
+        place(self._wanted[piece.key], piece.start, piece.stop, memory)
 
     def read_own(self, pieces: Sequence[Piece]) -> None:
         """See `Ends.read_own`."""
@@ -86,12 +94,14 @@ class RankEnds:
         chunk = stored[0].chunk
         if not chunk.raw:
             self._bytes_unchecked += 0 if self._verify else chunk.length
-            read_chunk(stored, self._reader, self._checkpoint, self._device)
+            read_chunk(stored, self._reader, self._checkpoint, self._own_filling)
         else:
             self._reader.read(chunk, _parts_of(stored), [(piece.start, piece.stop) for piece in pieces])
 
     def close(self) -> None:
-        """Close the files, and let go of a decoded chunk."""
+        """Wait for what is on its way to devices, close the files, and let go of a decoded chunk."""
+        self._own_filling.close()
+        self._filling.close()
         self._reader.close()
         self._decoded = None
 

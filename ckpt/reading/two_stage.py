@@ -9,6 +9,7 @@ read different parts at the same time, each as many bytes as the others, while t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import weakref
 from collections import defaultdict
@@ -21,12 +22,12 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ckpt.device import Device
-from ckpt.errors import ConfigurationError
+from ckpt.device import Device, device_memory, pinned
+from ckpt.errors import ConfigurationError, DeviceMemoryError
 from ckpt.extents import ALIGNMENT, ReadAt
 from ckpt.reading.base import ReadRequest, ReadStats, Stored, in_flight_bytes
 from ckpt.reading.ends import RankEnds
-from ckpt.spread.courier import Courier, Hosts, Slots
+from ckpt.spread.courier import Courier, DeviceSlots, Hosts, Slots
 from ckpt.spread.host import HostLink, has_shared_memory
 from ckpt.spread.network import TorchTransport, Transport, make_groups
 from ckpt.spread.parcels import PIECE_ALIGNMENT, Want, plan_spread
@@ -38,6 +39,8 @@ SLOT_BYTES = 4 << 20
 
 MAX_SLOTS = 64
 """More are of no use. What two ranks may have said of their slots to each other, unread, fits a socket's buffer (277 messages)."""
+
+_log = logging.getLogger("ckpt")
 
 
 class TwoStageLoad:
@@ -92,7 +95,7 @@ class TwoStageLoad:
         with ExitStack() as unless_prepared:
             with topology.phase("say what is wanted") as phase:
                 verify = verify and checkpoint.has_digests
-                mine = RankEnds(requests, checkpoint, topology, device, verify, self._read_at, SLOT_BYTES)
+                mine = RankEnds(requests, checkpoint, topology, verify, self._read_at, SLOT_BYTES)
                 rows = [want.to_json() for want in mine.wants()]
                 members = self._members(topology)
                 link = self._link_for(topology, members)
@@ -195,11 +198,39 @@ class TwoStageLoad:
                 f"strategy.max_in_flight_mib={self._in_flight_bytes >> 20}: {-(-slot_bytes * kinds >> 20)} MiB are the least, for "
                 f"{kinds} block{'s' * (kinds - 1)} of {slot_bytes / 2**20:.0f} MiB, which are checked as one"
             )
+        if self._cpu_transfer or device.type == "cpu":
+            landing = count // 2 if between_hosts else 0
+            host = torch.empty(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[link.rank]
+            return Slots(host, slot_bytes, count - landing, landing)
+        travel = _device_slots(slot_bytes, count, kinds, device.torch_device)
+        count = len(travel) // slot_bytes
         landing = count // 2 if between_hosts else 0
-        on_device = not self._cpu_transfer and device.type != "cpu"
-        host = torch.empty(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[link.rank]
-        travel = torch.empty(count * slot_bytes, dtype=torch.uint8, device=device.torch_device) if on_device else None
-        return Slots(host, slot_bytes, count - landing, landing, travel)
+        return Slots(pinned((count - landing) * slot_bytes), slot_bytes, count - landing, landing, DeviceSlots(travel))
+
+
+def _device_slots(slot_bytes: int, count: int, least: int, device: torch.device) -> torch.Tensor:
+    """Memory of a device for so many slots, or for as many as there is room for.
+
+    Raises:
+        DeviceMemoryError: there is no room for the least.
+    """
+    wanted = count
+    while True:
+        try:
+            memory = device_memory(count * slot_bytes, device)
+            break
+        except DeviceMemoryError:
+            if count == least:
+                raise
+            count = max(count // 2, least)
+    if count < wanted:
+        _log.warning(
+            "%s has no room for %.0f MiB in flight: loading with %.0f MiB, which takes longer; strategy.max_in_flight_mib says how much",
+            device,
+            wanted * slot_bytes / 2**20,
+            count * slot_bytes / 2**20,
+        )
+    return memory
 
 
 class _Said(NamedTuple):

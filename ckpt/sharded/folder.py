@@ -16,7 +16,7 @@ from ckpt.address import Address
 from ckpt.backends.base import Backend
 from ckpt.box import Box, whole
 from ckpt.collect import Contribution, collect, settle_plain
-from ckpt.device import Device
+from ckpt.device import Device, device_of
 from ckpt.dtypes import zarr_name
 from ckpt.errors import (
     ConfigurationError,
@@ -212,12 +212,6 @@ def _all_of_nothing(tensor: ShardedTensor) -> list[tuple[Box, torch.Tensor]]:
     """A run without elements is no box; but where the whole tensor has none, this is what says that there is such a tensor."""
     shape = tuple(tensor.global_shape)
     return [(whole(shape), torch.empty(shape, dtype=tensor.dtype))] if 0 in shape else []
-
-
-def device_of(tensors: Iterable[torch.Tensor]) -> Device:
-    """The device that tensors lie on, as far as moving them to the host goes."""
-    types = sorted({tensor.device.type for tensor in tensors} - {"cpu"})
-    return Device(type=types[0] if types else "cpu", collectives="gloo")
 
 
 class Given:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ckpt.box import Box, overlap, whole
+from ckpt.device import device_of, wait_for
 from ckpt.dict_utils import dict_list_map_inplace, nested_values
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
@@ -26,7 +27,7 @@ from ckpt.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.memory import HostMemory
 from ckpt.reading.base import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
 from ckpt.reading.direct import DirectLoad
-from ckpt.sharded.folder import Given, device_of
+from ckpt.sharded.folder import Given
 from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.sources import CommittedSource
 from ckpt.stored import read_manifest, read_manifest_bytes
@@ -117,6 +118,7 @@ class _ByLibrary:
             host = out if out.device.type == "cpu" and out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
             self.arrays.read(key, box, host)
             if host is not out:
+                wait_for(out.device)  # what is still to be written there, on whatever stream, is not to come after this
                 out.copy_(host)
             num_bytes += out.numel() * out.element_size()
             self.topology.progress()

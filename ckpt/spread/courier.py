@@ -15,8 +15,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ckpt.device import Mark, SideStream
 from ckpt.errors import RankLeftError, sentence
 from ckpt.spread.host import DONE, READY, HostLink
 from ckpt.spread.network import Transport
@@ -50,29 +51,71 @@ class Slots:
     """The memory of this rank that parcels travel in: the first `reading` slots for what it reads, the others for what lands.
 
     Attributes:
-        host: of all slots, flat bytes; seen by the neighbours, if they share memory.
-        device: as large, where parcels travel in device memory; None: in `host`.
+        host: of all slots, flat bytes, seen by the neighbours, if they share memory; of the reading ones alone, page-locked, where
+            parcels travel in device memory.
+        on_device: in which parcels travel; None: in `host`.
     """
 
     host: torch.Tensor
     slot_bytes: int
     reading: int
     landing: int
-    device: torch.Tensor | None = None
+    on_device: DeviceSlots | None = None
 
     def memory(self, slot: int) -> torch.Tensor:
-        """What a parcel travels in."""
-        return self._cut(self.host if self.device is None else self.device, slot)
+        """What a parcel travels in, as soon as what was read is there."""
+        if self.on_device is None:
+            return self.cut(self.host, slot)
+        self.on_device.wait(slot)
+        return self.cut(self.on_device.memory, slot)
 
-    def storage_memory(self, slot: int) -> torch.Tensor:
-        """What a parcel is read into."""
-        return self._cut(self.host, slot)
+    def read_into(self, slot: int) -> torch.Tensor:
+        """What a parcel is read into, on the host."""
+        return self.cut(self.host, slot)
 
-    def of_neighbour(self, memory: torch.Tensor, slot: int) -> torch.Tensor:
-        return self._cut(memory, slot)
+    def is_read(self, slot: int, num_bytes: int) -> None:
+        """Put what has been read on its way to where it travels."""
+        if self.on_device is not None:
+            there = self.cut(self.on_device.memory, slot)[:num_bytes]
+            self.on_device.bring(slot, self.read_into(slot)[:num_bytes], there)
 
-    def _cut(self, memory: torch.Tensor, slot: int) -> torch.Tensor:
+    def carrying(self) -> AbstractContextManager[None]:
+        """Around what sends or receives: when it is over, the bytes have gone, or have come."""
+        return nullcontext() if self.on_device is None else self.on_device.carrying()
+
+    def cut(self, memory: torch.Tensor, slot: int) -> torch.Tensor:
         return memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+
+class DeviceSlots:
+    """The slots in device memory, with a stream for the reader thread and one for the network thread.
+
+    Args:
+        memory: of all slots, flat bytes.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._reading, self._network = SideStream(memory.device), SideStream(memory.device)
+        self._there: dict[int, Mark] = {}
+
+    def bring(self, slot: int, host: torch.Tensor, there: torch.Tensor) -> None:
+        """Queue the copy of a slot to the device."""
+        with self._reading:
+            there.copy_(host, non_blocking=True)
+            self._there[slot] = self._reading.mark()
+
+    def wait(self, slot: int) -> None:
+        """Wait until what was read into a slot, if anything was, is on the device. Any thread."""
+        if slot in self._there:
+            self._there[slot].wait()
+
+    @contextmanager
+    def carrying(self) -> Iterator[None]:
+        """See `Slots.carrying`."""
+        with self._network:
+            yield
+            self._network.wait()
 
 
 class Hosts:
@@ -286,7 +329,7 @@ class Courier:
         kind, number, slot = said
         if kind == READY:
             self._from[neighbour] -= 1
-            self._take(self.spread.parcels[number], self.slots.of_neighbour(self.link.memory[neighbour], slot))
+            self._take(self.spread.parcels[number], self.slots.cut(self.link.memory[neighbour], slot))
             self._say(neighbour, DONE, number, slot)
         else:
             self._owing[neighbour] -= 1
@@ -365,11 +408,10 @@ class Courier:
         self._tell(self._finish_own)
 
     def _fetch(self, parcel: Parcel, slot: int) -> None:
-        memory = self.slots.storage_memory(slot)
+        memory = self.slots.read_into(slot)
         for at, piece in parcel.places():
             self.ends.fetch(piece, memory[at : at + piece.num_bytes])
-        if self.slots.device is not None:
-            self.slots.memory(slot)[: parcel.room].copy_(memory[: parcel.room])
+        self.slots.is_read(slot, parcel.room)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         started = time.perf_counter()
@@ -391,7 +433,8 @@ class Courier:
                 if slot is None:
                     return
                 started = time.perf_counter()
-                self.transport.spread(self.slots.memory(slot)[: parcel.room], parcel.reader, to)
+                with self.slots.carrying():
+                    self.transport.spread(self.slots.memory(slot)[: parcel.room], parcel.reader, to)
                 self.times.network += time.perf_counter() - started
                 if ours:
                     self._tell(self._is_sent, number)

@@ -17,8 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-import torch
-
+from ckpt.device import wait_for_accelerator
 from ckpt.errors import CheckpointError, ConfigurationError, describe, rebuild, sentence
 from ckpt.job import current_topology
 from ckpt.topology import Topology
@@ -100,7 +99,7 @@ class AsyncRequest:
                     f"{len(arguments)}; give it two, or let preload_fn return None"
                 )
             arguments[1] = staged
-        _finish_copies()
+        wait_for_accelerator()
         function, keywords = self.async_fn, dict(self.async_fn_kwargs)
         return (lambda: None) if function is None else lambda: function(*arguments, **keywords)
 
@@ -259,15 +258,6 @@ def _finalize(request: AsyncRequest, topology: Topology, stands: str | None) -> 
         finalize_fn()
     with topology.phase("finalize") as phase:
         phase.stands = stands
-
-
-def _finish_copies() -> None:
-    """Wait for what is queued on the device, if this process uses one: a thread must not read half of a copy."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None:
-        module = torch.get_device_module(accelerator)
-        if getattr(module, "is_initialized", lambda: True)():  # to ask a device that nobody uses would take its memory
-            module.synchronize()
 
 
 def _counted(num_scheduled: int, num_waiting: int) -> str:

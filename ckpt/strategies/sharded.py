@@ -10,11 +10,12 @@ from typing import ClassVar
 import torch
 
 from ckpt.backends.base import Backend
+from ckpt.device import device_of
 from ckpt.job import current_topology
 from ckpt.mapping import ShardedStateDict, ShardedTensor
 from ckpt.reading.base import LoadingStrategy
 from ckpt.reading.direct import DirectLoad
-from ckpt.sharded.folder import FolderSave, contribution_of, device_of, require_alike
+from ckpt.sharded.folder import FolderSave, contribution_of, require_alike
 from ckpt.sharded.loading import Library, load_tensors, open_tensors, tensors_in
 from ckpt.sharded.removing import remove_tensors
 from ckpt.strategies.async_utils import AsyncRequest

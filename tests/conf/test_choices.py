@@ -29,6 +29,7 @@ GROUPS = {
 WORKLOADS = {
     "gpt2_ddp",
     "gpt2_fsdp",
+    "gpt2_large",
     "gpt2_tp_fsdp",
     "reshard",
     "slow_store",
@@ -38,7 +39,7 @@ FOR_CODE = {"read_at"}
 """A function that a program passes and no command line can."""
 CHOICES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
 ROOTS = {
-    "train", "inspect", "verify", "plan", "doctor", "convert", "benchmark", "benchmark_megatron", "benchmark_plan", "benchmark_validation",
+    "train", "inspect", "verify", "plan", "doctor", "convert", "benchmark", "benchmark_device", "benchmark_megatron", "benchmark_plan", "benchmark_validation",
 }  # fmt: skip
 
 

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from ckpt.backends.base import ArraySpec, ChunkExtent
 from ckpt.blocks import BlockDigests
 from ckpt.box import Box, chunk_box, num_chunks
-from ckpt.device import Device
 from ckpt.dtypes import item_bytes, torch_dtype
 from ckpt.errors import CorruptCheckpointError, RankLeftError
 from ckpt.extents import ALIGNMENT, Part
@@ -184,10 +183,7 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
     world_size = len(requests)
     topology = Topology.alone()
     topology.timeout_s = case.patience_s
-    ends = [
-        RankEnds(mine, stock, topology, Device(type="cpu", collectives="gloo"), case.verify, stock.read_at, 64)
-        for mine in requests
-    ]
+    ends = [RankEnds(mine, stock, topology, case.verify, stock.read_at, 64) for mine in requests]
     wants = [(one.wants(), (rank,)) for rank, one in enumerate(ends)]
     unit = max((want.unit for rows, _ in wants for want in rows), default=ALIGNMENT)
     slot_bytes = -(-unit // PIECE_ALIGNMENT) * PIECE_ALIGNMENT

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt.device import Device
+from ckpt.device import Device, device_of
 from ckpt.errors import ConfigurationError, DeviceUnavailableError
 
 CPU = {"type": "cpu", "collectives": "gloo"}
@@ -29,11 +29,11 @@ class FakeAccelerator:
     def set_device(self, device: torch.device) -> None:
         self.current = device
 
-    def get_rng_state(self, index: int) -> torch.Tensor:
-        return self.states[index].clone()
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return self.states[device.index].clone()
 
-    def set_rng_state(self, state: torch.Tensor, index: int) -> None:
-        self.states[index] = state.clone()
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.states[device.index] = state.clone()
 
 
 @pytest.fixture
@@ -48,45 +48,6 @@ def write_plugin(folder: Path, name: str, code: str, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, name, raising=False)
     importlib.invalidate_caches()
-
-
-def test_a_contiguous_host_tensor_is_staged_as_itself() -> None:
-    tensor = torch.arange(60.0).reshape(12, 5)
-    (staged,) = Device(**CPU).stage([tensor])
-    assert staged.data_ptr() == tensor.data_ptr()
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(60).reshape(12, 5).t(),
-        torch.arange(60).reshape(12, 5)[:, 1:3],
-        torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.arange(5).expand(3, 5),
-        torch.complex(torch.arange(6.0), torch.arange(6.0) + 0.5).conj(),
-    ],
-    ids=["transposed", "sliced", "channels last", "expanded", "conjugated lazily"],
-)
-def test_a_staged_tensor_is_c_contiguous_and_has_the_same_values(tensor: torch.Tensor) -> None:
-    (staged,) = Device(**CPU).stage([tensor])
-    assert staged.is_contiguous() and not staged.is_conj()
-    torch.testing.assert_close(staged, tensor.resolve_conj(), rtol=0, atol=0)
-
-
-def test_staging_and_filling_leave_autograd_out() -> None:
-    parameter = torch.nn.Parameter(torch.arange(6.0))
-    device = Device(**CPU)
-    (staged,) = device.stage([parameter])
-    assert not staged.requires_grad
-    device.fill(parameter, torch.arange(6.0) * 7)
-    assert parameter.tolist() == [0, 7, 14, 21, 28, 35] and parameter.grad_fn is None
-
-
-def test_filling_a_strided_tensor_touches_its_own_elements_only() -> None:
-    whole = torch.zeros(4, 6)
-    Device(**CPU).fill(whole[:, 2:4], torch.arange(8.0).reshape(4, 2))
-    assert whole[:, 2:4].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert whole[:, :2].eq(0).all() and whole[:, 4:].eq(0).all()
 
 
 def test_the_cpu_is_always_there_and_every_rank_has_it() -> None:
@@ -106,22 +67,38 @@ def test_random_numbers_repeat_after_their_state_is_restored() -> None:
     torch.testing.assert_close(torch.rand(5), drawn, rtol=0, atol=0)
 
 
-def test_every_visible_device_keeps_its_own_generator(accelerator: FakeAccelerator) -> None:
+def test_a_process_that_works_on_all_devices_keeps_the_generator_of_each(accelerator: FakeAccelerator) -> None:
     device = Device(type="cuda", collectives="gloo")
     states = device.rng_state()
-    assert list(states) == ["cpu", "cuda:0", "cuda:1"]
+    assert list(states) == ["cpu", "cuda[0]", "cuda[1]"]
     saved = [state.clone() for state in accelerator.states]
     accelerator.states = [torch.zeros(16, dtype=torch.uint8)] * 2
     device.set_rng_state(states)
     assert [state.tolist() for state in accelerator.states] == [state.tolist() for state in saved]
 
 
+def test_a_rank_keeps_the_generator_of_its_own_device_wherever_that_lies_when_it_is_restored(
+    accelerator: FakeAccelerator,
+) -> None:
+    """A checkpoint holds no device: the rank on the second one may go on on the first."""
+    there, here = Device(type="cuda", collectives="gloo"), Device(type="cuda", collectives="gloo")
+    there.use(1)
+    states = there.rng_state()
+    assert list(states) == ["cpu", "cuda[0]"]
+    assert torch.equal(states["cuda[0]"], accelerator.states[1])
+    here.use(0)
+    untouched = accelerator.states[1].clone()
+    here.set_rng_state(states)
+    assert torch.equal(accelerator.states[0], states["cuda[0]"]) and torch.equal(accelerator.states[1], untouched)
+
+
 def test_generator_states_of_other_devices_are_refused_before_any_is_set(accelerator: FakeAccelerator) -> None:
     device = Device(type="cuda", collectives="gloo")
     states = device.rng_state()
     before = torch.get_rng_state()
-    del states["cuda:1"]
-    with pytest.raises(ConfigurationError, match=r"cpu, cuda:0, this rank has cpu, cuda:0, cuda:1: .*~components\.rng"):
+    del states["cuda[1]"]
+    expected = r"generators cpu, cuda\[0\], this rank has cpu, cuda\[0\], cuda\[1\]: .*elastic=derive .*~components\.rng"
+    with pytest.raises(ConfigurationError, match=expected):
         device.set_rng_state(states | {"cpu": torch.zeros_like(before)})
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -173,33 +150,54 @@ def test_a_plugin_without_its_driver_is_told_from_one_that_is_missing(
         Device(type="npu", collectives="hccl", plugin="torch_npu").require()
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
-def test_bits_survive_the_way_to_the_host_and_back(dtype: torch.dtype) -> None:
-    device = Device(type="cuda", collectives="nccl")
-    device.use(0)
-    bits = (
-        torch.randint(0, 2, (12, 40), dtype=torch.uint8)
-        if dtype == torch.bool
-        else torch.randint(0, 256, (12, 40), dtype=torch.uint8)
-    )
-    values = bits.view(dtype)
-    on_device = values.to(device.torch_device)
-    strided = on_device.t()
-    staged, staged_strided = device.stage([on_device, strided])
-    assert staged.is_pinned() and staged_strided.is_contiguous()
-    assert torch.equal(staged.view(torch.uint8), bits)
-    assert torch.equal(staged_strided.t().contiguous().view(torch.uint8), bits)
-    filled = torch.empty_like(on_device)
-    device.fill(filled, staged)
-    assert torch.equal(filled.cpu().view(torch.uint8), bits)
+@pytest.mark.parametrize(
+    ("wants", "fits"),
+    [
+        ("torch==2.13.0.*", False),
+        ("torch==2.14.0", True),
+        ("torch>=2.13", True),
+        ("torch<2.14", False),
+        ("numpy<1", True),
+        ('torch<2; extra == "old"', True),
+    ],
+)
+def test_a_plugin_for_another_torch_is_refused_before_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wants: str, fits: bool
+) -> None:
+    write_plugin(tmp_path, "torch_npu", "raise ImportError('imported')", monkeypatch)
+    about = tmp_path / "torch_npu-9.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch_npu\nVersion: 9.9\nRequires-Dist: {wants}\n")
+    monkeypatch.setattr(torch, "__version__", "2.14.0+cpu")
+    expected = "imported" if fits else r"torch_npu 9\.9 is for torch .*, and this is torch 2\.14\.0\+cpu: install the two together"
+    with pytest.raises(DeviceUnavailableError, match=expected):
+        Device(type="npu", collectives="hccl", plugin="torch_npu").require()
 
 
-@pytest.mark.cuda
-def test_a_real_generator_repeats_on_its_device() -> None:
-    device = Device(type="cuda", collectives="nccl")
-    device.use(0)
-    states = device.rng_state()
-    drawn = torch.rand(5, device=device.torch_device).cpu()
-    device.set_rng_state(states)
-    assert torch.equal(torch.rand(5, device=device.torch_device).cpu(), drawn)
+def test_host_tensors_always_have_collectives_beside_those_of_the_device() -> None:
+    assert Device(**CPU).backends == "gloo"
+    assert Device(type="cuda", collectives="nccl").backends == "cpu:gloo,cuda:nccl"
+    assert Device(type="npu", collectives="hccl", plugin="torch_npu").backends == "cpu:gloo,npu:hccl"
+
+
+def test_what_devices_differ_in_is_said_by_the_device() -> None:
+    cuda, npu = Device(type="cuda", collectives="nccl"), Device(type="npu", collectives="hccl")
+    assert (cuda.pins_in_place, cuda.fp8_collectives) == (True, True)
+    assert (npu.pins_in_place, npu.fp8_collectives) == (False, False)
+
+
+def test_the_memory_of_the_host_is_that_of_the_machine_and_this_process() -> None:
+    kept = torch.ones(8 << 20, dtype=torch.uint8)
+    memory = Device(**CPU).memory()
+    assert kept.nbytes < memory.allocated <= memory.peak and 0 < memory.free < memory.total
+
+
+def test_pinned_memory_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"^device\.pinned_mib=0: give 1 or more$"):
+        Device(type="cuda", collectives="nccl", pinned_mib=0)
+
+
+def test_the_device_of_tensors_is_the_one_that_is_not_the_host() -> None:
+    assert device_of([torch.zeros(1)]).type == device_of([]).type == "cpu"
+    found = device_of([torch.zeros(1), torch.empty(1, device="meta")])
+    assert (found.type, found.torch_device) == ("meta", torch.device("meta"))

@@ -37,6 +37,7 @@ def test_the_family_is_the_built_in_errors_it_resembles() -> None:
     assert builtins == {
         "ConfigurationError": ["CheckpointError", "ValueError"],
         "DeviceUnavailableError": ["CheckpointError", "RuntimeError"],
+        "DeviceMemoryError": ["CheckpointError", "RuntimeError"],
         "ShapeMismatchError": ["CheckpointError", "ValueError"],
         "ShardingError": ["CheckpointError", "ValueError"],
         "ReplicationError": ["CheckpointError", "ValueError"],

@@ -389,6 +389,16 @@ def test_bytes_that_came_another_way_are_placed_as_if_they_had_been_read(
         np.testing.assert_array_equal(out.numpy(), source)
 
 
+class AtOnce:
+    """A landing that puts bytes where they are wanted when it is given them."""
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def place(self, wanted: Wanted, start: int, stop: int, memory: torch.Tensor) -> None:
+        wanted.place(start, stop, memory)
+
+
 @pytest.mark.parametrize("on_host", [True, False], ids=["by numpy", "as on a device"])
 @given(case=reads(), data=st.data())
 @settings(max_examples=100)
@@ -403,7 +413,10 @@ def test_a_reader_reads_just_the_stretches_it_is_told(
     extent = store(root, chunk.tobytes(), block_bytes=block_bytes)
     parts = [Part(base, region, box, out, "model: w") for base, region, box, out in asked]
     before = [out.clone() for _, _, _, out in asked]
-    with pytest.MonkeyPatch.context() as patch, ExtentReader(root, verify=verify, slab_bytes=128) as reader:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ExtentReader(root, verify=verify, slab_bytes=128, landing=AtOnce()) as reader,
+    ):
         if not on_host:
             patch.setattr(extents, "_is_on_host", lambda tensor: False)
         stretches = Wanted(extent, parts).stretches(reader.unit_of(extent))

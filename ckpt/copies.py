@@ -1,0 +1,311 @@
+"""Copies between the host and devices that run while the program does something else. Of tensors on the host there is nothing to do.
+
+    a save    device --side stream--> pinned memory -> written, while the next tensor comes
+    a load    read -> pinned memory --side stream--> device, while the next bytes are read
+
+Page-locked memory is what a device copies from and to by itself. There is little of it, in halves: while one is on its way the
+other is written or filled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self, TypeVar
+
+import torch
+
+from ckpt.device import Mark, SideStream, device_memory, pinned
+from ckpt.dtypes import contiguous
+from ckpt.errors import DeviceMemoryError
+from ckpt.extents import Wanted
+
+HALVES = 2
+_ALIGNED = 64
+BUCKET_MIN_BYTES = 64 << 10
+"""A device without room for a bucket of this size has none for what is to be loaded."""
+
+_log = logging.getLogger("ckpt")
+
+Item = TypeVar("Item")
+
+
+class Streams:
+    """A side stream on every device that is met, made when it is."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, SideStream] = {}
+
+    def on(self, device: torch.device) -> SideStream:
+        if device not in self._streams:
+            self._streams[device] = SideStream(device)
+        return self._streams[device]
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for stream in self._streams.values():
+            stream.wait()
+
+
+class Staging:
+    """Brings tensors to the host in turn, each while those before it are written. One save, one thread.
+
+    Args:
+        pinned_bytes: of both halves together. What does not fit one is copied on its own, while nothing else happens.
+    """
+
+    def __init__(self, pinned_bytes: int) -> None:
+        self._half_bytes = pinned_bytes // HALVES
+        self._halves: list[torch.Tensor] = []
+        self._count = 0
+        self._told = False
+        self._streams = Streams()
+
+    def ahead(
+        self, items: Iterable[Item], tensors_of: Callable[[Item], Sequence[torch.Tensor]]
+    ) -> Iterator[tuple[Item, list[torch.Tensor]]]:
+        """Yield every item with its tensors on the host, whose copies are over.
+
+        A host tensor is yielded itself, whatever its strides. What was copied is contiguous, and good until the next item is asked for.
+
+        Args:
+            tensors_of: the tensors of an item; those on one device have one data type.
+        """
+        started: tuple[Item, _Started] | None = None
+        for item in items:
+            following = item, self._start(tensors_of(item))
+            if started is not None:
+                yield started[0], started[1].arrived()
+            started = following
+        if started is not None:
+            yield started[0], started[1].arrived()
+
+    def _start(self, tensors: Sequence[torch.Tensor]) -> _Started:
+        """Queue the copies of an item's tensors; those on one device go as one."""
+        hosts: list[torch.Tensor | None] = [one if one.is_cpu else None for one in tensors]
+        on_device: dict[torch.device, list[int]] = {}
+        for number, host in enumerate(hosts):
+            if host is None:
+                on_device.setdefault(tensors[number].device, []).append(number)
+        room = self._next_half() if on_device else None
+        batches = []
+        for device, numbers in on_device.items():
+            assert room is not None
+            batch = self._start_batch(self._streams.on(device), [tensors[number] for number in numbers], room)
+            room = room[-(-batch.host.nbytes // _ALIGNED) * _ALIGNED :]
+            batches.append((numbers, batch))
+        return _Started(hosts, batches)
+
+    def _start_batch(self, side: SideStream, tensors: Sequence[torch.Tensor], room: torch.Tensor) -> _Batch:
+        """Queue the copy of tensors of one device, laid end to end, into pinned memory; what has no room there is copied at once."""
+        with side:  # whatever is made here on the way belongs to that stream, and is let go of in its order
+            try:
+                plain = [contiguous(tensor).view(-1) for tensor in tensors]
+                joined = plain[0] if len(plain) == 1 else torch.cat(plain)
+            except torch.OutOfMemoryError:
+                self._tell_of_no_room(side.device)
+                return _Batch(_brought_in_parts(tensors), None, tensors)
+            if joined.nbytes > len(room):
+                return _Batch(joined.cpu(), None, tensors)
+            host = room[: joined.nbytes].view(joined.dtype)
+            host.copy_(joined, non_blocking=True)
+            return _Batch(host, side.mark(), tensors, joined)
+
+    def _tell_of_no_room(self, device: torch.device) -> None:
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "%s has no room to join small tensors, or to lay out one that is not contiguous: saving them part by part, which "
+                "takes longer",
+                device,
+            )
+
+    def _next_half(self) -> torch.Tensor:
+        """The half whose item is done with, for the one after it has been yielded since."""
+        number = self._count % HALVES
+        self._count += 1
+        if number == len(self._halves):
+            self._halves.append(pinned(self._half_bytes))
+        return self._halves[number]
+
+
+class _Batch(NamedTuple):
+    """Tensors of one device on their way to the host.
+
+    Attributes:
+        host: takes all of them, end to end.
+        mark: behind the copy; None: it is over.
+        tensors: what they are.
+        joined: what is being copied, and must stay so long; None: nothing is.
+    """
+
+    host: torch.Tensor
+    mark: Mark | None
+    tensors: Sequence[torch.Tensor]
+    joined: torch.Tensor | None = None
+
+
+class _Started(NamedTuple):
+    """The tensors of one item: those on the host, and what is on its way there."""
+
+    hosts: list[torch.Tensor | None]
+    batches: list[tuple[list[int], _Batch]]
+
+    def arrived(self) -> list[torch.Tensor]:
+        """Wait for what is on its way, and return all."""
+        for numbers, batch in self.batches:
+            if batch.mark is not None:
+                batch.mark.wait()
+            views = batch.host.split_with_sizes([tensor.numel() for tensor in batch.tensors])
+            for number, tensor, view in zip(numbers, batch.tensors, views, strict=True):
+                self.hosts[number] = view.view(tensor.shape)
+        return [host for host in self.hosts if host is not None]
+
+
+class Filling:
+    """Takes bytes to the tensors of one load, on devices, while the next ones are read. Used by one thread. A context manager.
+
+    Bytes go straight to a tensor where they lie there as they lie in storage; all others through a bucket on its device, from which they
+    are put in place there. Where the device has no room for the bucket, it is made smaller.
+
+    Args:
+        bucket_bytes: of the bucket, and of each half of the pinned memory, which is larger only where more is taken at once.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._halves: list[_Half] = []
+        self._count = 0
+        self._streams = Streams()
+        self._buckets: dict[torch.device, torch.Tensor] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return pinned memory to read into: flat uint8, that no copy reads any more. It is to be placed before the next is taken."""
+        self._count += 1
+        if len(self._halves) < HALVES:
+            self._halves.append(_Half(max(num_bytes, self._bucket_bytes)))
+        return self._half().free(num_bytes)
+
+    def place(self, wanted: Wanted, start: int, stop: int, memory: torch.Tensor) -> None:
+        """Put the bytes [start, stop) of a chunk where they are wanted.
+
+        Args:
+            memory: those bytes, on the host. Those that were taken last are put on their way; others may be used again at once.
+
+        Raises:
+            DeviceMemoryError: a device has no room for the smallest bucket.
+        """
+        for device in wanted.devices:
+            if device.type == "cpu":
+                wanted.place(start, stop, memory, device)
+                continue
+            if not self._is_ours(memory):
+                mine = self.take(len(memory))
+                memory = mine.copy_(memory)
+            side = self._streams.on(device)
+            with side:
+                if wanted.lies_in_order(start, stop, device):
+                    wanted.place(start, stop, memory, device)
+                else:
+                    self._through_bucket(wanted, start, memory, device)
+                self._half().in_use.append(side.mark())
+
+    def place_within(self, wanted: Wanted, start: int, stop: int, memory: torch.Tensor) -> None:
+        """The same from memory on a device. It may be used again when this returns."""
+        for device in wanted.devices:
+            side = self._streams.on(memory.device)
+            with side:
+                wanted.place(start, stop, memory, device)
+            side.wait()
+
+    def fill(self, out: torch.Tensor, host: torch.Tensor) -> None:
+        """Copy a host tensor into one on any device, of any strides. It may be used again when this returns."""
+        if out.device.type == "cpu":
+            out.detach().copy_(host)
+            return
+        with self._streams.on(out.device):
+            out.detach().copy_(host)
+
+    def close(self) -> None:
+        """Wait until everything is in place, and let go of all memory."""
+        self._streams.wait()
+        self._halves, self._buckets = [], {}
+
+    def _half(self) -> _Half:
+        """The one that was taken last."""
+        return self._halves[(self._count - 1) % HALVES]
+
+    def _is_ours(self, memory: torch.Tensor) -> bool:
+        return bool(self._halves) and memory.data_ptr() == self._half().memory.data_ptr()
+
+    def _through_bucket(self, wanted: Wanted, start: int, memory: torch.Tensor, device: torch.device) -> None:
+        """Copy bytes to the device as they are, and put them in place from there; the stream keeps the order."""
+        bucket = self._bucket(device)
+        for at in range(0, len(memory), len(bucket)):
+            piece = memory[at : at + len(bucket)]
+            there = bucket[: len(piece)].copy_(piece, non_blocking=True)
+            wanted.place(start + at, start + at + len(piece), there, device)
+
+    def _bucket(self, device: torch.device) -> torch.Tensor:
+        num_bytes = self._bucket_bytes
+        while device not in self._buckets:
+            try:
+                self._buckets[device] = device_memory(num_bytes, device)
+            except DeviceMemoryError:
+                if num_bytes <= BUCKET_MIN_BYTES:
+                    raise
+                num_bytes = max(num_bytes // 2, BUCKET_MIN_BYTES)
+        if num_bytes < self._bucket_bytes:
+            _log.warning(
+                "%s has no room for a bucket of %.1f MiB: loading through one of %.2f MiB, which takes longer",
+                device,
+                self._bucket_bytes / 2**20,
+                num_bytes / 2**20,
+            )
+        return self._buckets[device]
+
+
+class _Half:
+    """Pinned memory, and what still copies from it.
+
+    Attributes:
+        in_use: behind each copy from it.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = pinned(num_bytes)
+        self.in_use: list[Mark] = []
+
+    def free(self, num_bytes: int) -> torch.Tensor:
+        """So much of it, as soon as nothing copies from it any more."""
+        while self.in_use:
+            self.in_use.pop().wait()
+        if len(self.memory) < num_bytes:
+            self.memory = pinned(num_bytes)
+        return self.memory[:num_bytes]
+
+
+def _brought_in_parts(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Bring tensors of a device to the host, end to end, with next to no memory on the device."""
+    host = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
+    for tensor, flat in zip(tensors, host.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True):
+        _copy_in_parts(flat.view(tensor.shape), tensor.detach())
+    return host
+
+
+def _copy_in_parts(host: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy to the host what is contiguous as it is, all else in parts so small that their way takes little memory."""
+    if tensor.nbytes <= BUCKET_MIN_BYTES or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()):
+        host.copy_(tensor)
+        return
+    for there, here in zip(tensor, host, strict=True):
+        _copy_in_parts(here, there)
