@@ -39,7 +39,8 @@ FOR_CODE = {"read_at"}
 """A function that a program passes and no command line can."""
 CHOICES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
 ROOTS = {
-    "train", "inspect", "verify", "plan", "doctor", "convert", "benchmark", "benchmark_device", "benchmark_megatron", "benchmark_plan", "benchmark_validation",
+    "train", "inspect", "verify", "plan", "doctor", "convert",
+    "benchmark", "benchmark_device", "benchmark_megatron", "benchmark_plan", "benchmark_validation",
 }  # fmt: skip
 
 
