@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import torch
+
 from ckpt.box import Box
 from ckpt.collector import collector_paused
+from ckpt.device import wait_for_all
 from ckpt.errors import ConfigurationError, ReplicationError, ShardingError, describe, rebuild, sentence
 from ckpt.flatten import Leaves, TensorLeaf, flatten, path_to_json, to_json
 from ckpt.manifest import digest_of
+from ckpt.mapping import ShardedTensor
 from ckpt.replication import (
     Fingerprint,
     ValidationLevel,
@@ -136,6 +140,7 @@ def collect(
             continue
         try:
             leaves = flatten(component.stateful.state_dict(), component.key)
+            wait_for_all(_memory_of(leaves))
             tied = find_aliases(leaves.tensors, _declared_ties(component, leaves))
             leaves.tensors = {key: leaf for key, leaf in leaves.tensors.items() if key not in tied}
             private = _private(component, leaves)
@@ -159,6 +164,13 @@ def collect(
         topology.progress()
     mine.table = Table(tuple(parts), tuple(aliases))
     return mine
+
+
+def _memory_of(leaves: Leaves) -> Iterator[torch.Tensor]:
+    for leaf in leaves.tensors.values():
+        tensor = leaf.data if isinstance(leaf, ShardedTensor) else leaf
+        if tensor is not None:
+            yield tensor
 
 
 def settle_plain(

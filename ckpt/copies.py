@@ -31,7 +31,7 @@ _log = logging.getLogger("ckpt")
 Item = TypeVar("Item")
 
 
-class Streams:
+class _Streams:
     """A side stream on every device that is met, made when it is."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Staging:
         self._halves: list[torch.Tensor] = []
         self._count = 0
         self._told = False
-        self._streams = Streams()
+        self._streams = _Streams()
 
     def ahead(
         self, items: Iterable[Item], tensors_of: Callable[[Item], Sequence[torch.Tensor]]
@@ -110,7 +110,7 @@ class Staging:
                 return _Batch(joined.cpu(), None, tensors)
             host = room[: joined.nbytes].view(joined.dtype)
             host.copy_(joined, non_blocking=True)
-            return _Batch(host, side.mark(), tensors, joined)
+            return _Batch(host, side.mark(), tensors)
 
     def _tell_of_no_room(self, device: torch.device) -> None:
         if not self._told:
@@ -137,13 +137,11 @@ class _Batch(NamedTuple):
         host: takes all of them, end to end.
         mark: behind the copy; None: it is over.
         tensors: what they are.
-        joined: what is being copied, and must stay so long; None: nothing is.
     """
 
     host: torch.Tensor
     mark: Mark | None
     tensors: Sequence[torch.Tensor]
-    joined: torch.Tensor | None = None
 
 
 class _Started(NamedTuple):
@@ -177,7 +175,7 @@ class Filling:
         self._bucket_bytes = bucket_bytes
         self._halves: list[_Half] = []
         self._count = 0
-        self._streams = Streams()
+        self._streams = _Streams()
         self._buckets: dict[torch.device, torch.Tensor] = {}
 
     def __enter__(self) -> Self:

@@ -197,6 +197,12 @@ def wait_for(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
+def wait_for_all(tensors: Iterable[torch.Tensor]) -> None:
+    """The same for every device that some of the tensors lie on: what will be in them is in them."""
+    for device in {tensor.device for tensor in tensors}:
+        wait_for(device)
+
+
 def wait_for_accelerator() -> None:
     """Wait for what is queued on this process's current device, if it uses one: a thread must not read half of a copy."""
     accelerator = torch.accelerator.current_accelerator()

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckpt.device import Device
+from ckpt.device import Device, wait_for_all
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, describe, rebuild
 from ckpt.fitting import copies_for_object, fit, goes_on, prefixes_for_object, require_something
 from ckpt.ledger import Ledger
@@ -163,6 +163,7 @@ class Loader:
         An optional component is read beside its own memory, and so keeps its state if a part of it proves damaged.
         """
         going = [matches[key] for key, report in reports.items() if goes_on(report)]
+        wait_for_all(request.out for one in going for request in one.requests)
         required = [request for one in going if one.component.required for request in one.requests]
         optional = [(one, beside_own_memory(one)) for one in going if not one.component.required]
         with ExitStack() as open_readings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 
@@ -10,10 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ckpt.device import Device
-from ckpt.errors import DeviceUnavailableError
-
-DEVICES = {"cuda": ("nccl", None), "npu": ("hccl", "torch_npu")}
+from tests.device.devices import why_absent
 
 # Torch asks the name server who is at the other end of each connection between ranks; an answer that gets lost costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
@@ -27,16 +23,6 @@ settings.load_profile("any machine")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for name in DEVICES:
+        for name in ("npu", "cuda"):
             if item.get_closest_marker(name) is not None and (reason := why_absent(name)):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@functools.cache
-def why_absent(name: str) -> str:
-    collectives, plugin = DEVICES[name]
-    try:
-        Device(type=name, collectives=collectives, plugin=plugin).require()
-    except DeviceUnavailableError as error:
-        return str(error)
-    return ""

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +22,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from ckpt.device import Device
 from ckpt.topology import Topology
+from tests.device import devices
 
 _PRELOAD = [
     "torch",
@@ -56,6 +59,8 @@ class _Job:
     agree_s: float
     grace_s: float
     process_group: bool
+    device: str
+    environment: Mapping[str, str]
 
 
 def run_ranks(
@@ -68,6 +73,8 @@ def run_ranks(
     expect_dead: Collection[int] = (),
     agree_s: float = 30.0,
     grace_s: float = 20.0,
+    device: str = "cpu",
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run module-level `fn(topology, *args)` on `world_size` processes and return what each returned, by rank.
 
@@ -75,14 +82,20 @@ def run_ranks(
     its stacks. What ranks print goes to this process's stderr.
 
     Args:
-        process_group: also make the default gloo process group.
+        process_group: also make the default process group, with the collectives of the device; on the CPU that is gloo.
         nodes: ranks per simulated host, such as [2, 2].
         expect_dead: ranks that end without a result; their place in the list is a `Dead`. Those that still run (stopped,
             say) when all the others are done are killed.
         agree_s, grace_s: `Topology.timeout_s` and `Topology.grace_s`.
+        device: "cpu", "npu" (the stand-in) or "cuda". Each rank works on the one of its local rank before `fn` begins. The test
+            is skipped where there are fewer devices than ranks.
+        environment: set in each rank before it loads anything for its device.
     """
+    if reason := devices.why_too_many(device, world_size):
+        pytest.skip(reason)
+    devices.prepare(device)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = _Job(fn, args, world_size, server.port, agree_s, grace_s, process_group)
+    job = _Job(fn, args, world_size, server.port, agree_s, grace_s, process_group, device, dict(environment or {}))
     hosts = [f"host-{node}" for node, ranks in enumerate(nodes or [world_size]) for _ in range(ranks)]
     assert len(hosts) == world_size, f"nodes {nodes} do not add up to {world_size} ranks"
     with tempfile.TemporaryDirectory(prefix="ranks-") as outputs, _started(job, hosts, Path(outputs)) as ranks:
@@ -157,7 +170,10 @@ def _started(job: _Job, hosts: list[str], outputs: Path) -> Iterator[list[_Rank]
 
 @contextmanager
 def _autoload_off() -> Iterator[None]:
-    """The forkserver takes its environment from us when it starts; it shall not look for device plugins."""
+    """The forkserver takes its environment from us when it starts; it shall not look for device plugins.
+
+    What a plugin starts, such as threads, would not live on in the ranks that are forked: each loads it anew.
+    """
     before = {name: os.environ.get(name) for name in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "OMP_NUM_THREADS")}
     os.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1")
     try:
@@ -224,24 +240,29 @@ def _rank_main(job: _Job, rank: int, host: str, pipe: Connection, output: Path) 
 
 
 def _run(job: _Job, rank: int, host: str) -> Any:
+    os.environ.update(job.environment)
+    devices.make_importable(job.device)
     store = dist.TCPStore(
         "127.0.0.1", job.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(job.agree_s, 30))
     )
     topology = Topology.join(
         dist.PrefixStore("topology", store), rank, job.world_size, host=host, timeout_s=job.agree_s, grace_s=job.grace_s
     )
-    with topology, _process_group(job, rank, store):
-        return job.fn(topology, *job.args)
+    with topology:
+        device = devices.made(job.device)
+        device.use(topology.local_rank)
+        with _process_group(job, device, rank, store):
+            return job.fn(topology, *job.args)
 
 
 @contextmanager
-def _process_group(job: _Job, rank: int, store: dist.Store) -> Iterator[None]:
+def _process_group(job: _Job, device: Device, rank: int, store: dist.Store) -> Iterator[None]:
     if not job.process_group:
         yield
         return
     dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore("gloo", store),
+        device.backends,
+        store=dist.PrefixStore("process group", store),
         rank=rank,
         world_size=job.world_size,
         timeout=timedelta(seconds=60),

@@ -16,7 +16,7 @@ from ckpt.address import Address
 from ckpt.backends.base import Backend
 from ckpt.box import Box, whole
 from ckpt.collect import Contribution, collect, settle_plain
-from ckpt.device import Device, device_of
+from ckpt.device import Device, device_of, wait_for_all
 from ckpt.dtypes import zarr_name
 from ckpt.errors import (
     ConfigurationError,
@@ -187,6 +187,8 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool, 
     Raises:
         ShardingError: a main replica has no data.
     """
+    tensors = list(tensors)
+    wait_for_all(tensor.data for tensor in tensors if tensor.data is not None)
     held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
     addresses = []
     for tensor in tensors:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ckpt.box import Box, overlap, whole
-from ckpt.device import device_of, wait_for
+from ckpt.device import device_of, wait_for_all
 from ckpt.dict_utils import dict_list_map_inplace, nested_values
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
@@ -118,7 +118,6 @@ class _ByLibrary:
             host = out if out.device.type == "cpu" and out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
             self.arrays.read(key, box, host)
             if host is not out:
-                wait_for(out.device)  # what is still to be written there, on whatever stream, is not to come after this
                 out.copy_(host)
             num_bytes += out.numel() * out.element_size()
             self.topology.progress()
@@ -154,6 +153,8 @@ def load_tensors(
         source = open_tensors(checkpoint_dir, library, topology, strategy)
         with topology.phase("check"):
             stored, memory = source.stored(), HostMemory()
+            tensors = tensors_in(sharded_state_dict, "loads")
+            wait_for_all(one.data for one in tensors if one.data is not None)
             loads = {
                 id(one): _Load(
                     one,
@@ -161,7 +162,7 @@ def load_tensors(
                     memory,
                     into_data=one.data is not None if into_data is None else into_data,
                 )
-                for one in tensors_in(sharded_state_dict, "loads")
+                for one in tensors
             }
         reading = source.prepare([wanted for load in loads.values() for wanted in load.wanted])
         with closing(reading), topology.phase("read"):

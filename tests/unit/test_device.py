@@ -97,7 +97,9 @@ def test_generator_states_of_other_devices_are_refused_before_any_is_set(acceler
     states = device.rng_state()
     before = torch.get_rng_state()
     del states["cuda[1]"]
-    expected = r"generators cpu, cuda\[0\], this rank has cpu, cuda\[0\], cuda\[1\]: .*elastic=derive .*~components\.rng"
+    expected = (
+        r"generators cpu, cuda\[0\], this rank has cpu, cuda\[0\], cuda\[1\]: .*elastic=derive .*~components\.rng"
+    )
     with pytest.raises(ConfigurationError, match=expected):
         device.set_rng_state(states | {"cpu": torch.zeros_like(before)})
     assert torch.equal(torch.get_rng_state(), before)
@@ -169,7 +171,11 @@ def test_a_plugin_for_another_torch_is_refused_before_it_is_imported(
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch_npu\nVersion: 9.9\nRequires-Dist: {wants}\n")
     monkeypatch.setattr(torch, "__version__", "2.14.0+cpu")
-    expected = "imported" if fits else r"torch_npu 9\.9 is for torch .*, and this is torch 2\.14\.0\+cpu: install the two together"
+    expected = (
+        "imported"
+        if fits
+        else r"torch_npu 9\.9 is for torch .*, and this is torch 2\.14\.0\+cpu: install the two together"
+    )
     with pytest.raises(DeviceUnavailableError, match=expected):
         Device(type="npu", collectives="hccl", plugin="torch_npu").require()
 
