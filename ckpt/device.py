@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from types import ModuleType, TracebackType
@@ -140,6 +141,14 @@ class Device:
         allocated, peak = (f(self.torch_device) for f in (module.memory_allocated, module.max_memory_allocated))
         return Memory(free, total, allocated, peak)
 
+    @contextmanager
+    def telling_of_room(self) -> Iterator[None]:
+        """Say in a sentence that the device's memory was not enough for what is done within."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise no_room(self.torch_device) from error
+
     def rng_state(self) -> dict[str, torch.Tensor]:
         """Return torch's generator states by name: "cpu", and "<type>[i]" of each device that the rank works on.
 
@@ -270,15 +279,16 @@ def device_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
-        raise no_room(num_bytes, device) from error
+        raise no_room(device, num_bytes) from error
 
 
-def no_room(num_bytes: int, device: torch.device) -> DeviceMemoryError:
-    """The error of a device that has not so much memory left."""
+def no_room(device: torch.device, num_bytes: int | None = None) -> DeviceMemoryError:
+    """The error of a device that has not so much memory left; None: as what is being made wants."""
     free, total = torch.get_device_module(device).mem_get_info(device)
+    more = "" if num_bytes is None else f" for {_mib(num_bytes)} more"
     return DeviceMemoryError(
-        f"device={device.type}: {device} has no room for {_mib(num_bytes)} more, {_mib(free)} of {_mib(total)} are free; load "
-        "on more ranks, or free what else is there"
+        f"device={device.type}: {device} has no room{more}, {_mib(free)} of {_mib(total)} are free; shard over more ranks, or free "
+        "what else is there"
     )
 
 
@@ -298,10 +308,14 @@ def _import_plugin(type: str, plugin: str) -> ModuleType:
         return import_module(plugin)
     except (ImportError, OSError, RuntimeError) as error:
         library = re.search(r"lib[\w.+-]*\.so[\w.]*", str(error))
-        missing = f"{library[0]} cannot be loaded" if library else " ".join(str(error).split())
+        if library is None:
+            reason = " ".join(str(error).split())
+            raise DeviceUnavailableError(
+                f"device={type}: {plugin} cannot be imported ({reason}); choose device=cpu"
+            ) from error
         runtime, remedy = _RUNTIMES.get(plugin, ("its runtime", "install what it loads"))
         raise DeviceUnavailableError(
-            f"device={type}: {plugin} is installed without {runtime} ({missing}): {remedy}, or choose device=cpu"
+            f"device={type}: {plugin} is installed without {runtime} ({library[0]} cannot be loaded): {remedy}, or choose device=cpu"
         ) from error
 
 

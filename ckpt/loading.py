@@ -180,6 +180,7 @@ class Loader:
                 for own, request in zip(one.requests, requests, strict=True):
                     if own.out is not request.out:
                         own.out.copy_(request.out)
+                wait_for_all(own.out for own in one.requests)
         return sum(rank[0] for rank in phase.payloads), sum(rank[1] for rank in phase.payloads)
 
     def _apply(self, matches: dict[str, Match], reports: dict[str, ComponentReport], started: float) -> float:

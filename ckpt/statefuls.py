@@ -311,7 +311,7 @@ def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], entry: Arra
         on_device = group.get("capturable") or group.get("fused")
         return torch.empty(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
     except torch.OutOfMemoryError as error:
-        raise no_room(local_tensor(parameter).numel() * dtype.itemsize, parameter.device) from error
+        raise no_room(parameter.device, local_tensor(parameter).numel() * dtype.itemsize) from error
 
 
 def _as_step(value: Any) -> Any:

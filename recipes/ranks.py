@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError
@@ -173,4 +174,4 @@ def bug_beneath(error: BaseException) -> BaseException | None:
         if isinstance(cause, RankAbsentError):
             return None
         cause = cause.__cause__
-    return None if isinstance(cause, (OSError, SystemExit, dist.DistError)) else cause
+    return None if isinstance(cause, (OSError, SystemExit, dist.DistError, torch.OutOfMemoryError)) else cause

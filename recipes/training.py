@@ -94,8 +94,9 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
 def set_up(cfg: dict[str, Any], topology: Topology) -> tuple[Training, CheckpointCoordinator]:
     """Make the run that a config describes, and the coordinator of its components. Collective."""
     make_coordinator = instantiate(cfg["coordinator"])
-    with topology.operation("the set-up of the run"), topology.phase("build"):
-        training = Training(cfg, topology, make_coordinator.keywords["device"])
+    device: Device = make_coordinator.keywords["device"]
+    with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
+        training = Training(cfg, topology, device)
     training.join()
     coordinator: CheckpointCoordinator = make_coordinator(
         state_components=training.components(),
@@ -144,7 +145,11 @@ class Training:
         """Lay the model out over the ranks, and make what goes by its parameters. Collective."""
         arranged = self.layout.arrange(self.model, self.topology, self.device.torch_device)
         self.model, self._backward = arranged.module, arranged.backward
-        with self.topology.operation("the set-up of the run"), self.topology.phase("complete"):
+        with (
+            self.topology.operation("the set-up of the run"),
+            self.topology.phase("complete"),
+            self.device.telling_of_room(),
+        ):
             self._complete(arranged)
 
     def _complete(self, arranged: Arranged) -> None:
@@ -175,11 +180,12 @@ class Training:
 
     def step(self) -> float:
         """Make one step on the next batch and return its loss, the mean over the global batch. Collective."""
-        batch = self.loader.next_batch()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self._backward(batch)
-        self.optimizer.step()
-        self.scheduler.step()
+        with self.device.telling_of_room():
+            batch = self.loader.next_batch()
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = self._backward(batch)
+            self.optimizer.step()
+            self.scheduler.step()
         self.steps_done += 1
         return self._mean(loss)
 
