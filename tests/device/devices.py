@@ -1,0 +1,69 @@
+"""The devices that the suite runs on: the CPU, a stand-in for an NPU (tests/npu_sim), and CUDA where there is one."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt.device import Device
+from ckpt.errors import DeviceUnavailableError
+from tests.npu_sim import npu_sim_build
+
+STAND_IN = Path(npu_sim_build.__file__).parent
+"""In front of sys.path, or on PYTHONPATH, it makes `torch_npu` importable."""
+
+ADVERSARY = {"NPU_SIM_COPY_DELAY_US": "500000", "NPU_SIM_POISON": "1"}
+"""For `run_ranks(environment=...)`: the stand-in begins a copy half a second late, unless somebody waits for it, and fills memory that is
+new, or let go of, with a pattern."""
+
+CPU = pytest.param("cpu")
+NPU = pytest.param("npu", marks=pytest.mark.npu)
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+
+_MADE_WITH: dict[str, dict[str, str]] = {
+    "cpu": {"type": "cpu", "collectives": "gloo"},
+    "npu": {"type": "npu", "collectives": "hccl", "plugin": "torch_npu"},
+    "cuda": {"type": "cuda", "collectives": "nccl"},
+}
+
+
+def made(name: str, **options: Any) -> Device:
+    """The product's object for a device, made as conf/device/<name>.yaml makes it."""
+    return Device(**_MADE_WITH[name], **options)
+
+
+@functools.cache
+def why_absent(name: str) -> str:
+    """Why tests of a device cannot run on this machine; "" if they can. Loads no plugin: that is for the ranks alone."""
+    if name == "npu":
+        return npu_sim_build.why_not()
+    try:
+        made(name).require()
+    except DeviceUnavailableError as error:
+        return str(error)
+    return ""
+
+
+def why_too_many(name: str, num_ranks: int) -> str:
+    """Why so many ranks cannot have a device each; "" if they can. The stand-in has eight, or as NPU_SIM_DEVICES says."""
+    if name == "cuda" and torch.cuda.device_count() < num_ranks:
+        return f"{num_ranks} ranks need as many CUDA devices, and this machine has {torch.cuda.device_count()}"
+    return ""
+
+
+@functools.cache
+def prepare(name: str) -> None:
+    """Make a device ready for the ranks that start from now on: compile the stand-in, unless that has been done."""
+    if name == "npu":
+        npu_sim_build.build()
+
+
+def make_importable(name: str) -> None:
+    """Let this process, a rank, find the plugin of a device."""
+    if name == "npu":
+        sys.path.insert(0, str(STAND_IN))

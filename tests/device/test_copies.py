@@ -1,0 +1,340 @@
+"""Copies between host and device, on the stand-in: its copies are late and its fresh memory is poisoned, so what nobody waits for shows."""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckpt import extents
+from ckpt.backends.base import ChunkExtent
+from ckpt.blocks import BlockDigests
+from ckpt.box import whole
+from ckpt.copies import BUCKET_MIN_BYTES, Filling, Staging
+from ckpt.dtypes import contiguous, raw_bytes
+from ckpt.errors import DeviceMemoryError
+from ckpt.extents import ExtentReader, Part, Wanted
+from ckpt.topology import Topology
+from tests.device.devices import ADVERSARY
+from tests.ranks import run_ranks
+from tests.states import ALL_DTYPES
+from tests.unit.test_extents import reads, store
+
+MIB = 1 << 20
+
+
+def run_late(fn: Any, *args: Any, **environment: str) -> Any:
+    """Run `fn(topology, *args)` in a process of its own that works on a device whose copies are late."""
+    return run_ranks(1, fn, *args, device="npu", environment=ADVERSARY | environment)[0]
+
+
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
+    return bits.view(dtype).view(shape)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return raw_bytes(contiguous(tensor.cpu())).numpy().tobytes()
+
+
+# To the host
+
+
+def stage_many(topology: Topology, pinned_bytes: int, copies_hurry: bool) -> None:
+    items = [
+        [random_tensor(100, 300)],
+        [random_tensor(7), random_tensor(0, 4), random_tensor(3, 5), random_tensor()],
+        *([random_tensor(13, 17, dtype=dtype)] for dtype in ALL_DTYPES),
+        [random_tensor(40, 50).t()],
+        [random_tensor(40, 50)[:, 3:9], random_tensor(64, 2)[::2]],
+        [random_tensor(9, 2, dtype=torch.complex64).conj()],
+        [random_tensor(100, 300)],
+        [random_tensor(10, 30) for _ in range(300)],
+    ]
+    on_device = [[_moved(tensor) for tensor in tensors] for tensors in items]
+    seen = []
+    for number, hosts in Staging(pinned_bytes).ahead(range(len(items)), lambda number: on_device[number]):
+        assert [host.device.type for host in hosts] == ["cpu"] * len(items[number])
+        assert [host.shape for host in hosts] == [tensor.shape for tensor in items[number]]
+        if copies_hurry:
+            torch.npu.synchronize()  # now those of the next item are over, too
+        assert list(map(bits, hosts)) == list(map(bits, items[number]))
+        seen.append(number)
+    assert seen == list(range(len(items)))
+
+
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the device, with the strides it has here."""
+    if tensor.is_conj():
+        return _moved(tensor.conj()).conj()
+    moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="npu")
+    moved.copy_(tensor)
+    return moved
+
+
+@pytest.mark.npu
+@pytest.mark.parametrize("copies_hurry", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("pinned_bytes", [16 * MIB, 2 * 100 * 300 * 4, 4096, 0])
+def test_tensors_come_to_the_host_bit_for_bit_whatever_room_there_is(pinned_bytes: int, copies_hurry: bool) -> None:
+    """Whole, just fitting, most of them too large, and all of them; copies over at the last moment, and before anybody asks."""
+    run_late(stage_many, pinned_bytes, copies_hurry)
+
+
+def stage_mixed(topology: Topology) -> None:
+    here = [random_tensor(5, 6).t(), random_tensor(3)]
+    there = [random_tensor(50, 60), random_tensor(8), random_tensor(2, 2)]
+    second = random_tensor(20, 30)
+    tensors = [there[0].npu(), here[0], second.to("npu:1"), there[1].npu(), here[1], there[2].npu()]
+    expected = [there[0], here[0], second, there[1], here[1], there[2]]
+    rounds = 0
+    for _, hosts in Staging(MIB).ahead(range(5), lambda _: tensors):
+        assert hosts[1] is here[0] and hosts[4] is here[1]
+        assert list(map(bits, hosts)) == list(map(bits, expected))
+        rounds += 1
+    assert rounds == 5
+
+
+@pytest.mark.npu
+def test_an_item_may_lie_on_the_host_and_on_two_devices() -> None:
+    run_late(stage_mixed)
+
+
+def stage_after_queued_work(topology: Topology) -> None:
+    """Work on the current stream, and on one that nobody waits for."""
+    old, new = random_tensor(1000, 100), random_tensor(1000, 100)
+    for stream in (torch.npu.current_stream(), torch.npu.Stream()):
+        tensor = old.npu()
+        torch.npu.synchronize()
+        with torch.npu.stream(stream):
+            tensor.copy_(new.pin_memory(), non_blocking=True)
+        ((_, (host,)),) = Staging(4 * MIB).ahead([None], lambda _, tensor=tensor: [tensor])
+        assert bits(host) == bits(new)
+
+
+@pytest.mark.npu
+def test_what_was_queued_before_is_in_what_comes_to_the_host() -> None:
+    run_late(stage_after_queued_work)
+
+
+def stage_without_room(topology: Topology) -> None:
+    columns = random_tensor(600, 700)
+    small = [random_tensor(11, 40) for _ in range(900)]
+    tensors = [_moved(columns), *(one.npu() for one in small)]
+    told = Told()
+    kept = leave_only(128 << 10)
+    items = [[tensors[0][:, :300].t()], tensors[1:]]
+    hosts = [list(map(bits, hosts)) for _, hosts in Staging(8 * MIB).ahead(range(2), lambda number: items[number])]
+    assert hosts == [[bits(columns[:, :300].t())], list(map(bits, small))]
+    assert len(told.lines) == 1 and "saving them part by part" in told.lines[0] and kept
+
+
+def leave_only(num_bytes: int) -> list[torch.Tensor]:
+    """Take all memory of the device but so many bytes; what is returned holds it."""
+    taken = []
+    with suppress(torch.OutOfMemoryError):
+        while True:
+            taken.append(torch.empty(32 << 10, dtype=torch.uint8, device="npu"))
+    del taken[: num_bytes // (32 << 10)]
+    torch.npu.empty_cache()
+    assert num_bytes <= torch.npu.mem_get_info()[0] < num_bytes + (32 << 10)
+    return taken
+
+
+class Told(logging.Handler):
+    """What the library logs from now on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("ckpt").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.mark.npu
+def test_a_device_without_room_for_joining_is_saved_part_by_part_and_says_so() -> None:
+    run_late(stage_without_room, NPU_SIM_MEMORY=str(8 * MIB))
+
+
+# To the device
+
+
+def fill_any(topology: Topology) -> None:
+    devices = ["cpu", "npu:0", "npu:1"]
+
+    @given(case=reads(), data=st.data())
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck), database=None)
+    def check(case: Any, data: st.DataObject) -> None:
+        chunk, asked, verify, block_bytes = case
+        parts = []
+        for base, region, box, out in asked:
+            device = data.draw(st.sampled_from(devices))
+            there = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=device)
+            parts.append(Part(base, region, box, there, "model: w"))
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(extents, "GAP_BYTES", 96)
+            extent = store(Path(folder), chunk.tobytes(), block_bytes=block_bytes)
+            slab = data.draw(st.sampled_from([64, 256, MIB]))
+            with (
+                Filling(data.draw(st.sampled_from([64, 256, MIB]))) as filling,
+                ExtentReader(Path(folder), verify=verify, slab_bytes=slab, landing=filling) as reader,
+            ):
+                reader.read(extent, parts)
+        for part in parts:
+            source = chunk[part.base // 4 :][: math.prod(part.region)].reshape(part.region)[part.box.slices]
+            np.testing.assert_array_equal(part.out.cpu().numpy(), source)
+
+    check()
+
+
+@pytest.mark.npu
+def test_every_box_comes_to_every_device_as_numpy_slices_it() -> None:
+    run_late(fill_any)
+
+
+def wanted_of(*outs: torch.Tensor) -> tuple[ChunkExtent, Wanted, torch.Tensor]:
+    """A chunk of random bytes that holds one tensor after the other, all wanted."""
+    data = random_tensor(sum(out.nbytes for out in outs), dtype=torch.uint8)
+    stream = BlockDigests(MIB)
+    stream.update(memoryview(data.numpy()))
+    extent = ChunkExtent("c", 0, len(data), stream.close(), MIB)
+    parts, base = [], 0
+    for out in outs:
+        parts.append(Part(base, tuple(out.shape), whole(tuple(out.shape)), out, "model: w"))
+        base += out.nbytes
+    return extent, Wanted(extent, parts), data
+
+
+def fill_in_turn(topology: Topology) -> None:
+    """More slabs than there are halves, each overwritten as soon as it may be."""
+    out = torch.empty(16, 5000, device="npu")
+    columns = torch.empty(5000, 16, device="npu").t()
+    extent, wanted, data = wanted_of(out, columns)
+    step = 20_000
+    with Filling(step) as filling:
+        for start in range(0, extent.length, step):
+            memory = filling.take(step)
+            memory.copy_(data[start : start + step])
+            filling.place(wanted, start, start + step, memory)
+    assert bits(out) + bits(columns) == data.numpy().tobytes()
+
+
+@pytest.mark.npu
+def test_memory_is_read_into_again_only_when_its_bytes_have_gone() -> None:
+    run_late(fill_in_turn)
+
+
+def fill_from_others(topology: Topology) -> None:
+    """From memory of the caller's that is not pinned, and from memory on the device; both are spoilt at once."""
+    out, columns = torch.empty(30, 1000, device="npu"), torch.empty(1000, 30, device="npu").t()
+    small = [torch.empty(10, 10, device="npu") for _ in range(50)]
+    host = torch.empty(5)
+    extent, wanted, data = wanted_of(out, columns, *small, host)
+    for on_device in (False, True):
+        for tensor in (out, columns, *small, host):
+            tensor.zero_()
+        with Filling(64 << 10) as filling:
+            for start in range(0, extent.length, 32_000):
+                memory = data[start : start + 32_000].clone()
+                if on_device:
+                    memory = memory.npu()
+                    filling.place_within(wanted, start, start + len(memory), memory)
+                else:
+                    filling.place(wanted, start, start + len(memory), memory)
+                memory.fill_(0xAA)
+        assert b"".join(map(bits, (out, columns, *small, host))) == data.numpy().tobytes()
+
+
+@pytest.mark.npu
+def test_bytes_of_others_may_be_overwritten_as_soon_as_they_are_placed() -> None:
+    run_late(fill_from_others)
+
+
+def fill_over_queued_work(topology: Topology) -> None:
+    for stream in (torch.npu.current_stream(), torch.npu.Stream()):
+        out = torch.empty(300, 300, device="npu")
+        _, wanted, data = wanted_of(out)
+        with torch.npu.stream(stream):
+            out.copy_(random_tensor(300, 300).pin_memory(), non_blocking=True)
+        with Filling(MIB) as filling:
+            memory = filling.take(len(data)).copy_(data)
+            filling.place(wanted, 0, len(data), memory)
+        host = torch.empty(out.shape, pin_memory=True)
+        other = torch.npu.Stream()
+        with torch.npu.stream(other):  # which has waited for nobody
+            host.copy_(out, non_blocking=True)
+        other.synchronize()
+        assert bits(host) == data.numpy().tobytes()
+
+
+@pytest.mark.npu
+def test_what_was_queued_before_does_not_overwrite_what_is_filled_and_any_stream_sees_it() -> None:
+    run_late(fill_over_queued_work)
+
+
+def fill_strided(topology: Topology) -> None:
+    out = torch.empty(40, 60, device="npu")
+    values = random_tensor(40, 30)
+    with torch.npu.stream(torch.npu.Stream()):
+        out.copy_(random_tensor(40, 60).pin_memory(), non_blocking=True)
+    with Filling(MIB) as filling:
+        filling.fill(out[:, ::2], values)
+        expected = bits(values)
+        values.zero_()
+    torch.npu.synchronize()
+    assert bits(out[:, ::2]) == expected
+
+
+@pytest.mark.npu
+def test_a_decoded_tensor_goes_to_any_strides() -> None:
+    run_late(fill_strided)
+
+
+def fill_without_room(topology: Topology, leave_bytes: int) -> list[str]:
+    columns = torch.empty(5000, 40, device="npu").t()
+    _, wanted, data = wanted_of(columns)
+    told = Told()
+    taken = leave_only(leave_bytes)
+    with Filling(MIB) as filling:
+        memory = filling.take(len(data)).copy_(data)
+        filling.place(wanted, 0, len(data), memory)
+    assert bits(columns) == data.numpy().tobytes() and taken
+    return told.lines
+
+
+@pytest.mark.npu
+def test_the_bucket_shrinks_to_the_room_there_is_and_says_so() -> None:
+    lines = run_late(fill_without_room, 320 << 10, NPU_SIM_MEMORY=str(8 * MIB))
+    assert lines == ["npu:0 has no room for a bucket of 1.0 MiB: loading through one of 0.25 MiB, which takes longer"]
+
+
+def fill_without_any_room(topology: Topology) -> str:
+    with pytest.raises(DeviceMemoryError) as refused:
+        fill_without_room(topology, BUCKET_MIN_BYTES // 2)
+    return str(refused.value)
+
+
+@pytest.mark.npu
+def test_a_device_without_room_for_the_smallest_bucket_is_one_sentence() -> None:
+    told = run_late(fill_without_any_room, NPU_SIM_MEMORY=str(8 * MIB))
+    assert told.startswith(
+        "device=npu: npu:0 has no room for 0.1 MiB more, 0.0 MiB of 8.0 MiB are free; shard over more ranks"
+    )
+
+
+def test_nothing_is_made_for_tensors_of_the_host() -> None:
+    tensors = [torch.arange(6.0).view(2, 3).t(), torch.arange(3)]
+    with Filling(1 << 50), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt.copies.pinned", lambda num_bytes: pytest.fail("pinned memory was asked for"))
+        ((_, hosts),) = Staging(1 << 50).ahead([None], lambda _: tensors)
+    assert hosts[0] is tensors[0] and hosts[1] is tensors[1]

@@ -1,0 +1,206 @@
+"""Every wait, every stream and every guard of memory in use, taken out of the product in turn: each time some test fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+COPIES = "tests/device/test_copies.py"
+LATE = "tests/device/test_late_copies.py"
+
+
+class Mutant(NamedTuple):
+    """One change to a file of the product, and the tests that must see it.
+
+    Attributes:
+        name: what the product then does not do.
+        old, new: a text that the file holds once, and what takes its place.
+        killers: names of tests, one of which fails.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    killers: tuple[str, ...]
+
+
+MUTANTS = [
+    Mutant(
+        "a side stream begins before what was queued on the device is done",
+        "ckpt/device.py",
+        "        wait_for(device)\n        self._stream",
+        "        self._stream",
+        (f"{COPIES}::test_what_was_queued_before_is_in_what_comes_to_the_host",),
+    ),
+    Mutant(
+        "a mark is waited for by nobody",
+        "ckpt/device.py",
+        "        self._event.synchronize()",
+        "        pass",
+        (f"{COPIES}::test_tensors_come_to_the_host_bit_for_bit_whatever_room_there_is",),
+    ),
+    Mutant(
+        "a mark stands nowhere",
+        "ckpt/device.py",
+        "        event.record(self._stream)",
+        "        pass",
+        (f"{COPIES}::test_tensors_come_to_the_host_bit_for_bit_whatever_room_there_is",),
+    ),
+    Mutant(
+        "what is staged is looked at before it has arrived",
+        "ckpt/copies.py",
+        "                batch.mark.wait()",
+        "                pass",
+        (f"{COPIES}::test_tensors_come_to_the_host_bit_for_bit_whatever_room_there_is",),
+    ),
+    Mutant(
+        "two tensors on their way share the pinned memory",
+        "ckpt/copies.py",
+        "        number = self._count % HALVES\n",
+        "        number = 0\n",
+        (f"{COPIES}::test_tensors_come_to_the_host_bit_for_bit_whatever_room_there_is",),
+    ),
+    Mutant(
+        "tensors are staged on the program's own stream",
+        "ckpt/copies.py",
+        "        with side:  # whatever is made here on the way belongs to that stream, and is let go of in its order\n",
+        "        with nullcontext():\n",
+        (f"{COPIES}::test_tensors_come_to_the_host_bit_for_bit_whatever_room_there_is",),
+    ),
+    Mutant(
+        "pinned memory is read into while it is copied from",
+        "ckpt/copies.py",
+        "            self.in_use.pop().wait()",
+        "            self.in_use.pop()",
+        (f"{COPIES}::test_memory_is_read_into_again_only_when_its_bytes_have_gone",),
+    ),
+    Mutant(
+        "nobody notes that pinned memory is copied from",
+        "ckpt/copies.py",
+        "                self._half().in_use.append(side.mark())",
+        "                pass",
+        (f"{COPIES}::test_memory_is_read_into_again_only_when_its_bytes_have_gone",),
+    ),
+    Mutant(
+        "bytes are placed on the program's own stream",
+        "ckpt/copies.py",
+        "            with side:\n                if wanted.lies_in_order",
+        "            with nullcontext():\n                if wanted.lies_in_order",
+        (f"{COPIES}::test_memory_is_read_into_again_only_when_its_bytes_have_gone",),
+    ),
+    Mutant(
+        "a load returns before its copies are over",
+        "ckpt/copies.py",
+        "        self._streams.wait()\n        self._halves",
+        "        self._halves",
+        (f"{COPIES}::test_what_was_queued_before_does_not_overwrite_what_is_filled_and_any_stream_sees_it",),
+    ),
+    Mutant(
+        "memory on the device is let go of while it is copied from",
+        "ckpt/copies.py",
+        "                wanted.place(start, stop, memory, device)\n            side.wait()\n",
+        "                wanted.place(start, stop, memory, device)\n",
+        (f"{COPIES}::test_bytes_of_others_may_be_overwritten_as_soon_as_they_are_placed",),
+    ),
+    Mutant(
+        "a decoded tensor is filled before what was queued for it",
+        "ckpt/copies.py",
+        "        with self._streams.on(out.device):\n            out",
+        "        with nullcontext():\n            out",
+        (f"{COPIES}::test_a_decoded_tensor_goes_to_any_strides",),
+    ),
+    Mutant(
+        "ranks compare what has not arrived",
+        "ckpt/collect.py",
+        "            wait_for_all(_memory_of(leaves))\n",
+        "",
+        (f"{LATE}::test_ranks_compare_and_save_what_was_on_its_way_to_each",),
+    ),
+    Mutant(
+        "a load begins before what was queued for its tensors is done",
+        "ckpt/loading.py",
+        "        wait_for_all(request.out for one in going for request in one.requests)\n",
+        "",
+        (f"{LATE}::test_an_old_folder_of_pickled_files_is_loaded_after_all_that_was_queued",),
+    ),
+    Mutant(
+        "ckpt.load begins before what was queued for its tensors is done",
+        "ckpt/sharded/loading.py",
+        "            wait_for_all(one.data for one in tensors if one.data is not None)\n",
+        "",
+        (f"{LATE}::test_ckpt_load_waits_where_it_converts_the_data_type",),
+    ),
+    Mutant(
+        "ckpt.save copies what has not arrived",
+        "ckpt/sharded/folder.py",
+        "    wait_for_all(tensor.data for tensor in tensors if tensor.data is not None)\n",
+        "",
+        (f"{LATE}::test_ckpt_save_and_ckpt_load_wait_alike",),
+    ),
+    Mutant(
+        "a parcel travels before it is on the device",
+        "ckpt/spread/courier.py",
+        "        self.on_device.wait(slot)\n",
+        "",
+        (f"{LATE}::test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns",),
+    ),
+    Mutant(
+        "parcels are copied to the device on the reader's own stream, which nobody marks",
+        "ckpt/spread/courier.py",
+        "        with self._reading:\n",
+        "        with nullcontext():\n",
+        (f"{LATE}::test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns",),
+    ),
+    Mutant(
+        "a parcel is taken before it has come over the network",
+        "ckpt/spread/courier.py",
+        "            self._network.wait()\n",
+        "",
+        (f"{LATE}::test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns",),
+    ),
+]
+
+
+@pytest.mark.npu
+@pytest.mark.full
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_a_program_that_does_not_wait_is_found_out(mutant: Mutant, tmp_path: Path) -> None:
+    for folder in ("ckpt", "recipes", "conf", "tests"):
+        shutil.copytree(CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
+    file = tmp_path / mutant.file
+    text = file.read_text()
+    assert text.count(mutant.old) == 1, f"{mutant.file} does not hold what was to be changed"
+    changed = text.replace(mutant.old, mutant.new)
+    if "nullcontext" in mutant.new and "nullcontext" not in text:
+        changed = changed.replace("import torch\n", "import torch\nfrom contextlib import nullcontext\n", 1)
+    file.write_text(changed)
+    outcome = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--basetemp",
+            tmp_path / "tmp",
+            *mutant.killers,
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert outcome.returncode == pytest.ExitCode.TESTS_FAILED, outcome.stdout

@@ -1,0 +1,245 @@
+// "hccl": gloo on the bytes of npu tensors, on streams of its own. A call returns at once, and so does the wait for it.
+#pragma once
+
+#include "operators.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace npu_sim {
+
+using c10::intrusive_ptr;
+using c10d::OpType;
+using c10d::Work;
+using Tensors = std::vector<at::Tensor>;
+
+class HcclWork final : public Work {
+ public:
+  HcclWork(int rank, OpType type, Mark done, c10::Stream lane, Tensors outputs)
+      : Work(rank, type), done_(done), lane_(lane), outputs_(std::move(outputs)) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{lane.device()});
+    c10::StreamGuard guard(lane);
+    future_->markCompleted(c10::IValue(outputs_));  // with an event of the lane: who waits for it makes its stream wait
+  }
+
+  bool isCompleted() override { return done_.reached(); }
+  bool isSuccess() const override { return done_.reached(); }
+  Tensors result() override { return outputs_; }
+  intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+  void synchronize() override { queue_of(current_stream(lane_.device_index())).post_wait(done_); }
+
+  // Later work on the caller's stream comes after it; the caller goes on, unless it said how long it would wait.
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (timeout != kNoTimeout || retrieveOpType() == OpType::BARRIER) {
+      const auto deadline = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
+      TORCH_CHECK(done_.queue->wait_until(done_.ticket, deadline), "hccl: the collective was not over within ",
+                  timeout.count(), " ms");
+    }
+    if (done_.reached()) done_.queue->rethrow(done_.ticket);
+    synchronize();
+    return true;
+  }
+
+ private:
+  Mark done_;
+  c10::Stream lane_;
+  Tensors outputs_;
+  intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+inline Tensors joined(const std::vector<Tensors>& lists) {
+  Tensors all;
+  for (const auto& list : lists) all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
+
+inline at::Tensor host_view_for_hccl(const at::Tensor& tensor) {
+  static const std::set<at::ScalarType> known{at::kByte, at::kChar,  at::kShort, at::kInt,      at::kLong,
+                                              at::kHalf, at::kFloat, at::kDouble, at::kBFloat16, at::kBool};
+  TORCH_CHECK(tensor.device().type() == kNpu, "No backend type associated with device type ", tensor.device().type(),
+              ": hccl moves npu tensors only");
+  TORCH_CHECK(known.count(tensor.scalar_type()), "Unsupported data type for HCCL process group: ", tensor.scalar_type());
+  TORCH_CHECK(tensor.is_contiguous(), "Tensors must be contiguous");
+  return host_view(tensor);
+}
+
+inline Tensors host_views(const Tensors& tensors) {
+  Tensors views;
+  for (const auto& tensor : tensors) views.push_back(host_view_for_hccl(tensor));
+  return views;
+}
+
+inline std::vector<Tensors> host_views(const std::vector<Tensors>& lists) {
+  std::vector<Tensors> views;
+  for (const auto& list : lists) views.push_back(host_views(list));
+  return views;
+}
+
+class Hccl final : public c10d::Backend {
+ public:
+  explicit Hccl(intrusive_ptr<c10d::Backend> gloo)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), lane_(private_stream()) {}
+
+  const std::string getBackendName() const override { return "hccl"; }
+  void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
+
+  intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return start(OpType::BROADCAST, tensors, tensors, [=, gloo = gloo_, views = host_views(tensors)]() mutable {
+      return gloo->broadcast(views, options);
+    });
+  }
+
+  intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return start(OpType::ALLREDUCE, tensors, tensors, [=, gloo = gloo_, views = host_views(tensors)]() mutable {
+      return gloo->allreduce(views, options);
+    });
+  }
+
+  intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return start(OpType::ALLREDUCE_COALESCED, tensors, tensors, [=, gloo = gloo_, views = host_views(tensors)]() mutable {
+      return gloo->allreduce_coalesced(views, options);
+    });
+  }
+
+  intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    return start(OpType::REDUCE, tensors, tensors, [=, gloo = gloo_, views = host_views(tensors)]() mutable {
+      return gloo->reduce(views, options);
+    });
+  }
+
+  intrusive_ptr<Work> allgather(std::vector<Tensors>& out, Tensors& in, const c10d::AllgatherOptions& options) override {
+    return start(OpType::ALLGATHER, in, joined(out), [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
+      return gloo->allgather(to, from, options);
+    });
+  }
+
+  intrusive_ptr<Work> _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
+    return start(OpType::_ALLGATHER_BASE, {in}, {out},
+                 [=, gloo = gloo_, to = host_view_for_hccl(out), from = host_view_for_hccl(in)]() mutable {
+                   return gloo->_allgather_base(to, from, options);
+                 });
+  }
+
+  intrusive_ptr<Work> allgather_into_tensor_coalesced(
+      Tensors& out, Tensors& in, const c10d::AllgatherOptions& options) override {
+    return start(OpType::COALESCED, in, out, [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
+      return gloo->allgather_into_tensor_coalesced(to, from, options);
+    });
+  }
+
+  intrusive_ptr<Work> gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& options) override {
+    return start(OpType::GATHER, in, joined(out), [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
+      return gloo->gather(to, from, options);
+    });
+  }
+
+  intrusive_ptr<Work> scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& options) override {
+    return start(OpType::SCATTER, joined(in), out, [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
+      return gloo->scatter(to, from, options);
+    });
+  }
+
+  intrusive_ptr<Work> reduce_scatter(
+      Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& options) override {
+    return start(OpType::REDUCE_SCATTER, joined(in), out,
+                 [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
+                   return gloo->reduce_scatter(to, from, options);
+                 });
+  }
+
+  intrusive_ptr<Work> _reduce_scatter_base(
+      at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
+    return start(OpType::_REDUCE_SCATTER_BASE, {in}, {out},
+                 [=, gloo = gloo_, to = host_view_for_hccl(out), from = host_view_for_hccl(in)]() mutable {
+                   return gloo->_reduce_scatter_base(to, from, options);
+                 });
+  }
+
+  intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
+      Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& options) override {
+    return start(OpType::REDUCE_SCATTER_TENSOR_COALESCED, in, out,
+                 [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
+                   return gloo->reduce_scatter_tensor_coalesced(to, from, options);
+                 });
+  }
+
+  intrusive_ptr<Work> alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_rows,
+                                    std::vector<int64_t>& in_rows, const c10d::AllToAllOptions& options) override {
+    return start(OpType::ALLTOALL_BASE, {in}, {out},
+                 [=, gloo = gloo_, to = host_view_for_hccl(out), from = host_view_for_hccl(in)]() mutable {
+                   return gloo->alltoall_base(to, from, out_rows, in_rows, options);
+                 });
+  }
+
+  intrusive_ptr<Work> alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& options) override {
+    return start(OpType::ALLTOALL, in, out, [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
+      return gloo->alltoall(to, from, options);
+    });
+  }
+
+  intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
+    return start(OpType::SEND, tensors, {}, [=, gloo = gloo_, views = host_views(tensors)]() mutable {
+      return gloo->send(views, to, tag);
+    }, lane_to(to));
+  }
+
+  intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
+    return start(OpType::RECV, {}, tensors, [=, gloo = gloo_, views = host_views(tensors)]() mutable {
+      return gloo->recv(views, from, tag);
+    }, lane_from(from));
+  }
+
+  intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
+    return start(OpType::BARRIER, {}, {}, [=, gloo = gloo_]() mutable { return gloo->barrier(options); });
+  }
+
+  // What was started ends: a process that leaves takes its connections with it.
+  void shutdown() override {
+    for (const auto& mark : last_marks([this](auto& key) { return is_mine(key.second); })) mark.wait();
+  }
+
+ private:
+  // Queue a collective behind the caller's stream, on a lane; collectives of one lane run in the order of their calls.
+  template <typename Call>
+  intrusive_ptr<Work> start(OpType type, const Tensors& inputs, const Tensors& outputs, Call call) {
+    return start(type, inputs, outputs, std::move(call), lane_);
+  }
+
+  template <typename Call>
+  intrusive_ptr<Work> start(OpType type, const Tensors& inputs, const Tensors& outputs, Call call, int64_t lane_number) {
+    const auto used = joined({inputs, outputs});
+    const auto device = used.empty() ? device_at(current_device) : used.front().device();
+    const c10::Stream lane(c10::Stream::UNSAFE, device, lane_number);
+    auto& queue = queue_of({device.index(), lane_number});
+    queue.post_wait(queue_of(current_stream(device.index())).last());
+    const auto done = queue.post([call = std::move(call)]() mutable { call()->wait(); });
+    for (const auto& tensor : used) device_memory().recordStream(tensor.storage().data_ptr(), lane);
+    return c10::make_intrusive<HcclWork>(getRank(), type, done, lane, outputs);
+  }
+
+  // One for each neighbour and direction: two ranks that both send first, and then receive, do not wait for each other.
+  int64_t lane_to(int rank) { return lane_between(sending_, rank); }
+  int64_t lane_from(int rank) { return lane_between(receiving_, rank); }
+
+  int64_t lane_between(std::map<int, int64_t>& lanes, int rank) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = lanes.find(rank);
+    return found != lanes.end() ? found->second : lanes.emplace(rank, private_stream()).first->second;
+  }
+
+  bool is_mine(int64_t lane) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto holds = [lane](auto& lanes) {
+      return std::any_of(lanes.begin(), lanes.end(), [lane](auto& one) { return one.second == lane; });
+    };
+    return lane == lane_ || holds(sending_) || holds(receiving_);
+  }
+
+  intrusive_ptr<c10d::Backend> gloo_;
+  int64_t lane_;
+  std::mutex mutex_;
+  std::map<int, int64_t> sending_, receiving_;
+};
+
+}  // namespace npu_sim
