@@ -537,6 +537,30 @@ def _a_new_thread_starts_at_the_first_device() -> None:
 
 
 @check
+def _threads_with_a_stream_each_do_not_disturb_each_other() -> None:
+    found: list[bool] = []
+
+    def work(number: int) -> None:
+        side = torch.npu.Stream()
+        for turn in range(30):
+            given = torch.full((3000,), number * 100 + turn).pin_memory()
+            with torch.npu.stream(side):
+                there = torch.empty(3000, dtype=torch.int64, device="npu").copy_(given, non_blocking=True)
+                back = torch.empty(3000, dtype=torch.int64, pin_memory=True).copy_(there.clone(), non_blocking=True)
+                del there
+            side.record_event().synchronize()
+            found.append(torch.equal(back, given))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    with settings(NPU_SIM_POISON=1):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == [True] * 120
+
+
+@check
 def _a_stream_brings_its_device() -> None:
     before = torch.npu.current_stream(2)
     side = torch.npu.Stream(device="npu:2")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -118,6 +119,7 @@ def _what_hccl_does_not_move_is_refused(_rank: int, _folder: Path) -> None:
         dist.broadcast(_full(1), 0, group=host)
     dist.broadcast(bits := torch.ones(4, device="npu").to(torch.float8_e4m3fn).view(torch.uint8), 0, group=group)
     assert bits.view(torch.float8_e4m3fn).float().eq(1).all()
+    dist.barrier(group=group)
 
 
 # ---------------------------------------------------------------- when they happen
@@ -154,6 +156,36 @@ def _the_host_does_not_wait_for_the_others_but_later_work_does(rank: int, _folde
             assert (got * 2).eq(22).all()
         torch.npu.synchronize()
         assert work.is_completed() and got.eq(11).all()
+
+
+@check
+def _other_threads_go_on_while_one_waits(rank: int, _folder: Path) -> None:
+    waits = (
+        lambda got: torch.npu.synchronize(),
+        lambda got: torch.npu.current_stream().synchronize(),
+        lambda got: torch.npu.current_stream().record_event().synchronize(),
+        lambda got: got.cpu(),
+        lambda got: got[0].item(),
+        lambda got: torch.empty(3, device="npu").copy_(torch.ones(3)),
+    )
+    for wait in waits:
+        got, over = _full(rank), threading.Event()
+        ticks: list[float] = []
+        thread = threading.Thread(target=_tick, args=(over, ticks))
+        dist.barrier()
+        if rank == 0:
+            time.sleep(0.2)
+        thread.start()
+        dist.all_reduce(got)
+        wait(got)
+        over.set()
+        thread.join()
+        assert rank == 0 or len(ticks) > 3
+
+
+def _tick(over: threading.Event, ticks: list[float]) -> None:
+    while not over.wait(0.01):
+        ticks.append(time.monotonic())
 
 
 @check

@@ -16,14 +16,13 @@ class HcclWork final : public Work {
  public:
   HcclWork(int rank, OpType type, Mark done, c10::Stream lane, Tensors outputs)
       : Work(rank, type), done_(done), lane_(lane), outputs_(std::move(outputs)) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{lane.device()});
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                       std::vector<c10::Device>{lane.device()});
     c10::StreamGuard guard(lane);
     future_->markCompleted(c10::IValue(outputs_));  // with an event of the lane: who waits for it makes its stream wait
   }
 
   bool isCompleted() override { return done_.reached(); }
-  bool isSuccess() const override { return done_.reached(); }
   Tensors result() override { return outputs_; }
   intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
@@ -48,32 +47,31 @@ class HcclWork final : public Work {
   intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-inline Tensors joined(const std::vector<Tensors>& lists) {
+inline Tensors flat(const at::Tensor& tensor) { return {tensor}; }
+inline Tensors flat(const Tensors& tensors) { return tensors; }
+
+inline Tensors flat(const std::vector<Tensors>& lists) {
   Tensors all;
   for (const auto& list : lists) all.insert(all.end(), list.begin(), list.end());
   return all;
 }
 
-inline at::Tensor host_view_for_hccl(const at::Tensor& tensor) {
-  static const std::set<at::ScalarType> known{at::kByte, at::kChar,  at::kShort, at::kInt,      at::kLong,
+inline at::Tensor views(const at::Tensor& tensor) {
+  static const std::set<at::ScalarType> known{at::kByte, at::kChar,  at::kShort,  at::kInt,      at::kLong,
                                               at::kHalf, at::kFloat, at::kDouble, at::kBFloat16, at::kBool};
   TORCH_CHECK(tensor.device().type() == kNpu, "No backend type associated with device type ", tensor.device().type(),
               ": hccl moves npu tensors only");
-  TORCH_CHECK(known.count(tensor.scalar_type()), "Unsupported data type for HCCL process group: ", tensor.scalar_type());
+  TORCH_CHECK(known.count(tensor.scalar_type()),
+              "Unsupported data type for HCCL process group: ", tensor.scalar_type());
   TORCH_CHECK(tensor.is_contiguous(), "Tensors must be contiguous");
   return host_view(tensor);
 }
 
-inline Tensors host_views(const Tensors& tensors) {
-  Tensors views;
-  for (const auto& tensor : tensors) views.push_back(host_view_for_hccl(tensor));
-  return views;
-}
-
-inline std::vector<Tensors> host_views(const std::vector<Tensors>& lists) {
-  std::vector<Tensors> views;
-  for (const auto& list : lists) views.push_back(host_views(list));
-  return views;
+template <typename Each>
+std::vector<Each> views(const std::vector<Each>& tensors) {
+  std::vector<Each> all;
+  for (const auto& each : tensors) all.push_back(views(each));
+  return all;
 }
 
 class Hccl final : public c10d::Backend {
@@ -85,130 +83,112 @@ class Hccl final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
 
   intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return start(OpType::BROADCAST, tensors, tensors, [=, gloo = gloo_, views = host_views(tensors)]() mutable {
-      return gloo->broadcast(views, options);
-    });
+    return start(OpType::BROADCAST, &Backend::broadcast, tensors, options);
   }
 
   intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return start(OpType::ALLREDUCE, tensors, tensors, [=, gloo = gloo_, views = host_views(tensors)]() mutable {
-      return gloo->allreduce(views, options);
-    });
+    return start(OpType::ALLREDUCE, &Backend::allreduce, tensors, options);
   }
 
   intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    return start(OpType::ALLREDUCE_COALESCED, tensors, tensors, [=, gloo = gloo_, views = host_views(tensors)]() mutable {
-      return gloo->allreduce_coalesced(views, options);
-    });
+    return start(OpType::ALLREDUCE_COALESCED, &Backend::allreduce_coalesced, tensors, options);
   }
 
   intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return start(OpType::REDUCE, tensors, tensors, [=, gloo = gloo_, views = host_views(tensors)]() mutable {
-      return gloo->reduce(views, options);
-    });
+    return start(OpType::REDUCE, &Backend::reduce, tensors, options);
   }
 
-  intrusive_ptr<Work> allgather(std::vector<Tensors>& out, Tensors& in, const c10d::AllgatherOptions& options) override {
-    return start(OpType::ALLGATHER, in, joined(out), [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
-      return gloo->allgather(to, from, options);
-    });
+  intrusive_ptr<Work> allgather(std::vector<Tensors>& out, Tensors& in,
+                                const c10d::AllgatherOptions& options) override {
+    return start(OpType::ALLGATHER, &Backend::allgather, out, in, options);
   }
 
   intrusive_ptr<Work> _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
-    return start(OpType::_ALLGATHER_BASE, {in}, {out},
-                 [=, gloo = gloo_, to = host_view_for_hccl(out), from = host_view_for_hccl(in)]() mutable {
-                   return gloo->_allgather_base(to, from, options);
-                 });
+    return start(OpType::_ALLGATHER_BASE, &Backend::_allgather_base, out, in, options);
   }
 
-  intrusive_ptr<Work> allgather_into_tensor_coalesced(
-      Tensors& out, Tensors& in, const c10d::AllgatherOptions& options) override {
-    return start(OpType::COALESCED, in, out, [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
-      return gloo->allgather_into_tensor_coalesced(to, from, options);
-    });
+  intrusive_ptr<Work> allgather_into_tensor_coalesced(Tensors& out, Tensors& in,
+                                                      const c10d::AllgatherOptions& options) override {
+    return start(OpType::COALESCED, &Backend::allgather_into_tensor_coalesced, out, in, options);
   }
 
   intrusive_ptr<Work> gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& options) override {
-    return start(OpType::GATHER, in, joined(out), [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
-      return gloo->gather(to, from, options);
-    });
+    return start(OpType::GATHER, &Backend::gather, out, in, options);
   }
 
   intrusive_ptr<Work> scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& options) override {
-    return start(OpType::SCATTER, joined(in), out, [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
-      return gloo->scatter(to, from, options);
-    });
+    return start(OpType::SCATTER, &Backend::scatter, out, in, options);
   }
 
-  intrusive_ptr<Work> reduce_scatter(
-      Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& options) override {
-    return start(OpType::REDUCE_SCATTER, joined(in), out,
-                 [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
-                   return gloo->reduce_scatter(to, from, options);
-                 });
+  intrusive_ptr<Work> reduce_scatter(Tensors& out, std::vector<Tensors>& in,
+                                     const c10d::ReduceScatterOptions& options) override {
+    return start(OpType::REDUCE_SCATTER, &Backend::reduce_scatter, out, in, options);
   }
 
-  intrusive_ptr<Work> _reduce_scatter_base(
-      at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
-    return start(OpType::_REDUCE_SCATTER_BASE, {in}, {out},
-                 [=, gloo = gloo_, to = host_view_for_hccl(out), from = host_view_for_hccl(in)]() mutable {
-                   return gloo->_reduce_scatter_base(to, from, options);
-                 });
+  intrusive_ptr<Work> _reduce_scatter_base(at::Tensor& out, at::Tensor& in,
+                                           const c10d::ReduceScatterOptions& options) override {
+    return start(OpType::_REDUCE_SCATTER_BASE, &Backend::_reduce_scatter_base, out, in, options);
   }
 
-  intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
-      Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& options) override {
-    return start(OpType::REDUCE_SCATTER_TENSOR_COALESCED, in, out,
-                 [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
-                   return gloo->reduce_scatter_tensor_coalesced(to, from, options);
-                 });
+  intrusive_ptr<Work> reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
+                                                      const c10d::ReduceScatterOptions& options) override {
+    return start(OpType::REDUCE_SCATTER_TENSOR_COALESCED, &Backend::reduce_scatter_tensor_coalesced, out, in, options);
+  }
+
+  intrusive_ptr<Work> alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& options) override {
+    return start(OpType::ALLTOALL, &Backend::alltoall, out, in, options);
   }
 
   intrusive_ptr<Work> alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_rows,
                                     std::vector<int64_t>& in_rows, const c10d::AllToAllOptions& options) override {
-    return start(OpType::ALLTOALL_BASE, {in}, {out},
-                 [=, gloo = gloo_, to = host_view_for_hccl(out), from = host_view_for_hccl(in)]() mutable {
-                   return gloo->alltoall_base(to, from, out_rows, in_rows, options);
-                 });
-  }
-
-  intrusive_ptr<Work> alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& options) override {
-    return start(OpType::ALLTOALL, in, out, [=, gloo = gloo_, to = host_views(out), from = host_views(in)]() mutable {
-      return gloo->alltoall(to, from, options);
-    });
+    auto call = [=, gloo = gloo_, to = views(out), from = views(in)]() mutable {
+      return gloo->alltoall_base(to, from, out_rows, in_rows, options);
+    };
+    return queue_up(OpType::ALLTOALL_BASE, lane_, {out, in}, {out}, std::move(call));
   }
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
-    return start(OpType::SEND, tensors, {}, [=, gloo = gloo_, views = host_views(tensors)]() mutable {
-      return gloo->send(views, to, tag);
-    }, lane_to(to));
+    auto call = [=, gloo = gloo_, given = views(tensors)]() mutable { return gloo->send(given, to, tag); };
+    return queue_up(OpType::SEND, lane_between(sending_, to), tensors, {}, std::move(call));
   }
 
   intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
-    return start(OpType::RECV, {}, tensors, [=, gloo = gloo_, views = host_views(tensors)]() mutable {
-      return gloo->recv(views, from, tag);
-    }, lane_from(from));
+    auto call = [=, gloo = gloo_, given = views(tensors)]() mutable { return gloo->recv(given, from, tag); };
+    return queue_up(OpType::RECV, lane_between(receiving_, from), tensors, tensors, std::move(call));
   }
 
   intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
-    return start(OpType::BARRIER, {}, {}, [=, gloo = gloo_]() mutable { return gloo->barrier(options); });
+    return queue_up(OpType::BARRIER, lane_, {}, {}, [=, gloo = gloo_] { return gloo->barrier(options); });
   }
 
-  // What was started ends: a process that leaves takes its connections with it.
+  // What was started gets a moment to end: a process that leaves takes its connections with it.
   void shutdown() override {
-    for (const auto& mark : last_marks([this](auto& key) { return is_mine(key.second); })) mark.wait();
+    const auto deadline = Clock::now() + std::chrono::seconds(5);
+    const auto mine = lanes();
+    for (const auto& mark : last_marks([&](auto& key) { return mine.count(key.second) > 0; })) {
+      mark.queue->wait_until(mark.ticket, deadline);
+    }
   }
 
  private:
-  // Queue a collective behind the caller's stream, on a lane; collectives of one lane run in the order of their calls.
-  template <typename Call>
-  intrusive_ptr<Work> start(OpType type, const Tensors& inputs, const Tensors& outputs, Call call) {
-    return start(type, inputs, outputs, std::move(call), lane_);
+  template <typename Method, typename Operands, typename Options>
+  intrusive_ptr<Work> start(OpType type, Method method, Operands& operands, const Options& options) {
+    auto call = [=, gloo = gloo_, all = views(operands)]() mutable { return (gloo.get()->*method)(all, options); };
+    return queue_up(type, lane_, flat(operands), flat(operands), std::move(call));
   }
 
+  template <typename Method, typename Out, typename In, typename Options>
+  intrusive_ptr<Work> start(OpType type, Method method, Out& out, In& in, const Options& options) {
+    auto call = [=, gloo = gloo_, to = views(out), from = views(in)]() mutable {
+      return (gloo.get()->*method)(to, from, options);
+    };
+    return queue_up(type, lane_, flat(std::vector<Tensors>{flat(out), flat(in)}), flat(out), std::move(call));
+  }
+
+  // Behind the caller's stream, on a lane of ours; collectives of one lane run in the order of their calls.
   template <typename Call>
-  intrusive_ptr<Work> start(OpType type, const Tensors& inputs, const Tensors& outputs, Call call, int64_t lane_number) {
-    const auto used = joined({inputs, outputs});
+  intrusive_ptr<Work> queue_up(OpType type, int64_t lane_number, const Tensors& used, const Tensors& outputs,
+                               Call call) {
     const auto device = used.empty() ? device_at(current_device) : used.front().device();
     const c10::Stream lane(c10::Stream::UNSAFE, device, lane_number);
     auto& queue = queue_of({device.index(), lane_number});
@@ -219,21 +199,18 @@ class Hccl final : public c10d::Backend {
   }
 
   // One for each neighbour and direction: two ranks that both send first, and then receive, do not wait for each other.
-  int64_t lane_to(int rank) { return lane_between(sending_, rank); }
-  int64_t lane_from(int rank) { return lane_between(receiving_, rank); }
-
   int64_t lane_between(std::map<int, int64_t>& lanes, int rank) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = lanes.find(rank);
     return found != lanes.end() ? found->second : lanes.emplace(rank, private_stream()).first->second;
   }
 
-  bool is_mine(int64_t lane) {
+  std::set<int64_t> lanes() {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto holds = [lane](auto& lanes) {
-      return std::any_of(lanes.begin(), lanes.end(), [lane](auto& one) { return one.second == lane; });
-    };
-    return lane == lane_ || holds(sending_) || holds(receiving_);
+    std::set<int64_t> all{lane_};
+    for (const auto& [rank, lane] : sending_) all.insert(lane);
+    for (const auto& [rank, lane] : receiving_) all.insert(lane);
+    return all;
   }
 
   intrusive_ptr<c10d::Backend> gloo_;

@@ -30,8 +30,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void setDevice(c10::Device device) const override {
-    TORCH_CHECK(device.index() < device_count(), "npu device index ", int(device.index()), " is out of range: there are ",
-                device_count());
+    TORCH_CHECK(device.index() < device_count(), "npu device index ", int(device.index()),
+                " is out of range: there are ", device_count());
     uncheckedSetDevice(device);
   }
 
@@ -59,7 +59,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void synchronizeDevice(const c10::DeviceIndex index) const override { drain(index < 0 ? current_device : index); }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag) const override {
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag flag) const override {
     if (*event == nullptr) *event = new EventState();
     auto* state = static_cast<EventState*>(*event);
     if (flag != c10::EventFlag::BACKEND_DEFAULT) {
@@ -82,7 +83,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) static_cast<EventState*>(event)->mark.wait();
   }
 
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<EventState*>(event); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<EventState*>(event);
+  }
 
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
     TORCH_CHECK(from != nullptr && to != nullptr, "both events must be recorded");
@@ -129,7 +132,8 @@ class NpuGenerator final : public c10::GeneratorImpl {
 
   void set_state(const c10::TensorImpl& state) override {
     at::detail::check_rng_state(state);
-    TORCH_CHECK(state.numel() == kStateBytes, "the state of an npu generator has ", kStateBytes, " bytes, not ", state.numel());
+    TORCH_CHECK(state.numel() == kStateBytes, "the state of an npu generator has ", kStateBytes, " bytes, not ",
+                state.numel());
     const auto* data = static_cast<const char*>(state.data());
     std::memcpy(&seed_, data, sizeof seed_);
     std::memcpy(&offset_, data + sizeof seed_, sizeof offset_);
@@ -146,7 +150,8 @@ class NpuGenerator final : public c10::GeneratorImpl {
   // A host generator for the random numbers of one operator; the next one draws others.
   at::Generator draw() {
     std::lock_guard<std::mutex> lock(mutex_);
-    uint64_t mixed = seed_ + (offset_ + 1) * 0x9E3779B97F4A7C15ULL;  // the host's engine takes 32 bits: spread both over them
+    uint64_t mixed =
+        seed_ + (offset_ + 1) * 0x9E3779B97F4A7C15ULL;  // the host's engine takes 32 bits: spread both over them
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9ULL;
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EBULL;
     offset_ += 4;  // real devices count in fours
@@ -209,7 +214,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return at::make_generator<NpuGenerator>(index < 0 ? current_device : index);
   }
 
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override { resize_storage(storage, size); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
+    resize_storage(storage, size);
+  }
 };
 
 }  // namespace npu_sim

@@ -54,8 +54,8 @@ struct DeviceBlock {
   Mark last{};               // what must be over before its memory goes back to the system
 };
 
-// Blocks that are let go of are given out again at once, to the stream they were asked for on, and without any wait: only
-// the order of that stream protects them, and whoever uses them on another must say so (record_stream) or wait.
+// Blocks that are let go of are given out again at once, to the stream they were asked for on, and without any wait:
+// only the order of that stream protects them, and whoever uses them on another must say so (record_stream) or wait.
 class DeviceMemory final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t size) override {
@@ -160,8 +160,9 @@ class DeviceMemory final : public c10::DeviceAllocator {
       auto* block = *at;
       auto& queue = queue_of(block->stream);
       block->uses.clear();
-      block->last = poisons() ? queue.post([data = block->data, size = block->size] { std::memset(data, kFreedPattern, size); })
-                              : queue.last();
+      block->last =
+          poisons() ? queue.post([data = block->data, size = block->size] { std::memset(data, kFreedPattern, size); })
+                    : queue.last();
       cached_[{block->stream, block->size}].push_back(block);
     }
     held_.erase(first_free, held_.end());
@@ -210,7 +211,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
   void release_cached(int device) {
     for (auto& [key, blocks] : cached_) {
       if (key.first.first != device) continue;
-      const auto first_idle = std::stable_partition(blocks.begin(), blocks.end(), [](auto* b) { return !b->last.reached(); });
+      const auto first_idle =
+          std::stable_partition(blocks.begin(), blocks.end(), [](auto* b) { return !b->last.reached(); });
       for (auto at = first_idle; at != blocks.end(); ++at) release(*at);
       blocks.erase(first_idle, blocks.end());
     }
@@ -253,6 +255,7 @@ inline void DeviceMemory::let_go(void* data) {
 struct Imported {
   void* data;
   size_t size;
+  int device;
 };
 
 inline c10::DataPtr import_memory(int fd, size_t size, int device) {
@@ -260,9 +263,12 @@ inline c10::DataPtr import_memory(int fd, size_t size, int device) {
   TORCH_CHECK(data != MAP_FAILED, "npu stand-in: mmap failed");
   auto unmap = [](void* context) {
     const std::unique_ptr<Imported> mapped(static_cast<Imported*>(context));
+    if (forked) return;
+    for (auto& mark : last_marks([&](auto& key) { return key.first == mapped->device; }))
+      mark.queue->finish(mark.ticket);
     munmap(mapped->data, mapped->size);
   };
-  return {data, new Imported{data, size}, unmap, device_at(device)};
+  return {data, new Imported{data, size, device}, unmap, device_at(device)};
 }
 
 // ---------------------------------------------------------------- pinned host memory
@@ -272,8 +278,8 @@ struct PinnedBlock {
   std::vector<Mark> uses{};  // copies that were queued on it
 };
 
-// Blocks are cached, and given out again when the copies that were queued on them are over. The tensor's owner has no such
-// protection: what it writes while a copy is pending, the copy may read.
+// Blocks are cached, and given out again when the copies that were queued on them are over. The tensor's owner has no
+// such protection: what it writes while a copy is pending, the copy may read.
 class PinnedMemory final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t size) override {

@@ -18,7 +18,8 @@ struct Registered {
   }
 } registered;
 
-// For another process: our number, the number of the file behind the memory here, its size, and where the tensor begins.
+// For another process: our number, the number of the file behind the memory here, its size, and where the tensor
+// begins.
 std::tuple<int, int, size_t, size_t> export_handle(const at::Tensor& tensor) {
   settle();
   const auto [fd, size, offset] = device_memory().shared_file(tensor.const_data_ptr());
@@ -30,7 +31,8 @@ at::Tensor import_handle(int pid, int fd, size_t size, int device) {
   use_device();
   const auto path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  TORCH_CHECK(opened >= 0, "npu stand-in: the memory of process ", pid, " cannot be opened (", std::strerror(errno), ")");
+  TORCH_CHECK(opened >= 0, "npu stand-in: the memory of process ", pid, " cannot be opened (", std::strerror(errno),
+              ")");
   auto memory = import_memory(opened, size, device);
   close(opened);
   at::Storage storage(c10::Storage::use_byte_size_t(), size, std::move(memory), &device_memory(), false);

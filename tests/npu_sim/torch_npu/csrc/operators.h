@@ -16,8 +16,8 @@
 
 namespace npu_sim {
 
-// The tensor's bytes, seen as a host tensor. It keeps nothing alive, as a device does not: the allocators know when memory is
-// free, and a tensor that a thread of ours let go of could need Python's lock.
+// The tensor's bytes, seen as a host tensor. It keeps nothing alive, as a device does not: the allocators know when
+// memory is free, and a tensor that a thread of ours let go of could need Python's lock.
 inline at::Tensor host_view(const at::Tensor& tensor) {
   const auto options = tensor.options().device(at::kCPU).pinned_memory(std::nullopt).requires_grad(false);
   auto view = at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), options);
@@ -34,7 +34,8 @@ inline at::ScalarType or_default(std::optional<at::ScalarType> dtype) {
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
 inline at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                        std::optional<at::Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+                        std::optional<at::Device> device, std::optional<bool> pin,
+                        std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pin.value_or(false), "only memory of the host can be pinned");
   c10::DeviceGuard guard(device.value_or(device_at(current_device)));
   return at::detail::empty_generic(size, &device_memory(), kKeys, or_default(dtype), format);
@@ -60,7 +61,8 @@ inline at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
-inline const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+inline const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size,
+                                std::optional<at::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
   if (format) impl->empty_tensor_restride(*format);
@@ -86,21 +88,17 @@ inline void record_stream(at::Tensor& self, c10::Stream stream) {
 }
 
 // ---------------------------------------------------------------- copies
-// Returns the place behind the copy. Memory is looked at when the job runs, not before.
-inline Mark queue_copy(Queue& queue, const at::Tensor& from, const at::Tensor& to, Clock::duration delay) {
-  auto target = host_view(to);
-  const auto source = host_view(from);
-  const bool same = source.dtype() == target.dtype() && source.is_conj() == target.is_conj() && source.is_neg() == target.is_neg();
-  const bool plain = same && source.is_contiguous() && target.is_contiguous();
-  return queue.post(
-      [source, target, plain]() mutable {
-        if (plain) {
-          std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), source.nbytes());
-        } else {
-          target.copy_(source);
-        }
-      },
-      delay);
+// The copy of one tensor to another, to be called when it is due. Memory is looked at then, not before.
+inline auto copy_of(const at::Tensor& from, const at::Tensor& to) {
+  return [source = host_view(from), target = host_view(to)]() mutable {
+    const bool alike = source.dtype() == target.dtype() && source.is_conj() == target.is_conj() &&
+                       source.is_neg() == target.is_neg() && source.is_contiguous() && target.is_contiguous();
+    if (alike) {
+      std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), source.nbytes());
+    } else {
+      target.copy_(source);
+    }
+  };
 }
 
 // Between two devices: on the stream of the one that is read, and in the order of both.
@@ -108,7 +106,7 @@ inline void copy_within(const at::Tensor& from, const at::Tensor& to) {
   auto& reads = queue_of(current_stream(from.device().index()));
   auto& writes = queue_of(current_stream(to.device().index()));
   if (&reads != &writes) reads.post_wait(writes.last());
-  const auto copied = queue_copy(reads, from, to, lateness());
+  const auto copied = reads.post(copy_of(from, to), lateness());
   if (&reads != &writes) writes.post_wait(copied);
 }
 
@@ -122,11 +120,12 @@ inline at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool 
   const auto& host = from.is_cpu() ? from : dst;
   const auto& npu = from.is_cpu() ? dst : from;
   auto& queue = queue_of(current_stream(npu.device().index()));
-  // A device copies by itself only to and from pinned memory, and only in one piece: for all else the host lends a hand.
+  // A device copies by itself only to and from pinned memory, in one piece; all else the host does, at once.
   if (non_blocking && host.is_contiguous() && pinned_memory().holds(host.const_data_ptr())) {
-    pinned_memory().record(host.const_data_ptr(), queue_copy(queue, from, dst, lateness()));
+    pinned_memory().record(host.const_data_ptr(), queue.post(copy_of(from, dst), lateness()));
   } else {
-    queue_copy(queue, from, dst, {}).wait();
+    queue.last().wait();
+    copy_of(from, dst)();
   }
   return dst;
 }
@@ -182,7 +181,9 @@ inline std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input
   return {input.mul(mask).mul_(p < 1 ? 1 / (1 - p) : 0), mask};
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
 
 // Regions of autocast run, without casting.
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }

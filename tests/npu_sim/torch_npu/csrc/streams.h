@@ -45,8 +45,9 @@ inline void mark_fork() { forked = forked || in_use; }
 
 // Called by everything that needs a device.
 inline void use_device() {
-  TORCH_CHECK(!forked, "Cannot re-initialize NPU in forked subprocess. To use NPU with multiprocessing, you must use the "
-                       "'spawn' start method");
+  TORCH_CHECK(!forked,
+              "Cannot re-initialize NPU in forked subprocess. To use NPU with multiprocessing, you must use the "
+              "'spawn' start method");
   if (!in_use.exchange(true)) pthread_atfork(nullptr, nullptr, &mark_fork);
 }
 
@@ -91,6 +92,25 @@ class Queue {
     rethrow(ticket);
   }
 
+  // Waits, and leaves what went wrong to be raised at the next wait.
+  void finish(uint64_t ticket) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!reached(ticket)) {
+      if (running_) {
+        changed_.wait(lock);
+        continue;
+      }
+      const auto after = jobs_.front().after;
+      if (after.queue != nullptr && !after.reached()) {
+        lock.unlock();
+        after.queue->finish(after.ticket);
+        lock.lock();
+      } else {
+        run_next(lock);
+      }
+    }
+  }
+
   // Leaves the work to the queue's own thread. False: it was not done by then.
   bool wait_until(uint64_t ticket, Clock::time_point deadline) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -119,7 +139,7 @@ class Queue {
     std::lock_guard<std::mutex> lock(mutex_);
     if (posted_ == 0) std::thread(&Queue::work, this).detach();
     jobs_.push_back(std::move(job));
-    changed_.notify_all();
+    if (jobs_.size() == 1) changed_.notify_all();
     return {this, ++posted_};
   }
 
@@ -144,24 +164,6 @@ class Queue {
   void wait_idly(uint64_t ticket) {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return reached(ticket); });
-  }
-
-  void finish(uint64_t ticket) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (!reached(ticket)) {
-      if (running_) {
-        changed_.wait(lock);
-        continue;
-      }
-      const auto after = jobs_.front().after;
-      if (after.queue != nullptr && !after.reached()) {
-        lock.unlock();
-        after.queue->finish(after.ticket);
-        lock.lock();
-      } else {
-        run_next(lock);
-      }
-    }
   }
 
   void run_next(std::unique_lock<std::mutex>& lock) {
