@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import shutil
 import threading
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,25 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
-from ckpt.backends.base import Backend
-from ckpt.backends.tensorstore import TensorStoreBackend
-from ckpt.backends.zarr import ZarrBackend
+from ckpt import ShardedTensor
 from ckpt.digest import state_digest
 from ckpt.errors import CheckpointError, CorruptCheckpointError
+from ckpt.job import use_topology
 from ckpt.reading.base import LoadingStrategy
 from ckpt.reading.direct import DirectLoad
 from ckpt.reading.two_stage import TwoStageLoad
-from ckpt.strategies.async_utils import AsyncCallsQueue
+from ckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
 from ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from ckpt.topology import Topology
-from tests.device.devices import ADVERSARY, CUDA, NPU, made, why_too_many
+from tests.device.devices import ADVERSARY, CUDA, NPU, why_too_many
 from tests.device.memory import AWKWARD, Kind, Memory, require_same, tiny, values_of
+from tests.device.saves import Saved, coordinator, require_saved, torch_device
 from tests.ranks import run_ranks
 from tests.states import Held, random_bits
 
 pytestmark = pytest.mark.parametrize("device", [NPU, CUDA])
 
-ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
 TWO_STAGE = {
     "one host": ([2], True),
     "two hosts": ([1, 1], True),
@@ -47,71 +44,6 @@ TWO_STAGE = {
     "two hosts, by the device": ([1, 1], False),
 }
 """Ranks per host, and `cpu_transfer`."""
-
-
-def backend_named(name: str) -> Backend:
-    if name == "zstd":
-        return ZarrBackend(compressors=ZSTD)
-    return ZarrBackend() if name == "zarr" else TensorStoreBackend(kvstore=name)
-
-
-def coordinator(
-    topology: Topology,
-    root: Path,
-    held: Held,
-    *,
-    device: str = "cpu",
-    backend: str = "zarr",
-    strategy: LoadingStrategy | None = None,
-    pinned_mib: int = 32,
-    pattern: str = "replicated",
-    component: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> CheckpointCoordinator:
-    """One component on this rank's device; little memory on the way, so that all of it is used again and again."""
-    on = made(device, pinned_mib=pinned_mib)
-    on.use(topology.local_rank)
-    return CheckpointCoordinator(
-        [StateComponent("model", held, pattern, **component or {})],
-        {},
-        topology,
-        root,
-        backend=backend_named(backend),
-        strategy=strategy or DirectLoad(max_in_flight_mib=1),
-        device=on,
-        **options,
-    )
-
-
-def torch_device(device: str, topology: Topology) -> torch.device:
-    return torch.device(device, topology.local_rank)
-
-
-Saved = Callable[[Mapping[str, Kind], int, str], Path]
-
-
-@pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Makes a checkpoint of a state's values, in this process, which has no device; once for all tests."""
-    made: dict[tuple[tuple[str, ...], int, str], Path] = {}
-
-    def save(kinds: Mapping[str, Kind], seed: int, backend: str = "zarr") -> Path:
-        key = tuple(kinds), seed, backend
-        if key not in made:
-            root = tmp_path_factory.mktemp("saved")
-            host = coordinator(Topology.alone(), root, Held(values_of(kinds, seed)), backend=backend)
-            made[key] = Path(host.save_checkpoint(checkpoint_id=f"{seed}"))
-        return made[key]
-
-    return save
-
-
-def require_saved(path: str, kinds: Mapping[str, Kind], seed: int) -> None:
-    """Load a checkpoint here, and compare every bit."""
-    held = Held(values_of(kinds, 99))
-    coordinator(Topology.alone(), Path(path).parent, held).load_checkpoint(path)
-    assert held.loaded is not None
-    require_same(held.loaded, values_of(kinds, seed))
 
 
 class Undisturbed:
@@ -509,6 +441,32 @@ def replicas(topology: Topology, memory: Memory) -> dict[str, Any]:
         key: ShardedTensor.from_rank_offsets(key, tensor, replica_id=topology.rank)
         for key, tensor in memory.tensors().items()
     }
+
+
+def test_copies_that_a_preload_leaves_under_way_are_over_before_its_function_runs(device: str) -> None:
+    """A request of a caller's own, run by the queue in a thread or process of its choice."""
+    run_ranks(1, _preload_late, device, device=device, environment=ADVERSARY)
+
+
+def _preload_late(topology: Topology, device: str) -> None:
+    memory = Memory(AWKWARD, 1, torch_device(device, topology))
+    found: dict[str, torch.Tensor] = {}
+    memory.change(2)
+
+    def preload() -> dict[str, torch.Tensor]:
+        hosts = {key: torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for key, one in memory.tensors().items()}
+        for key, tensor in memory.tensors().items():
+            hosts[key].copy_(tensor, non_blocking=True)
+        return hosts
+
+    def take(_: str, hosts: dict[str, torch.Tensor]) -> None:
+        found.update({key: one.clone() for key, one in hosts.items()})
+
+    queue = AsyncCallsQueue()
+    with use_topology(topology):
+        queue.schedule_async_request(AsyncRequest(take, ("", None), [], preload_fn=preload))
+        queue.maybe_finalize_async_calls(blocking=True)
+    require_same(found, values_of(AWKWARD, 2))
 
 
 @pytest.mark.parametrize("form", FORMATS)

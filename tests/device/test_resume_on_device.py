@@ -187,6 +187,6 @@ def test_a_checkpoint_says_nothing_of_the_device_it_was_saved_on(tmp_path: Path)
         paths.append(checkpoint(run, 2))
     manifests = [read_manifest(path) for path in paths]
     assert manifests[0].arrays == manifests[1].arrays
-    texts = {file.name: file.read_text().lower() for file in paths[1].rglob("*.json")}
+    texts = {str(file): file.read_text().lower() for file in paths[1].rglob("*.json")}
     assert len(texts) > 10
     assert [name for name, text in texts.items() if "npu" in text or "hccl" in text] == []

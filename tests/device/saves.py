@@ -1,0 +1,72 @@
+"""Saves and loads of one component, on a device or on the host, for tests of what a device needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.backends.base import Backend
+from ckpt.backends.tensorstore import TensorStoreBackend
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.reading.base import LoadingStrategy
+from ckpt.reading.direct import DirectLoad
+from ckpt.topology import Topology
+from tests.device.devices import made
+from tests.device.memory import Kind, require_same, values_of
+from tests.states import Held
+
+ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
+
+
+def backend_named(name: str) -> Backend:
+    if name == "zstd":
+        return ZarrBackend(compressors=ZSTD)
+    return ZarrBackend() if name == "zarr" else TensorStoreBackend(kvstore=name)
+
+
+def coordinator(
+    topology: Topology,
+    root: Path,
+    held: Held,
+    *,
+    device: str = "cpu",
+    backend: str = "zarr",
+    strategy: LoadingStrategy | None = None,
+    pinned_mib: int = 32,
+    pattern: str = "replicated",
+    component: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> CheckpointCoordinator:
+    """One component on this rank's device; little memory on the way, so that all of it is used again and again."""
+    on = made(device, pinned_mib=pinned_mib)
+    on.use(topology.local_rank)
+    return CheckpointCoordinator(
+        [StateComponent("model", held, pattern, **component or {})],
+        {},
+        topology,
+        root,
+        backend=backend_named(backend),
+        strategy=strategy or DirectLoad(max_in_flight_mib=1),
+        device=on,
+        **options,
+    )
+
+
+def torch_device(device: str, topology: Topology) -> torch.device:
+    return torch.device(device, topology.local_rank)
+
+
+Saved = Callable[..., Path]
+"""Makes a checkpoint on the host, from the values of a seed: (kinds, seed, backend="zarr")."""
+
+
+def require_saved(path: str, kinds: Mapping[str, Kind], seed: int) -> None:
+    """Load a checkpoint here, and compare every bit."""
+    held = Held(values_of(kinds, 99))
+    coordinator(Topology.alone(), Path(path).parent, held).load_checkpoint(path)
+    assert held.loaded is not None
+    require_same(held.loaded, values_of(kinds, seed))
