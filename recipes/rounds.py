@@ -20,7 +20,7 @@ from recipes.comparison import compared, show
 from recipes.contender import Contender
 from recipes.contenders import contenders_of
 from recipes.measuring import PeakMemory, forget_cache, make_durable, timed, together
-from recipes.workloads import Workload, prepared
+from recipes.workloads import State, Workload, prepared
 
 __all__ = ["benchmark", "check_benchmark", "show"]
 
@@ -61,17 +61,25 @@ def _measured(name: str, contender: Contender, folder: Path, workload: Workload,
             forget_cache(folder, topology)
         if contender.fills and loaded is not None:
             loaded.scramble()
+            loaded.device.synchronize()
         memory = PeakMemory()
         if loaded is not None:
             figures: Figures = {}
             mine[f"{load}_s"] = timed(
-                lambda into=figures: into.update(contender.load(folder)), loaded.topology, loaded.group
+                lambda into=figures: into.update(_loaded(contender, folder, loaded)), loaded.topology, loaded.group
             )
             mine |= figures
             mine["load_peak_mib"] = max(mine.get("load_peak_mib", 0.0), memory.mib())
         if contender.fills:
             _require_identity(f"{name}, {load}", workload, identity)
     return _of_all_ranks(mine, topology)
+
+
+def _loaded(contender: Contender, folder: Path, state: State) -> dict[str, int]:
+    """Load, and wait until everything is where it belongs."""
+    figures = contender.load(folder)
+    state.device.synchronize()
+    return figures
 
 
 def _require_identity(what: str, workload: Workload, identity: str) -> None:

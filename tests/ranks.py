@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -154,7 +154,9 @@ def _started(job: _Job, hosts: list[str], outputs: Path) -> Iterator[list[_Rank]
         with _autoload_off():
             for number, host in enumerate(hosts):
                 here, there = context.Pipe()
-                process = context.Process(target=_rank_main, args=(job, number, host, there, outputs / str(number)))
+                mates = [rank for rank, its_host in enumerate(hosts) if its_host == host]
+                own = replace(job, environment={**job.environment, **devices.shown_to(job.device, mates)})
+                process = context.Process(target=_rank_main, args=(own, number, host, there, outputs / str(number)))
                 process.start()
                 there.close()
                 ranks.append(_Rank(number, process, here))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,16 @@ def why_too_many(name: str, num_ranks: int) -> str:
     if name == "cuda" and torch.cuda.device_count() < num_ranks:
         return f"{num_ranks} ranks need as many CUDA devices, and this machine has {torch.cuda.device_count()}"
     return ""
+
+
+def shown_to(name: str, ranks: Sequence[int]) -> dict[str, str]:
+    """The environment in which the ranks of a simulated host see devices of their own, and of no other host. The stand-in's
+    are each process's own.
+    """
+    if name != "cuda":
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[rank] for rank in ranks)}
 
 
 @functools.cache

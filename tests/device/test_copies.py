@@ -125,6 +125,22 @@ def test_what_was_queued_before_is_in_what_comes_to_the_host() -> None:
     run_late(stage_after_queued_work)
 
 
+def stage_ahead(topology: Topology) -> None:
+    """What is overwritten when the one before it has come was on its way already."""
+    values = [random_tensor(300, 100) for _ in range(5)]
+    tensors = [value.npu() for value in values]
+    for number, (host,) in Staging(4 * MIB).ahead(range(5), lambda number: [tensors[number]]):
+        assert bits(host) == bits(values[number])
+        torch.npu.synchronize()
+        if number < 4:
+            tensors[number + 1].zero_()
+
+
+@pytest.mark.npu
+def test_a_tensor_is_on_its_way_while_the_one_before_it_is_written() -> None:
+    run_late(stage_ahead)
+
+
 def stage_without_room(topology: Topology) -> None:
     columns = random_tensor(600, 700)
     small = [random_tensor(11, 40) for _ in range(900)]
@@ -234,6 +250,35 @@ def test_memory_is_read_into_again_only_when_its_bytes_have_gone() -> None:
     run_late(fill_in_turn)
 
 
+def fill_while_reading(topology: Topology) -> None:
+    """The memory to read the next bytes into is given while the first ones have not come to the device yet."""
+    out = torch.zeros(200, 100, device="npu")
+    torch.npu.synchronize()
+    extent, wanted, data = wanted_of(out)
+    half = extent.length // 2
+    with Filling(half) as filling:
+        filling.place(wanted, 0, half, filling.take(half).copy_(data[:half]))
+        filling.take(half)
+        assert seen_from_elsewhere(out) == bytes(extent.length)
+        filling.place(wanted, half, 2 * half, filling.take(half).copy_(data[half:]))
+    assert seen_from_elsewhere(out) == data.numpy().tobytes()
+
+
+def seen_from_elsewhere(tensor: torch.Tensor) -> bytes:
+    """What a stream sees that waits for no other."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    other = torch.npu.Stream()
+    with torch.npu.stream(other):
+        host.copy_(tensor, non_blocking=True)
+    other.synchronize()
+    return bits(host)
+
+
+@pytest.mark.npu
+def test_bytes_are_on_their_way_while_the_next_are_read() -> None:
+    run_late(fill_while_reading)
+
+
 def fill_from_others(topology: Topology) -> None:
     """From memory of the caller's that is not pinned, and from memory on the device; both are spoilt at once."""
     out, columns = torch.empty(30, 1000, device="npu"), torch.empty(1000, 30, device="npu").t()
@@ -269,12 +314,7 @@ def fill_over_queued_work(topology: Topology) -> None:
         with Filling(MIB) as filling:
             memory = filling.take(len(data)).copy_(data)
             filling.place(wanted, 0, len(data), memory)
-        host = torch.empty(out.shape, pin_memory=True)
-        other = torch.npu.Stream()
-        with torch.npu.stream(other):  # which has waited for nobody
-            host.copy_(out, non_blocking=True)
-        other.synchronize()
-        assert bits(host) == data.numpy().tobytes()
+        assert seen_from_elsewhere(out) == data.numpy().tobytes()
 
 
 @pytest.mark.npu

@@ -353,7 +353,7 @@ def _copies_between_devices_keep_the_order_of_both() -> None:
         other.fill_(4)
         other.copy_(one)
         one.fill_(5)
-        assert other.eq(3).all() and one.eq(5).all()
+        assert other.cpu().eq(3).all() and one.cpu().eq(5).all()
         host = torch.zeros(1 << 12).pin_memory().copy_(one, non_blocking=True)
         torch.npu.synchronize(1)
         assert not host.any()

@@ -41,6 +41,8 @@ STRATEGIES = {
     "two-stage by the device": ["strategy=two-stage", "strategy.cpu_transfer=false"],
 }
 
+ENVIRONMENT = ADVERSARY | {"MASTER_ADDR": "127.0.0.1"}
+"""Whoever starts ranks on several hosts names the first one, and Accelerate asks for it."""
 SMALL = [f"data.path={TEXT}", "train.batch_size=4", "train.steps=2", "save.every=1"]
 
 
@@ -57,7 +59,7 @@ def runs_on(device: str, layout: str, *runs: Run, hosts: int = 1) -> list[dict[s
     nodes = [ranks // hosts] * hosts
     configs = [_composed(run, f"device={device}", f"parallel={layout}") for run in runs]
     by_rank = run_ranks(
-        ranks, _train, configs, process_group=True, timeout_s=240, nodes=nodes, device=device, environment=ADVERSARY
+        ranks, _train, configs, process_group=True, timeout_s=240, nodes=nodes, device=device, environment=ENVIRONMENT
     )
     for summaries in by_rank:
         assert [one["losses"] for one in summaries] == [one["losses"] for one in by_rank[0]]
