@@ -23,7 +23,6 @@ ADVERSARY = {"NPU_SIM_COPY_DELAY_US": "500000", "NPU_SIM_POISON": "1"}
 """For `run_ranks(environment=...)`: the stand-in begins a copy half a second late, unless somebody waits for it, and fills memory that is
 new, or let go of, with a pattern."""
 
-CPU = pytest.param("cpu")
 NPU = pytest.param("npu", marks=pytest.mark.npu)
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 

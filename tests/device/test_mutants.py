@@ -166,6 +166,41 @@ MUTANTS = [
         "",
         (f"{LATE}::test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns",),
     ),
+    Mutant(
+        "an optional component is still being copied when the load returns",
+        "ckpt/loading.py",
+        "                wait_for_all(own.out for own in one.requests)\n",
+        "",
+        (f"{LATE}::test_an_optional_component_is_whole_when_the_load_returns",),
+    ),
+    Mutant(
+        "a background save begins before the copies that it was left",
+        "ckpt/strategies/async_utils.py",
+        "        wait_for_accelerator()\n",
+        "",
+        (f"{LATE}::test_copies_that_a_preload_leaves_under_way_are_over_before_its_function_runs",),
+    ),
+    Mutant(
+        "the network is used on the program's own stream",
+        "ckpt/spread/courier.py",
+        "        with self._network:\n            yield\n",
+        "        with nullcontext():\n            yield\n",
+        (f"{LATE}::test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns",),
+    ),
+    Mutant(
+        "only the stream in use is waited for",
+        "ckpt/device.py",
+        "        torch.get_device_module(device).synchronize(device)",
+        "        torch.get_device_module(device).current_stream(device).synchronize()",
+        (f"{LATE}::test_a_direct_load_comes_after_all_that_was_queued_and_is_over_when_it_returns",),
+    ),
+    Mutant(
+        "only one device of several is waited for",
+        "ckpt/device.py",
+        "    for device in {tensor.device for tensor in tensors}:\n",
+        "    for device in list({tensor.device for tensor in tensors})[:1]:\n",
+        (f"{LATE}::test_an_old_folder_of_pickled_files_is_loaded_after_all_that_was_queued",),
+    ),
 ]
 
 

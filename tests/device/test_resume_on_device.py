@@ -17,7 +17,7 @@ from ckpt.topology import Topology
 from recipes.config import checked
 from recipes.training import train
 from tests.conf.configs import composed
-from tests.device.devices import ADVERSARY, CPU, CUDA, NPU
+from tests.device.devices import ADVERSARY, CUDA, NPU
 from tests.e2e.runs import TEXT
 from tests.ranks import run_ranks
 
@@ -123,7 +123,7 @@ def test_a_resumed_run_is_the_straight_one_to_the_bit(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("device", [CPU, NPU, CUDA])
+@pytest.mark.parametrize("device", [NPU, CUDA])  # on the CPU that is tests/distributed/test_layouts.py
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("layout", "hosts"), [(layout, hosts) for layout in LAYOUTS for hosts in (1, 2) if LAYOUTS[layout] >= hosts]
