@@ -10,14 +10,15 @@ other is written or filled.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
 import torch
 
-from ckpt.device import Mark, SideStream, device_memory, pinned
-from ckpt.dtypes import contiguous
+from ckpt.device import Mark, SideStream, device_memory, no_room, pinned
+from ckpt.dtypes import as_integers, contiguous, raw_bytes
 from ckpt.errors import DeviceMemoryError
 from ckpt.extents import Wanted
 
@@ -32,14 +33,15 @@ Item = TypeVar("Item")
 
 
 class _Streams:
-    """A side stream on every device that is met, made when it is."""
+    """A side stream on every device that is met, taken when it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, role: str) -> None:
+        self._role = role
         self._streams: dict[torch.device, SideStream] = {}
 
     def on(self, device: torch.device) -> SideStream:
         if device not in self._streams:
-            self._streams[device] = SideStream(device)
+            self._streams[device] = SideStream(device, self._role)
         return self._streams[device]
 
     def wait(self) -> None:
@@ -52,7 +54,7 @@ class Staging:
     """Brings tensors to the host in turn, each while those before it are written. One save, one thread.
 
     Args:
-        pinned_bytes: of both halves together. What does not fit one is copied on its own, while nothing else happens.
+        pinned_bytes: of both halves together. What does not fit one goes through it piece by piece, while nothing else happens.
     """
 
     def __init__(self, pinned_bytes: int) -> None:
@@ -60,7 +62,7 @@ class Staging:
         self._halves: list[torch.Tensor] = []
         self._count = 0
         self._told = False
-        self._streams = _Streams()
+        self._streams = _Streams("staging")
 
     def ahead(
         self, items: Iterable[Item], tensors_of: Callable[[Item], Sequence[torch.Tensor]]
@@ -100,17 +102,24 @@ class Staging:
     def _start_batch(self, side: SideStream, tensors: Sequence[torch.Tensor], room: torch.Tensor) -> _Batch:
         """Queue the copy of tensors of one device, laid end to end, into pinned memory; what has no room there is copied at once."""
         with side:  # whatever is made here on the way belongs to that stream, and is let go of in its order
-            try:
-                plain = [contiguous(tensor).view(-1) for tensor in tensors]
-                joined = plain[0] if len(plain) == 1 else torch.cat(plain)
-            except torch.OutOfMemoryError:
-                self._tell_of_no_room(side.device)
-                return _Batch(_brought_in_parts(tensors), None, tensors)
+            joined = self._joined(tensors, side.device)
+            if joined is None:
+                return _Batch(_brought_in_parts(tensors, side.device), None, tensors)
             if joined.nbytes > len(room):
-                return _Batch(joined.cpu(), None, tensors)
+                return _Batch(_brought_through(joined, room, side).view(tensors[0].dtype), None, tensors)
             host = room[: joined.nbytes].view(joined.dtype)
             host.copy_(joined, non_blocking=True)
-            return _Batch(host, side.mark(), tensors)
+            return _Batch(host.view(tensors[0].dtype), side.mark(), tensors)
+
+    def _joined(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+        """The bits of tensors end to end on their device, flat; None: it has no room for them."""
+        try:
+            if len(tensors) == 1:
+                return contiguous(tensors[0]).view(-1)
+            return torch.cat([as_integers(contiguous(tensor).view(-1)) for tensor in tensors])
+        except torch.OutOfMemoryError:
+            self._tell_of_no_room(device)
+            return None
 
     def _tell_of_no_room(self, device: torch.device) -> None:
         if not self._told:
@@ -169,13 +178,14 @@ class Filling:
 
     Args:
         bucket_bytes: of the bucket, and of each half of the pinned memory, which is larger only where more is taken at once.
+        role: of the side streams; where two work at the same time, each has its own.
     """
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int, role: str = "filling") -> None:
         self._bucket_bytes = bucket_bytes
         self._halves: list[_Half] = []
         self._count = 0
-        self._streams = _Streams()
+        self._streams = _Streams(role)
         self._buckets: dict[torch.device, torch.Tensor] = {}
 
     def __enter__(self) -> Self:
@@ -185,6 +195,12 @@ class Filling:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def begin(self, devices: Iterable[torch.device]) -> None:
+        """Wait now for what is queued on devices, and not when the first bytes come for them."""
+        for device in devices:
+            if device.type != "cpu":
+                self._streams.on(device)
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return pinned memory to read into: flat uint8, that no copy reads any more. It is to be placed before the next is taken."""
@@ -219,11 +235,11 @@ class Filling:
 
     def place_within(self, wanted: Wanted, start: int, stop: int, memory: torch.Tensor) -> None:
         """The same from memory on a device. It may be used again when this returns."""
-        for device in wanted.devices:
-            side = self._streams.on(memory.device)
-            with side:
-                wanted.place(start, stop, memory, device)
-            side.wait()
+        side = self._streams.on(memory.device)
+        with side:
+            for device in wanted.devices:
+                wanted.place(start, stop, memory.cpu() if device.type == "cpu" else memory, device)
+        side.wait()
 
     def fill(self, out: torch.Tensor, host: torch.Tensor) -> None:
         """Copy a host tensor into one on any device, of any strides. It may be used again when this returns."""
@@ -292,11 +308,42 @@ class _Half:
         return self.memory[:num_bytes]
 
 
-def _brought_in_parts(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Bring tensors of a device to the host, end to end, with next to no memory on the device."""
+def _brought_through(joined: torch.Tensor, room: torch.Tensor, side: SideStream) -> torch.Tensor:
+    """Bring a flat tensor to new memory through pinned memory that is smaller: a piece is copied on while the next one comes."""
+    step = len(room) // 2 // _ALIGNED * _ALIGNED
+    if step == 0:
+        return joined.cpu()
+    host = torch.empty(joined.numel(), dtype=joined.dtype)
+    there, here = raw_bytes(joined), raw_bytes(host)
+    coming: deque[tuple[int, torch.Tensor, Mark]] = deque()
+    for number, at in enumerate(range(0, len(there), step)):
+        if len(coming) == HALVES:
+            _land(here, *coming.popleft())
+        piece = room[number % HALVES * step :][: min(step, len(there) - at)]
+        piece.copy_(there[at : at + step], non_blocking=True)
+        coming.append((at, piece, side.mark()))
+    for piece_that_comes in coming:
+        _land(here, *piece_that_comes)
+    return host
+
+
+def _land(here: torch.Tensor, at: int, piece: torch.Tensor, mark: Mark) -> None:
+    mark.wait()
+    here[at : at + len(piece)] = piece
+
+
+def _brought_in_parts(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Bring tensors of a device to the host, end to end, with next to no memory on the device.
+
+    Raises:
+        DeviceMemoryError: there is not even so much.
+    """
     host = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
-    for tensor, flat in zip(tensors, host.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True):
-        _copy_in_parts(flat.view(tensor.shape), tensor.detach())
+    try:
+        for tensor, flat in zip(tensors, host.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True):
+            _copy_in_parts(flat.view(tensor.shape), tensor.detach())
+    except torch.OutOfMemoryError as error:
+        raise no_room(device, BUCKET_MIN_BYTES) from error
     return host
 
 
@@ -305,5 +352,9 @@ def _copy_in_parts(host: torch.Tensor, tensor: torch.Tensor) -> None:
     if tensor.nbytes <= BUCKET_MIN_BYTES or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()):
         host.copy_(tensor)
         return
-    for there, here in zip(tensor, host, strict=True):
-        _copy_in_parts(here, there)
+    dim = next(dim for dim, side in enumerate(tensor.shape) if side > 1)
+    side = tensor.shape[dim]
+    step = max(BUCKET_MIN_BYTES * side // tensor.nbytes, 1)
+    for at in range(0, side, step):
+        count = min(step, side - at)
+        _copy_in_parts(host.narrow(dim, at, count), tensor.narrow(dim, at, count))

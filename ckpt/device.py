@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from types import ModuleType, TracebackType
@@ -71,7 +72,14 @@ class Device:
         self.collectives = collectives
         self.plugin = plugin
         self.pinned_bytes = pinned_mib << 20
-        self.torch_device = torch.device("cpu")  # until `use`: before its plugin is imported, torch knows no such type
+        self._own: torch.device | None = None
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device of `use`; without it, torch's current one of this type."""
+        if self.type == "cpu":
+            return torch.device("cpu")
+        return self._own or torch.device(self.type, self._module().current_device())
 
     @property
     def backends(self) -> str:
@@ -123,8 +131,8 @@ class Device:
                 f"device={self.type}: local rank {local_rank} has no device of its own, this host shows {num_devices}; "
                 f"start at most {num_devices} ranks here: launch.nproc_per_node={num_devices}"
             )
-        self.torch_device = torch.device(self.type, local_rank)
-        module.set_device(self.torch_device)
+        self._own = torch.device(self.type, local_rank)
+        module.set_device(self._own)
 
     def synchronize(self) -> None:
         """Wait until everything queued on this rank's device is done, on all its streams."""
@@ -177,8 +185,8 @@ class Device:
     def _generators(self) -> dict[str, torch.device]:
         if self.type == "cpu":
             return {}
-        if self.torch_device.type == self.type:
-            return {f"{self.type}[0]": self.torch_device}
+        if self._own is not None:
+            return {f"{self.type}[0]": self._own}
         return {f"{self.type}[{i}]": torch.device(self.type, i) for i in range(self._module().device_count())}
 
     def _module(self) -> Any:
@@ -192,17 +200,20 @@ class Device:
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Device:
-    """The device that tensors lie on, as far as moving them to the host and back goes; the first by name, if there are several."""
+    """The device that tensors lie on, with the collectives that torch has for it; the first by name, if there are several."""
     found = min((tensor.device for tensor in tensors if tensor.device.type != "cpu"), key=str, default=None)
-    device = Device(type=found.type if found else "cpu", collectives="gloo")
-    if found:
-        device.torch_device = found
+    if found is None:
+        return Device(type="cpu", collectives="gloo")
+    device = Device(
+        type=found.type, collectives=torch.distributed.Backend.default_device_backend_map.get(found.type, "gloo")
+    )
+    device._own = found
     return device
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until everything queued on a device is done, on all its streams. At once, for the host."""
-    if device.type != "cpu":
+    """Wait until everything queued on a device is done, on all its streams. At once, where nothing is ever queued."""
+    if device.type not in ("cpu", "meta"):
         torch.get_device_module(device).synchronize(device)
 
 
@@ -221,32 +232,55 @@ def wait_for_accelerator() -> None:
             module.synchronize()
 
 
+def same_device() -> Callable[[], None]:
+    """Return what makes another thread, if it calls it, work on the device that this thread works on; it begins on the first one."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return lambda: None
+    module = torch.get_device_module(accelerator)
+    if not getattr(module, "is_initialized", lambda: True)():
+        return lambda: None
+    return partial(module.set_device, module.current_device())
+
+
 def pinned(num_bytes: int) -> torch.Tensor:
     """Return page-locked host memory as flat uint8. Torch keeps what is let go of, for whoever asks next."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+_streams: dict[tuple[torch.device, str], Any] = {}
+"""Kept as long as the process: what an allocator has for a stream stays with it, and a new stream would want memory of its own."""
 
 
 class SideStream:
     """A stream of our own on one device: what is queued on it runs beside the program. As a context manager, it is the current one.
 
     What had been queued on the device, on any stream, is done before it begins.
+
+    Args:
+        role: what it is for. There is one stream on a device for each role.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, role: str) -> None:
         self.device = device
         self._module = torch.get_device_module(device)
         wait_for(device)
-        self._stream = self._module.Stream(device=device)
+        if (device, role) not in _streams:
+            _streams[device, role] = self._module.Stream(device=device)
+        self._stream = _streams[device, role]
         self._contexts: list[Any] = []
 
     def __enter__(self) -> None:
-        self._contexts.append(self._module.stream(self._stream))
-        self._contexts[-1].__enter__()
+        # The device first: a thread that works on no device yet would be put on the first one at the end, and take memory there.
+        for context in (self._module.device(self.device), self._module.stream(self._stream)):
+            context.__enter__()
+            self._contexts.append(context)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._contexts.pop().__exit__(kind, error, trace)
+        for _ in range(2):
+            self._contexts.pop().__exit__(kind, error, trace)
 
     def mark(self) -> Mark:
         """A mark behind everything queued on it so far."""
@@ -280,6 +314,14 @@ def device_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         raise no_room(device, num_bytes) from error
+
+
+def empty_beside(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory like a tensor's: on its device, or on the host if that has no room for it."""
+    try:
+        return torch.empty_like(tensor)
+    except torch.OutOfMemoryError:
+        return torch.empty_like(tensor, device="cpu")
 
 
 def no_room(device: torch.device, num_bytes: int | None = None) -> DeviceMemoryError:

@@ -73,6 +73,15 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's elements as integers of their size, where torch has such: no kernel takes them for numbers then.
+
+    Those of CUDA convert on the way through, and give every NaN the same bits; and not every kernel knows every type.
+    """
+    size = tensor.element_size()
+    return tensor.view(_SAME_BITS[size]) if size in _SAME_BITS and size <= 8 else tensor
+
+
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a C-contiguous tensor as a flat uint8 tensor over the same memory."""
     # Not view(-1): of a single element torch keeps whatever stride it had, and then finds no bytes in it.

@@ -133,13 +133,14 @@ class Wanted:
     def place(self, start: int, stop: int, memory: torch.Tensor, device: torch.device | None = None) -> None:
         """Copy what is wanted of the chunk's bytes [start, stop) to where it belongs.
 
-        To a device this is queued on its current stream. Bytes that do not lie in order there must be on it.
+        To a device this is queued on its current stream, and bytes that do not lie in order there must be on it. What the host wants
+        must be on the host.
 
         Args:
             memory: those bytes: 1-D uint8, aligned to an element.
             device: place what it wants, and nothing else; None: all.
         """
-        host = memory.numpy() if _is_on_host(memory) else None
+        host: Any = memory.numpy() if _is_on_host(memory) else None
         for span in self._here(start, stop, device):
             if isinstance(span, Run):
                 span.place(start, stop, memory)
@@ -148,7 +149,7 @@ class Wanted:
             if isinstance(span.memory, torch.Tensor):
                 there = span.memory[first - span.start : last - span.start]
                 there.copy_(memory[first - start : last - start], non_blocking=True)
-            elif host is None or isinstance(span.out, torch.Tensor):
+            elif isinstance(span.out, torch.Tensor):
                 _scatter_on_device(span, memory, start, stop)
             elif span.memory is not None:
                 into = np.frombuffer(span.memory, np.uint8)
@@ -557,8 +558,8 @@ def _scatter(span: _Span, scratch: _Array, start: int, stop: int) -> None:
 
 
 def _scatter_on_device(span: _Span, memory: torch.Tensor, start: int, stop: int) -> None:
-    """The same into a tensor on a device from bytes there, queued on its current stream; or into one on the host, at once."""
-    out: torch.Tensor = span.out if isinstance(span.out, torch.Tensor) else span.part.out.detach()
+    """The same into a tensor on a device from bytes there, queued on its current stream."""
+    out: torch.Tensor = span.out
     strides = _row_major(span.part.region)
     typed = memory[: memory.numel() // out.element_size() * out.element_size()].view(out.dtype)
     for box in _boxes_here(span, start, stop, out.element_size()):

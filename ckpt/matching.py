@@ -16,6 +16,7 @@ import torch
 from ckpt.address import DTensorBoxes, local_tensor, place_of
 from ckpt.box import whole
 from ckpt.collector import collector_paused
+from ckpt.device import empty_beside
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import (
     CheckpointError,
@@ -195,12 +196,15 @@ def match_changed(component: StateComponent, copies: Sequence[SavedCopy]) -> Mat
 
 
 def beside_own_memory(one: Match) -> list[ReadRequest]:
-    """The requests of a component, but into new memory wherever they would fill the object's own."""
+    """The requests of a component, but into new memory wherever they would fill the object's own.
+
+    It is on the same device; on the host, where the device has no room for it.
+    """
     made = {id(tensor) for tensor in one.new.values()}
     return [
         request
         if one.copies is not None or id(request.out) in made
-        else replace(request, out=torch.empty_like(request.out))
+        else replace(request, out=empty_beside(request.out))
         for request in one.requests
     ]
 

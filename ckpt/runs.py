@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpt.dtypes import raw_bytes
+from ckpt.dtypes import as_integers, raw_bytes
 
 SMALL_BYTES = 64 << 10
 """Up to this size a tensor is cheaper to copy than to read into."""
@@ -72,7 +72,8 @@ class Run:
         outs = [part.out for part in self.parts[first:last]]
         shaped = [value if out.dim() == 1 else value.view(out.shape) for out, value in zip(outs, values, strict=True)]
         if self.part.out.device.type != "cpu" and memory.device.type != "cpu":
-            torch._foreach_copy_(outs, shaped)  # few kernels, and not one for each
+            # Few kernels, and not one for each.
+            torch._foreach_copy_([as_integers(out.detach()) for out in outs], [as_integers(value) for value in shaped])
             return
         for out, value in zip(outs, shaped, strict=True):
             out.copy_(value)

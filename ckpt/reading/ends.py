@@ -40,10 +40,8 @@ class RankEnds:
         self.bytes_needed = bytes_of(requests)
         self._checkpoint = checkpoint
         self._verify = verify
-        self._own_filling, self._filling = (
-            Filling(slab_bytes),
-            Filling(slab_bytes),
-        )  # of the reader thread, of the calling one
+        self._own_filling = Filling(slab_bytes, "filling by the reader thread")
+        self._filling = Filling(slab_bytes)
         self._reader = ExtentReader(
             checkpoint.root,
             verify=verify,
@@ -72,6 +70,12 @@ class RankEnds:
             if stretches:
                 rows.append(Want(*key, unit, not chunk.raw, tuple(stretches)))
         return rows
+
+    def begin(self) -> None:
+        """Wait for what is queued on the devices of what this rank wants: later that could mean waiting for other ranks."""
+        devices = {device for wanted in self._wanted.values() for device in wanted.devices}
+        self._own_filling.begin(devices)
+        self._filling.begin(devices)
 
     def fetch(self, piece: Piece, memory: torch.Tensor) -> None:
         """See `Ends.fetch`."""

@@ -13,8 +13,8 @@ import logging
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -101,10 +101,15 @@ class TwoStageLoad:
                 link = self._link_for(topology, members)
                 unless_prepared.callback(lambda: link.close() if link is not None else None)
                 phase.payload = _Said(
-                    _digest_of(rows), members, link.address if link is not None else None, self._settings(verify)
+                    _digest_of(rows),
+                    members,
+                    link.address if link is not None else None,
+                    self._settings(verify),
+                    device.type if rows and not self._cpu_transfer else None,
                 )
             said = [_Said(*one) for one in phase.payloads]
             _require_alike([one.settings for one in said])
+            _require_one_device([one.device for one in said])
             instances = group_of("of two-stage loading", [one.members for one in said], topology.rank).instances
             mates = next(instance for instance in instances if topology.rank in instance)
             with topology.phase("meet") as phase:
@@ -131,7 +136,7 @@ class TwoStageLoad:
                     topology=topology,
                 )
             unless_prepared.pop_all()
-        return TwoStageReading(courier, mine, link, self.timers)
+        return TwoStageReading(courier, mine, link, self.timers, self._forget_groups)
 
     def _settings(self, verify: bool) -> dict[str, Any]:
         """What every rank's plan follows from, besides what is wanted."""
@@ -165,16 +170,27 @@ class TwoStageLoad:
     def _make_groups(
         self, topology: Topology, device: Device, instances: Sequence[Sequence[int]]
     ) -> dict[int, dist.ProcessGroup]:
-        """The process groups that carry bytes between hosts, made once; all ranks make all of them, in one order."""
+        """The process groups that carry bytes between hosts, made once, and again after a load that failed; all ranks make all of them,
+        in one order."""
         if not instances or self._transport is not None:
             return {}
         world = dist.group.WORLD  # all groups go with it, and the next one may lie where it lay
         key = world and weakref.ref(world), tuple(tuple(instance) for instance in instances)
-        with topology.phase("make process groups"):
-            if key not in self._torch_groups:
+        with topology.phase("look for process groups") as phase:
+            phase.payload = key in self._torch_groups
+        if not all(phase.payloads):
+            with topology.phase("make process groups"):
                 backend = "gloo" if self._cpu_transfer else device.collectives
                 self._torch_groups = {key: make_groups(instances, backend, topology.timeout_s)}
         return self._torch_groups[key]
+
+    def _forget_groups(self) -> None:
+        """End what is under way on the process groups, as far as they can, and never use them again."""
+        for group in {id(group): group for groups in self._torch_groups.values() for group in groups.values()}.values():
+            if not self._cpu_transfer:  # a device would wait for ever; gloo gives up after the group's time-out
+                with suppress(RuntimeError):  # collectives that cannot be aborted
+                    group.abort()
+        self._torch_groups = {}
 
     def _slots(
         self,
@@ -241,12 +257,14 @@ class _Said(NamedTuple):
         members: the ranks within which it is to be read once.
         address: where its neighbours reach it; None: nowhere.
         settings: see `TwoStageLoad._settings`.
+        device: the type of device in whose memory parcels travel; None: on the host, or it wants nothing.
     """
 
     wants: str
     members: list[int]
     address: str | None
     settings: dict[str, Any]
+    device: str | None
 
 
 @dataclass(slots=True)
@@ -256,12 +274,14 @@ class TwoStageReading:
     Attributes:
         courier: runs once; None: it has.
         link: was made for this load, even if it is not used.
+        failed: called when this rank's part has failed, and nobody knows what is still on the network.
     """
 
     courier: Courier | None
     ends: RankEnds
     link: HostLink | None
     timers: Timers
+    failed: Callable[[], None]
 
     def run(self) -> ReadStats:
         """See `Reading.run`.
@@ -272,12 +292,17 @@ class TwoStageReading:
         courier, self.courier = self.courier, None
         assert courier is not None, "a reading runs once"
         try:
+            self.ends.begin()
             if courier.link is not None:
                 courier.link.join(courier.hosts.neighbours(courier.rank), courier.topology)
             courier.run()
+        except BaseException:
+            self.failed()
+            raise
         finally:
             for name, seconds in asdict(courier.times).items():
                 self.timers[name].append(seconds)
+            courier.slots.close()
             self.close()
         return ReadStats(self.ends.bytes_read, self.ends.bytes_needed)
 
@@ -329,4 +354,13 @@ def _require_alike(settings: Sequence[Mapping[str, Any]]) -> None:
         name, rank, here, on_lead = difference
         raise ConfigurationError(
             f"{name}: rank {rank} was given {here}, rank 0 {on_lead}; two-stage loading needs the same on all ranks"
+        )
+
+
+def _require_one_device(devices: Sequence[str | None]) -> None:
+    first = {device: devices.index(device) for device in devices if device is not None}
+    if len(first) > 1:
+        ways = ", ".join(f"rank {rank} into {device} memory" for device, rank in first.items())
+        raise ConfigurationError(
+            f"strategy.cpu_transfer=false: {ways}; bytes cannot travel between the two so, set strategy.cpu_transfer=true"
         )

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt.device import Mark, SideStream
+from ckpt.device import Mark, SideStream, same_device
 from ckpt.errors import RankLeftError, sentence
 from ckpt.spread.host import DONE, READY, HostLink
 from ckpt.spread.network import Transport
@@ -83,6 +83,11 @@ class Slots:
         """Around what sends or receives: when it is over, the bytes have gone, or have come."""
         return nullcontext() if self.on_device is None else self.on_device.carrying()
 
+    def close(self) -> None:
+        """The memory may be let go of when this returns."""
+        if self.on_device is not None:
+            self.on_device.close()
+
     def cut(self, memory: torch.Tensor, slot: int) -> torch.Tensor:
         return memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
@@ -96,7 +101,7 @@ class DeviceSlots:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self._reading, self._network = SideStream(memory.device), SideStream(memory.device)
+        self._reading, self._network = SideStream(memory.device, "reading"), SideStream(memory.device, "network")
         self._there: dict[int, Mark] = {}
 
     def bring(self, slot: int, host: torch.Tensor, there: torch.Tensor) -> None:
@@ -116,6 +121,10 @@ class DeviceSlots:
         with self._network:
             yield
             self._network.wait()
+
+    def close(self) -> None:
+        """Wait until nothing is copied to the memory any more, which may then be let go of."""
+        self._reading.wait()
 
 
 class Hosts:
@@ -197,9 +206,10 @@ class Courier:
             Exception: the first that this rank's reading or placing met; it is raised even if another rank has gone since.
         """
         self._prepare()
-        threads = [threading.Thread(target=self._read, name="ckpt-read", daemon=True)]
+        begin = same_device()
+        threads = [threading.Thread(target=self._read, args=(begin,), name="ckpt-read", daemon=True)]
         if self._on_network:
-            threads.append(threading.Thread(target=self._carry, name="ckpt-network", daemon=True))
+            threads.append(threading.Thread(target=self._carry, args=(begin,), name="ckpt-network", daemon=True))
         try:
             for thread in threads:
                 thread.start()
@@ -393,8 +403,9 @@ class Courier:
         with suppress(OSError):  # it is full, or the calling thread has given up and closed its end
             self._wake.send(b".")
 
-    def _read(self) -> None:
+    def _read(self, begin: Callable[[], None]) -> None:
         """The reader thread: what others want too comes first."""
+        begin()
         for parcel in self._mine:
             slot = self._free_reading.get()
             if slot is None:
@@ -422,10 +433,11 @@ class Courier:
                 self._failure = error
         self.times.storage += time.perf_counter() - started
 
-    def _carry(self) -> None:
+    def _carry(self, begin: Callable[[], None]) -> None:
         """The network thread."""
         assert self.transport is not None
         try:
+            begin()
             for number, to in self._on_network.items():
                 parcel = self.spread.parcels[number]
                 ours = parcel.reader == self.rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt import extents
+from ckpt import copies, extents
 from ckpt.backends.base import ChunkExtent
 from ckpt.blocks import BlockDigests
 from ckpt.box import whole
 from ckpt.copies import BUCKET_MIN_BYTES, Filling, Staging
+from ckpt.device import SideStream
 from ckpt.dtypes import contiguous, raw_bytes
 from ckpt.errors import DeviceMemoryError
 from ckpt.extents import ExtentReader, Part, Wanted
@@ -378,3 +380,110 @@ def test_nothing_is_made_for_tensors_of_the_host() -> None:
         patch.setattr("ckpt.copies.pinned", lambda num_bytes: pytest.fail("pinned memory was asked for"))
         ((_, hosts),) = Staging(1 << 50).ahead([None], lambda _: tensors)
     assert hosts[0] is tensors[0] and hosts[1] is tensors[1]
+
+
+# What only a real device would punish
+
+
+def fill_small_of_every_type(topology: Topology) -> None:
+    """Kernels that take several tensors may convert them on the way, or not know their type: they are given integers."""
+    seen: list[torch.dtype] = []
+    foreach, cat = torch._foreach_copy_, torch.cat
+
+    def spied_foreach(outs: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        seen.extend(one.dtype for one in (*outs, *values))
+        foreach(outs, values)
+
+    def spied_cat(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
+        seen.extend(one.dtype for one in tensors if not one.is_cpu)
+        return cat(tensors, **options)
+
+    torch._foreach_copy_, torch.cat = spied_foreach, spied_cat  # type: ignore[assignment]
+    for dtype in ALL_DTYPES:
+        outs = [torch.empty(3 + number, dtype=dtype, device="npu") for number in range(9)]
+        extent, wanted, data = wanted_of(*outs)
+        if dtype == torch.bool:
+            data &= 1
+        with Filling(MIB) as filling:
+            filling.place(wanted, 0, extent.length, filling.take(extent.length).copy_(data))
+        assert b"".join(map(bits, outs)) == data.numpy().tobytes(), dtype
+        ((_, hosts),) = Staging(MIB).ahead([None], lambda _, outs=outs: outs)
+        assert b"".join(map(bits, hosts)) == data.numpy().tobytes(), dtype
+        assert [host.dtype for host in hosts] == [dtype] * 9
+    assert seen and all(dtype in _INTEGERS for dtype in seen if dtype != torch.complex128)
+
+
+_INTEGERS = {torch.uint8, torch.int16, torch.int32, torch.int64}
+
+
+@pytest.mark.npu
+def test_small_tensors_of_every_type_keep_their_bits_as_integers() -> None:
+    run_late(fill_small_of_every_type)
+
+
+def use_in_a_new_thread(topology: Topology) -> None:
+    """A thread begins on the first device; to put it back there would take memory of that device."""
+    met: list[torch.device] = []
+    set_stream = torch.npu.set_stream
+
+    def spied(stream: torch.Stream) -> None:
+        met.append(stream.device)
+        set_stream(stream)
+
+    vars(torch.npu)["set_stream"] = spied
+
+    def work() -> None:
+        with SideStream(torch.device("npu", 3), "test") as _:
+            torch.empty(5, device="npu:3").zero_()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert met and set(met) == {torch.device("npu", 3)}
+
+
+@pytest.mark.npu
+def test_a_thread_that_uses_one_device_touches_no_other() -> None:
+    run_late(use_in_a_new_thread)
+
+
+def stage_and_fill_again_and_again(topology: Topology) -> None:
+    tensors = [_moved(random_tensor(600, 700)).t(), *(random_tensor(11, 40).npu() for _ in range(900))]
+    columns = torch.empty(5000, 40, device="npu").t()
+    _, wanted, data = wanted_of(columns)
+    free = []
+    for _ in range(8):
+        for _ in Staging(16 * MIB).ahead([tensors[:1], tensors[1:]], lambda item: item):
+            pass
+        with Filling(MIB) as filling:
+            filling.place(wanted, 0, len(data), filling.take(len(data)).copy_(data))
+        free.append(torch.npu.mem_get_info()[0])
+    assert len(set(free[1:])) == 1, free
+
+
+@pytest.mark.npu
+def test_what_is_taken_on_the_device_is_the_same_memory_every_time() -> None:
+    """An allocator keeps what it has for a stream: with a new stream for each save that would be more and more."""
+    run_late(stage_and_fill_again_and_again)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [random_tensor(20_000, 64).t(), random_tensor(1, 400_000, 2)[:, :, 1], random_tensor(3, 5, 7)[:, ::2]],
+    ids=["long rows", "one long stride", "small"],
+)
+def test_a_copy_in_parts_takes_no_more_parts_than_its_size_asks_for(
+    tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    whole = copies._copy_in_parts
+
+    def counted(host: torch.Tensor, part: torch.Tensor) -> None:
+        calls.append(part.nbytes)
+        whole(host, part)
+
+    monkeypatch.setattr(copies, "_copy_in_parts", counted)
+    host = torch.empty(tensor.shape)
+    copies._copy_in_parts(host, tensor)
+    assert bits(host) == bits(tensor)
+    assert len(calls) <= 3 * (tensor.nbytes // BUCKET_MIN_BYTES + 1)

@@ -118,3 +118,17 @@ def _save_without_room(topology: Topology, root: Path) -> str:
     path = saver.save_checkpoint(checkpoint_id="3")
     filled.let_go()
     return path
+
+
+def test_an_optional_component_is_read_beside_its_memory_on_the_host_if_need_be(saved: Saved) -> None:
+    run_ranks(1, _load_optional_without_room, saved(AWKWARD, 2), device="npu", environment=SMALL_DEVICE)
+
+
+def _load_optional_without_room(topology: Topology, path: Path) -> None:
+    device = torch_device("npu", topology)
+    memory = Memory(AWKWARD, 1, device)
+    loader = coordinator(topology, path.parent, Held(memory.tensors()), device="npu", component={"required": False})
+    filled = Filled(device, 6 << 20)  # for a bucket, and not for the largest tensor once more
+    loader.load_checkpoint(path)
+    assert filled.free() < 12 << 20
+    memory.require_filled(values_of(AWKWARD, 2), around=1)

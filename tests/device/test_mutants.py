@@ -14,6 +14,7 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[2]
 COPIES = "tests/device/test_copies.py"
 LATE = "tests/device/test_late_copies.py"
+TWO_STAGE = "tests/device/test_two_stage_on_device.py"
 
 
 class Mutant(NamedTuple):
@@ -36,8 +37,8 @@ MUTANTS = [
     Mutant(
         "a side stream begins before what was queued on the device is done",
         "ckpt/device.py",
-        "        wait_for(device)\n        self._stream",
-        "        self._stream",
+        "        wait_for(device)\n        if",
+        "        if",
         (f"{COPIES}::test_what_was_queued_before_is_in_what_comes_to_the_host",),
     ),
     Mutant(
@@ -106,8 +107,8 @@ MUTANTS = [
     Mutant(
         "memory on the device is let go of while it is copied from",
         "ckpt/copies.py",
-        "                wanted.place(start, stop, memory, device)\n            side.wait()\n",
-        "                wanted.place(start, stop, memory, device)\n",
+        "        side.wait()\n",
+        "",
         (f"{COPIES}::test_bytes_of_others_may_be_overwritten_as_soon_as_they_are_placed",),
     ),
     Mutant(
@@ -200,6 +201,41 @@ MUTANTS = [
         "    for device in {tensor.device for tensor in tensors}:\n",
         "    for device in list({tensor.device for tensor in tensors})[:1]:\n",
         (f"{LATE}::test_an_old_folder_of_pickled_files_is_loaded_after_all_that_was_queued",),
+    ),
+    Mutant(
+        "a load in two stages waits for whole devices while ranks wait for each other",
+        "ckpt/reading/two_stage.py",
+        "            self.ends.begin()\n",
+        "",
+        (f"{TWO_STAGE}::test_once_ranks_wait_for_each_other_none_waits_for_its_whole_device",),
+    ),
+    Mutant(
+        "slots are let go of while they are copied to",
+        "ckpt/spread/courier.py",
+        "        self._reading.wait()",
+        "        pass",
+        (f"{TWO_STAGE}::test_no_copy_is_under_way_to_slots_that_are_let_go_of",),
+    ),
+    Mutant(
+        "every save has streams of its own",
+        "ckpt/device.py",
+        "        if (device, role) not in _streams:\n",
+        "        if True:\n",
+        (f"{COPIES}::test_what_is_taken_on_the_device_is_the_same_memory_every_time",),
+    ),
+    Mutant(
+        "a piece through little pinned memory is read before it has come",
+        "ckpt/copies.py",
+        "    mark.wait()\n    here",
+        "    here",
+        (f"{COPIES}::test_tensors_come_to_the_host_bit_for_bit_whatever_room_there_is",),
+    ),
+    Mutant(
+        "pieces through little pinned memory share it",
+        "ckpt/copies.py",
+        "        piece = room[number % HALVES * step :]",
+        "        piece = room[0:]",
+        (f"{COPIES}::test_tensors_come_to_the_host_bit_for_bit_whatever_room_there_is",),
     ),
 ]
 

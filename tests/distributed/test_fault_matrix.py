@@ -238,6 +238,7 @@ OTHER_WAY_IN = ("serialization", "validation", "strategies", "sharded")  # see t
 ONLY_WHERE_COPIES_DIFFER = {"values", "distances"}  # and are compared number by number: the save fails anyway
 BY_TORCH = {
     "name the data-parallel groups",
+    "look for process groups",
     "make process groups",
 }  # which these ranks, being threads, have not: test_two_stage.py
 

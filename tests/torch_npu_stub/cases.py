@@ -154,7 +154,7 @@ def through_pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     going, coming = (pinned(host.nbytes).view(host.dtype).view(host.shape) for _ in range(2))
     going.copy_(host)
     coming.view(torch.uint8).fill_(0xEE)
-    side = SideStream(device)
+    side = SideStream(device, "test")
     with side:
         there = torch.empty_like(host, device=device).copy_(going, non_blocking=True)
         coming.copy_(there, non_blocking=True)
@@ -168,7 +168,7 @@ def a_copy_to_the_host_is_late() -> None:
     device = npu().torch_device
     host = torch.arange(1 << 16)
     there = host.to(device)
-    side = SideStream(device)
+    side = SideStream(device, "test")
     for name in ("mark", "side stream", "device", "accelerator", "wait_stream", "wait_event"):
         waiting_for(name, side, there, host)
 
@@ -199,7 +199,7 @@ def a_copy_to_the_device_is_late() -> None:
     device = npu().torch_device
     source = pinned(MIB).fill_(1)
     there = torch.zeros(MIB, dtype=torch.uint8).to(device)
-    side = SideStream(device)
+    side = SideStream(device, "test")
     for careful, arrives in ((True, 1), (False, 2)):
         source.fill_(1)
         with side:
@@ -222,7 +222,7 @@ def a_side_stream_begins_behind_what_was_queued() -> None:
     with torch.npu.stream(users):
         for _ in range(4):  # so that they are done long after one copy on the side stream would be
             there.copy_(source, non_blocking=True)
-    side = SideStream(device)
+    side = SideStream(device, "test")
     landing = pinned(MIB).fill_(0)
     with side:
         landing.copy_(there, non_blocking=True)

@@ -209,7 +209,7 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
             transport=wires.end(rank) if len(case.hosts) > 1 else None,
             topology=topology,
         )
-        readings.append(TwoStageReading(courier, ends[rank], link, defaultdict(list)))
+        readings.append(TwoStageReading(courier, ends[rank], link, defaultdict(list), lambda: None))
     with ThreadPoolExecutor(world_size) as ranks:
         futures = [ranks.submit(reading.run) for reading in readings]
         raised = [future.exception(10 * PATIENCE_S) for future in futures]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt.device import Device, device_of
+from ckpt.device import Device, device_of, wait_for_all
 from ckpt.errors import ConfigurationError, DeviceUnavailableError
 
 CPU = {"type": "cpu", "collectives": "gloo"}
@@ -28,6 +28,9 @@ class FakeAccelerator:
 
     def set_device(self, device: torch.device) -> None:
         self.current = device
+
+    def current_device(self) -> int:
+        return self.current.index if self.current else 0
 
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
         return self.states[device.index].clone()
@@ -207,3 +210,14 @@ def test_the_device_of_tensors_is_the_one_that_is_not_the_host() -> None:
     assert device_of([torch.zeros(1)]).type == device_of([]).type == "cpu"
     found = device_of([torch.zeros(1), torch.empty(1, device="meta")])
     assert (found.type, found.torch_device) == ("meta", torch.device("meta"))
+
+
+def test_nothing_is_ever_queued_for_tensors_without_memory() -> None:
+    wait_for_all([torch.empty(3, device="meta"), torch.zeros(3)])
+
+
+def test_a_device_that_was_not_given_out_is_the_current_one(accelerator: FakeAccelerator) -> None:
+    device = Device(type="cuda", collectives="nccl")
+    assert device.torch_device == torch.device("cuda", 0)
+    accelerator.set_device(torch.device("cuda", 1))
+    assert device.torch_device == torch.device("cuda", 1)

@@ -1,0 +1,95 @@
+"""What two-stage loading in device memory asks of its ranks, and what it may not wait for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+import ckpt.device
+from ckpt import ShardedTensor
+from ckpt.errors import ConfigurationError
+from ckpt.reading.two_stage import TwoStageLoad
+from ckpt.spread.courier import Courier, DeviceSlots
+from ckpt.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from ckpt.topology import Topology
+from tests.device.devices import ADVERSARY
+from tests.device.memory import AWKWARD, Memory, values_of
+from tests.device.saves import Saved, coordinator, torch_device
+from tests.ranks import run_ranks
+from tests.states import Held
+
+pytestmark = pytest.mark.npu
+
+
+@pytest.mark.parametrize("cpu_transfer", [False, True], ids=["by the device", "by the host"])
+def test_once_ranks_wait_for_each_other_none_waits_for_its_whole_device(saved: Saved, cpu_transfer: bool) -> None:
+    """There the network may be at work for a rank that is gone, and nobody would hear of it."""
+    path = saved(AWKWARD, 2)
+    run_ranks(2, _load_and_watch, path, cpu_transfer, nodes=[1, 1], process_group=True, device="npu", environment=ADVERSARY)  # fmt: skip
+
+
+def _load_and_watch(topology: Topology, path: Path, cpu_transfer: bool) -> None:
+    memory = Memory(AWKWARD, 1, torch_device("npu", topology))
+    strategy = TwoStageLoad(cpu_transfer=cpu_transfer, max_in_flight_mib=16)
+    loader = coordinator(topology, path.parent, Held(memory.tensors()), device="npu", strategy=strategy)
+    run, wait_for = Courier.run, ckpt.device.wait_for
+    waited: list[torch.device] = []
+
+    def watched(courier: Courier) -> None:
+        ckpt.device.wait_for = waited.append
+        try:
+            run(courier)
+        finally:
+            ckpt.device.wait_for = wait_for
+
+    Courier.run = watched  # type: ignore[method-assign]
+    for _ in range(2):
+        loader.load_checkpoint(path)
+        assert waited == []
+    memory.require_filled(values_of(AWKWARD, 2), around=1)
+
+
+def test_ranks_that_load_into_different_memory_are_told_so(tmp_path: Path) -> None:
+    said = run_ranks(2, _load_into_host_and_device, tmp_path, process_group=True, device="npu")
+    assert (
+        said
+        == [
+            "strategy.cpu_transfer=false: rank 0 into npu memory, rank 1 into cpu memory; bytes cannot travel between the two so, set "
+            "strategy.cpu_transfer=true"
+        ]
+        * 2
+    )
+
+
+def _load_into_host_and_device(topology: Topology, root: Path) -> str:
+    values = torch.arange(60_000.0).view(300, 200)
+    root = root / "saved"
+    if topology.is_lead:
+        root.mkdir()
+    dist.barrier()
+    ckpt.save({"w": ShardedTensor.from_rank_offsets("w", values, replica_id=topology.rank)}, root)
+    out = torch.zeros(300, 200, device="cpu" if topology.rank else torch_device("npu", topology))
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", out, replica_id=topology.rank)}
+    with pytest.raises(ConfigurationError) as refused:
+        ckpt.load(wanted, root, TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD, cpu_transfer=False))
+    return str(refused.value).partition(": ")[2]
+
+
+def test_no_copy_is_under_way_to_slots_that_are_let_go_of() -> None:
+    run_ranks(1, _bring_and_close, device="npu", environment=ADVERSARY)
+
+
+def _bring_and_close(topology: Topology) -> None:
+    slots = DeviceSlots(torch.zeros(1 << 20, dtype=torch.uint8, device="npu"))
+    values = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8).pin_memory()
+    slots.bring(0, values, slots.memory)
+    slots.close()
+    host, other = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True), torch.npu.Stream()
+    with torch.npu.stream(other):
+        host.copy_(slots.memory, non_blocking=True)
+    other.synchronize()
+    assert torch.equal(host, values)
