@@ -53,7 +53,8 @@ class TwoStageLoad:
             share. If not, they travel between all ranks in device memory, by the device's own collectives.
         max_in_flight_mib: the most memory that a rank gives to bytes on their way, in MiB; on the host, and as much on the device
             where they travel in device memory. Besides, what a rank alone wants, and cannot read into tensors as it is, passes
-            through one block (4 MiB), and an encoded chunk is decoded whole.
+            through one block (4 MiB), and an encoded chunk is decoded whole; what goes to a device passes through 16 MiB of page-locked
+            memory, and up to 8 MiB on the device.
         transport: carries parcels between hosts; None: torch.distributed.
         read_at: how bytes come from an open file.
 
