@@ -76,7 +76,7 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's elements as integers of their size, where torch has such: no kernel takes them for numbers then.
 
-    Those of CUDA convert on the way through, and give every NaN the same bits; and not every kernel knows every type.
+    Kernels of some devices convert on the way through, and give every NaN the same bits; and not every one knows every type.
     """
     size = tensor.element_size()
     return tensor.view(_SAME_BITS[size]) if size in _SAME_BITS and size <= 8 else tensor
