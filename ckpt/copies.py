@@ -238,7 +238,8 @@ class Filling:
         side = self._streams.on(memory.device)
         with side:
             for device in wanted.devices:
-                wanted.place(start, stop, memory.cpu() if device.type == "cpu" else memory, device)
+                if wanted.wants(start, stop, device):
+                    wanted.place(start, stop, memory.cpu() if device.type == "cpu" else memory, device)
         side.wait()
 
     def fill(self, out: torch.Tensor, host: torch.Tensor) -> None:

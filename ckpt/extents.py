@@ -126,6 +126,10 @@ class Wanted:
         """The name of the first part that wants something of the bytes [begin, end)."""
         return _name_of(self._spans, begin, end)
 
+    def wants(self, start: int, stop: int, device: torch.device) -> bool:
+        """Whether a device wants something of the chunk's bytes [start, stop)."""
+        return bool(self._here(start, stop, device))
+
     def lies_in_order(self, start: int, stop: int, device: torch.device) -> bool:
         """Whether all that a device wants of the chunk's bytes [start, stop) lies there as in the chunk, in few long stretches."""
         return all(span.memory is not None for span in self._here(start, stop, device))

@@ -88,7 +88,7 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("pinned_bytes", [16 * MIB, 2 * 100 * 300 * 4, 4096, 0])
 def test_tensors_come_to_the_host_bit_for_bit_whatever_room_there_is(pinned_bytes: int, copies_hurry: bool) -> None:
     """Whole, just fitting, most of them too large, and all of them; copies over at the last moment, and before anybody asks."""
-    run_late(stage_many, pinned_bytes, copies_hurry)
+    run_late(stage_many, pinned_bytes, copies_hurry, **({"NPU_SIM_COPY_DELAY_US": "0"} if copies_hurry else {}))
 
 
 def stage_mixed(topology: Topology) -> None:
@@ -191,7 +191,7 @@ def fill_any(topology: Topology) -> None:
     devices = ["cpu", "npu:0", "npu:1"]
 
     @given(case=reads(), data=st.data())
-    @settings(max_examples=60, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck), database=None, deadline=None)
     def check(case: Any, data: st.DataObject) -> None:
         chunk, asked, verify, block_bytes = case
         parts = []
@@ -281,30 +281,28 @@ def test_bytes_are_on_their_way_while_the_next_are_read() -> None:
     run_late(fill_while_reading)
 
 
-def fill_from_others(topology: Topology) -> None:
-    """From memory of the caller's that is not pinned, and from memory on the device; both are spoilt at once."""
+def fill_from_others(topology: Topology, on_device: bool, with_host: bool) -> None:
+    """From memory of the caller's that is not pinned, or is on the device, and is spoilt at once."""
     out, columns = torch.empty(30, 1000, device="npu"), torch.empty(1000, 30, device="npu").t()
-    small = [torch.empty(10, 10, device="npu") for _ in range(50)]
-    host = torch.empty(5)
-    extent, wanted, data = wanted_of(out, columns, *small, host)
-    for on_device in (False, True):
-        for tensor in (out, columns, *small, host):
-            tensor.zero_()
-        with Filling(64 << 10) as filling:
-            for start in range(0, extent.length, 32_000):
-                memory = data[start : start + 32_000].clone()
-                if on_device:
-                    memory = memory.npu()
-                    filling.place_within(wanted, start, start + len(memory), memory)
-                else:
-                    filling.place(wanted, start, start + len(memory), memory)
-                memory.fill_(0xAA)
-        assert b"".join(map(bits, (out, columns, *small, host))) == data.numpy().tobytes()
+    tensors = [out, columns, *(torch.empty(10, 10, device="npu") for _ in range(50))]
+    tensors += [torch.empty(5)] if with_host else []
+    extent, wanted, data = wanted_of(*tensors)
+    with Filling(64 << 10) as filling:
+        for start in range(0, extent.length, 32_000):
+            memory = data[start : start + 32_000].clone()
+            memory = memory.npu() if on_device else memory
+            place = filling.place_within if on_device else filling.place
+            place(wanted, start, start + len(memory), memory)
+            memory.fill_(0xAA)
+            torch.npu.current_stream().synchronize()
+    assert b"".join(map(bits, tensors)) == data.numpy().tobytes()
 
 
 @pytest.mark.npu
-def test_bytes_of_others_may_be_overwritten_as_soon_as_they_are_placed() -> None:
-    run_late(fill_from_others)
+@pytest.mark.parametrize("with_host", [False, True], ids=["all on the device", "some on the host"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["from the host", "from the device"])
+def test_bytes_of_others_may_be_overwritten_as_soon_as_they_are_placed(on_device: bool, with_host: bool) -> None:
+    run_late(fill_from_others, on_device, with_host)
 
 
 def fill_over_queued_work(topology: Topology) -> None:
