@@ -153,20 +153,15 @@ def _sync_file_range(fd: int, offset: int, num_bytes: int, flags: int) -> None:
 _KEEP_SIZE = 1
 
 
-def reserve(fd: int, offset: int, num_bytes: int) -> None:
-    """Find room on the disk for bytes that are about to be written, in one piece if there is one, where that can be asked for.
+def reserve(fd: int, offset: int, num_bytes: int) -> bool:
+    """Find room on the disk for bytes that are about to be written, in one piece if there is one; return whether it is reserved.
 
-    Files that several ranks write at a time are otherwise laid out in turns, and read back in many short pieces.
-
-    Raises:
-        OSError: the disk is full.
+    Files that several ranks write at a time are otherwise laid out in turns, and read back in many short pieces. Where there is no
+    room, or none can be reserved, the writes themselves will tell.
     """
     if sys.platform != "linux":
-        return
-    if _libc().fallocate(fd, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)) != 0:
-        code = ctypes.get_errno()
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-            raise OSError(code, os.strerror(code))
+        return False
+    return bool(_libc().fallocate(fd, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)) == 0)
 
 
 def _syncfs(root: Path) -> None:

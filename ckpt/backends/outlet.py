@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import queue
+import resource
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -50,6 +51,9 @@ class Buffers:
         buffer_mib: of all buffers of one writer together, in MiB.
         direct_io: False: no file is written directly.
 
+    Attributes:
+        have_written: directly, at least once: the file system takes such writes.
+
     Raises:
         ConfigurationError: there is no room for a page in each buffer.
     """
@@ -60,6 +64,7 @@ class Buffers:
         self._num_bytes = (buffer_mib << 20) // NUM_BUFFERS
         self._idle: list[list[memoryview]] = []
         self.direct_io = direct_io and _O_DIRECT != 0
+        self.have_written = False
 
     def take(self) -> list[memoryview]:
         """Return all buffers of one writer; `give_back` them. Any thread."""
@@ -267,6 +272,7 @@ class _Direct:
         self._file = file
         self._step = num_bytes or RESERVED_BYTES
         self._reserved = 0
+        self._reserves = True
         self._buffer: memoryview | None = None
         self._fill = 0
         self._at = 0
@@ -289,10 +295,9 @@ class _Direct:
 
     def _hand_over(self) -> None:
         if self._buffer is not None:
-            while self._at + self._fill > self._reserved:
-                with naming(self._file.path):
-                    reserve(self._file.fd, self._reserved, self._step)
-                self._reserved += self._step
+            while self._reserves and self._at + self._fill > self._reserved:
+                self._reserves = reserve(self._file.fd, self._reserved, self._step)
+                self._reserved += self._step if self._reserves else 0
             self._pump.put(self._file, self._buffer, self._fill, self._at)
             self._at, self._fill, self._buffer = self._at + self._fill, 0, None
 
@@ -410,8 +415,10 @@ class _Pump:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._buffers.refuse(file.path, error, tell=self._tells)
-                break
+                if not self._buffers.have_written and not _outgrows(at + len(data)):
+                    self._buffers.refuse(file.path, error, tell=self._tells)
+                break  # else this file may not grow by whole blocks any more, which the next write will say
+            self._buffers.have_written = True
         if done < len(data):
             fd = os.open(file.path, os.O_WRONLY | os.O_CLOEXEC)
             try:
@@ -419,3 +426,9 @@ class _Pump:
                 write_all(fd, data[done:])
             finally:
                 os.close(fd)
+
+
+def _outgrows(size: int) -> bool:
+    """Whether this process may not write files so large."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return most != resource.RLIM_INFINITY and size > most

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
 import os
 import pickle
+import resource
+import signal
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -243,3 +246,42 @@ def test_no_room_stays_reserved_behind_a_file_of_unknown_size(tmp_path: Path) ->
     outlet.make_durable()
     assert (tmp_path / "grows").read_bytes() == data.tobytes()
     assert _blocks(tmp_path / "grows") <= (3 << 20) + 2 * 4096
+
+
+def test_a_disk_without_the_room_that_is_asked_for_ahead_takes_what_fits(
+    tmp_path: Path, takes_direct: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of unknown size asks for more than it will need."""
+
+    class Full:
+        def fallocate(self, *_: Any) -> int:
+            ctypes.set_errno(errno.ENOSPC)
+            return -1
+
+    monkeypatch.setattr("ckpt.backends.files._libc", Full)
+    out = outlet(tmp_path)
+    stream = out.open("large")
+    stream.append(pieces_of(DATA))
+    stream.close()
+    out.flush()
+    assert (tmp_path / "large").read_bytes() == DATA
+
+
+@pytest.mark.parametrize("limit", [1_000_003, 1 << 20], ids=["within a block", "at the end of one"])
+def test_a_file_that_may_not_grow_is_no_file_system_without_direct_writes(
+    tmp_path: Path, takes_direct: None, caplog: pytest.LogCaptureFixture, limit: int
+) -> None:
+    """Up to the limit the system writes, and says of the rest what it says of blocks that are cut."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    buffers = Buffers(buffer_mib=8, direct_io=True)
+    out = outlet(tmp_path, buffers)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as refused:
+            out.write("large", pieces_of(DATA), len(DATA))
+            out.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert refused.value.filename == str(tmp_path / "large")
+    assert buffers.direct_io and not caplog.messages
