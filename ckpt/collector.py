@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Self
@@ -13,22 +15,59 @@ class collector_paused(ContextDecorator):  # used as a decorator, like contextli
 
     Whoever makes an object for each of 20,000 tensors makes the collector walk over all of them, and over everything else
     that the process holds, again and again: half of the time of such a load. For work that ends soon and waits for nobody.
-    What has no cycles is freed at once all the same. Blocks may nest.
+    What has no cycles is freed at once all the same. Blocks may nest, and run in several threads: the process has one
+    collector, which is on again when the last of them ends, if it was on when the first began.
     """
 
-    def __init__(self) -> None:
-        self._was_enabled: list[bool] = []
-
     def __enter__(self) -> Self:
-        self._was_enabled.append(gc.isenabled())
-        gc.disable()
+        _pauses.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._was_enabled.pop():
+        _pauses.end()
+
+
+class _OfThread(threading.local):
+    count = 0
+
+
+class _Pauses:
+    """Those of the process that have begun and not ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a collection may begin while it is held, and run what pauses
+        self._count = 0
+        self._own = _OfThread()
+        self._was_enabled = False
+        os.register_at_fork(
+            before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._end_of_others
+        )
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._count == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._count += 1
+            self._own.count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._own.count -= 1
+            self._end(1)
+
+    def _end(self, number: int) -> None:
+        self._count -= number
+        if self._count == 0 and self._was_enabled:
             gc.enable()
 
-    def _recreate_cm(self) -> collector_paused:
-        return type(self)()
+    def _end_of_others(self) -> None:
+        """A child of a fork has this thread alone: the pauses of the others would never end there."""
+        if self._count > self._own.count:
+            self._end(self._count - self._own.count)
+        self._lock.release()
+
+
+_pauses = _Pauses()

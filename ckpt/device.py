@@ -9,7 +9,7 @@ import os
 import re
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -149,13 +149,9 @@ class Device:
         allocated, peak = (f(self.torch_device) for f in (module.memory_allocated, module.max_memory_allocated))
         return Memory(free, total, allocated, peak)
 
-    @contextmanager
-    def telling_of_room(self) -> Iterator[None]:
-        """Say in a sentence that the device's memory was not enough for what is done within."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise no_room(self.torch_device) from error
+    def telling_of_room(self) -> AbstractContextManager[None]:
+        """See the function of that name."""
+        return telling_of_room(self)
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         """Return torch's generator states by name: "cpu", and "<type>[i]" of each device that the rank works on.
@@ -225,22 +221,24 @@ def wait_for_all(tensors: Iterable[torch.Tensor]) -> None:
 
 def wait_for_accelerator() -> None:
     """Wait for what is queued on this process's current device, if it uses one: a thread must not read half of a copy."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None:
-        module = torch.get_device_module(accelerator)
-        if getattr(module, "is_initialized", lambda: True)():  # to ask a device that nobody uses would take its memory
-            module.synchronize()
+    module = _accelerator_in_use()
+    if module is not None:
+        module.synchronize()
 
 
 def same_device() -> Callable[[], None]:
     """Return what makes another thread, if it calls it, work on the device that this thread works on; it begins on the first one."""
+    module = _accelerator_in_use()
+    return partial(module.set_device, module.current_device()) if module is not None else lambda: None
+
+
+def _accelerator_in_use() -> Any:
+    """The torch module of this process's accelerator; None: it has none, or has not begun to use it, and to ask it takes its memory."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
-        return lambda: None
+        return None
     module = torch.get_device_module(accelerator)
-    if not getattr(module, "is_initialized", lambda: True)():
-        return lambda: None
-    return partial(module.set_device, module.current_device())
+    return module if getattr(module, "is_initialized", lambda: True)() else None
 
 
 def pinned(num_bytes: int) -> torch.Tensor:
@@ -268,19 +266,19 @@ class SideStream:
         if (device, role) not in _streams:
             _streams[device, role] = self._module.Stream(device=device)
         self._stream = _streams[device, role]
-        self._contexts: list[Any] = []
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         # The device first: a thread that works on no device yet would be put on the first one at the end, and take memory there.
-        for context in (self._module.device(self.device), self._module.stream(self._stream)):
-            context.__enter__()
-            self._contexts.append(context)
+        with ExitStack() as contexts:
+            contexts.enter_context(self._module.device(self.device))
+            contexts.enter_context(self._module.stream(self._stream))
+            self._entered.append(contexts.pop_all())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for _ in range(2):
-            self._contexts.pop().__exit__(kind, error, trace)
+        self._entered.pop().__exit__(kind, error, trace)
 
     def mark(self) -> Mark:
         """A mark behind everything queued on it so far."""
@@ -310,10 +308,27 @@ def device_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
     Raises:
         DeviceMemoryError: it has not so much left.
     """
-    try:
+    with telling_of_room(device, num_bytes):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError as error:
-        raise no_room(device, num_bytes) from error
+
+
+def device_memory_within(least: int, most: int, device: torch.device, *, unit: int = 1) -> torch.Tensor:
+    """Return memory of a device as flat uint8: `most` bytes, or, where there is no room, half of them and so on down to the least.
+
+    Args:
+        unit: both are multiples of it, and so is what is returned.
+
+    Raises:
+        DeviceMemoryError: there is no room for the least.
+    """
+    count = most // unit
+    while True:
+        try:
+            return device_memory(count * unit, device)
+        except DeviceMemoryError:
+            if count <= least // unit:
+                raise
+            count = max(count // 2, least // unit)
 
 
 def empty_beside(tensor: torch.Tensor) -> torch.Tensor:
@@ -324,8 +339,24 @@ def empty_beside(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device="cpu")
 
 
-def no_room(device: torch.device, num_bytes: int | None = None) -> DeviceMemoryError:
-    """The error of a device that has not so much memory left; None: as what is being made wants."""
+@contextmanager
+def telling_of_room(device: torch.device | Device, num_bytes: int | None = None) -> Iterator[None]:
+    """Say in a sentence that a device's memory was not enough for what is done within.
+
+    Args:
+        device: a `Device` is asked for the rank's own only if that is so.
+        num_bytes: that it needs; None: nobody knows.
+
+    Raises:
+        DeviceMemoryError: it was not.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise _no_room(device.torch_device if isinstance(device, Device) else device, num_bytes) from error
+
+
+def _no_room(device: torch.device, num_bytes: int | None) -> DeviceMemoryError:
     free, total = torch.get_device_module(device).mem_get_info(device)
     more = "" if num_bytes is None else f" for {_mib(num_bytes)} more"
     return DeviceMemoryError(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ckpt.address import local_tensor
-from ckpt.device import Device, no_room
+from ckpt.device import Device, telling_of_room
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import ConfigurationError, ShapeMismatchError
 from ckpt.flatten import TensorLeaf
@@ -305,13 +305,11 @@ def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], entry: Arra
         DeviceMemoryError: the parameter's device has no room for it.
     """
     dtype = torch_dtype(entry.dtype)
-    try:
+    with telling_of_room(parameter.device, local_tensor(parameter).numel() * dtype.itemsize):
         if entry.shape == tuple(parameter.shape) and parameter.dim() > 0:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         on_device = group.get("capturable") or group.get("fused")
         return torch.empty(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
-    except torch.OutOfMemoryError as error:
-        raise no_room(parameter.device, local_tensor(parameter).numel() * dtype.itemsize) from error
 
 
 def _as_step(value: Any) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING
 
 from ckpt.errors import ConfigurationError
+from recipes.benchmarking import require_counts, typed_keys
 
 BACKENDS = ("zarr", "tensorstore", "tensorstore-file")
 STRATEGIES = ("direct", "two-stage")
@@ -52,15 +52,7 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: there is no such key or contender, a number is too small, or two keys do not go together.
     """
-    try:
-        typed = OmegaConf.to_container(
-            OmegaConf.merge(OmegaConf.structured(BenchmarkKeys), wanted), throw_on_missing=True
-        )
-    except OmegaConfBaseException as error:
-        known = ", ".join(f"benchmark.{f.name}" for f in fields(BenchmarkKeys))
-        raise ConfigurationError(f"{str(error).splitlines()[0]}; the benchmark has {known}") from error
-    assert isinstance(typed, dict)
-    keys = {str(key): value for key, value in typed.items()}
+    keys = typed_keys(BenchmarkKeys, wanted)
     _check_numbers(keys)
     _check_contenders(keys)
     _check_plot(keys)
@@ -74,9 +66,7 @@ def has_matplotlib() -> bool:
 def _check_numbers(keys: dict[str, Any]) -> None:
     small = keys["small_tensors"] or {}
     numbers = {"repeats": keys["repeats"], "load_ranks": keys["load_ranks"]}
-    for name, value in (numbers | {f"small_tensors.{n}": small.get(n) for n in ("count", "elements")}).items():
-        if value is not None and value < 1:
-            raise ConfigurationError(f"benchmark.{name}={value}: expected at least 1")
+    require_counts(numbers | {f"small_tensors.{n}": small.get(n) for n in ("count", "elements")})
     if keys["store_mib_s"] is not None and not keys["store_mib_s"] > 0:
         raise ConfigurationError(f"benchmark.store_mib_s={keys['store_mib_s']}: expected more than 0, or null")
     if small and small["sharing"] not in SHARINGS:

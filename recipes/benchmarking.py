@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ckpt.errors import ConfigurationError
 
 SCRATCH = "scratch"
 """The folder in a run's own in which benchmarks save; gone when they end."""
@@ -32,3 +38,29 @@ def measure(cfg: DictConfig, home: ModuleType) -> None:
             shutil.rmtree(Path(run["run_dir"], SCRATCH), ignore_errors=True)
     if result is not None:
         home.show(result)
+
+
+def typed_keys(kind: type, wanted: Any) -> dict[str, Any]:
+    """Return a benchmark's own keys with the types that a dataclass gives them.
+
+    Raises:
+        ConfigurationError: there is no such key, it has another type, or is missing.
+    """
+    try:
+        keys = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(kind), wanted), throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        known = ", ".join(f"benchmark.{one.name}" for one in fields(kind))
+        raise ConfigurationError(f"{str(error).splitlines()[0]}; the benchmark has {known}") from error
+    assert isinstance(keys, dict)
+    return {str(key): value for key, value in keys.items()}
+
+
+def require_counts(keys: Mapping[str, int | None]) -> None:
+    """Make sure that there is at least one of each, where a number is given.
+
+    Raises:
+        ConfigurationError: there is not.
+    """
+    for name, value in keys.items():
+        if value is not None and value < 1:
+            raise ConfigurationError(f"benchmark.{name}={value}: expected at least 1")

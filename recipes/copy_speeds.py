@@ -13,23 +13,22 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
 from ckpt.backends.base import ChunkExtent
 from ckpt.box import whole
-from ckpt.copies import Filling, Staging
+from ckpt.copies import Filling, Halves, Staging
 from ckpt.device import Device, pinned
 from ckpt.dtypes import raw_bytes
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.extents import SLAB_BYTES, Part, Wanted
 from ckpt.topology import Topology
+from ckpt.writing import PACKED_BYTES
+from recipes.benchmarking import require_counts, typed_keys
 from recipes.measuring import timed
 
 MIB = 1 << 20
-PACK_BYTES = 32 * MIB
 
 
 @dataclass
@@ -44,17 +43,9 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: there is no such key, it has another type, or is too small.
     """
-    try:
-        keys = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(DeviceBenchmarkKeys), wanted))
-    except OmegaConfBaseException as error:
-        raise ConfigurationError(
-            f"{str(error).splitlines()[0]}; the benchmark has benchmark.repeats and benchmark.mib"
-        ) from error
-    assert isinstance(keys, dict)
-    for name, value in keys.items():
-        if value < 1:
-            raise ConfigurationError(f"benchmark.{name}={value}: expected at least 1")
-    return {str(key): value for key, value in keys.items()}
+    keys = typed_keys(DeviceBenchmarkKeys, wanted)
+    require_counts(keys)
+    return keys
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
@@ -134,7 +125,7 @@ class Kind:
         self._wanted = Wanted(ChunkExtent("state", 0, base, ()), parts)
 
     def stage(self) -> None:
-        for _ in Staging(self._device.pinned_bytes).ahead(self._groups, lambda group: group):
+        for _ in Staging(Halves(self._device.pinned_bytes)).ahead(self._groups, lambda group: group):
             pass
 
     def fill(self, source: torch.Tensor | None = None) -> None:
@@ -169,7 +160,7 @@ class Kind:
         """
         staged = [
             host.reshape(-1).view(torch.uint8).clone()
-            for _, hosts in Staging(self._device.pinned_bytes).ahead(self._groups, lambda group: group)
+            for _, hosts in Staging(Halves(self._device.pinned_bytes)).ahead(self._groups, lambda group: group)
             for host in hosts
         ]
         expected = torch.cat([raw_bytes(tensor.cpu().contiguous()) for tensor in self.tensors])
@@ -187,11 +178,14 @@ class Kind:
 
 def _packed(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """What a save copies at once: large tensors alone, small ones together."""
-    groups: list[list[torch.Tensor]] = [[]]
+    groups: list[list[torch.Tensor]] = []
+    room = 0
     for tensor in tensors:
-        if groups[-1] and sum(one.nbytes for one in groups[-1][:1]) * len(groups[-1]) + tensor.nbytes > PACK_BYTES:
+        if not groups or tensor.nbytes > room:
             groups.append([])
+            room = PACKED_BYTES
         groups[-1].append(tensor)
+        room -= tensor.nbytes
     return groups
 
 

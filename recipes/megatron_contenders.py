@@ -16,8 +16,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
@@ -28,7 +26,7 @@ from ckpt.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
 from ckpt.strategies.zarr import ZarrSaveShardedStrategy
 from ckpt.topology import Topology
-from recipes.benchmarking import SCRATCH
+from recipes.benchmarking import SCRATCH, require_counts, typed_keys
 from recipes.comparison import wide_console
 from recipes.config import made
 from recipes.gpt import SIZES
@@ -229,15 +227,8 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: there is no such key, contender or optimizer, or no interpreter where one is needed.
     """
-    try:
-        typed = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(MegatronBenchmarkKeys), wanted))
-    except OmegaConfBaseException as error:
-        known = ", ".join(f"benchmark.{f.name}" for f in dataclasses.fields(MegatronBenchmarkKeys))
-        raise ConfigurationError(f"{str(error).splitlines()[0]}; the benchmark has {known}") from error
-    assert isinstance(typed, dict)
-    keys = {str(key): value for key, value in typed.items()}
-    if keys["repeats"] < 1:
-        raise ConfigurationError(f"benchmark.repeats={keys['repeats']}: expected at least 1")
+    keys = typed_keys(MegatronBenchmarkKeys, wanted)
+    require_counts({"repeats": keys["repeats"]})
     if not keys["contenders"] or {name.removesuffix(TWO_STAGE) for name in keys["contenders"]} - {*_OURS, PEER}:
         raise ConfigurationError(
             f"benchmark.contenders={keys['contenders']}: expected some of {', '.join([*_OURS, PEER])}, also with {TWO_STAGE}"

@@ -14,8 +14,6 @@ from typing import Any
 
 import xxhash
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
@@ -23,12 +21,12 @@ from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.address import local_tensor
 from ckpt.collect import collect, settle_plain
 from ckpt.dtypes import raw_bytes
-from ckpt.errors import ConfigurationError
 from ckpt.flatten import flatten
 from ckpt.pattern_check import examine
 from ckpt.replication import ValidationLevel
 from ckpt.sharing import EQUAL_COPIES
 from ckpt.topology import Topology
+from recipes.benchmarking import require_counts, typed_keys
 from recipes.measuring import timed
 from recipes.training import Training
 
@@ -42,16 +40,11 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     """Return the benchmark's own keys with their right types.
 
     Raises:
-        ConfigurationError: there is no such key, or it has another type.
+        ConfigurationError: there is no such key, it has another type, or is too small.
     """
-    try:
-        keys = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(ValidationBenchmarkKeys), wanted))
-    except OmegaConfBaseException as error:
-        raise ConfigurationError(f"{str(error).splitlines()[0]}; the benchmark has benchmark.repeats") from error
-    assert isinstance(keys, dict)
-    if keys["repeats"] < 1:
-        raise ConfigurationError(f"benchmark.repeats={keys['repeats']}: expected at least 1")
-    return {str(key): value for key, value in keys.items()}
+    keys = typed_keys(ValidationBenchmarkKeys, wanted)
+    require_counts(keys)
+    return keys
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:

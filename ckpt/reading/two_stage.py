@@ -16,21 +16,23 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import xxhash
 
-from ckpt.device import Device, device_memory, pinned
-from ckpt.errors import ConfigurationError, DeviceMemoryError
+from ckpt.device import Device, device_memory_within, pinned
+from ckpt.errors import ConfigurationError
 from ckpt.extents import ALIGNMENT, ReadAt
 from ckpt.reading.base import ReadRequest, ReadStats, Stored, in_flight_bytes
 from ckpt.reading.ends import RankEnds
-from ckpt.spread.courier import Courier, DeviceSlots, Hosts, Slots
+from ckpt.spread.courier import Courier, Hosts
 from ckpt.spread.host import HostLink, has_shared_memory
 from ckpt.spread.network import TorchTransport, Transport, make_groups
 from ckpt.spread.parcels import PIECE_ALIGNMENT, Want, plan_spread
+from ckpt.spread.slots import DeviceSlots, Slots
 from ckpt.spread.timing import Timers, summarize, timed
 from ckpt.topology import Topology, first_difference, group_of
 
@@ -137,7 +139,7 @@ class TwoStageLoad:
                     topology=topology,
                 )
             unless_prepared.pop_all()
-        return TwoStageReading(courier, mine, link, self.timers, self._forget_groups)
+        return TwoStageReading(courier, mine, link, self.timers, partial(self._forget_groups, topology.rank))
 
     def _settings(self, verify: bool) -> dict[str, Any]:
         """What every rank's plan follows from, besides what is wanted."""
@@ -185,12 +187,12 @@ class TwoStageLoad:
                 self._torch_groups = {key: make_groups(instances, backend, topology.timeout_s)}
         return self._torch_groups[key]
 
-    def _forget_groups(self) -> None:
-        """End what is under way on the process groups, as far as they can, and never use them again."""
-        for group in {id(group): group for groups in self._torch_groups.values() for group in groups.values()}.values():
-            if not self._cpu_transfer:  # a device would wait for ever; gloo gives up after the group's time-out
-                with suppress(RuntimeError):  # collectives that cannot be aborted
-                    group.abort()
+    def _forget_groups(self, rank: int) -> None:
+        """End what is under way on this rank's own process group, as far as it can, and never use any of them again."""
+        own = [groups[rank] for groups in self._torch_groups.values() if rank in groups]
+        for group in own if not self._cpu_transfer else ():  # a device would wait for ever; gloo gives up after a time
+            with suppress(RuntimeError):  # collectives that cannot be aborted
+                group.abort()
         self._torch_groups = {}
 
     def _slots(
@@ -231,21 +233,14 @@ def _device_slots(slot_bytes: int, count: int, least: int, device: torch.device)
     Raises:
         DeviceMemoryError: there is no room for the least.
     """
-    wanted = count
-    while True:
-        try:
-            memory = device_memory(count * slot_bytes, device)
-            break
-        except DeviceMemoryError:
-            if count == least:
-                raise
-            count = max(count // 2, least)
-    if count < wanted:
+    wanted = count * slot_bytes
+    memory = device_memory_within(least * slot_bytes, wanted, device, unit=slot_bytes)
+    if len(memory) < wanted:
         _log.warning(
             "%s has no room for %.0f MiB in flight: loading with %.0f MiB, which takes longer; strategy.max_in_flight_mib says how much",
             device,
-            wanted * slot_bytes / 2**20,
-            count * slot_bytes / 2**20,
+            wanted / 2**20,
+            len(memory) / 2**20,
         )
     return memory
 

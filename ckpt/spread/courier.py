@@ -15,8 +15,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -25,11 +25,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt.device import Mark, SideStream, same_device
+from ckpt.device import same_device
 from ckpt.errors import RankLeftError, sentence
 from ckpt.spread.host import DONE, READY, HostLink
 from ckpt.spread.network import Transport
 from ckpt.spread.parcels import Parcel, Piece, Spread
+from ckpt.spread.slots import Slots
 from ckpt.topology import Topology
 
 
@@ -44,87 +45,6 @@ class Ends(Protocol):
 
     def read_own(self, pieces: Sequence[Piece]) -> None:
         """Read what this rank alone wants of one chunk straight to where it belongs. The reader thread calls it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """The memory of this rank that parcels travel in: the first `reading` slots for what it reads, the others for what lands.
-
-    Attributes:
-        host: of all slots, flat bytes, seen by the neighbours, if they share memory; of the reading ones alone, page-locked, where
-            parcels travel in device memory.
-        on_device: in which parcels travel; None: in `host`.
-    """
-
-    host: torch.Tensor
-    slot_bytes: int
-    reading: int
-    landing: int
-    on_device: DeviceSlots | None = None
-
-    def memory(self, slot: int) -> torch.Tensor:
-        """What a parcel travels in, as soon as what was read is there."""
-        if self.on_device is None:
-            return self.cut(self.host, slot)
-        self.on_device.wait(slot)
-        return self.cut(self.on_device.memory, slot)
-
-    def read_into(self, slot: int) -> torch.Tensor:
-        """What a parcel is read into, on the host."""
-        return self.cut(self.host, slot)
-
-    def is_read(self, slot: int, num_bytes: int) -> None:
-        """Put what has been read on its way to where it travels."""
-        if self.on_device is not None:
-            there = self.cut(self.on_device.memory, slot)[:num_bytes]
-            self.on_device.bring(slot, self.read_into(slot)[:num_bytes], there)
-
-    def carrying(self) -> AbstractContextManager[None]:
-        """Around what sends or receives: when it is over, the bytes have gone, or have come."""
-        return nullcontext() if self.on_device is None else self.on_device.carrying()
-
-    def close(self) -> None:
-        """The memory may be let go of when this returns."""
-        if self.on_device is not None:
-            self.on_device.close()
-
-    def cut(self, memory: torch.Tensor, slot: int) -> torch.Tensor:
-        return memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
-
-
-class DeviceSlots:
-    """The slots in device memory, with a stream for the reader thread and one for the network thread.
-
-    Args:
-        memory: of all slots, flat bytes.
-    """
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self._reading, self._network = SideStream(memory.device, "reading"), SideStream(memory.device, "network")
-        self._there: dict[int, Mark] = {}
-
-    def bring(self, slot: int, host: torch.Tensor, there: torch.Tensor) -> None:
-        """Queue the copy of a slot to the device."""
-        with self._reading:
-            there.copy_(host, non_blocking=True)
-            self._there[slot] = self._reading.mark()
-
-    def wait(self, slot: int) -> None:
-        """Wait until what was read into a slot, if anything was, is on the device. Any thread."""
-        if slot in self._there:
-            self._there[slot].wait()
-
-    @contextmanager
-    def carrying(self) -> Iterator[None]:
-        """See `Slots.carrying`."""
-        with self._network:
-            yield
-            self._network.wait()
-
-    def close(self) -> None:
-        """Wait until nothing is copied to the memory any more, which may then be let go of."""
-        self._reading.wait()
 
 
 class Hosts:

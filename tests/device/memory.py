@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -167,3 +168,38 @@ def _stream(device: torch.device, *, is_new: bool) -> Iterator[None]:
         return
     with module.stream(module.Stream(device=device)):
         yield
+
+
+class Filled:
+    """Fills a device, until it is let go of, so that just a little more than so many bytes are free."""
+
+    def __init__(self, device: torch.device, room: int) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._module.empty_cache()
+        self._memory: list[torch.Tensor] = []
+        num_bytes = 256 << 20
+        while num_bytes >= 512:
+            if self.free() - num_bytes >= room:
+                self._memory.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+            else:
+                num_bytes //= 2
+
+    def free(self) -> int:
+        return int(self._module.mem_get_info(self._device)[0])
+
+    def let_go(self) -> None:
+        self._memory.clear()
+        self._module.empty_cache()
+
+
+class Heard(logging.Handler):
+    """Keeps what the library logs from now on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("ckpt").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())

@@ -5,11 +5,9 @@ A state is smaller than what it is loaded through, so the room beside it is what
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
-import torch
 
 from ckpt.errors import DeviceMemoryError
 from ckpt.reading.base import LoadingStrategy
@@ -17,7 +15,7 @@ from ckpt.reading.direct import DirectLoad
 from ckpt.reading.two_stage import TwoStageLoad
 from ckpt.topology import Topology
 from tests.device.devices import ADVERSARY
-from tests.device.memory import AWKWARD, Memory, values_of
+from tests.device.memory import AWKWARD, Filled, Heard, Memory, values_of
 from tests.device.saves import Saved, coordinator, require_saved, torch_device
 from tests.ranks import run_ranks
 from tests.states import Held
@@ -27,41 +25,6 @@ pytestmark = pytest.mark.npu
 SMALL_DEVICE = ADVERSARY | {"NPU_SIM_MEMORY": f"{256 << 20}"}
 ENOUGH = 200 << 10
 """For the smallest bucket, and not for the next one."""
-
-
-class Filled:
-    """Fills a device up to so many bytes, until it is let go of."""
-
-    def __init__(self, device: torch.device, room: int) -> None:
-        self._module = torch.get_device_module(device)
-        self._device = device
-        self._module.empty_cache()
-        self._memory: list[torch.Tensor] = []
-        num_bytes = 256 << 20
-        while num_bytes >= 512:
-            if self.free() - num_bytes >= room:
-                self._memory.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
-            else:
-                num_bytes //= 2
-
-    def free(self) -> int:
-        return int(self._module.mem_get_info(self._device)[0])
-
-    def let_go(self) -> None:
-        self._memory.clear()
-        self._module.empty_cache()
-
-
-class Heard(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("ckpt").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 @pytest.mark.parametrize(

@@ -148,21 +148,21 @@ MUTANTS = [
     ),
     Mutant(
         "a parcel travels before it is on the device",
-        "ckpt/spread/courier.py",
+        "ckpt/spread/slots.py",
         "        self.on_device.wait(slot)\n",
         "",
         (f"{LATE}::test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns",),
     ),
     Mutant(
         "parcels are copied to the device on the reader's own stream, which nobody marks",
-        "ckpt/spread/courier.py",
+        "ckpt/spread/slots.py",
         "        with self._reading:\n",
         "        with nullcontext():\n",
         (f"{LATE}::test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns",),
     ),
     Mutant(
         "a parcel is taken before it has come over the network",
-        "ckpt/spread/courier.py",
+        "ckpt/spread/slots.py",
         "            self._network.wait()\n",
         "",
         (f"{LATE}::test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns",),
@@ -183,7 +183,7 @@ MUTANTS = [
     ),
     Mutant(
         "the network is used on the program's own stream",
-        "ckpt/spread/courier.py",
+        "ckpt/spread/slots.py",
         "        with self._network:\n            yield\n",
         "        with nullcontext():\n            yield\n",
         (f"{LATE}::test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns",),
@@ -211,7 +211,7 @@ MUTANTS = [
     ),
     Mutant(
         "slots are let go of while they are copied to",
-        "ckpt/spread/courier.py",
+        "ckpt/spread/slots.py",
         "        self._reading.wait()",
         "        pass",
         (f"{TWO_STAGE}::test_no_copy_is_under_way_to_slots_that_are_let_go_of",),

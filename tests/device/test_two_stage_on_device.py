@@ -13,7 +13,8 @@ import ckpt.device
 from ckpt import ShardedTensor
 from ckpt.errors import ConfigurationError
 from ckpt.reading.two_stage import TwoStageLoad
-from ckpt.spread.courier import Courier, DeviceSlots
+from ckpt.spread.courier import Courier
+from ckpt.spread.slots import DeviceSlots
 from ckpt.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from ckpt.topology import Topology
 from tests.device.devices import ADVERSARY

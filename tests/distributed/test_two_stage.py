@@ -323,12 +323,14 @@ def test_damage_in_an_optional_component_leaves_out_just_that(tmp_path: Path) ->
     assert others == [first, first]
 
 
-def _one_cannot_place(topology: Topology, root: Path) -> tuple[str, float]:
+def _one_cannot_place(topology: Topology, root: Path, options: dict[str, Any]) -> tuple[str, float]:
     """Rank 1 fails in the required component, with what no disk can raise; another component follows."""
     model = Held({f"w{n}": random_bits((64, 50_000), torch.float32, n) for n in range(4)})
     ema = Held({"e": random_bits((64, 50_000), torch.float32, 9)})
     parts = [StateComponent("model", model, "replicated"), StateComponent("ema", ema, "replicated", required=False)]
-    made = coordinator(topology, root, parts, strategy=TwoStageLoad(), pattern_check="off")
+    made = coordinator(
+        topology, root, parts, strategy=TwoStageLoad(**options), process_groups=pairs(topology), pattern_check="off"
+    )
     path = made.save_checkpoint(checkpoint_id="1")
     if topology.rank == 1:
 
@@ -344,9 +346,17 @@ def _one_cannot_place(topology: Topology, root: Path) -> tuple[str, float]:
 
 def test_a_rank_that_fails_in_one_component_keeps_nobody_waiting_in_the_next(tmp_path: Path) -> None:
     agree_s = 10.0
-    for says, seconds in run_ranks(3, _one_cannot_place, tmp_path, agree_s=agree_s):
+    for says, seconds in run_ranks(3, _one_cannot_place, tmp_path, {}, agree_s=agree_s):
         assert says.endswith("failed in phase read on rank 1: RuntimeError: the device is full")
         assert seconds < agree_s / 2
+
+
+def test_a_rank_that_fails_in_one_instance_of_several_says_why(tmp_path: Path) -> None:
+    """It ends what its own process group has under way, and has no hold of the groups that the others made."""
+    options = {"group": "pairs", "cpu_transfer": False}
+    nodes = HOSTS["each its own"]
+    for says, _ in run_ranks(4, _one_cannot_place, tmp_path, options, nodes=nodes, process_group=True):
+        assert says.endswith("failed in phase read on rank 1: RuntimeError: the device is full")
 
 
 def _killed() -> None:

@@ -96,6 +96,20 @@ def test_a_sweep_over_devices_backends_and_strategies_ends_with_one_table(tmp_pa
     assert printed.count("read back checkpoint-00000002, bit for bit") == 8
 
 
+def test_the_copies_of_a_device_are_measured_beside_plain_ones(tmp_path: Path) -> None:
+    arguments = ["-m", "recipes.benchmark_device", "device=npu", f"output_dir={tmp_path}/run"]
+    sizes = ("benchmark.mib=1", "benchmark.repeats=2")
+    printed = done(Command(arguments, sizes, tmp_path, with_stand_in({})))
+    result = json.loads((tmp_path / "run" / "benchmark_device.json").read_text())
+    assert (result["device"], result["ranks"], result["repeats"]) == ("npu:0", 1, 2)
+    held = {name: (row["tensors"], row["bytes"]) for name, row in result["states"].items()}
+    assert held == {"large tensors": (1, 1 << 20), "tensors of 4 KiB": (256, 1 << 20), "transposed": (1, 1 << 20)}
+    for name, row in result["states"].items():
+        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in row["rounds"].values())
+        assert row["ratios"]["save"] == row["medians"]["plain save"] / row["medians"]["save"] > 0
+        assert name in printed
+
+
 # What cannot be
 
 

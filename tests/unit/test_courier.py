@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.spread.courier import Courier, Hosts, Slots
+from ckpt.spread.courier import Courier, Hosts
 from ckpt.spread.parcels import Parcel, Piece, Spread
+from ckpt.spread.slots import Slots
 from ckpt.topology import Topology
 
 SLOT = 64

@@ -32,9 +32,10 @@ from ckpt.plan import needed_chunks
 from ckpt.reading.base import ReadRequest, StoredPart
 from ckpt.reading.ends import RankEnds
 from ckpt.reading.two_stage import MAX_SLOTS, TwoStageReading
-from ckpt.spread.courier import Courier, Hosts, Slots
+from ckpt.spread.courier import Courier, Hosts
 from ckpt.spread.host import DONE, READY, HostLink
 from ckpt.spread.parcels import PIECE_ALIGNMENT, plan_spread
+from ckpt.spread.slots import Slots
 from ckpt.topology import Topology
 from tests.states import random_bits, same_bits
 

@@ -42,6 +42,30 @@ typename Blocks::iterator holder_of(Blocks& blocks, const void* address) {
   return static_cast<const char*>(address) < found->first + found->second->size ? found : blocks.end();
 }
 
+// Take the block of this address out of those in use.
+template <typename Block>
+Block* taken_out(std::map<char*, Block*>& live, void* data) {
+  const auto found = live.find(static_cast<char*>(data));
+  TORCH_INTERNAL_ASSERT(found != live.end());
+  auto* block = found->second;
+  live.erase(found);
+  return block;
+}
+
+// Hand on the blocks that nothing queued uses any more; the others stay held.
+template <typename Block, typename HandOn>
+void release_unused(std::vector<Block*>& held, HandOn hand_on) {
+  auto still_used = [](const Block* block) {
+    return std::any_of(block->uses.begin(), block->uses.end(), [](auto& use) { return !use.reached(); });
+  };
+  const auto first_free = std::stable_partition(held.begin(), held.end(), still_used);
+  for (auto at = first_free; at != held.end(); ++at) {
+    (*at)->uses.clear();
+    hand_on(*at);
+  }
+  held.erase(first_free, held.end());
+}
+
 // ---------------------------------------------------------------- device memory
 struct DeviceBlock {
   char* data;
@@ -139,10 +163,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   void take_back(void* data) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = live_.find(static_cast<char*>(data));
-    TORCH_INTERNAL_ASSERT(found != live_.end());
-    auto* block = found->second;
-    live_.erase(found);
+    auto* block = taken_out(live_, data);
     bytes(stats_[block->stream.first].allocated_bytes).decrease(block->counted);
     for (const auto& key : block->also_used_on) block->uses.push_back(queue_of(key).last());
     block->also_used_on.clear();
@@ -152,20 +173,13 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   // Put what no other stream uses any more back on the list of its own, where it is overwritten in that stream's order.
   void reclaim() {
-    auto still_used = [](const DeviceBlock* block) {
-      return std::any_of(block->uses.begin(), block->uses.end(), [](auto& use) { return !use.reached(); });
-    };
-    const auto first_free = std::stable_partition(held_.begin(), held_.end(), still_used);
-    for (auto at = first_free; at != held_.end(); ++at) {
-      auto* block = *at;
+    release_unused(held_, [this](DeviceBlock* block) {
       auto& queue = queue_of(block->stream);
-      block->uses.clear();
       block->last =
           poisons() ? queue.post([data = block->data, size = block->size] { std::memset(data, kFreedPattern, size); })
                     : queue.last();
       cached_[{block->stream, block->size}].push_back(block);
-    }
-    held_.erase(first_free, held_.end());
+    });
   }
 
   DeviceBlock* cached(StreamKey stream, size_t size) {
@@ -339,24 +353,15 @@ class PinnedMemory final : public at::HostAllocator {
 
   void take_back(void* data) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = live_.find(static_cast<char*>(data));
-    TORCH_INTERNAL_ASSERT(found != live_.end());
-    held_.push_back(found->second);
-    live_.erase(found);
+    held_.push_back(taken_out(live_, data));
     reclaim();
   }
 
   void reclaim() {
-    auto still_used = [](const PinnedBlock* block) {
-      return std::any_of(block->uses.begin(), block->uses.end(), [](auto& use) { return !use.reached(); });
-    };
-    const auto first_free = std::stable_partition(held_.begin(), held_.end(), still_used);
-    for (auto at = first_free; at != held_.end(); ++at) {
-      (*at)->uses.clear();
-      if (poisons()) std::memset((*at)->data, kFreedPattern, (*at)->size);
-      cached_[(*at)->size].push_back(*at);
-    }
-    held_.erase(first_free, held_.end());
+    release_unused(held_, [this](PinnedBlock* block) {
+      if (poisons()) std::memset(block->data, kFreedPattern, block->size);
+      cached_[block->size].push_back(block);
+    });
   }
 
   static PinnedBlock* fresh(size_t size) {

@@ -1,0 +1,50 @@
+"""What benchmark_device cannot measure is refused before anything is copied, and a save's copies are grouped as a save groups them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt.errors import ConfigurationError
+from ckpt.topology import Topology
+from ckpt.writing import PACKED_BYTES
+from recipes import copy_speeds
+from recipes.copy_speeds import benchmark, check_benchmark
+from tests.conf.configs import config
+
+KEYS = {"repeats": 1, "mib": 1}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"mib": 0}, r"benchmark\.mib=0: expected at least 1"),
+        ({"repeats": "x"}, r"the benchmark has benchmark\.repeats, benchmark\.mib"),
+        ({"gib": 1}, r"'gib'.*the benchmark has benchmark\.repeats, benchmark\.mib"),
+    ],
+)
+def test_keys_that_are_not_the_benchmarks_are_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        check_benchmark({**KEYS, **wrong})
+
+
+def test_a_host_has_no_copies_to_measure(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="device=cpu has no copies to measure"):
+        benchmark(config(tmp_path) | {"benchmark": check_benchmark(KEYS)}, Topology.alone())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_small_tensors_are_copied_together_as_far_as_a_pack_goes_and_large_ones_alone() -> None:
+    sizes = [PACKED_BYTES + 1, 5, PACKED_BYTES - 5, 1, 2, PACKED_BYTES - 2, 7]
+    tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+    groups = copy_speeds._packed(tensors)
+    assert [[one.numel() for one in group] for group in groups] == [
+        [PACKED_BYTES + 1],
+        [5, PACKED_BYTES - 5],
+        [1, 2],
+        [PACKED_BYTES - 2],
+        [7],
+    ]
