@@ -287,6 +287,10 @@ def _raised(
     phase = verdict.phase or before
     cause = verdict.error["message"]
     if len(by_message[cause]) == world_size:
+        if (
+            verdict.error["phase"] is not None
+        ):  # agreed on once already, by ranks that were doing something in the background
+            return verdict.error
         message = f"{verdict.what}: {cause}" if verdict.what else cause
         return {**verdict.error, "message": message, "rank": None, "phase": phase}
     parts = [f"{_failed(verdict, before)} on {_ranks(by_message.pop(cause))}: {cause}"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 EMPTY_DIGEST: str = xxhash.xxh3_128_hexdigest(b"")
@@ -37,8 +39,12 @@ class BlockDigests:
             if self._room == 0:
                 self._finish_block()
 
+    def agree(self, digests: Sequence[int]) -> bool:
+        """Whether the blocks that are whole so far have the first of these digests."""
+        return self._done == list(digests[: len(self._done)])
+
     def close(self) -> tuple[int, ...]:
-        """Return all digests; the last block may be shorter. An empty stream has none."""
+        """Return all digests; the last block may be shorter. An empty stream has none. Nothing may follow."""
         if self._room < self._block_bytes:
             self._finish_block()
         return tuple(self._done)

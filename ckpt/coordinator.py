@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from ckpt.backends.base import Backend
+from ckpt.background import Background
 from ckpt.device import Device
 from ckpt.doctor import Diagnosis
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.incremental import linked_with
 from ckpt.loading import Loader, committed_newest_first
+from ckpt.overlap import Optimizers
 from ckpt.provider import Provider, components_of, groups_of
 from ckpt.reading.base import LoadingStrategy
-from ckpt.report import LoadReport
-from ckpt.saving import Saver, SaveReport
+from ckpt.report import LoadReport, Status
+from ckpt.save_settings import SaveSettings
+from ckpt.saving import Saver, SaveReport, SaveTarget
 from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.statefuls import as_stateful
 from ckpt.topology import Topology
 from ckpt.writing import PACKED_BYTES
+
+IN_THE_FOREGROUND = SaveSettings()
 
 _log = logging.getLogger("ckpt")
 
@@ -29,7 +37,9 @@ _log = logging.getLogger("ckpt")
 class CheckpointCoordinator:
     """Saves and loads state components over all ranks, or on none.
 
-    Every method is called by all ranks in the same order; an error of one rank is raised by all of them.
+    Every method is called by all ranks in the same order; an error of one rank is raised by all of them. With `saves.mode` "async" a
+    save goes on after its call has returned, and what becomes of it is told by a later call. Then the coordinator is closed at the end, or
+    used as a context manager, which waits for what is under way.
 
     Args:
         state_components: what a checkpoint holds. Bare modules and optimizers are wrapped.
@@ -50,6 +60,12 @@ class CheckpointCoordinator:
             "error" refuses these, too, and "off" does not look.
         packed_mib: the longest array that small tensors are packed in, in MiB: the memory that packing them takes.
         stale_s: silence after which another run's unfinished save counts as abandoned, in seconds.
+        saves: whether training waits for saves, and what may go on beside it.
+
+    Attributes:
+        last_save: what the newest save did that is known to be committed.
+        reports: of all saves that are known to be committed, in order.
+        last_load: what the newest load did.
 
     Raises:
         ConfigurationError: two components share a key, or one names a group that does not exist, or `packed_mib` is below 1.
@@ -73,6 +89,7 @@ class CheckpointCoordinator:
         allow_pickle: bool = False,
         pattern_check: str = "warn",
         packed_mib: int = PACKED_BYTES >> 20,
+        saves: SaveSettings = IN_THE_FOREGROUND,
     ) -> None:
         if process_groups:
             topology.name_groups(process_groups)
@@ -85,11 +102,15 @@ class CheckpointCoordinator:
             )
         self.output_dir = Path(output_dir)
         self.last_save: SaveReport | None = None
+        self.reports: list[SaveReport] = []
         self.last_load: LoadReport | None = None
         self._topology = topology
         self._keep_last = keep_last
         self._overwrite = overwrite
         self._refused: dict[Path, str] = {}
+        self._condemned: dict[Path, str] = {}
+        self._saves = saves
+        self._background = Background(topology, saves, device, backend) if saves.is_async else None
         self._saver = Saver(
             components,
             topology,
@@ -100,8 +121,12 @@ class CheckpointCoordinator:
             run_id=str(self.output_dir.absolute()),
             pattern_check=pattern_check,
             packed_bytes=packed_mib << 20,
+            delete=self._background.delete if self._background is not None else None,
         )
         self._loader = Loader(components, topology, strategy, device, verify=verify, allow_pickle=allow_pickle)
+        self._optimizers = Optimizers(components if saves.overlap else ())
+        if self._background is not None:
+            self._optimizers.before_steps(self._background.wait_for_snapshots)
 
     @classmethod
     def for_provider(
@@ -124,30 +149,124 @@ class CheckpointCoordinator:
 
     def save_checkpoint(
         self, checkpoint_path: str | Path | None = None, checkpoint_id: str | None = None, validate: bool = False
-    ) -> str:
-        """Save all components and return the path of the committed checkpoint.
+    ) -> str | None:
+        """Save all components and return the path of the checkpoint.
 
         The checkpoint is `<output_dir>/checkpoint-<checkpoint_id>`; an existing one of that name is replaced at the moment of the
         commit. Until then, and if anything fails on any rank, the newest checkpoint is the one before.
 
+        With `saves.mode` "async" it is committed some time after this returns, and holds the state at the call. What is copied beside
+        training (`saves.overlap`) must not be written to before the next step of its optimizer, or `wait_for_snapshot`.
+
         Args:
             checkpoint_path: the folder to save to, instead of a name in output_dir; its last part is `checkpoint-<id>`.
-            checkpoint_id: default: the time of day, UTC, as the lead reads it.
+            checkpoint_id: default: the time of day, UTC, as the lead reads it. A number is taken for the step.
             validate: compare all copies that should be equal, by every bit, hold every declaration against what the ranks have, and
                 read everything back, before the commit.
 
+        Returns:
+            the path; None if nothing is saved, because another save is under way still and `saves.when_busy` is "skip".
+
         Raises:
             CheckpointError: the same on every rank; nothing was committed, unless it says so at its end: then another rank
-                failed when the lead had renamed the folder already.
+                failed when the lead had renamed the folder already. It may be the error of an earlier save in the background, whose
+                name it begins with.
         """
+        started = time.perf_counter()
         root, checkpoint_id = self._target(checkpoint_path, checkpoint_id)
-        keep_last = 1 if self._overwrite else self._keep_last
-        self.last_save = self._saver.save(
-            root, checkpoint_id, validate=validate, refused=self._refused, keep_last=keep_last
+        if self._background is not None:
+            self._learn(blocking=self._saves.when_busy == "wait")
+            if self._background.num_pending and self._saves.when_busy == "skip":
+                if self._topology.is_lead:
+                    _log.warning("checkpoint-%s is skipped: the save before it is under way still", checkpoint_id)
+                return None
+        target = SaveTarget(
+            root,
+            checkpoint_id,
+            validate=validate,
+            refused=dict(self._refused),
+            keep_last=1 if self._overwrite and not self.num_pending else self._keep_last,
+            condemned=dict(self._condemned),
+            min_live=self._saves.incremental_min_live if self._saves.incremental else None,
         )
+        if self._background is None:
+            self._take_in(self._saver.save(target))
+            return str(target.path)
+        with self._topology.operation(target.what):
+            prepared = self._saver.prepare(target)
+        self._background.begin(prepared, started, self._optimizers.watch() if self._saves.overlap else None)
+        return str(target.path)
+
+    def maybe_finalize(self, blocking: bool = False) -> list[SaveReport]:
+        """Learn which saves in the background have been committed since the last call, in order. Collective.
+
+        It costs one agreement; nothing where none is under way.
+
+        Args:
+            blocking: wait for all that are under way.
+
+        Raises:
+            CheckpointError: a save failed in the background, on every rank, unless `saves.on_async_error` is "warn".
+        """
+        return self._learn(blocking=blocking)
+
+    def wait(self) -> None:
+        """Wait for all saves in the background. Collective. Raises as `maybe_finalize` does."""
+        self._learn(blocking=True)
+
+    def wait_for_snapshot(self) -> None:
+        """Return when no state is being copied any more, so that everything may change. Optimizers' steps wait by themselves.
+
+        Not collective.
+        """
+        if self._background is not None:
+            self._background.wait_for_snapshots()
+
+    @property
+    def num_pending(self) -> int:
+        """Saves in the background whose end no call has told of yet."""
+        return 0 if self._background is None else self._background.num_pending
+
+    def close(self) -> None:
+        """Wait for all saves in the background, and let go of memory, threads and processes. Collective, if any are under way.
+
+        Raises:
+            CheckpointError: as `maybe_finalize` does.
+        """
+        try:
+            self.wait()
+        finally:
+            self._let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # on this rank alone, perhaps: what is under way ends, or is given up, and the error stays the one that is told
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._optimizers.close()
+        if self._background is not None:
+            self._background.close()
+
+    def _learn(self, *, blocking: bool) -> list[SaveReport]:
+        """Take in what has become of saves in the background."""
+        reports = [] if self._background is None else self._background.finalize(blocking=blocking)
+        for report in reports:
+            self._take_in(report)
+        return reports
+
+    def _take_in(self, report: SaveReport) -> None:
+        self.last_save = report
+        self.reports.append(report)
         self._overwrite = False
-        self._refused.pop(Path(self.last_save.path), None)
-        return self.last_save.path
+        self._refused.pop(Path(report.path), None)
+        self._condemned.clear()  # they have been moved
 
     def diagnose(self) -> list[Diagnosis]:
         """Say of every component which sharing pattern it truly has, as far as one look can tell. Saves nothing.
@@ -174,10 +293,13 @@ class CheckpointCoordinator:
             CorruptCheckpointError: the named one, or all of them, are damaged.
             CheckpointError: anything else, the same on every rank.
         """
+        self._learn(blocking=True)
         if checkpoint_path is not None:
             self.last_load = self._loader.load(Path(checkpoint_path), strict=strict, may_be_old=True)
-            return
-        self.last_load = self._load_newest(strict)
+        else:
+            self.last_load = self._load_newest(strict)
+        if any(one.status is Status.FAILED for one in self.last_load.components):
+            self._saver.distrust(Path(self.last_load.path))
 
     def _load_newest(self, strict: bool) -> LoadReport:
         with (
@@ -191,17 +313,35 @@ class CheckpointCoordinator:
             raise CheckpointNotFoundError(f"there is no committed checkpoint in {self.output_dir}")
         passed_over: dict[Path, str] = {}
         for path in paths:
+            if path in passed_over:
+                continue
             try:
                 report = self._loader.load(path, strict=strict)
             except CorruptCheckpointError as error:
                 passed_over[path] = str(error)
                 if self._topology.is_lead:
                     _log.warning("%s is damaged and passed over: %s", path, error)
+                sharing = self._sharing_damage(path, error)
+                passed_over.update(sharing)
+                if sharing:
+                    self._condemned |= {path: str(error), **sharing}
                 continue
             self._refused.update(passed_over)
             return dataclasses.replace(report, fell_back_from=tuple(map(str, passed_over)))
         reasons = "; ".join(passed_over.values())
         raise CorruptCheckpointError(f"every checkpoint in {self.output_dir} is damaged: {reasons}")
+
+    def _sharing_damage(self, path: Path, error: CorruptCheckpointError) -> dict[Path, str]:
+        """The checkpoints that have a damaged file of this one in common with it, and what is wrong with them."""
+        if error.file is None:
+            return {}
+        with self._topology.phase("look for links") as phase:
+            if self._topology.is_lead:
+                phase.payload = [str(other) for other in linked_with(path.parent, path, [error.file])]
+        return {
+            Path(other): f"{error.file} is one and the same file as that of {path.name}, which is damaged"
+            for other in phase.payloads[0]
+        }
 
     def _target(self, checkpoint_path: str | Path | None, checkpoint_id: str | None) -> tuple[Path, str]:
         if checkpoint_path is None:

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
 import torch
 
-from ckpt.device import Mark, SideStream, device_memory, no_room, pinned
+from ckpt.device import Mark, SideStream, device_memory_within, pinned, telling_of_room
 from ckpt.dtypes import as_integers, contiguous, raw_bytes
-from ckpt.errors import DeviceMemoryError
 from ckpt.extents import Wanted
 
 HALVES = 2
@@ -50,17 +49,37 @@ class _Streams:
             stream.wait()
 
 
-class Staging:
-    """Brings tensors to the host in turn, each while those before it are written. One save, one thread.
+class Halves:
+    """Pinned memory of which one half is used while the other is written. Memory for `Staging`.
 
     Args:
-        pinned_bytes: of both halves together. What does not fit one goes through it piece by piece, while nothing else happens.
+        pinned_bytes: of both together.
     """
 
     def __init__(self, pinned_bytes: int) -> None:
         self._half_bytes = pinned_bytes // HALVES
         self._halves: list[torch.Tensor] = []
         self._count = 0
+
+    def __call__(self, num_bytes: int) -> torch.Tensor:
+        """The half whose item is done with, for the one after it has been yielded since; it may be smaller than asked for."""
+        number = self._count % HALVES
+        self._count += 1
+        if number == len(self._halves):
+            self._halves.append(pinned(self._half_bytes))
+        return self._halves[number]
+
+
+class Staging:
+    """Brings tensors to the host in turn, each while those before it are written. One save, one thread.
+
+    Args:
+        room: gives memory for the tensors of an item that lie on devices, pinned and flat; called once for each such item, in turn.
+            What does not fit goes through it piece by piece, while nothing else happens.
+    """
+
+    def __init__(self, room: Callable[[int], torch.Tensor]) -> None:
+        self._room = room
         self._told = False
         self._streams = _Streams("staging")
 
@@ -90,10 +109,9 @@ class Staging:
         for number, host in enumerate(hosts):
             if host is None:
                 on_device.setdefault(tensors[number].device, []).append(number)
-        room = self._next_half() if on_device else None
         batches = []
+        room = self._room(_room_bytes(tensors, on_device)) if on_device else torch.empty(0)
         for device, numbers in on_device.items():
-            assert room is not None
             batch = self._start_batch(self._streams.on(device), [tensors[number] for number in numbers], room)
             room = room[-(-batch.host.nbytes // _ALIGNED) * _ALIGNED :]
             batches.append((numbers, batch))
@@ -130,13 +148,11 @@ class Staging:
                 device,
             )
 
-    def _next_half(self) -> torch.Tensor:
-        """The half whose item is done with, for the one after it has been yielded since."""
-        number = self._count % HALVES
-        self._count += 1
-        if number == len(self._halves):
-            self._halves.append(pinned(self._half_bytes))
-        return self._halves[number]
+
+def _room_bytes(tensors: Sequence[torch.Tensor], on_device: Mapping[torch.device, Sequence[int]]) -> int:
+    """The memory that tensors take, batch by batch, each of them aligned."""
+    batches = (sum(tensors[number].nbytes for number in numbers) for numbers in on_device.values())
+    return sum(-(-num_bytes // _ALIGNED) * _ALIGNED for num_bytes in batches)
 
 
 class _Batch(NamedTuple):
@@ -271,21 +287,16 @@ class Filling:
             wanted.place(start + at, start + at + len(piece), there, device)
 
     def _bucket(self, device: torch.device) -> torch.Tensor:
-        num_bytes = self._bucket_bytes
-        while device not in self._buckets:
-            try:
-                self._buckets[device] = device_memory(num_bytes, device)
-            except DeviceMemoryError:
-                if num_bytes <= BUCKET_MIN_BYTES:
-                    raise
-                num_bytes = max(num_bytes // 2, BUCKET_MIN_BYTES)
-        if num_bytes < self._bucket_bytes:
-            _log.warning(
-                "%s has no room for a bucket of %.1f MiB: loading through one of %.2f MiB, which takes longer",
-                device,
-                self._bucket_bytes / 2**20,
-                num_bytes / 2**20,
-            )
+        if device not in self._buckets:
+            bucket = device_memory_within(BUCKET_MIN_BYTES, self._bucket_bytes, device)
+            if len(bucket) < self._bucket_bytes:
+                _log.warning(
+                    "%s has no room for a bucket of %.1f MiB: loading through one of %.2f MiB, which takes longer",
+                    device,
+                    self._bucket_bytes / 2**20,
+                    len(bucket) / 2**20,
+                )
+            self._buckets[device] = bucket
         return self._buckets[device]
 
 
@@ -340,11 +351,9 @@ def _brought_in_parts(tensors: Sequence[torch.Tensor], device: torch.device) -> 
         DeviceMemoryError: there is not even so much.
     """
     host = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
-    try:
+    with telling_of_room(device, BUCKET_MIN_BYTES):
         for tensor, flat in zip(tensors, host.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True):
             _copy_in_parts(flat.view(tensor.shape), tensor.detach())
-    except torch.OutOfMemoryError as error:
-        raise no_room(device, BUCKET_MIN_BYTES) from error
     return host
 
 

@@ -17,15 +17,23 @@ class CheckpointError(Exception):
         rank: the rank that met the cause; None if all ranks met it alike or nobody can say.
         phase: the step of the save or load, such as "write"; None outside of one.
         component: the component at hand, if one was.
+        file: the damaged file, by its path below the checkpoint, where one is damaged. Other checkpoints may link it.
     """
 
     def __init__(
-        self, message: str, *, rank: int | None = None, phase: str | None = None, component: str | None = None
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        phase: str | None = None,
+        component: str | None = None,
+        file: str | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.phase = phase
         self.component = component
+        self.file = file
 
     def __str__(self) -> str:  # KeyError and OSError have their own ideas of str(); a sentence stays a sentence
         return str(self.args[0])
@@ -53,6 +61,14 @@ class ShardingError(CheckpointError, ValueError):
 
 class ReplicationError(CheckpointError, ValueError):
     """Copies that were declared equal are not."""
+
+
+class StateChangedError(CheckpointError, RuntimeError):
+    """What was being saved was written to before its copy was complete."""
+
+
+class SaveAbandonedError(CheckpointError, RuntimeError):
+    """A save in the background was given up, for its process is to end."""
 
 
 class MissingStateError(CheckpointError, KeyError):
@@ -97,6 +113,8 @@ _FAMILY: dict[str, type[CheckpointError]] = {
         ShapeMismatchError,
         ShardingError,
         ReplicationError,
+        StateChangedError,
+        SaveAbandonedError,
         MissingStateError,
         WorldSizeError,
         CheckpointNotFoundError,
@@ -138,6 +156,7 @@ def describe(error: BaseException) -> dict[str, Any]:
         "rank": getattr(error, "rank", None),
         "phase": getattr(error, "phase", None),
         "component": getattr(error, "component", None),
+        "file": error.file if isinstance(error, CheckpointError) else None,
     }
 
 
@@ -149,4 +168,5 @@ def rebuild(description: dict[str, Any]) -> CheckpointError:
         rank=description["rank"],
         phase=description["phase"],
         component=description["component"],
+        file=description.get("file"),
     )

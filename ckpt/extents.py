@@ -366,7 +366,8 @@ class ExtentReader:
             if got == 0:
                 raise CorruptCheckpointError(
                     f"{name}: {path} ends at byte {at}, where bytes {chunk.offset} to {chunk.offset + chunk.length} "
-                    "were saved. Load an earlier checkpoint."
+                    "were saved. Load an earlier checkpoint.",
+                    file=chunk.file,
                 )
             at += got
             self.bytes_read += got
@@ -393,7 +394,8 @@ class ExtentReader:
                 raise CorruptCheckpointError(
                     f"{name_of(begin, end)}: bytes {chunk.offset + begin} to {chunk.offset + end} of "
                     f"{self._root / chunk.file} are not those that were saved (xxh3 {found:016x}, saved as "
-                    f"{chunk.digests[number]:016x}). Load an earlier checkpoint."
+                    f"{chunk.digests[number]:016x}). Load an earlier checkpoint.",
+                    file=chunk.file,
                 )
 
     def _open(self, file: str, name: str) -> int:
@@ -405,7 +407,7 @@ class ExtentReader:
             fd = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise CorruptCheckpointError(
-                f"{name}: {self._root / file} is missing. Load an earlier checkpoint."
+                f"{name}: {self._root / file} is missing. Load an earlier checkpoint.", file=file
             ) from error
         if len(self._files) >= MAX_OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])

@@ -7,7 +7,8 @@ Names below the checkpoint root:
                                           checkpoint-<id> lies beside it, a kill came between, and readers take this one
     .unpublished-<id>-<nonce>             a save in progress, or what a killed one left
     .unpublished-<id>-<nonce>.owner.json  beside it: who writes it; locked by the lead, its mtime the lead's heartbeat
-    .quarantined-<id>-<nonce>             had the name that a save needed, and was damaged or no checkpoint; kept
+    .quarantined-<id>-<nonce>             was damaged, and had the name that a save needed or shared a damaged file; or was no
+                                          checkpoint, and had such a name; kept
     .quarantined-<id>-<nonce>.reason.txt  beside it: why
     .removed-<id>-<nonce>                 on its way out: never read, and the next save finishes the removal
 """
@@ -20,7 +21,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -63,15 +64,25 @@ class Ledger:
             another run left, only when its heartbeat has been silent for `stale_s`.
         keep_last: how many checkpoints `retain` leaves; None keeps all.
         stale_s: silence, in seconds by the file system's clock, after which an unlocked save counts as abandoned.
+        delete: deletes, now or later, what has been replaced or is no longer kept, and has been renamed already.
     """
 
-    def __init__(self, root: Path, *, run_id: str, keep_last: int | None = None, stale_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        run_id: str,
+        keep_last: int | None = None,
+        stale_s: float = 60.0,
+        delete: Callable[[Path], None] | None = None,
+    ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ConfigurationError(f"save.keep_last is {keep_last}; give 1 or more, or null to keep every checkpoint")
         self._root = Path(root)
         self._run_id = run_id
         self._keep_last = keep_last
         self._stale_s = stale_s
+        self._delete = delete or delete_folder
         self._owners: dict[Path, Owner] = {}
         self._restored: dict[Path, Path] = {}
 
@@ -145,8 +156,30 @@ class Ledger:
         self._restored.pop(target, None)
         self._release(unpublished)
         if aside is not None and aside.name.startswith(".replaced-"):
-            self._remove(aside, checkpoint_id)
+            self._remove(aside, checkpoint_id, self._delete)
         return target
+
+    def quarantine(self, refused: Mapping[Path, str], *, keep: Path) -> list[Path]:
+        """Move checkpoints out of the way that this run found damaged, as a save does with the one whose name it needs.
+
+        For those that share a damaged file: nothing that is saved from now on shall link it. Lead rank only, after a save has been
+        published. What cannot be moved is told, and stays.
+
+        Args:
+            refused: path -> what was wrong with it. One that is not there any more is passed over.
+            keep: what was just published, perhaps under the name of one that was refused.
+
+        Returns:
+            where they went.
+        """
+        found = self.committed()
+        moved = []
+        for path, reason in refused.items():
+            one = next((one for one in found if self._is(one.path, path)), None)
+            if one is not None and not self._is(one.path, keep):
+                with _warned(f"cannot move {one.path} into quarantine"):
+                    moved.append(self._put_in_quarantine(one.path, one.id, reason))
+        return moved
 
     def discard(self, unpublished: Path) -> None:
         """Drop a save that failed. Never raises: what cannot be removed now, the next `open` of this run removes."""
@@ -171,7 +204,7 @@ class Ledger:
             self._settle_replaced(self._names())
         others = [c for c in self.committed() if not (self._is(c.path, keep) or c.path.is_symlink())]
         surplus = others[: max(0, len(others) - (self._keep_last - 1))]
-        return [old.path for old in surplus if self._remove(old.path, old.id)]
+        return [old.path for old in surplus if self._remove(old.path, old.id, self._delete)]
 
     def _names(self) -> list[str]:
         try:
@@ -210,7 +243,7 @@ class Ledger:
             if match is None:
                 continue
             if match["kind"] == "removed":
-                _delete(path)
+                delete_folder(path)
             elif match["kind"] == "unpublished" and path not in self._owners:
                 with _warned(f"cannot clean up {path}"), abandoned(path, self._run_id, now, self._stale_s) as dead:
                     if dead and (not path.exists() or self._remove(path, match["id"])):
@@ -235,15 +268,19 @@ class Ledger:
         if not os.path.lexists(target):
             return None
         reason = self._why_refused(target, checkpoint_id, refused)
-        if reason is None:
-            aside = self._aside("replaced", checkpoint_id)
-        else:
-            aside = self._aside("quarantined", checkpoint_id)
-            when = datetime.now(UTC).isoformat(timespec="seconds")
-            aside.with_name(f"{aside.name}.reason.txt").write_text(
-                f"{reason}\nmoved here from {target.name} by run {self._run_id} at {when}\n", encoding="utf-8"
-            )
+        if reason is not None:
+            return self._put_in_quarantine(target, checkpoint_id, reason)
+        aside = self._aside("replaced", checkpoint_id)
         os.rename(target, aside)
+        return aside
+
+    def _put_in_quarantine(self, path: Path, checkpoint_id: str, reason: str) -> Path:
+        aside = self._aside("quarantined", checkpoint_id)
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        aside.with_name(f"{aside.name}.reason.txt").write_text(
+            f"{reason}\nmoved here from {path.name} by run {self._run_id} at {when}\n", encoding="utf-8"
+        )
+        os.rename(path, aside)
         return aside
 
     def _why_refused(self, target: Path, checkpoint_id: str, refused: Mapping[Path, str]) -> str | None:
@@ -255,7 +292,7 @@ class Ledger:
         """Is `named` the checkpoint at `now`, by that path or by the one it had before it was put back?"""
         return os.path.abspath(named) in map(os.path.abspath, (now, self._restored.get(now, now)))
 
-    def _remove(self, path: Path, checkpoint_id: str) -> bool:
+    def _remove(self, path: Path, checkpoint_id: str, delete: Callable[[Path], None] | None = None) -> bool:
         """Take a folder out of sight in one rename, then delete it. False, and a warning, if it is still in sight."""
         doomed = self._aside("removed", checkpoint_id)
         try:
@@ -263,7 +300,7 @@ class Ledger:
         except OSError as error:
             _log.warning("cannot remove %s, the next save tries again: %s", path, sentence(error))
             return False
-        _delete(doomed)
+        (delete or delete_folder)(doomed)
         return True
 
     def _release(self, unpublished: Path) -> None:
@@ -307,12 +344,18 @@ def _make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def _delete(doomed: Path) -> None:
+def delete_folder(doomed: Path) -> None:
+    """Delete what has been taken out of sight; one of two that do so at a time may find nothing left. Never raises."""
     with _warned(f"cannot delete {doomed}, the next save tries again"):
         if doomed.is_dir() and not doomed.is_symlink():
-            shutil.rmtree(doomed)
+            shutil.rmtree(doomed, onerror=_unless_gone)
         else:
             doomed.unlink(missing_ok=True)
+
+
+def _unless_gone(_function: object, _path: str, raised: tuple[type[BaseException], BaseException, object]) -> None:
+    if not isinstance(raised[1], FileNotFoundError):
+        raise raised[1]
 
 
 @contextmanager

@@ -281,13 +281,16 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Index:
-    """What one rank wrote.
+    """What one rank wrote, or linked to the checkpoint before.
 
     Attributes:
         files: every file of this rank, by path below the checkpoint.
         chunks: array path -> row-major chunk number -> where it lies and what it must be.
         packed: path of each of this rank's packed arrays -> number of elements.
         pieces: array name (`<component>/<prefix><key>`) -> its pieces in those.
+        dead: file -> what lies in it of an earlier checkpoint, and is no chunk of this one. Its digests are kept, so that every byte
+            of the file can be checked. Absent from the JSON where there is none. To a version of this package that does not
+            know it, such a file, and no other, looks as if its loose bytes had been changed.
     """
 
     rank: int
@@ -295,6 +298,17 @@ class Index:
     chunks: dict[str, dict[int, ChunkExtent]] = field(default_factory=dict)
     packed: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    dead: dict[str, list[ChunkExtent]] = field(default_factory=dict)
+
+    def covered(self) -> dict[str, list[ChunkExtent]]:
+        """File -> what of it is under digests of its own; the record of the file has one of all the rest."""
+        found: dict[str, list[ChunkExtent]] = {}
+        for by_number in self.chunks.values():
+            for extent in by_number.values():
+                found.setdefault(extent.file, []).append(extent)
+        for file, extents in self.dead.items():
+            found.setdefault(file, []).extend(extents)
+        return found
 
     @collector_paused()
     def to_bytes(self) -> bytes:
@@ -312,6 +326,11 @@ class Index:
             _table("chunks", ((path, _dump(rows)) for path, rows in chunks.items())),
             _table("packed", ((path, str(length)) for path, length in self.packed.items())),
             _table("pieces", self._piece_rows()),
+            *(
+                [_table("dead", ((file, _dump(_dead_rows(rows))) for file, rows in self.dead.items()))]
+                if self.dead
+                else ()
+            ),
         )
         return ("{\n" + ",\n".join(tables) + "\n}\n").encode()
 
@@ -346,7 +365,18 @@ class Index:
             },
             packed=tree["packed"],
             pieces=_pieces_from_json(tree["pieces"], packed),
+            dead={
+                file: [
+                    ChunkExtent(file, offset, length, _unhex(digests), block_bytes)
+                    for offset, length, block_bytes, digests in rows
+                ]
+                for file, rows in tree.get("dead", {}).items()
+            },
         )
+
+
+def _dead_rows(extents: Iterable[ChunkExtent]) -> list[list[Any]]:
+    return [[e.offset, e.length, e.block_bytes, _hex(e.digests)] for e in extents]
 
 
 def require_own_digest(data: bytes, where: str) -> None:

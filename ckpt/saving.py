@@ -1,4 +1,8 @@
-"""The steps of a save, in order. Every step ends in an agreement: it succeeded on all ranks, or all raise one error."""
+"""The steps of a save, in order. Every step ends in an agreement: it succeeded on all ranks, or all raise one error.
+
+The first half, up to the plan, is made while training waits (`Saver.prepare`); the second, from the folder to the commit, by the
+same thread or by one in the background (`PreparedSave.run`), with a topology of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +19,18 @@ from ckpt.collect import Contribution, MergedRows, collect, settle_plain
 from ckpt.device import Device
 from ckpt.doctor import Diagnosis
 from ckpt.errors import CorruptCheckpointError, StorageError
+from ckpt.gathering import LiveTensors, Source
+from ckpt.incremental import previous_of
 from ckpt.ledger import Ledger
 from ckpt.pattern_check import act_on, check_choice, examine
+from ckpt.plan import SavePlan
 from ckpt.planner import Planner
 from ckpt.recording import Record
+from ckpt.sameness import Sameness
 from ckpt.sharing import StateComponent
 from ckpt.topology import Topology
 from ckpt.verify import verify_checkpoint
-from ckpt.writing import PACKED_BYTES, Share, Vote
+from ckpt.writing import PACKED_BYTES, PlainFiles, Share, Vote, plain_files
 
 _log = logging.getLogger("ckpt")
 
@@ -34,8 +42,10 @@ class SaveReport:
     Attributes:
         path: of the committed checkpoint.
         bytes: of all files together.
+        written_bytes: of them those that this save has written; the others are linked to the checkpoint before.
         save_s: from the first rank's call to the commit, in seconds.
         blocked_s: how long training stood still; for a save that is not in the background, as long.
+        alarms: sentences about tensors that are the same as in an earlier checkpoint, where they should not be.
     """
 
     path: str
@@ -43,6 +53,40 @@ class SaveReport:
     bytes: int
     save_s: float
     blocked_s: float
+    written_bytes: int = 0
+    alarms: tuple[str, ...] = ()
+
+
+Write = Callable[..., Vote]
+"""What writes a share, with the arguments of `Share.write`: that itself, or another process that calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTarget:
+    """Where one save goes, and what is to become of what is there.
+
+    Attributes:
+        root: the checkpoint root.
+        refused: checkpoints that this run found damaged, and what was wrong with each.
+        condemned: those of them that share a damaged file.
+        min_live: of an incremental save: the fraction of a data file that must still be used to be linked; None: nothing is linked.
+    """
+
+    root: Path
+    checkpoint_id: str
+    validate: bool
+    refused: Mapping[Path, str]
+    keep_last: int | None
+    condemned: Mapping[Path, str] = field(default_factory=dict)
+    min_live: float | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.root / f"checkpoint-{self.checkpoint_id}"
+
+    @property
+    def what(self) -> str:
+        return f"save of checkpoint-{self.checkpoint_id}"
 
 
 class Saver:
@@ -63,8 +107,10 @@ class Saver:
         run_id: str,
         pattern_check: str = "warn",
         packed_bytes: int = PACKED_BYTES,
+        delete: Callable[[Path], None] | None = None,
     ) -> None:
         self._packed_bytes = packed_bytes
+        self._delete = delete
         self._components = components
         self._topology = topology
         self._backend = backend
@@ -75,52 +121,55 @@ class Saver:
         self._pattern_check = check_choice(pattern_check)
         self._was_examined = False
         self._planner = Planner()
+        self._share: tuple[SavePlan, Share] | None = None
         self._merged: MergedRows = {}
-        self._root_is_shared = False
+        self._reached: set[Path] = set()
+        self._distrusted: set[Path] = set()
+        self._sameness = Sameness(components)
 
-    def save(
-        self, root: Path, checkpoint_id: str, *, validate: bool, refused: Mapping[Path, str], keep_last: int | None
-    ) -> SaveReport:
-        """Save once. See `CheckpointCoordinator.save_checkpoint`."""
+    def save(self, target: SaveTarget) -> SaveReport:
+        """Save once, while training waits. See `CheckpointCoordinator.save_checkpoint`."""
         started = time.perf_counter()
-        ledger = Ledger(root, run_id=self._run_id, keep_last=keep_last, stale_s=self._stale_s)
-        try:
-            with self._topology.operation(f"save of checkpoint-{checkpoint_id}"):
-                look = self._is_to_look(validate)
-                mine, summaries = self._collect(validate=validate, look=look)
-                plain = settle_plain(mine, summaries, self._topology, self._merged)
-                if look:
-                    self._check_patterns(mine)
-                plan, tasks = self._planner.plan(mine, [summary["table"] for summary in summaries], self._topology)
-                folder = self._open(ledger, root, checkpoint_id)
-                share = Share(plan, tasks, mine, self._topology, self._device, packed_bytes=self._packed_bytes)
-                slivers = share.exchange_slivers()
-                with self._topology.phase("write") as phase:
-                    vote = share.write(folder, self._backend, plain, slivers)
-                    mine.require_unchanged()
-                    phase.payload = [vote.to_json(), time.perf_counter() - started]
-                votes = [Vote(**tree) for tree, _ in phase.payloads]
-                waited_s = max(seconds for _, seconds in phase.payloads)
-                record = Record(
-                    folder,
-                    plan,
-                    mine.components,
-                    votes,
-                    topology=self._topology,
-                    backend=self._backend,
-                    config_text=self._config_text,
-                )
-                path, commit_s = self._commit(ledger, folder, checkpoint_id, record, votes, validate, refused)
-                if keep_last is not None:
-                    with self._topology.phase("retention") as phase:
-                        phase.stands = _is_committed(path)
-                        if self._topology.is_lead:
-                            ledger.retain(keep=path)
-        except BaseException:
-            ledger.discard_all()  # not before all have heard of it: until then another rank may be writing there
-            raise
-        seconds = waited_s + commit_s
-        return SaveReport(str(path), checkpoint_id, sum(vote.total_bytes for vote in votes), seconds, seconds)
+        with self._topology.operation(target.what):
+            prepared = self.prepare(target)
+            return prepared.run(self._topology, prepared.live_tensors(), Share.write, started=started)
+
+    def prepare(self, target: SaveTarget) -> PreparedSave:
+        """Ask the components, compare notes, and plan: all ranks agree on what this save is. Nothing is written. Collective."""
+        ledger = Ledger(
+            target.root,
+            run_id=self._run_id,
+            keep_last=target.keep_last,
+            stale_s=self._stale_s,
+            delete=self._delete,
+        )
+        look = self._is_to_look(target.validate)
+        mine, summaries = self._collect(validate=target.validate, look=look)
+        plain = settle_plain(mine, summaries, self._topology, self._merged)
+        if look:
+            self._check_patterns(mine)
+        plan, tasks = self._planner.plan(mine, [summary["table"] for summary in summaries], self._topology)
+        if self._share is None or self._share[0] is not plan:
+            share = Share(plan, tasks, mine.components, self._topology, packed_bytes=self._packed_bytes)
+            self._share = plan, share
+        return PreparedSave(
+            target=target,
+            ledger=ledger,
+            mine=mine,
+            plan=plan,
+            share=self._share[1],
+            plain=plain_files(plain, mine.components, self._topology),
+            backend=self._backend,
+            device=self._device,
+            config_text=self._config_text,
+            reached=self._reached,
+            distrusted=self._distrusted,
+            sameness=self._sameness,
+        )
+
+    def distrust(self, checkpoint: Path) -> None:
+        """Link nothing to this checkpoint: something in it has been found damaged. Any rank; the lead's word counts."""
+        self._distrusted.add(checkpoint)
 
     def diagnose(self) -> list[Diagnosis]:
         """Save nothing. See `CheckpointCoordinator.diagnose`."""
@@ -160,48 +209,153 @@ class Saver:
                     _log.warning("optional component %s is not saved: %s", key, reason)
                 without.add(key)
 
-    def _open(self, ledger: Ledger, root: Path, checkpoint_id: str) -> Path:
-        """The lead makes the unpublished folder; before the first save every rank shows that it sees it."""
-        with self._topology.phase("open") as phase:
-            if self._topology.is_lead:
-                phase.payload = ledger.open(checkpoint_id).name
-        folder = root / str(phase.payloads[0])
-        if not self._root_is_shared:
-            with self._topology.phase("reach"):
-                require_reachable(folder, self._topology)
-            self._root_is_shared = True
-        return folder
 
-    def _commit(
-        self,
-        ledger: Ledger,
-        folder: Path,
-        checkpoint_id: str,
-        record: Record,
-        votes: Sequence[Vote],
-        validate: bool,
-        refused: Mapping[Path, str],
-    ) -> tuple[Path, float]:
+@dataclass
+class PreparedSave:
+    """One save that all ranks have agreed on, from the folder to the commit.
+
+    Attributes:
+        plain: what this rank writes of plain values, as they were at the call.
+        reached: the roots that every rank has been seen to reach; as what follows, shared by the saves of a saver, which run one
+            after another.
+        distrusted: checkpoints that nothing is to be linked to.
+        sameness: of the saver.
+    """
+
+    target: SaveTarget
+    ledger: Ledger
+    mine: Contribution
+    plan: SavePlan
+    share: Share
+    plain: PlainFiles
+    backend: Backend
+    device: Device
+    config_text: str | None
+    reached: set[Path]
+    distrusted: set[Path]
+    sameness: Sameness
+
+    def live_tensors(self) -> Source:
+        """The state itself, which must not change until the save is over."""
+        return LiveTensors(self.share, self.plan, self.mine, self.device.pinned_bytes)
+
+    def run(self, topology: Topology, source: Source, write: Write, *, started: float) -> SaveReport:
+        """Write, and commit. Collective over the topology; by any thread of the rank.
+
+        Args:
+            started: when this rank was called, by `time.perf_counter`.
+        """
+        target = self.target
+        previous: Path | None = None
+        try:
+            with topology.operation(target.what):
+                folder, previous = self._open(topology)
+                slivers = self._exchange_slivers(topology, source)
+                with topology.phase("write") as phase:
+                    before = None
+                    if previous is not None and target.min_live is not None:
+                        before = previous_of(previous, topology.rank, target.min_live)
+                    vote = write(
+                        self.share,
+                        folder,
+                        self.backend,
+                        self.plain,
+                        source.items(),
+                        slivers,
+                        topology.progress,
+                        before,
+                    )
+                    source.check()
+                    phase.payload = [vote.to_json(), time.perf_counter() - started]
+                votes = [Vote(**tree) for tree, _ in phase.payloads]
+                waited_s = max(seconds for _, seconds in phase.payloads)
+                path, commit_s = self._commit(topology, folder, votes)
+                alarms = self._settle(topology, path, votes)
+        except BaseException as error:
+            if isinstance(error, CorruptCheckpointError) and error.file is not None and previous is not None:
+                self.distrusted.add(previous)
+            self.ledger.discard_all()  # not before all have heard of it: until then another rank may be writing there
+            raise
+        seconds = waited_s + commit_s
+        total = sum(vote.total_bytes for vote in votes)
+        linked = sum(vote.linked_bytes for vote in votes)
+        return SaveReport(str(path), target.checkpoint_id, total, seconds, seconds, total - linked, tuple(alarms))
+
+    def _open(self, topology: Topology) -> tuple[Path, Path | None]:
+        """The lead makes the unpublished folder; before the first save into a root every rank shows that it sees it.
+
+        Returns:
+            the folder, and the checkpoint to link what has not changed to.
+        """
+        root = self.target.root
+        with topology.phase("open") as phase:
+            if topology.is_lead:
+                phase.payload = [self.ledger.open(self.target.checkpoint_id).name, self._previous()]
+        name, previous = phase.payloads[0]
+        if root not in self.reached:
+            with topology.phase("reach"):
+                require_reachable(root / name, topology)
+            self.reached.add(root)
+        return root / name, root / previous if previous is not None else None
+
+    def _previous(self) -> str | None:
+        """The newest checkpoint that nobody has found damaged."""
+        if self.target.min_live is None:
+            return None
+        unfit = {*self.target.refused, *self.target.condemned, *self.distrusted}
+        sound = [one for one in self.ledger.committed() if one.path not in unfit]
+        return sound[-1].path.name if sound else None
+
+    def _exchange_slivers(self, topology: Topology, source: Source) -> Mapping[int, bytes]:
+        """Send the parts of chunks that other ranks write; return those that come here, by sender."""
+        if not self.share.sends_slivers:
+            return {}
+        return topology.exchange("slivers", source.sends(), self.share.sources)
+
+    def _commit(self, topology: Topology, folder: Path, votes: Sequence[Vote]) -> tuple[Path, float]:
         """Step 7, by the lead: join what the ranks wrote, write the manifest; and when all are well still, rename.
 
         Nobody else moves a byte. Whatever befalls a rank before phase publish, nothing is committed; once the lead has
         renamed, the checkpoint is, and an error says so.
         """
         started = time.perf_counter()
-        with self._topology.phase("commit") as phase:
-            if self._topology.is_lead:
-                votes[0].total_bytes += record.write(checkpoint_id)
-                if validate:
-                    _require_sound(folder, self._topology.progress)
+        target = self.target
+        with topology.phase("commit") as phase:
+            if topology.is_lead:
+                record = Record(
+                    folder,
+                    self.plan,
+                    self.mine.components,
+                    votes,
+                    topology=topology,
+                    backend=self.backend,
+                    config_text=self.config_text,
+                )
+                votes[0].total_bytes += record.write(target.checkpoint_id)
+                if target.validate:
+                    _require_sound(folder, topology.progress)
                 phase.payload = votes[0].total_bytes
         votes[0].total_bytes = phase.payloads[0]
-        with self._topology.phase("publish") as phase:
-            if self._topology.is_lead:
-                self._topology.require_awaited()
-                path = ledger.publish(folder, checkpoint_id, refused=refused)
+        with topology.phase("publish") as phase:
+            if topology.is_lead:
+                topology.require_awaited()
+                path = self.ledger.publish(folder, target.checkpoint_id, refused=target.refused)
                 phase.stands = _is_committed(path)
                 phase.payload = str(path)
         return Path(phase.payloads[0]), time.perf_counter() - started
+
+    def _settle(self, topology: Topology, path: Path, votes: Sequence[Vote]) -> list[str]:
+        """Once it is committed: let older ones go, and look whether this one is anything new."""
+        if self.target.keep_last is not None or self.target.condemned:
+            with topology.phase("retention") as phase:
+                phase.stands = _is_committed(path)
+                if topology.is_lead:
+                    self.ledger.quarantine(self.target.condemned, keep=path)
+                    self.ledger.retain(keep=path)
+        alarms = self.sameness.alarms(self.target.checkpoint_id, votes)
+        for alarm in alarms if topology.is_lead else ():
+            _log.warning("%s", alarm)
+        return alarms
 
 
 def _is_committed(path: Path) -> str:

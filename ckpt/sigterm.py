@@ -30,6 +30,10 @@ class Termination:
         """Has SIGTERM come since `put_off` was last entered?"""
         return self._asked
 
+    def note(self) -> None:
+        """Take it that it has: somebody else has seen it."""
+        self._asked = True
+
     @contextmanager
     def put_off(self, is_given_up: Callable[[], bool]) -> Iterator[None]:
         """Put SIGTERM off inside the block, at most `grace_s`. Does nothing outside of the main thread.
@@ -80,3 +84,82 @@ def _end_process(after_s: float) -> None:
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM))
     timer.daemon = True
     timer.start()
+
+
+class Epilogue:
+    """Puts the end by SIGTERM off while work goes on in the background, where nobody else handles the signal.
+
+    The thread that trains may be inside a collective that never returns, and Python runs handlers between its own instructions
+    only. So the signal wakes a thread, too, which ends the process if the other one does not.
+
+    Args:
+        grace_s: longest time that the end is put off.
+        is_over: has the work ended?
+        hurry: called once when the signal comes: ranks that are gone need not be waited for long.
+        give_up: called when the grace is over; the work then has a moment to clean up.
+    """
+
+    def __init__(
+        self, grace_s: float, *, is_over: Callable[[], bool], hurry: Callable[[], None], give_up: Callable[[], None]
+    ) -> None:
+        self._grace_s = grace_s
+        self._is_over = is_over
+        self._hurry = hurry
+        self._give_up = give_up
+        self._ends: tuple[int, int] | None = None
+        self._may_end = False
+
+    def arm(self) -> None:
+        """Be there when the signal comes. Does nothing outside of the main thread, or where the program handles the signal itself."""
+        if self._ends is not None or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        self._ends = reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(reader, True)
+        self._may_end = False
+        self._wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if self._wakeup != -1:  # an event loop's: it is to hear of signals, not we
+            signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._handle)
+        threading.Thread(target=self._watch, args=(reader,), name="SIGTERM beside saves", daemon=True).start()
+
+    def disarm(self) -> None:
+        """Let the signal do again what it did. Main thread."""
+        if self._ends is None or threading.current_thread() is not threading.main_thread():
+            return
+        _, writer = self._ends
+        self._ends = None
+        if self._wakeup == -1:
+            signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.close(writer)  # which ends the thread
+
+    def _handle(self, _signum: int, _frame: FrameType | None) -> None:
+        if self._may_end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self._wakeup != -1 and self._ends is not None:
+            os.write(self._ends[1], bytes([signal.SIGTERM]))
+
+    def _watch(self, reader: int) -> None:
+        """Wait for the signal, then for the end of the work; then end the process, or see that it ends."""
+        while (told := os.read(reader, 1)) and told[0] != signal.SIGTERM:
+            continue
+        if not told:
+            os.close(reader)
+            return
+        ends_at = time.monotonic() + self._grace_s
+        self._hurry()
+        while not self._is_over() and time.monotonic() < ends_at:
+            time.sleep(_LOOK_S / 5)
+        if not self._is_over():
+            self._give_up()
+        last = time.monotonic() + _LAST_WORDS_S
+        while not self._is_over() and time.monotonic() < last:
+            time.sleep(_LOOK_S / 5)
+        self._may_end = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_LAST_WORDS_S)
+        os._exit(128 + signal.SIGTERM)

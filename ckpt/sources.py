@@ -249,16 +249,13 @@ class CommittedSource:
 
     def _check_files_of(self, rank: int, optional: Collection[str], damaged: dict[str, dict[str, Any]]) -> None:
         index = self._checkpoint.index(rank)
-        in_file: dict[str, list[Any]] = {path: [] for path in index.files}
-        for by_number in index.chunks.values():
-            for extent in by_number.values():
-                in_file[extent.file].append(extent)
+        covered = index.covered()
         for path, record in index.files.items():
             try:
-                check_file(self._checkpoint.root, path, record, in_file[path])
+                check_file(self._checkpoint.root, path, record, covered.get(path, ()))
             except CorruptCheckpointError as error:
                 whose = Names(self._manifest, index).of_file(path)
-                named = CorruptCheckpointError(f"{whose}: {error}" if whose else str(error))
+                named = CorruptCheckpointError(f"{whose}: {error}" if whose else str(error), file=error.file)
                 _note_damage(damaged, path, named, optional)
 
 

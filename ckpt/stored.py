@@ -69,7 +69,7 @@ def check_file(checkpoint_dir: Path, path: str, record: FileRecord, covered: Ite
     Cheap for data files: of those it reads nothing. The bytes of chunks are checked where they are read.
 
     Args:
-        covered: the index's chunks in this file.
+        covered: what of it is under other digests, as `Index.covered` gives it.
 
     Raises:
         CorruptCheckpointError: naming the file.
@@ -78,17 +78,17 @@ def check_file(checkpoint_dir: Path, path: str, record: FileRecord, covered: Ite
     try:
         size = file.stat().st_size
     except OSError as error:
-        raise CorruptCheckpointError(f"{path} is missing") from error
+        raise CorruptCheckpointError(f"{path} is missing", file=path) from error
     if size != record.size:
-        raise CorruptCheckpointError(f"{path} has {size} bytes, its index says {record.size}")
+        raise CorruptCheckpointError(f"{path} has {size} bytes, its index says {record.size}", file=path)
     if rest_digest(file, size, covered) != record.rest:
         raise CorruptCheckpointError(
-            f"{path} does not match its digest; bytes outside of any array were changed after the save"
+            f"{path} does not match its digest; bytes outside of any array were changed after the save", file=path
         )
 
 
 def rest_digest(file: Path, size: int, covered: Iterable[ChunkExtent]) -> str:
-    """The xxh3-128 of those bytes of a file that no chunk covers, in order; nothing is opened if there are none."""
+    """The xxh3-128 of those bytes of a file that nothing covers, in order; nothing is opened if there are none."""
     gaps = []
     at = 0
     for extent in sorted(covered, key=lambda e: e.offset):

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from ckpt.agreement import Agreement, Result, Verdict, conclude
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
@@ -90,6 +91,9 @@ class Topology:
         self._told: BaseException | None = None  # what is on its way up, and known to the other ranks
         self._in_phase = False
         self._told_of_moves: Callable[[int], None] | None = None
+        self._store: Store | None = None
+        self._host: str | None = None
+        self._num_branches = 0
 
     @property
     def is_lead(self) -> bool:
@@ -154,6 +158,7 @@ class Topology:
             heartbeat.start()
         except StoreGoneError as error:
             raise _store_gone() from error
+        topology._store, topology._host = store, host
         hinted = topology._termination.was_asked
         topology._agreement = Agreement(mailbox, heartbeat, rank, world_size, timeout_s, hinted)
         try:
@@ -164,6 +169,38 @@ class Topology:
             topology.close()
             raise
         return topology
+
+    def branch(self, name: str) -> Topology:
+        """Join the same ranks once more, for another thread to agree with theirs of its kind beside this one's. Collective among these.
+
+        It moves when the branch moves; its groups are those it has now. Close the branch first.
+
+        Args:
+            name: equal on all ranks. The n-th branch of a topology meets the n-th of the other ranks.
+
+        Raises:
+            RankAbsentError: a rank did not join within `timeout_s`.
+        """
+        if self._store is None:
+            topology = Topology.alone(self.progress)
+        else:
+            self._num_branches += 1
+            topology = Topology.join(
+                PrefixStore(f"{name}/{self._num_branches}", self._store),
+                self.rank,
+                self.world_size,
+                local_rank=self.local_rank,
+                host=self._host,
+                timeout_s=self.timeout_s,
+                grace_s=self.grace_s,
+            )
+            topology._told_of_moves = self.progress
+        topology.groups = self.groups
+        return topology
+
+    def expect_absence(self) -> None:
+        """Take it that this process has been asked to end, as all may have been because one is gone: believe its silence sooner."""
+        self._termination.note()
 
     def close(self) -> None:
         """Leave the job: stop the heartbeat. Not collective; a rank that waits for this one learns that it has left."""
@@ -182,7 +219,7 @@ class Topology:
         """Say that this rank is moving. Any thread, any time; costs nothing."""
         if self._agreement is not None:
             self._agreement.heartbeat.move(num)
-        elif self._told_of_moves is not None:
+        if self._told_of_moves is not None:
             self._told_of_moves(num)
 
     def require_awaited(self) -> None:
@@ -447,7 +484,7 @@ def _described(error: Exception | None, phase: Phase | None) -> dict[str, Any] |
         return None
     described = describe(error)
     component = (phase.component if phase else None) or described["component"]
-    if component is not None:
+    if component is not None and described["phase"] is None:
         described["component"] = component
         if not described["message"].startswith((f"{component}:", f"{component}.", f"component {component}")):
             described["message"] = f"{component}: {described['message']}"

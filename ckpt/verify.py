@@ -32,9 +32,11 @@ class Verification:
         problems: one sentence each, naming the file, and the tensors whose bytes are concerned; empty if it is sound.
         num_files: files that belong to the checkpoint, its manifest included.
         num_bytes: bytes read.
+        damaged: the data files concerned, by path below the checkpoint. Other checkpoints may link them.
     """
 
     problems: list[str] = field(default_factory=list)
+    damaged: set[str] = field(default_factory=set)
     num_files: int = 0
     num_bytes: int = 0
 
@@ -105,6 +107,7 @@ def _examine_below(checkpoint_dir: Path, folder: Path, result: Verification, pro
     with _noting(f"{folder}/{MANIFEST_NAME}", result):
         inner = examine(checkpoint_dir / folder, progress=progress)
         result.problems += [f"{folder}: {problem}" for problem in inner.problems]
+        result.damaged |= {f"{folder}/{path}" for path in inner.damaged}
         result.num_files += inner.num_files - 1
         result.num_bytes += inner.num_bytes
 
@@ -137,10 +140,12 @@ class _Files:
         self._progress = progress
         self._names = Names(manifest, index)
         self._buffer = memoryview(bytearray(_READ_BYTES))  # reused: memory touched for the first time is slow
-        self._chunks: dict[str, list[tuple[str, ChunkExtent]]] = defaultdict(list)
+        self._chunks: dict[str, list[tuple[str | None, ChunkExtent]]] = defaultdict(list)
         for array, by_number in index.chunks.items():
             for extent in by_number.values():
                 self._chunks[extent.file].append((array, extent))
+        for path, extents in index.dead.items():
+            self._chunks[path] += [(None, extent) for extent in extents]
 
     def check(self) -> None:
         for path, record in self._index.files.items():
@@ -148,23 +153,23 @@ class _Files:
             with _noting(path, self._result):
                 self._check_file(path, record, chunks)
 
-    def _check_file(self, path: str, record: FileRecord, chunks: Sequence[tuple[str, ChunkExtent]]) -> None:
-        arrays = list(dict.fromkeys(array for array, _ in chunks))
+    def _check_file(self, path: str, record: FileRecord, chunks: Sequence[tuple[str | None, ChunkExtent]]) -> None:
+        arrays = list(dict.fromkeys(array for array, _ in chunks if array is not None))
         try:
             file = (self._dir / path).open("rb", buffering=0)
         except (FileNotFoundError, NotADirectoryError):
-            self._say(self._names.of_arrays(arrays), f"{path} is missing")
+            self._say(path, self._names.of_arrays(arrays), f"{path} is missing")
             return
         with file:
             size = os.fstat(file.fileno()).st_size
             if size != record.size:
                 whose = self._names.of_arrays(arrays)
-                self._say(whose, f"{path} has {size} bytes, {record.size} were saved")
+                self._say(path, whose, f"{path} has {size} bytes, {record.size} were saved")
                 return
             self._check_bytes(path, file, record, chunks)
 
     def _check_bytes(
-        self, path: str, file: BinaryIO, record: FileRecord, chunks: Sequence[tuple[str, ChunkExtent]]
+        self, path: str, file: BinaryIO, record: FileRecord, chunks: Sequence[tuple[str | None, ChunkExtent]]
     ) -> None:
         rest = xxhash.xxh3_128()
         at = 0
@@ -177,9 +182,10 @@ class _Files:
             rest.update(piece)
         if rest.hexdigest() != record.rest:
             what = "bytes outside of any array were" if chunks else "it was"
-            self._say("", f"{path} does not match its digest: {what} changed after the save")
+            self._say(path, "", f"{path} does not match its digest: {what} changed after the save")
 
-    def _check_chunk(self, path: str, file: BinaryIO, array: str, extent: ChunkExtent) -> None:
+    def _check_chunk(self, path: str, file: BinaryIO, array: str | None, extent: ChunkExtent) -> None:
+        """Check the blocks of a chunk, or of what an earlier checkpoint has there (`array` is None)."""
         bad: list[tuple[int, int]] = []
         for number, digest in enumerate(extent.digests):
             begin = extent.offset + number * extent.block_bytes
@@ -190,8 +196,11 @@ class _Files:
             if state.intdigest() != digest:
                 bad.append((begin, end))
         for begin, end in _joined(bad):
+            if array is None:
+                self._say(path, "", f"bytes {begin} to {end} of {path}, not in use here, are not those that were saved")
+                continue
             whose = self._names.of_bytes(array, begin - extent.offset, end - extent.offset)
-            self._say(whose, f"bytes {begin} to {end} of {path} are not those that were saved")
+            self._say(path, whose, f"bytes {begin} to {end} of {path} are not those that were saved")
 
     def _read(self, file: BinaryIO, begin: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes from `begin` to `end`, a few MiB at a time, each piece good until the next; fewer if the file
@@ -202,7 +211,8 @@ class _Files:
             self._progress(num)
             yield self._buffer[:num]
 
-    def _say(self, whose: str, what: str) -> None:
+    def _say(self, path: str, whose: str, what: str) -> None:
+        self._result.damaged.add(path)
         self._result.problems.append(f"{whose}: {what}" if whose else what)
 
 

@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
-from ckpt.address import local_tensor
-from ckpt.backends.base import ArraySpec, Backend, FileRecord, Writer, Written
-from ckpt.box import Box
-from ckpt.collect import Contribution
+from ckpt.backends.base import (
+    ArraySpec,
+    Backend,
+    FileRecord,
+    Previous,
+    Writer,
+    Written,
+    changed_in_memory,
+    staged_digests,
+)
 from ckpt.collector import collector_paused
-from ckpt.copies import Staging
-from ckpt.device import Device
-from ckpt.dtypes import contiguous, raw_bytes, torch_dtype
-from ckpt.flatten import TensorLeaf
+from ckpt.dtypes import contiguous, torch_dtype
 from ckpt.manifest import PLAIN_NAME, Index, Piece, digest_of, encode_key, index_name
-from ckpt.plan import ChunkTask, PackTask, RankPlan, SavePlan
+from ckpt.plan import ChunkTask, PackTask, RankPlan, SavePlan, SliverTask
 from ckpt.sharing import OWN_COPIES, StateComponent, holders_of, prefix_of
 from ckpt.topology import Topology
 
 PACKED_BYTES = 32 << 20
 """The longest array that small tensors are packed in."""
 
-_Pack = tuple[tuple[str, str], list[PackTask]]
-"""The path and the data type of a packed array, and the leaves in it."""
+PlainFiles = Mapping[str, tuple[str, bytes]]
+"""Path -> component and content of the plain values that one rank writes."""
 
 
 @dataclass(slots=True)
@@ -42,218 +45,298 @@ class Vote:
         index: size and digest of the index; None if the rank wrote nothing.
         wrote_arrays: chunks or descriptions of arrays, which the lead is to join with those of the others.
         total_bytes: of all files.
+        linked_bytes: those of them that were there already, in an earlier checkpoint.
         sizes: component -> bytes of its tensors and plain values.
         checksums: component -> one digest over all digests of what was written of it.
+        tensor_checksums: component -> the same of its tensors alone, where it has any.
         plain_files: path -> size and digest.
     """
 
     index: list[Any] | None = None
     wrote_arrays: bool = False
     total_bytes: int = 0
+    linked_bytes: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
+    tensor_checksums: dict[str, str] = field(default_factory=dict)
     plain_files: dict[str, list[Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Small boxes that lie end to end in one packed array.
+
+    Attributes:
+        path: of the array.
+        dtype: of all of them.
+    """
+
+    path: str
+    dtype: str
+    tasks: Sequence[PackTask]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(task.box.num_elements for task in self.tasks)
+
+
+Item = ChunkTask | Pack
+
+
+class Staged(NamedTuple):
+    """The bytes of one item of a share, on the host.
+
+    Attributes:
+        number: of the item.
+        hosts: a tensor for each box of a chunk that is this rank's; one flat tensor of a pack.
+        digests: of each host, block by block, as they were when it was copied: whoever writes them makes sure that they are so
+            still. None: these are the tensors themselves.
+    """
+
+    number: int
+    hosts: Sequence[torch.Tensor]
+    digests: Sequence[tuple[int, ...]] | None = None
+
+
 class Share:
-    """What one rank writes in one save.
+    """What one rank writes in every save of one plan. Holds no tensors, and can be sent to another process.
 
     Args:
         packed_bytes: the longest packed array, and so the memory that packing takes. A tensor that is longer has one of its own.
+
+    Attributes:
+        items: chunks, then packs.
+        sends: parts of chunks that other ranks write.
+        sources: the ranks that send parts of chunks here.
+        sends_slivers: whether any rank sends any.
+        arrays: name -> what storage calls it, of every array with chunks in `items`.
+        described: the arrays, packed ones aside, whose description this rank writes.
+        groups: the lead's: all groups.
+        packed_shapes: name -> global shape, of every tensor in the packs.
+        sliver_starts: (item, sender, part) -> where the part begins in what the sender sends.
     """
 
     def __init__(
         self,
         plan: SavePlan,
         tasks: RankPlan,
-        contribution: Contribution,
+        components: Mapping[str, StateComponent],
         topology: Topology,
-        device: Device,
         *,
         packed_bytes: int = PACKED_BYTES,
     ) -> None:
-        self._packed_bytes = packed_bytes
-        self._plan = plan
-        self._tasks = tasks
-        self._contribution = contribution
-        self._topology = topology
-        self._staging = Staging(device.pinned_bytes)
-        self._index = Index(topology.rank)
-        self._vote = Vote()
-        self._by_box: dict[str, dict[Box, TensorLeaf]] = {}
-        self._described: list[ArraySpec] = []
-
-    def exchange_slivers(self) -> dict[int, memoryview]:
-        """Send the parts of chunks that other ranks write; return the bytes of the parts that come here, by sender."""
-        if not self._plan.sends_slivers:
-            return {}
-        outgoing: dict[int, list[bytes]] = defaultdict(list)
-        sends = self._staging.ahead(self._tasks.sends, lambda send: [self._region(send.name, send.box)])
-        for send, (host,) in sends:
-            outgoing[send.to].append(raw_bytes(contiguous(host)).numpy().tobytes())
-        sources = {rank for task in self._tasks.chunks for rank, _ in task.slivers}
-        incoming = self._topology.exchange("slivers", {to: b"".join(parts) for to, parts in outgoing.items()}, sources)
-        return {rank: memoryview(data) for rank, data in incoming.items()}
+        self.rank = topology.rank
+        self.sends: Sequence[SliverTask] = tasks.sends
+        self.sends_slivers = plan.sends_slivers
+        self.sources = {rank for task in tasks.chunks for rank, _ in task.slivers}
+        self.items: Sequence[Item] = [
+            *tasks.chunks,
+            *_packs(plan, tasks.packs, components, topology.rank, packed_bytes),
+        ]
+        self.arrays = {
+            name: ArraySpec(path_of(name, components), plan.arrays[name].dtype, plan.arrays[name].shape, grid)
+            for name in dict.fromkeys(task.name for task in tasks.chunks)
+            if (grid := plan.arrays[name].grid) is not None
+        }
+        self.packed_shapes = {task.name: plan.arrays[task.name].shape for task in tasks.packs}
+        # A description of an array is written by who has its first chunk. One without chunks, and the groups, are the lead's.
+        self.described = [
+            ArraySpec(path_of(name, components), array.dtype, array.shape, array.grid)
+            for name, array in plan.arrays.items()
+            if array.grid is not None and (array.writers[0] if array.writers else 0) == self.rank
+        ]
+        self.groups: set[str] | None = None
+        if topology.is_lead:
+            self.groups = {folder.removesuffix("/") for folder in folders_of(plan.arrays, components)}
+        self.sliver_starts = _sliver_starts(tasks.chunks, plan)
 
     @collector_paused()
     def write(
         self,
         folder: Path,
         backend: Backend,
-        plain: Mapping[str, Mapping[str, Any]],
-        slivers: dict[int, memoryview],
+        plain: PlainFiles,
+        staged: Iterable[Staged],
+        slivers: Mapping[int, bytes],
+        progress: Callable[[int], None],
+        previous: Previous | None = None,
     ) -> Vote:
-        """Stage and write everything below the unpublished `folder`, then the index of it.
+        """Write everything below the unpublished `folder`, then the index of it.
 
         Args:
-            plain: component -> {joined key: row}, of the components that this rank may speak for.
-            slivers: from `exchange_slivers`; consumed.
+            staged: every item, once, in any order. An item's memory may be used again as soon as the next one is asked for.
+            slivers: sender -> all that it sent here.
+            progress: called with the number of bytes that have moved, from any thread.
+            previous: an earlier checkpoint; what is in it already is linked.
 
         Raises:
             OSError, StorageError: the file system refused; what was written stays for the lead to discard.
         """
-        writer = backend.writer(folder, self._topology.rank, self._topology.progress)
+        writer = backend.writer(folder, self.rank, progress, previous)
         try:
-            for task, hosts in self._staging.ahead(self._tasks.chunks, self._regions):
-                self._write_chunk(writer, task, hosts, slivers)
-            for ((path, dtype), tasks), hosts in self._staging.ahead(self._packs(), self._regions_of_pack):
-                self._write_packed(writer, path, dtype, tasks, hosts)
-            self._describe(writer)
-            self._add_written(writer.finish())
-            self._write_plain(writer, plain)
-            self._add_checksums()
-            self._write_index(writer)
-            writer.make_durable()
+            return _Writing(self, writer, slivers).write(plain, staged)
         except BaseException:
             writer.abort()
             raise
+
+
+class _Writing:
+    """One save of a share."""
+
+    def __init__(self, share: Share, writer: Writer, slivers: Mapping[int, bytes]) -> None:
+        self._share = share
+        self._writer = writer
+        self._slivers = slivers
+        self._index = Index(share.rank)
+        self._vote = Vote()
+        self._described: list[ArraySpec] = list(share.described)
+
+    def write(self, plain: PlainFiles, staged: Iterable[Staged]) -> Vote:
+        for number, hosts, digests in staged:
+            item = self._share.items[number]
+            if isinstance(item, Pack):
+                self._write_packed(item, hosts[0], digests)
+            else:
+                self._write_chunk(number, item, hosts, digests)
+        self._writer.describe(self._described, self._share.groups)
+        self._add_written(self._writer.finish())
+        self._write_plain(plain)
+        self._add_checksums()
+        self._write_index()
+        self._writer.make_durable()
         return self._vote
 
     def _add_written(self, written: Written) -> None:
         self._index.files.update(written.files)
         for (path, number), extent in written.chunks.items():
             self._index.chunks.setdefault(path, {})[number] = extent
+        self._index.dead.update(written.dead)
         self._vote.wrote_arrays = bool(written.files)
-
-    def _describe(self, writer: Writer) -> None:
-        """Describe our packed arrays, and those whose first chunk is ours. One without chunks, and the groups, are the lead's."""
-        rank, components = self._topology.rank, self._contribution.components
-        for name, array in self._plan.arrays.items():
-            if array.grid is not None and (array.writers[0] if array.writers else 0) == rank:
-                self._described.append(ArraySpec(path_of(name, components), array.dtype, array.shape, array.grid))
-        groups = None
-        if self._topology.is_lead:
-            groups = {folder.removesuffix("/") for folder in folders_of(self._plan.arrays, components)}
-        writer.describe(self._described, groups)
-
-    def _regions(self, task: ChunkTask) -> list[torch.Tensor]:
-        return [self._region(task.name, box) for box in task.own]
-
-    def _regions_of_pack(self, pack: _Pack) -> list[torch.Tensor]:
-        return [self._region(name, box) for name, box in pack[1]]
+        self._vote.linked_bytes = written.linked_bytes
 
     def _write_chunk(
-        self, writer: Writer, task: ChunkTask, hosts: Sequence[torch.Tensor], slivers: dict[int, memoryview]
+        self,
+        number: int,
+        task: ChunkTask,
+        hosts: Sequence[torch.Tensor],
+        digests: Sequence[tuple[int, ...]] | None,
     ) -> None:
-        array = self._plan.arrays[task.name]
-        assert array.grid is not None
-        path = path_of(task.name, self._contribution.components)
-        host = self._assemble(task, hosts, slivers)
-        writer.write(ArraySpec(path, array.dtype, array.shape, array.grid), task.number, host)
+        array = self._share.arrays[task.name]
+        if task.own == (task.box,):
+            host, known = contiguous(hosts[0]), None if digests is None else digests[0]
+        else:
+            host, known = self._assembled(number, task, array, hosts, digests), None
+        self._writer.write(array, task.number, host, known)
         self._count(task.name, host)
 
-    def _assemble(self, task: ChunkTask, hosts: Sequence[torch.Tensor], slivers: dict[int, memoryview]) -> torch.Tensor:
-        """The chunk as one contiguous host tensor: what is ours, where that is all of it."""
-        if task.own == (task.box,):
-            return contiguous(hosts[0])
-        whole = torch.empty(task.box.shape, dtype=torch_dtype(self._plan.arrays[task.name].dtype))
-        for box, host in zip(task.own, hosts, strict=True):
+    def _assembled(
+        self,
+        number: int,
+        task: ChunkTask,
+        array: ArraySpec,
+        hosts: Sequence[torch.Tensor],
+        digests: Sequence[tuple[int, ...]] | None,
+    ) -> torch.Tensor:
+        """The chunk as one contiguous host tensor, of parts of ours and of others."""
+        whole = torch.empty(task.box.shape, dtype=torch_dtype(array.dtype))
+        for at, (box, host) in enumerate(zip(task.own, hosts, strict=True)):
+            if digests is not None and staged_digests(host, tuple(host.shape)) != digests[at]:
+                raise changed_in_memory(array.path)
             whole[box.relative_to(task.box).slices] = host
-        for rank, box in task.slivers:
-            num_bytes = box.num_elements * whole.element_size()
-            data, slivers[rank] = slivers[rank][:num_bytes], slivers[rank][num_bytes:]
-            received = torch.frombuffer(bytearray(data), dtype=whole.dtype)
-            whole[box.relative_to(task.box).slices] = received.view(box.shape)
+        for part, (rank, box) in enumerate(task.slivers):
+            start = self._share.sliver_starts[number, rank, part]
+            data = bytearray(self._slivers[rank][start : start + box.num_elements * whole.element_size()])
+            whole[box.relative_to(task.box).slices] = torch.frombuffer(data, dtype=whole.dtype).view(box.shape)
         return whole
 
-    def _packs(self) -> Iterator[_Pack]:
-        """Yield our small leaves by the packed array that takes them: (its path, its data type)."""
-        by_kind: dict[tuple[str, str], list[PackTask]] = defaultdict(list)
-        folders = folders_of((task.name for task in self._tasks.packs), self._contribution.components)
-        for task, folder in zip(self._tasks.packs, folders, strict=True):
-            by_kind[folder, self._plan.arrays[task.name].dtype].append(task)
-        for (folder, dtype), tasks in by_kind.items():
-            for number, few in enumerate(_cut(tasks, self._packed_bytes // torch_dtype(dtype).itemsize)):
-                ending = f"-{number:05d}" if number else ""
-                yield (f"{folder}packed-{dtype}-{self._topology.rank:05d}{ending}", dtype), few
-
-    def _write_packed(
-        self, writer: Writer, path: str, dtype: str, tasks: Sequence[PackTask], hosts: Sequence[torch.Tensor]
-    ) -> None:
-        """Lay small boxes end to end, noting where each begins. Where all of them are empty there is no array."""
+    def _write_packed(self, pack: Pack, host: torch.Tensor, digests: Sequence[tuple[int, ...]] | None) -> None:
+        """Write small boxes that lie end to end, noting where each begins. Where all of them are empty there is no array."""
         first = 0
-        for name, box in tasks:
-            self._index.pieces.setdefault(name, []).append(Piece(path, self._plan.arrays[name].shape, box, first))
+        for name, box in pack.tasks:
+            self._index.pieces.setdefault(name, []).append(
+                Piece(pack.path, self._share.packed_shapes[name], box, first)
+            )
             first += box.num_elements
-        self._index.packed[path] = first
+        self._index.packed[pack.path] = first
         if first:
-            host = torch.empty(first, dtype=torch_dtype(dtype))
-            torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in hosts], out=host)
-            self._described.append(ArraySpec(path, dtype, (first,), (first,)))
-            writer.write(self._described[-1], 0, host)
-            self._count(tasks[0].name, host)
+            self._described.append(ArraySpec(pack.path, pack.dtype, (first,), (first,)))
+            self._writer.write(self._described[-1], 0, host, None if digests is None else digests[0])
+            self._count(pack.tasks[0].name, host)
 
-    def _region(self, name: str, box: Box) -> torch.Tensor:
-        if 0 in box.shape:
-            return torch.empty(box.shape, dtype=torch_dtype(self._plan.arrays[name].dtype))
-        held, leaf = self._held(name, box)
-        local = local_tensor(leaf)
-        return local if box == held else local[box.relative_to(held).slices]
-
-    def _held(self, name: str, box: Box) -> tuple[Box, TensorLeaf]:
-        """What of ours holds a box; whole pieces, which most are, are found at once, however many there are."""
-        pieces = self._contribution.held[name]
-        if len(pieces) == 1:
-            return pieces[0]
-        if name not in self._by_box:
-            self._by_box[name] = dict(self._contribution.held[name])
-        if box in self._by_box[name]:
-            return box, self._by_box[name][box]
-        return next(one for one in self._contribution.held[name] if one[0].contains(box))
-
-    def _write_plain(self, writer: Writer, plain: Mapping[str, Mapping[str, Any]]) -> None:
-        """The lowest rank of those that hold one state of a component writes its plain values."""
-        rank = self._topology.rank
-        for key, rows in plain.items():
-            component = self._contribution.components[key]
-            if not rows or rank != next(r for r in holders_of(component, self._topology) if rank in r)[0]:
-                continue
-            path = f"{key}/{prefix_of(component, self._topology)}{PLAIN_NAME}"
-            data = _plain_to_bytes(rows)
-            writer.add(path, data)
+    def _write_plain(self, plain: PlainFiles) -> None:
+        for path, (component, data) in plain.items():
+            self._writer.add(path, data)
             self._vote.plain_files[path] = [len(data), digest_of(data)]
-            self._vote.sizes[key] = self._vote.sizes.get(key, 0) + len(data)
-            if not self._topology.is_lead:  # the lead's own stand in the manifest
+            self._vote.sizes[component] = self._vote.sizes.get(component, 0) + len(data)
+            if self._share.rank != 0:  # the lead's own stand in the manifest
                 self._index.files[path] = FileRecord(len(data), digest_of(data))
 
-    def _write_index(self, writer: Writer) -> None:
+    def _write_index(self) -> None:
         self._vote.total_bytes = sum(record.size for record in self._index.files.values())
         if self._index.files or self._index.pieces:
             data = self._index.to_bytes()
-            writer.add(index_name(self._index.rank), data)
+            self._writer.add(index_name(self._index.rank), data)
             self._vote.index = [len(data), digest_of(data)]
             self._vote.total_bytes += len(data)
 
     def _add_checksums(self) -> None:
         plain = {path: digest for path, (_, digest) in self._vote.plain_files.items()}
         self._vote.checksums = checksums_of(self._index, plain, self._vote.sizes)
+        self._vote.tensor_checksums = checksums_of(
+            self._index, {}, {_component_of(path) for path in self._index.chunks}
+        )
 
     def _count(self, name: str, host: torch.Tensor) -> None:
         key = _component_of(name)
         self._vote.sizes[key] = self._vote.sizes.get(key, 0) + host.numel() * host.element_size()
+
+
+def plain_files(
+    plain: Mapping[str, Mapping[str, Any]], components: Mapping[str, StateComponent], topology: Topology
+) -> dict[str, tuple[str, bytes]]:
+    """What this rank writes of plain values, as bytes: the lowest rank of those that hold one state of a component writes them.
+
+    Args:
+        plain: component -> {joined key: row}, of the components that this rank may speak for.
+    """
+    files = {}
+    for key, rows in plain.items():
+        component = components[key]
+        if rows and topology.rank == next(r for r in holders_of(component, topology) if topology.rank in r)[0]:
+            files[f"{key}/{prefix_of(component, topology)}{PLAIN_NAME}"] = (key, _plain_to_bytes(rows))
+    return files
+
+
+def _packs(
+    plan: SavePlan,
+    tasks: Sequence[PackTask],
+    components: Mapping[str, StateComponent],
+    rank: int,
+    packed_bytes: int,
+) -> Iterator[Pack]:
+    """Yield small leaves by the packed array that takes them."""
+    by_kind: dict[tuple[str, str], list[PackTask]] = defaultdict(list)
+    folders = folders_of((task.name for task in tasks), components)
+    for task, folder in zip(tasks, folders, strict=True):
+        by_kind[folder, plan.arrays[task.name].dtype].append(task)
+    for (folder, dtype), alike in by_kind.items():
+        for number, few in enumerate(_cut(alike, packed_bytes // torch_dtype(dtype).itemsize)):
+            ending = f"-{number:05d}" if number else ""
+            yield Pack(f"{folder}packed-{dtype}-{rank:05d}{ending}", dtype, few)
+
+
+def _sliver_starts(chunks: Sequence[ChunkTask], plan: SavePlan) -> dict[tuple[int, int, int], int]:
+    """(Item, sender, part) -> where the part begins in what the sender sends, which goes by array and chunk."""
+    starts: dict[tuple[int, int, int], int] = {}
+    ends: dict[int, int] = defaultdict(int)
+    for number, task in enumerate(chunks):
+        for part, (rank, box) in enumerate(task.slivers):
+            starts[number, rank, part] = ends[rank]
+            ends[rank] += box.num_elements * torch_dtype(plan.arrays[task.name].dtype).itemsize
+    return starts
 
 
 def checksums_of(index: Index, plain: Mapping[str, str], components: Iterable[str]) -> dict[str, str]:

@@ -53,7 +53,17 @@ class TrainKeys:
 class SaveKeys:
     every: int = MISSING
     keep_last: int | None = MISSING
+    mode: str = MISSING
+    overlap: bool = MISSING
+    writer: str = MISSING
+    writer_cores: int | None = MISSING
+    writer_mib_s: int | None = MISSING
+    staging_budget_mib: int | None = MISSING
+    when_busy: str = MISSING
+    on_async_error: str = MISSING
     grace_s: float = MISSING
+    incremental: bool = MISSING
+    incremental_min_live: float = MISSING
 
 
 @dataclass
@@ -137,6 +147,8 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     _check_start(run)
     for name, given in AT_RUN_TIME.items():
         bind(run[name], name, given)
+    if "saves" in run["coordinator"]:
+        made(run["coordinator"]["saves"])
     made(run["device"]).require()
     made(run["ckpt"])
     made(run["strategy"])

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from rich.text import Text
 
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, sentence
+from ckpt.incremental import DiskUse, disk_use, linked_with
 from ckpt.ledger import Committed, Ledger
 from ckpt.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.megatron.layout import is_megatron_zarr
 from ckpt.stored import read_manifest
-from ckpt.verify import examine
+from ckpt.verify import Verification, examine
 
 _PIPE_WIDTH = 160
 
@@ -53,14 +54,19 @@ def verify(keys: ReadingKeys) -> int:
     """Read every byte of every checkpoint at the path, tell what is wrong, and return the exit code."""
     results = []
     for path in checkpoints_at(Path(keys.path)):
-        try:
-            found = examine(path)
-            problems, num_files, num_bytes = found.problems, found.num_files, found.num_bytes
-        except CheckpointError as error:
-            problems, num_files, num_bytes = [str(error)], 0, 0
-        results.append({"path": str(path), "problems": problems, "num_files": num_files, "num_bytes": num_bytes})
+        found = _examined(path)
+        others = [str(one) for one in linked_with(path.absolute().parent, path, found.damaged)]
+        results.append(
+            {
+                "path": str(path),
+                "problems": found.problems,
+                "num_files": found.num_files,
+                "num_bytes": found.num_bytes,
+                "damage_shared_with": others,
+            }
+        )
         if not keys.json:
-            _tell_result(path, problems, f"{num_files} files, {num_bytes} bytes")
+            _tell_result(path, found.problems, f"{found.num_files} files, {found.num_bytes} bytes", others)
     is_sound = not any(result["problems"] for result in results)
     if keys.json:
         print(json.dumps({"ok": is_sound, "checkpoints": results}, indent=2))
@@ -72,16 +78,19 @@ def show(keys: ReadingKeys) -> None:
     path = Path(keys.path)
     if is_checkpoint(path):
         manifest = read_manifest(path)
+        use = disk_use([path])[0][path]
         if keys.json:
-            print(json.dumps(_checkpoint_as_json(path, manifest), indent=2))
+            print(json.dumps(_checkpoint_as_json(path, manifest) | asdict(use), indent=2))
         else:
-            _show_checkpoint(path, manifest)
+            _show_checkpoint(path, manifest, use)
         return
-    rows = [_row(one) for one in committed_below(path)]
+    committed = committed_below(path)
+    each, on_disk = disk_use(one.path for one in committed)
+    rows = [_row(one) | asdict(each[one.path]) for one in committed]
     if keys.json:
-        print(json.dumps({"path": str(path), "checkpoints": rows}, indent=2))
+        print(json.dumps({"path": str(path), "on_disk_bytes": on_disk, "checkpoints": rows}, indent=2))
     else:
-        _show_root(path, rows)
+        _show_root(path, rows, on_disk)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -124,13 +133,22 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _tell_result(path: Path, problems: Sequence[str], counts: str) -> None:
+def _examined(path: Path) -> Verification:
+    try:
+        return examine(path)
+    except CheckpointError as error:
+        return Verification([str(error)])
+
+
+def _tell_result(path: Path, problems: Sequence[str], counts: str, others: Sequence[str]) -> None:
     if not problems:
         print(printable(f"{path}: ok, {counts}"))
         return
     print(printable(f"{path}: {len(problems)} {'problem' if len(problems) == 1 else 'problems'}"))
     for problem in problems:
         print(printable(f"  {problem}"))
+    if others:
+        print(printable(f"  damaged files are shared with {', '.join(Path(one).name for one in others)}"))
 
 
 def _row(one: Committed) -> dict[str, Any]:
@@ -173,23 +191,36 @@ def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, A
     }
 
 
-def _show_root(root: Path, rows: Sequence[dict[str, Any]]) -> None:
-    table = table_of("checkpoint", "committed (UTC)", "ranks", "components", "arrays", "size", right=(2, 4, 5))
+def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int) -> None:
+    table = table_of(
+        "checkpoint",
+        "committed (UTC)",
+        "ranks",
+        "components",
+        "arrays",
+        "size",
+        "files",
+        "unique",
+        right=(2, 4, 5, 6, 7),
+    )
     for row in rows:
         start = Path(row["path"]).name, row["timestamp"][:19].replace("T", " ")
+        use = decimal(row["apparent_bytes"]), decimal(row["unique_bytes"])
         if row["problem"] is not None:
-            add_row(table, *start, "", row["problem"], "", "")
+            add_row(table, *start, "", row["problem"], "", "", *use)
             continue
         size = decimal(row["size_bytes"])
-        add_row(table, *start, str(row["world_size"]), ", ".join(row["components"]), str(row["num_arrays"]), size)
-    console().print(Text(printable(f"{root}: {len(rows)} checkpoints, the oldest commit first")), table, sep="\n")
+        add_row(table, *start, str(row["world_size"]), ", ".join(row["components"]), str(row["num_arrays"]), size, *use)
+    head = f"{root}: {_counted(len(rows), 'checkpoint')}, the oldest commit first, {decimal(on_disk)} on disk"
+    console().print(Text(printable(head)), table, sep="\n")
 
 
-def _show_checkpoint(path: Path, manifest: CheckpointManifest) -> None:
+def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse) -> None:
     when = manifest.timestamp.isoformat(timespec="seconds")
     head = (
         f"{path}: id {manifest.checkpoint_id}, committed {when} by {_counted(manifest.world_size, 'rank')}, format "
-        f"version {manifest.format_version}, ckpt {manifest.ckpt_version}, torch {manifest.pytorch_version}"
+        f"version {manifest.format_version}, ckpt {manifest.ckpt_version}, torch {manifest.pytorch_version}, "
+        f"{decimal(use.apparent_bytes)} in files, {decimal(use.unique_bytes)} of them its own"
     )
     components = table_of("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
     arrays = table_of("array", "dtype", "shape", "size", "where", right=(3,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -64,16 +64,21 @@ class Summary:
         self.losses.append(loss)
         self.final_step = step
 
-    def add_save(self, step: int, saved: SaveReport) -> None:
-        self.checkpoints.append(
-            {
-                "path": str(saved.path),
-                "step": step,
-                "bytes": saved.bytes,
-                "save_s": saved.save_s,
-                "blocked_s": saved.blocked_s,
-            }
-        )
+    def add_saves(self, reports: Sequence[SaveReport]) -> Sequence[SaveReport]:
+        """Add, of all saves of this process, those that are not here yet, and return them."""
+        new = reports[len(self.checkpoints) :]
+        for saved in new:
+            self.checkpoints.append(
+                {
+                    "path": str(saved.path),
+                    "step": int(saved.checkpoint_id),
+                    "bytes": saved.bytes,
+                    "written_bytes": saved.written_bytes,
+                    "save_s": saved.save_s,
+                    "blocked_s": saved.blocked_s,
+                }
+            )
+        return new
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -124,16 +129,23 @@ class Report:
             yield
         self._bar = None
 
-    def step(self, step: int, loss: float, saved: SaveReport | None) -> None:
-        """Show one step, and the save that followed it, if one did."""
+    def step(self, step: int, loss: float, saved: Sequence[SaveReport]) -> None:
+        """Show one step, and the saves that have been committed since the last one."""
         line = f"step {step:>6}/{self.steps}  loss {loss:.4f}"
-        if saved is not None:
-            self._say(f"{line}  saved {Path(saved.path).name}: {_speed(saved.bytes, saved.save_s)}")
+        if len(saved) == 1 and int(saved[0].checkpoint_id) == step:
+            self._say(f"{line}  {_saved(saved[0])}")
+        elif saved:
+            self.saved(saved)
         elif self._bar is None and (self._is_first or step % max(1, self.steps // _LINES) == 0):
             self._say(line)
         self._is_first = False
         if self._bar is not None:
             self._bar.update(self._task, completed=step, loss=loss, refresh=True)
+
+    def saved(self, saved: Sequence[SaveReport]) -> None:
+        """Show saves that have been committed beside training."""
+        for one in saved:
+            self._say(f"{_saved(one)}, of which training waited {one.blocked_s:.3f} s")
 
     def resumed(self, loaded: LoadReport) -> None:
         """Say from where the run goes on, what was passed over, and what is configured otherwise than it was."""
@@ -188,6 +200,11 @@ def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, node
+
+
+def _saved(one: SaveReport) -> str:
+    linked = f", {(one.bytes - one.written_bytes) / 1e6:.1f} MB linked" if one.written_bytes < one.bytes else ""
+    return f"saved {Path(one.path).name}: {_speed(one.bytes, one.save_s)}{linked}"
 
 
 def _speed(num_bytes: int, seconds: float) -> str:

@@ -25,7 +25,6 @@ from ckpt.errors import (
 )
 from ckpt.ledger import Ledger
 from ckpt.loading import LoadReport
-from ckpt.saving import SaveReport
 from ckpt.statefuls import ModelState, OptimizerState, RNGState
 from ckpt.topology import Topology
 from recipes.config import COMPONENT_KEYS, check_batch, made
@@ -73,19 +72,20 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         Summary.remove(Path(cfg["run_dir"]))
     report = Report(cfg, shown=topology.is_lead)
     summary = Summary(world_size=topology.world_size)
-    if cfg["resume"] is not None:
-        _resume(training, coordinator, summary, report)
-    with report.running(summary.first_step):
-        for step in range(summary.first_step, cfg["train"]["steps"] + 1):
-            summary.add_step(step, training.step())
-            is_due = step % cfg["save"]["every"] == 0 or step == cfg["train"]["steps"]
-            saved = _save(coordinator, step) if is_due else None
-            if saved is not None:
-                summary.add_save(step, saved)
-            report.step(step, summary.losses[-1], saved)
-    summary.state_digest = training.digest()
-    if cfg["load"]["reread"] and summary.checkpoints:
-        _reread(training, coordinator, summary, report)
+    with coordinator:
+        if cfg["resume"] is not None:
+            _resume(training, coordinator, summary, report)
+        with report.running(summary.first_step):
+            for step in range(summary.first_step, cfg["train"]["steps"] + 1):
+                summary.add_step(step, training.step())
+                if step % cfg["save"]["every"] == 0 or step == cfg["train"]["steps"]:
+                    coordinator.save_checkpoint(checkpoint_id=f"{step:08d}")
+                report.step(step, summary.losses[-1], summary.add_saves(coordinator.reports))
+            coordinator.wait()
+            report.saved(summary.add_saves(coordinator.reports))
+        summary.state_digest = training.digest()
+        if cfg["load"]["reread"] and summary.checkpoints:
+            _reread(training, coordinator, summary, report)
     if topology.is_lead:
         report.done(summary, summary.write(Path(cfg["run_dir"])))
     return summary.as_dict()
@@ -247,12 +247,6 @@ def _reread(training: Training, coordinator: CheckpointCoordinator, summary: Sum
         )
     summary.add_load(loaded)
     report.reread(loaded)
-
-
-def _save(coordinator: CheckpointCoordinator, step: int) -> SaveReport:
-    coordinator.save_checkpoint(checkpoint_id=f"{step:08d}")
-    assert coordinator.last_save is not None
-    return coordinator.last_save
 
 
 def _load(coordinator: CheckpointCoordinator, path: str | None, *, strict: bool) -> LoadReport:

@@ -1,4 +1,4 @@
-"""The contract of a storage backend: standard files, and where in them every chunk lies.
+"""The contract of a storage backend: standard files, where in them every chunk lies, and what may be linked instead of written.
 
 A backend knows one format. It never decides who writes what (plan.py does), never talks to other ranks, and never reads a
 raw local chunk: it reports each chunk's extent, and extents.py reads those for every backend alike.
@@ -6,14 +6,17 @@ raw local chunk: it reports each chunk's extent, and extents.py reads those for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from ckpt.backends.files import padded_pieces
+from ckpt.blocks import BlockDigests
 from ckpt.box import Box
+from ckpt.errors import StorageError
 
 BLOCK_BYTES = 4 << 20
 """Bytes under one digest. A part of a chunk can be checked by reading at most two blocks more than it needs."""
@@ -74,11 +77,59 @@ class Written:
 
     Attributes:
         chunks: (array path, row-major chunk number) -> where it lies.
-        files: path below the checkpoint folder -> record, for every file this rank made.
+        files: path below the checkpoint folder -> record, for every file this rank made or linked.
+        dead: file -> what lies in it of an earlier checkpoint and is no chunk of this one, where there is any.
+        linked_bytes: of all files that were linked, dead bytes included.
     """
 
     chunks: dict[tuple[str, int], ChunkExtent] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
+    dead: dict[str, list[ChunkExtent]] = field(default_factory=dict)
+    linked_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """What one rank has in an earlier checkpoint, which is committed and stays until the save has been. Can be pickled.
+
+    A chunk whose bytes would be those that lie there is not written again: the file that holds them gets a second name in the new
+    checkpoint, by a hard link. The bytes alone decide, by length and digests; if the array has another shape now, they are the same
+    bytes still.
+
+    Attributes:
+        folder: of that checkpoint.
+        chunks, files, dead: as in its index.
+        min_live: a file of which less than this fraction would still be used is not linked, and what is used is written anew; unless
+            nothing that was ever a chunk in it is dead.
+    """
+
+    folder: Path
+    chunks: Mapping[str, Mapping[int, ChunkExtent]]
+    files: Mapping[str, FileRecord]
+    dead: Mapping[str, Sequence[ChunkExtent]] = field(default_factory=dict)
+    min_live: float = 0.5
+
+    def chunk(self, path: str, number: int, length: int, *, raw: bool) -> ChunkExtent | None:
+        """Where chunk `number` of the array at `path` lay, if it was as long as it will be now, and stored in the same way."""
+        old = self.chunks.get(path, {}).get(number)
+        if old is None or (old.length, old.raw, old.block_bytes) != (length, raw, BLOCK_BYTES):
+            return None
+        return old
+
+
+def staged_digests(host: torch.Tensor, grid: tuple[int, ...]) -> tuple[int, ...]:
+    """The digests of a chunk as it is stored raw, padding included: what `Writer.write` takes, and `ChunkExtent` keeps."""
+    digests = BlockDigests(BLOCK_BYTES)
+    for piece in padded_pieces(host, grid):
+        digests.update(piece)
+    return digests.close()
+
+
+def changed_in_memory(path: str) -> StorageError:
+    """The error of bytes that are not what they were when they were copied."""
+    return StorageError(
+        f"{path} was changed in memory between the snapshot and the disk; nothing of this save is kept. Save again."
+    )
 
 
 class Writer(Protocol):
@@ -89,14 +140,19 @@ class Writer(Protocol):
     became of a byte that an earlier one took.
     """
 
-    def write(self, array: ArraySpec, chunk: int, host: torch.Tensor) -> None:
-        """Write one whole chunk, of which this rank is the only writer.
+    def write(self, array: ArraySpec, chunk: int, host: torch.Tensor, digests: tuple[int, ...] | None = None) -> None:
+        """Write one whole chunk, of which this rank is the only writer, or link it to the checkpoint before.
 
         Args:
             array: the array, described by some rank at some other time; its metadata must not be opened here.
             chunk: row-major number.
             host: C-contiguous host tensor of the array's data type and the chunk's *clipped* shape; the writer pads an
-                edge chunk. The caller leaves its values alone until `finish` or `abort`.
+                edge chunk. The caller leaves its values alone until this returns.
+            digests: its `staged_digests` from when it was copied; what is written must have them still. A chunk that is linked on
+                their account is not looked at again.
+
+        Raises:
+            StorageError: it was changed in memory since.
         """
 
     def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
@@ -126,8 +182,14 @@ class Backend(Protocol):
     store: str
     """What the manifest calls the format: "zarr" or "ocdbt". A load looks the backend up by this name."""
 
-    def writer(self, root: Path, rank: int, progress: Callable[[int], None]) -> Writer:
-        """Return this rank's writer below the unpublished folder `root`; it calls `progress(num_bytes)` as bytes move."""
+    def writer(
+        self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
+    ) -> Writer:
+        """Return this rank's writer below the unpublished folder `root`; it calls `progress(num_bytes)` as bytes move.
+
+        Args:
+            previous: a checkpoint beside it, whose files may be linked.
+        """
 
     def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
         """Make one of what the ranks in `writers` wrote, where their files are not that already. Lead rank only, after all of

@@ -27,7 +27,7 @@ SETTLE_BYTES = 64 << 20
 """Bytes waited for at once while a large file goes to disk."""
 
 MANY_FILES = 64
-"""From here on one `syncfs` (0.1 ms a file) beats an `fsync` each (0.4 ms)."""
+"""From here on, of files or of folders, one `syncfs` (0.1 ms a file) beats an `fsync` each (0.4 ms)."""
 
 _ZEROS = bytes(1 << 20)
 
@@ -100,7 +100,7 @@ def make_durable(
     Raises:
         OSError: the disk refused what had been written, such as an allocation that was delayed until now.
     """
-    one_sync = len(sizes) > MANY_FILES and sys.platform == "linux"
+    one_sync = max(len(sizes), len(folders)) > MANY_FILES and sys.platform == "linux"
     for name, size in sizes.items():
         if not one_sync or size > SETTLE_BYTES:
             _sync_file(root / name, size, progress)

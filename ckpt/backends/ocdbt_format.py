@@ -1,4 +1,5 @@
-"""What an OCDBT database of one version looks like, whose values lie in one file. No library needed.
+"""What an OCDBT database of one version looks like, whose nodes lie in one file and whose values lie in that or in others. No library
+needed.
 
 The format lets a database refer to bytes that something else has written, which is what makes it worthwhile: values go to the disk as they
 come, and only the B+tree, a few bytes a key, is put together at the end. Nothing is compressed, and no value lies in a node.
@@ -31,9 +32,10 @@ _T = TypeVar("_T", "Value", "Node")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value: its key, and where it lies in the data file."""
+    """One value: its key, and where it lies in a data file; `file` is relative to the database."""
 
     key: bytes
+    file: str
     offset: int
     length: int
 
@@ -66,14 +68,14 @@ def tree_of(
 
     Args:
         values: at least one, with keys that differ.
-        file: the data file, relative to the database, in which the values lie and the nodes will.
+        file: the data file, relative to the database, in which the nodes will lie.
         at: where in it the first node will begin.
     """
     encoded: list[bytes] = []
     level: list[Node] = []
     groups = list(_cut(sorted(values, key=lambda value: value.key), node_bytes, least=1))
     for group in groups:
-        node, data = _leaf(group, file, at, checksum, is_root=len(groups) == 1)
+        node, data = _leaf(group, at, checksum, is_root=len(groups) == 1)
         level.append(node)
         encoded.append(data)
         at += len(data)
@@ -101,21 +103,23 @@ def manifest_of(root: Node, file: str, uuid: bytes, commit_time_ns: int, checksu
             struct.pack("<Q", commit_time_ns),
         ]
     )
-    return _framed(_MANIFEST_MAGIC, config + _files(file) + version + _varint(0), checksum)
+    return _framed(_MANIFEST_MAGIC, config + _files([file]) + version + _varint(0), checksum)
 
 
-def _leaf(values: Sequence[Value], file: str, at: int, checksum: Checksum, *, is_root: bool) -> tuple[Node, bytes]:
+def _leaf(values: Sequence[Value], at: int, checksum: Checksum, *, is_root: bool) -> tuple[Node, bytes]:
     keys = [value.key for value in values]
+    files = sorted({value.file for value in values})
+    number_of = {file: _varint(number) for number, file in enumerate(files)}
     prefix = 0 if is_root else _common(keys[0], keys[-1])
     body = b"".join(
         [
             b"\0",
-            _files(file),
+            _files(files),
             _varint(len(values)),
             *_keys(keys, prefix, b""),
             *(_varint(value.length) for value in values),
             b"\1" * len(values),  # none of them in the node
-            b"\0" * len(values),  # all of them in the one file
+            *(number_of[value.file] for value in values),
             *(_varint(value.offset) for value in values),
         ]
     )
@@ -132,7 +136,7 @@ def _interior(children: Sequence[Node], file: str, at: int, checksum: Checksum, 
     body = b"".join(
         [
             bytes([height]),
-            _files(file),
+            _files([file]),
             _varint(len(children)),
             *_keys(keys, prefix, b"".join(_varint(child.prefix - prefix) for child in children)),
             b"\0" * len(children),
@@ -163,10 +167,21 @@ def _common(one: bytes, other: bytes) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _files(file: str) -> bytes:
-    """A table of one data file, none of whose path is handed down to the nodes below."""
-    path = file.encode()
-    return _varint(1) + _varint(len(path)) + _varint(0) + path
+def _files(files: Sequence[str]) -> bytes:
+    """A table of data files, in order: each path is what it has in common with the one before, and a rest. None of the paths is
+    handed down to the nodes below."""
+    paths = [file.encode() for file in files]
+    common = [0, *(_common(one, other) for one, other in pairwise(paths))]
+    rests = [path[length:] for path, length in zip(paths, common, strict=True)]
+    return b"".join(
+        [
+            _varint(len(paths)),
+            *(_varint(length) for length in common[1:]),
+            *(_varint(len(rest)) for rest in rests),
+            _varint(0) * len(paths),
+            *rests,
+        ]
+    )
 
 
 def _cut(items: Sequence[_T], most: int, *, least: int) -> Iterator[list[_T]]:

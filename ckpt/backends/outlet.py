@@ -1,5 +1,7 @@
 """The files that one rank makes in one save, on their way to the disk: large ones past the page cache, one sync for all.
 
+What lies in an earlier checkpoint already gets a second name instead, by a hard link, where the file system has such.
+
 Bytes that go through the page cache are copied by the kernel, page by page, on cores that the other ranks and the training need too,
 and drive out what had been cached. Direct I/O takes them from memory that is aligned: each piece is copied there, while it is
 still in the processor's cache from having been digested, and written by a thread while the next one is copied. The aligned
@@ -14,6 +16,7 @@ import mmap
 import os
 import queue
 import resource
+import stat
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -51,9 +54,6 @@ class Buffers:
         buffer_mib: of all buffers of one writer together, in MiB.
         direct_io: False: no file is written directly.
 
-    Attributes:
-        have_written: directly, at least once: the file system takes such writes.
-
     Raises:
         ConfigurationError: there is no room for a page in each buffer.
     """
@@ -63,8 +63,8 @@ class Buffers:
             raise ConfigurationError(f"ckpt.buffer_mib={buffer_mib}: give 1 or more")
         self._num_bytes = (buffer_mib << 20) // NUM_BUFFERS
         self._idle: list[list[memoryview]] = []
+        self._told_of_links = False
         self.direct_io = direct_io and _O_DIRECT != 0
-        self.have_written = False
 
     def take(self) -> list[memoryview]:
         """Return all buffers of one writer; `give_back` them. Any thread."""
@@ -93,6 +93,16 @@ class Buffers:
                 path,
                 error.strerror,
             )
+
+    def tell_of_links(self, path: Path, error: OSError, *, tell: bool) -> None:
+        """Say once that files are written which could have been linked."""
+        _log.log(
+            logging.WARNING if tell and not self._told_of_links else logging.DEBUG,
+            "%s cannot be linked to (%s): what has not changed is written again, and takes room again",
+            path,
+            error.strerror,
+        )
+        self._told_of_links = True
 
     def __reduce__(self) -> tuple[Callable[..., Buffers], tuple[int, bool]]:
         """A copy has memory of its own."""
@@ -149,6 +159,35 @@ class Outlet:
         file = self._open_direct(path, num_bytes) if is_large and self._buffers.direct_io else None
         self._growing[name] = Stream(_Paged(path, self._progress) if file is None else file, partial(self._close, name))
         return self._growing[name]
+
+    def link(self, name: str, there: Path, size: int) -> bool:
+        """Give a file that lies elsewhere, durable, a name below the root, too; return whether that could be done.
+
+        Where it cannot be, the bytes must be written: there are no links between these two places, or no more to this file, or it
+        is not there as it was, a plain file of this size.
+
+        Raises:
+            FileExistsError: the name is taken. Writing to it could write into another checkpoint's file.
+        """
+        path = self._root / name
+        self._folders.make(path.parent)
+        try:
+            found = os.lstat(there)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+                return False
+            os.link(there, path)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            self._buffers.tell_of_links(there, error, tell=self._tells)
+            return False
+        self._progress(1)
+        return True
+
+    def unlink(self, name: str) -> None:
+        """Take the name away again that `link` gave."""
+        with naming(self._root / name):
+            os.unlink(self._root / name)
 
     def flush(self) -> None:
         """Return when the file system has all bytes.
@@ -272,7 +311,6 @@ class _Direct:
         self._file = file
         self._step = num_bytes or RESERVED_BYTES
         self._reserved = 0
-        self._reserves = True
         self._buffer: memoryview | None = None
         self._fill = 0
         self._at = 0
@@ -295,9 +333,10 @@ class _Direct:
 
     def _hand_over(self) -> None:
         if self._buffer is not None:
-            while self._reserves and self._at + self._fill > self._reserved:
-                self._reserves = reserve(self._file.fd, self._reserved, self._step)
-                self._reserved += self._step if self._reserves else 0
+            while self._step and self._at + self._fill > self._reserved:
+                if not reserve(self._file.fd, self._reserved, self._step):
+                    self._step = 0  # asked once, and refused: the file grows as it is written
+                self._reserved += self._step
             self._pump.put(self._file, self._buffer, self._fill, self._at)
             self._at, self._fill, self._buffer = self._at + self._fill, 0, None
 
@@ -415,10 +454,9 @@ class _Pump:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                if not self._buffers.have_written and not _outgrows(at + len(data)):
+                if not _outgrows(at + len(data)):  # else it is the limit, of which the next write tells
                     self._buffers.refuse(file.path, error, tell=self._tells)
-                break  # else this file may not grow by whole blocks any more, which the next write will say
-            self._buffers.have_written = True
+                break
         if done < len(data):
             fd = os.open(file.path, os.O_WRONLY | os.O_CLOEXEC)
             try:

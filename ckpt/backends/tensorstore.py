@@ -2,12 +2,14 @@
 
 In OCDBT each rank makes a database of its own, `arrays.ocdbt/rank-00003/`, so that no rank waits for another; the lead then has TensorStore
 join them by reference in the database `arrays.ocdbt/`, which copies no data. Values lie raw and outside of the B-tree's nodes, so that
-every chunk has an extent, and so that they need not pass through TensorStore, which would hold a save's bytes in memory.
+every chunk has an extent, and so that they need not pass through TensorStore, which would hold a save's bytes in memory. What has not
+changed since the checkpoint before stays in the data files of that one, which are linked (linked_values.py).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -23,13 +25,14 @@ import tensorstore as ts
 import torch
 import xxhash
 
-from ckpt.backends.base import BLOCK_BYTES, DATABASE, ArraySpec, ChunkExtent, FileRecord, Writer, Written
-from ckpt.backends.directory import DirectoryWriter, digested
+from ckpt.backends.base import BLOCK_BYTES, DATABASE, ArraySpec, ChunkExtent, FileRecord, Previous, Writer, Written
+from ckpt.backends.directory import DirectoryWriter
 from ckpt.backends.files import make_durable, padded_pieces, remove_arrays
+from ckpt.backends.linked_values import LinkedValues
 from ckpt.backends.ocdbt_format import Value, manifest_of, tree_of
 from ckpt.backends.outlet import Buffers, Outlet, OutletWriter, Stream
+from ckpt.backends.pieces import Pieces
 from ckpt.backends.zarr_format import DOCUMENT, array_document, below, chunk_key, group_document, with_groups_above
-from ckpt.blocks import BlockDigests
 from ckpt.box import Box, chunk_box
 from ckpt.dtypes import bits_of
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
@@ -62,12 +65,14 @@ class TensorStoreBackend:
         self.store = "ocdbt" if self._in_database else "zarr"
         self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
 
-    def writer(self, root: Path, rank: int, progress: Callable[[int], None]) -> Writer:
+    def writer(
+        self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
+    ) -> Writer:
         """Return this rank's writer below the unpublished folder `root`."""
         outlet = Outlet(root, rank, progress, self._buffers)
         if self._in_database:
-            return OcdbtWriter(root, rank, outlet)
-        return DirectoryWriter(outlet, _description)
+            return OcdbtWriter(root, rank, outlet, previous)
+        return DirectoryWriter(outlet, _description, previous=previous)
 
     def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None] = lambda _: None) -> list[str]:
         """Join the databases of `writers` by reference. A directory is one already."""
@@ -130,26 +135,25 @@ class TensorStoreBackend:
 class OcdbtWriter(OutletWriter):
     """One rank's side of one save: values go, end to end, to one data file as they come; `finish` puts the tree behind them."""
 
-    def __init__(self, root: Path, rank: int, outlet: Outlet) -> None:
+    def __init__(self, root: Path, rank: int, outlet: Outlet, previous: Previous | None = None) -> None:
         super().__init__(outlet)
         self._folder = _database_of(root, rank).relative_to(root).as_posix()
         self._file = f"d/{secrets.token_hex(16)}"
         self._stream: Stream | None = None
         self._values: list[Value] = []
+        self._linked = LinkedValues(previous, outlet, root, f"{self._folder}/d/") if previous is not None else None
         self._rest = xxhash.xxh3_128()
         self._written = Written()
 
-    def write(self, array: ArraySpec, chunk: int, host: torch.Tensor) -> None:
-        """Write chunk number `chunk` of `array`; `host` is contiguous and has the chunk's clipped shape."""
+    def write(self, array: ArraySpec, chunk: int, host: torch.Tensor, digests: tuple[int, ...] | None = None) -> None:
+        """Write or link chunk number `chunk` of `array`; `host` is contiguous and has the chunk's clipped shape."""
         box = chunk_box(array.shape, array.grid, chunk)
         assert tuple(host.shape) == box.shape and host.is_contiguous(), f"{array.path}: {host.shape} for {box}"
-        digests = BlockDigests(BLOCK_BYTES)
-        value = self._append(
-            below(array.path, chunk_key(array, chunk)), digested(padded_pieces(host, array.grid), digests)
-        )
-        self._written.chunks[array.path, chunk] = ChunkExtent(
-            f"{self._folder}/{self._file}", value.offset, value.length, digests.close(), BLOCK_BYTES
-        )
+        source = Pieces(padded_pieces(host, array.grid), digests)
+        size = math.prod(array.grid) * host.element_size()
+        key = below(array.path, chunk_key(array, chunk))
+        if self._linked is None or not self._linked.take(array.path, chunk, key, source, size):
+            self._put(array.path, chunk, key, source)
 
     def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
         """Write the `zarr.json` of these arrays, and of the groups at and above these paths."""
@@ -162,7 +166,12 @@ class OcdbtWriter(OutletWriter):
 
     def finish(self) -> Written:
         """Write the tree and the manifest, hand all bytes to the file system, and say where the chunks lie."""
-        if self._stream is not None:
+        if self._linked is not None:
+            for path, chunk, key, source in self._linked.settle():
+                self._put(path, chunk, key, source)
+            self._add_linked(self._linked)
+        if self._values:
+            self._stream = self._stream or self._opened()
             nodes, root = tree_of(self._values, self._file, self._stream.size, _crc32c)
             self._stream.append(map(memoryview, nodes))
             self._stream.close()
@@ -170,21 +179,40 @@ class OcdbtWriter(OutletWriter):
                 self._rest.update(node)
             manifest = manifest_of(root, self._file, os.urandom(16), time.time_ns(), _crc32c)
             self.add(f"{self._folder}/{_MANIFEST}", manifest)
-            self._written.files = {
+            self._written.files |= {
                 f"{self._folder}/{self._file}": FileRecord(self._stream.size, self._rest.hexdigest()),
                 f"{self._folder}/{_MANIFEST}": FileRecord(len(manifest), xxhash.xxh3_128_hexdigest(manifest)),
             }
         self._outlet.flush()
         return self._written
 
+    def _put(self, path: str, chunk: int, key: str, source: Pieces) -> None:
+        """Put a chunk behind the others."""
+        value = self._append(key, source.digested())
+        self._written.chunks[path, chunk] = ChunkExtent(
+            f"{self._folder}/{self._file}", value.offset, value.length, source.written(path), BLOCK_BYTES
+        )
+
+    def _add_linked(self, linked: LinkedValues) -> None:
+        """Refer to what stays where it is."""
+        for (path, chunk), (key, extent) in linked.kept.items():
+            file = extent.file.removeprefix(f"{self._folder}/")
+            self._values.append(Value(key.encode(), file, extent.offset, extent.length))
+            self._written.chunks[path, chunk] = extent
+        self._written.files |= linked.files
+        self._written.dead |= linked.dead
+        self._written.linked_bytes = sum(record.size for record in linked.files.values())
+
     def _append(self, key: str, pieces: Iterable[memoryview]) -> Value:
         """Put a value behind the others."""
-        if self._stream is None:
-            self._stream = self._outlet.open(f"{self._folder}/{self._file}")
+        self._stream = self._stream or self._opened()
         at = self._stream.size
         self._stream.append(pieces)
-        self._values.append(Value(key.encode(), at, self._stream.size - at))
+        self._values.append(Value(key.encode(), self._file, at, self._stream.size - at))
         return self._values[-1]
+
+    def _opened(self) -> Stream:
+        return self._outlet.open(f"{self._folder}/{self._file}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from zarr.errors import NodeNotFoundError
 from zarr.storage import LocalStore, MemoryStore, StorePath
 
 from ckpt import zarr_dtypes
-from ckpt.backends.base import ArraySpec
+from ckpt.backends.base import ArraySpec, Previous
 from ckpt.backends.directory import Describe, DirectoryWriter, Encode
 from ckpt.backends.files import remove_arrays
 from ckpt.backends.outlet import Buffers, Outlet
@@ -59,9 +59,12 @@ class ZarrBackend:
         _check_compressors(self._compressors)
         self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
 
-    def writer(self, root: Path, rank: int, progress: Callable[[int], None]) -> DirectoryWriter:
+    def writer(
+        self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
+    ) -> DirectoryWriter:
         """Return this rank's writer below the unpublished folder `root`."""
-        return DirectoryWriter(Outlet(root, rank, progress, self._buffers), self._description(), self._encoding())
+        outlet = Outlet(root, rank, progress, self._buffers)
+        return DirectoryWriter(outlet, self._description(), self._encoding(), previous)
 
     def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None] = lambda _: None) -> list[str]:
         """Nothing is left to do: what the ranks wrote is one directory."""

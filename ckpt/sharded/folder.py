@@ -22,6 +22,7 @@ from ckpt.errors import (
     ConfigurationError,
     ShardingError,
 )
+from ckpt.gathering import LiveTensors
 from ckpt.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
 from ckpt.mapping import ShardedTensor, is_main_replica
 from ckpt.plan import PACK_BELOW_BYTES
@@ -33,7 +34,7 @@ from ckpt.sharded.mark import Mark, given_mark
 from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.tables import Table, TablePart
 from ckpt.topology import Topology, first_difference
-from ckpt.writing import Share, Vote
+from ckpt.writing import Share, Vote, plain_files
 
 
 class FolderSave:
@@ -65,7 +66,7 @@ class FolderSave:
         self._device = device
         self._pack_below_bytes = pack_below_bytes
         self._plain: Mapping[str, Mapping[str, Any]] = {}
-        self._slivers: dict[int, memoryview] = {}
+        self._slivers: dict[int, bytes] = {}
         self._vote: Vote | None = None
         self._mark: Mark | None = None
         self._own_mark: Mark | None = None
@@ -92,12 +93,17 @@ class FolderSave:
         self._plain = settle_plain(self._mine, phase.payloads, topology)
         digests = [said["table"] for said in phase.payloads]
         self._plan, tasks = agreed_plan(self._mine, digests, topology, pack_below_bytes=self._pack_below_bytes)
-        self._share = Share(self._plan, tasks, self._mine, topology, self._device)
-        self._slivers = self._share.exchange_slivers()
+        self._share = Share(self._plan, tasks, self._mine.components, topology)
+        self._files = plain_files(self._plain, self._mine.components, topology)
+        self._tensors = LiveTensors(self._share, self._plan, self._mine, self._device.pinned_bytes)
+        if self._share.sends_slivers:
+            self._slivers = topology.exchange("slivers", self._tensors.sends(), self._share.sources)
 
     def write(self) -> None:
         """Write this rank's share, durably. Talks to nobody."""
-        self._vote = self._share.write(self._folder, self._backend, self._plain, self._slivers)
+        self._vote = self._share.write(
+            self._folder, self._backend, self._files, self._tensors.items(), self._slivers, self._topology.progress
+        )
 
     def finish(self) -> None:
         """Put the save on record, when all ranks have written. Collective.

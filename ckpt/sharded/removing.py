@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt.backends.base import DATABASE, ChunkExtent, FileRecord
+from ckpt.backends.base import DATABASE, FileRecord
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dtypes import item_bytes
@@ -147,7 +147,7 @@ def _remove_folder(folder: Path, topology: Topology) -> None:
 def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, topology: Topology) -> None:
     """Take arrays out of an index. A file of theirs alone goes, too; one that others share has more loose bytes now."""
     paths = {entry.path for entry in gone.values() if entry.path is not None}
-    covered: dict[str, list[ChunkExtent]] = {}
+    shared: set[str] = set()
     for path in paths:
         index.files.pop(f"{path}/{DOCUMENT}", None)  # an older save has it in the manifest
     for path in paths & set(index.chunks):
@@ -155,17 +155,15 @@ def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, 
             if extent.file.startswith(f"{path}/"):
                 del index.files[extent.file]
             else:
-                covered[extent.file] = []
+                shared.add(extent.file)
     for name in set(gone) & set(index.pieces):
         del index.pieces[name]
-    for by_number in index.chunks.values():
-        for extent in by_number.values():
-            if extent.file in covered:
-                covered[extent.file].append(extent)
-    for file, extents in covered.items():
+    still_covered = index.covered()
+    for file in sorted(shared):
         topology.progress()
         size = index.files[file].size
-        index.files[file] = FileRecord(size, rest_digest(checkpoint_dir / file, size, extents))
+        digest = rest_digest(checkpoint_dir / file, size, still_covered.get(file, ()))
+        index.files[file] = FileRecord(size, digest)
 
 
 def _require_sound_database(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology) -> bool:

@@ -107,7 +107,15 @@ class AsyncRequest:
 class AsyncCallsQueue:
     """The requests of this rank that are under way, oldest first. One thread, that of the topology's phases, makes the calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, topology: Callable[[], Topology] = current_topology, *, moves_by_itself: bool = False) -> None:
+        """Join the ranks of `topology()`; default: those of torch's default process group.
+
+        Args:
+            moves_by_itself: the functions tell the topology of their progress, so that one which hangs is noticed. Otherwise every
+                function that has not ended counts as moving.
+        """
+        self._topology = topology
+        self._moves_by_itself = moves_by_itself
         self._calls: deque[_Call] = deque()
         self._num_scheduled = 0
 
@@ -137,7 +145,7 @@ class AsyncCallsQueue:
         """
         if not self._calls:
             return []
-        topology = current_topology()
+        topology = self._topology()
         with topology.operation("finalization of async calls"):
             finalized: list[int] = []
             for _ in range(self._num_done(topology, blocking)):
@@ -173,7 +181,7 @@ class AsyncCallsQueue:
         """How many of the oldest requests have ended on every rank?"""
         with topology.phase("wait for all" if blocking else "see what is done") as phase:
             for call in self._calls if blocking else ():
-                call.wait(topology)
+                call.wait(topology.require_awaited if self._moves_by_itself else topology.progress)
             num_done = sum(1 for _ in takewhile(_Call.is_done, self._calls))
             phase.payload = [self._num_scheduled, len(self._calls), num_done]
         first, *_ = phase.payloads
@@ -222,11 +230,11 @@ class _Call:
     def is_done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self, topology: Topology) -> None:
-        """Wait for the function to end. It cannot be asked whether it moves, so while it has not ended it counts as moving."""
+    def wait(self, look: Callable[[], None]) -> None:
+        """Wait for the function to end, and `look` now and then."""
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_LOOK_S)
-            topology.progress()
+            look()
 
     def raise_error(self) -> None:
         """Raise what the function, or `preload_fn`, raised. SystemExit in a thread ends no process: it is a failure like others."""

@@ -14,6 +14,7 @@ import torch
 from ckpt import StateComponent
 from ckpt.errors import CheckpointNotFoundError
 from ckpt.manifest import MANIFEST_NAME
+from ckpt.save_settings import SaveSettings
 from ckpt.topology import Topology
 from recipes.reading import committed_below
 from tests.states import Held, coordinator
@@ -183,6 +184,71 @@ def test_inspect_as_json_gives_every_number_exactly(
     big, small = tree["arrays"]["model/big[red]"], tree["arrays"]["model/small\n"]
     assert (big["dtype"], big["shape"], big["size_bytes"], big["store"]) == ("bfloat16", [300, 200], 120_000, "zarr")
     assert (small["packed_in"], small["size_bytes"]) == ([0], 48)
+
+
+@pytest.fixture
+def incremental(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A root with three checkpoints: the second and third share a chunk with the first, which has room of its own, too."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    root = tmp_path / "checkpoints"
+    state = {"frozen": torch.arange(100_000.0), "moving": torch.arange(50_000.0)}
+    parts = [StateComponent("model", Held(state), "replicated")]
+    run = coordinator(Topology.alone(), root, parts, saves=SaveSettings(incremental=True))
+    for checkpoint_id in ("1", "2", "3"):
+        state["moving"] += 1
+        run.save_checkpoint(checkpoint_id=checkpoint_id)
+    return root
+
+
+def test_inspect_tells_what_checkpoints_share_from_what_removing_one_frees(
+    incremental: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {
+        (found.st_dev, found.st_ino): found.st_size
+        for path in incremental.rglob("*")
+        if path.is_file() and (found := path.stat())
+    }
+    assert run(monkeypatch, "inspect", f"path={incremental}", "json=true") == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["on_disk_bytes"] == sum(sizes.values())
+    assert all(row["apparent_bytes"] - row["unique_bytes"] == 400_000 for row in tree["checkpoints"])
+    assert all(200_000 < row["unique_bytes"] < 210_000 for row in tree["checkpoints"])
+    assert run(monkeypatch, "inspect", f"path={incremental}/checkpoint-2", "json=true") == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert {name: alone[name] for name in ("apparent_bytes", "unique_bytes")} == {
+        name: tree["checkpoints"][1][name] for name in ("apparent_bytes", "unique_bytes")
+    }
+    assert run(monkeypatch, "inspect", f"path={incremental}") == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0].endswith("checkpoints: 3 checkpoints, the oldest commit first, 1.0 MB on disk")
+    assert sum("600.0 kB 60" in line and "kB 20" in line for line in lines) == 3
+    assert run(monkeypatch, "inspect", f"path={incremental}/checkpoint-1") == 0
+    assert " kB of them its own" in " ".join(capsys.readouterr().out.split())
+    shutil.rmtree(incremental / "checkpoint-1")
+    shutil.rmtree(incremental / "checkpoint-3")
+    assert run(monkeypatch, "inspect", f"path={incremental}", "json=true") == 0
+    ((row,), on_disk) = (tree := json.loads(capsys.readouterr().out))["checkpoints"], tree["on_disk_bytes"]
+    assert row["apparent_bytes"] == row["unique_bytes"] == on_disk
+
+
+def test_verify_names_every_checkpoint_that_links_a_damaged_file(
+    incremental: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (incremental / "checkpoint-2/model/frozen/c/0").open("r+b") as chunk:
+        chunk.write(b"\xff")
+    assert run(monkeypatch, "verify", f"path={incremental}") == 1
+    lines = capsys.readouterr().out.splitlines()
+    for number in (1, 2, 3):
+        others = ", ".join(f"checkpoint-{other}" for other in (1, 2, 3) if other != number)
+        assert lines[3 * number - 3 : 3 * number] == [
+            f"{incremental}/checkpoint-{number}: 1 problem",
+            "  model: frozen: bytes 0 to 400000 of model/frozen/c/0 are not those that were saved",
+            f"  damaged files are shared with {others}",
+        ]
+    assert run(monkeypatch, "verify", f"path={incremental}/checkpoint-3", "json=true") == 1
+    (one,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert one["damage_shared_with"] == [f"{incremental}/checkpoint-{number}" for number in (1, 2)]
 
 
 def test_a_checkpoint_of_megatron_core_is_told_apart_from_none_and_the_way_on_is_said() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import tempfile
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,14 @@ from ckpt import copies, extents
 from ckpt.backends.base import ChunkExtent
 from ckpt.blocks import BlockDigests
 from ckpt.box import whole
-from ckpt.copies import BUCKET_MIN_BYTES, Filling, Staging
+from ckpt.copies import BUCKET_MIN_BYTES, Filling, Halves, Staging
 from ckpt.device import SideStream
 from ckpt.dtypes import contiguous, raw_bytes
 from ckpt.errors import DeviceMemoryError
 from ckpt.extents import ExtentReader, Part, Wanted
 from ckpt.topology import Topology
 from tests.device.devices import ADVERSARY
+from tests.device.memory import Filled, Heard
 from tests.ranks import run_ranks
 from tests.states import ALL_DTYPES
 from tests.unit.test_extents import reads, store
@@ -64,7 +63,7 @@ def stage_many(topology: Topology, pinned_bytes: int, copies_hurry: bool) -> Non
     ]
     on_device = [[_moved(tensor) for tensor in tensors] for tensors in items]
     seen = []
-    for number, hosts in Staging(pinned_bytes).ahead(range(len(items)), lambda number: on_device[number]):
+    for number, hosts in Staging(Halves(pinned_bytes)).ahead(range(len(items)), lambda number: on_device[number]):
         assert [host.device.type for host in hosts] == ["cpu"] * len(items[number])
         assert [host.shape for host in hosts] == [tensor.shape for tensor in items[number]]
         if copies_hurry:
@@ -98,7 +97,7 @@ def stage_mixed(topology: Topology) -> None:
     tensors = [there[0].npu(), here[0], second.to("npu:1"), there[1].npu(), here[1], there[2].npu()]
     expected = [there[0], here[0], second, there[1], here[1], there[2]]
     rounds = 0
-    for _, hosts in Staging(MIB).ahead(range(5), lambda _: tensors):
+    for _, hosts in Staging(Halves(MIB)).ahead(range(5), lambda _: tensors):
         assert hosts[1] is here[0] and hosts[4] is here[1]
         assert list(map(bits, hosts)) == list(map(bits, expected))
         rounds += 1
@@ -118,7 +117,7 @@ def stage_after_queued_work(topology: Topology) -> None:
         torch.npu.synchronize()
         with torch.npu.stream(stream):
             tensor.copy_(new.pin_memory(), non_blocking=True)
-        ((_, (host,)),) = Staging(4 * MIB).ahead([None], lambda _, tensor=tensor: [tensor])
+        ((_, (host,)),) = Staging(Halves(4 * MIB)).ahead([None], lambda _, tensor=tensor: [tensor])
         assert bits(host) == bits(new)
 
 
@@ -131,7 +130,7 @@ def stage_ahead(topology: Topology) -> None:
     """What is overwritten when the one before it has come was on its way already."""
     values = [random_tensor(300, 100) for _ in range(5)]
     tensors = [value.npu() for value in values]
-    for number, (host,) in Staging(4 * MIB).ahead(range(5), lambda number: [tensors[number]]):
+    for number, (host,) in Staging(Halves(4 * MIB)).ahead(range(5), lambda number: [tensors[number]]):
         assert bits(host) == bits(values[number])
         torch.npu.synchronize()
         if number < 4:
@@ -147,36 +146,15 @@ def stage_without_room(topology: Topology) -> None:
     columns = random_tensor(600, 700)
     small = [random_tensor(11, 40) for _ in range(900)]
     tensors = [_moved(columns), *(one.npu() for one in small)]
-    told = Told()
-    kept = leave_only(128 << 10)
+    heard, filled = Heard(), Filled(torch.device("npu", 0), 128 << 10)
     items = [[tensors[0][:, :300].t()], tensors[1:]]
-    hosts = [list(map(bits, hosts)) for _, hosts in Staging(8 * MIB).ahead(range(2), lambda number: items[number])]
+    hosts = [
+        list(map(bits, hosts)) for _, hosts in Staging(Halves(8 * MIB)).ahead(range(2), lambda number: items[number])
+    ]
     assert hosts == [[bits(columns[:, :300].t())], list(map(bits, small))]
-    assert len(told.lines) == 1 and "saving them part by part" in told.lines[0] and kept
-
-
-def leave_only(num_bytes: int) -> list[torch.Tensor]:
-    """Take all memory of the device but so many bytes; what is returned holds it."""
-    taken = []
-    with suppress(torch.OutOfMemoryError):
-        while True:
-            taken.append(torch.empty(32 << 10, dtype=torch.uint8, device="npu"))
-    del taken[: num_bytes // (32 << 10)]
-    torch.npu.empty_cache()
-    assert num_bytes <= torch.npu.mem_get_info()[0] < num_bytes + (32 << 10)
-    return taken
-
-
-class Told(logging.Handler):
-    """What the library logs from now on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("ckpt").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    assert filled.free() < 160 << 10
+    (line,) = heard.lines
+    assert "saving them part by part" in line
 
 
 @pytest.mark.npu
@@ -343,13 +321,13 @@ def test_a_decoded_tensor_goes_to_any_strides() -> None:
 def fill_without_room(topology: Topology, leave_bytes: int) -> list[str]:
     columns = torch.empty(5000, 40, device="npu").t()
     _, wanted, data = wanted_of(columns)
-    told = Told()
-    taken = leave_only(leave_bytes)
+    heard, filled = Heard(), Filled(torch.device("npu", 0), leave_bytes)
     with Filling(MIB) as filling:
         memory = filling.take(len(data)).copy_(data)
         filling.place(wanted, 0, len(data), memory)
-    assert bits(columns) == data.numpy().tobytes() and taken
-    return told.lines
+    assert bits(columns) == data.numpy().tobytes()
+    assert filled.free() < leave_bytes
+    return heard.lines
 
 
 @pytest.mark.npu
@@ -376,7 +354,7 @@ def test_nothing_is_made_for_tensors_of_the_host() -> None:
     tensors = [torch.arange(6.0).view(2, 3).t(), torch.arange(3)]
     with Filling(1 << 50), pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt.copies.pinned", lambda num_bytes: pytest.fail("pinned memory was asked for"))
-        ((_, hosts),) = Staging(1 << 50).ahead([None], lambda _: tensors)
+        ((_, hosts),) = Staging(Halves(1 << 50)).ahead([None], lambda _: tensors)
     assert hosts[0] is tensors[0] and hosts[1] is tensors[1]
 
 
@@ -405,7 +383,7 @@ def fill_small_of_every_type(topology: Topology) -> None:
         with Filling(MIB) as filling:
             filling.place(wanted, 0, extent.length, filling.take(extent.length).copy_(data))
         assert b"".join(map(bits, outs)) == data.numpy().tobytes(), dtype
-        ((_, hosts),) = Staging(MIB).ahead([None], lambda _, outs=outs: outs)
+        ((_, hosts),) = Staging(Halves(MIB)).ahead([None], lambda _, outs=outs: outs)
         assert b"".join(map(bits, hosts)) == data.numpy().tobytes(), dtype
         assert [host.dtype for host in hosts] == [dtype] * 9
     assert seen and all(dtype in _INTEGERS for dtype in seen if dtype != torch.complex128)
@@ -451,7 +429,7 @@ def stage_and_fill_again_and_again(topology: Topology) -> None:
     _, wanted, data = wanted_of(columns)
     free = []
     for _ in range(8):
-        for _ in Staging(16 * MIB).ahead([tensors[:1], tensors[1:]], lambda item: item):
+        for _ in Staging(Halves(16 * MIB)).ahead([tensors[:1], tensors[1:]], lambda item: item):
             pass
         with Filling(MIB) as filling:
             filling.place(wanted, 0, len(data), filling.take(len(data)).copy_(data))

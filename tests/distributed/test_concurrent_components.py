@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpt import ShardedTensor, StateComponent
-from ckpt.backends.base import ArraySpec, Writer, Written
+from ckpt.backends.base import ArraySpec, Previous, Writer, Written
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.topology import Phase, Topology
 from tests.ranks import run_ranks, run_threads
@@ -47,8 +47,10 @@ class Traced(ZarrBackend):
         self.waits = waits
         self.trace: list[Write] = []
 
-    def writer(self, root: Path, rank: int, progress: Callable[[int], None]) -> Writer:
-        return _TracedWriter(self, super().writer(root, rank, progress), rank)
+    def writer(
+        self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
+    ) -> Writer:
+        return _TracedWriter(self, super().writer(root, rank, progress, previous), rank)
 
 
 @dataclass
@@ -57,7 +59,7 @@ class _TracedWriter:
     inner: Writer
     rank: int
 
-    def write(self, array: ArraySpec, chunk: int, host: torch.Tensor) -> None:
+    def write(self, array: ArraySpec, chunk: int, host: torch.Tensor, digests: tuple[int, ...] | None = None) -> None:
         component = array.path.partition("/")[0]
         begin = time.monotonic()
         self._word(self.rank, component).touch()
@@ -68,7 +70,7 @@ class _TracedWriter:
                         f"rank {other[0]} did not begin to write {other[1]} while {component} is written"
                     )
                 time.sleep(0.001)
-        self.inner.write(array, chunk, host)
+        self.inner.write(array, chunk, host, digests)
         self.backend.trace.append(Write(self.rank, component, begin, time.monotonic()))
 
     def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:

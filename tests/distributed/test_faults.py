@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckpt import StateComponent
-from ckpt.backends.base import ArraySpec, Writer, Written
+from ckpt.backends.base import ArraySpec, Previous, Writer, Written
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, StorageError
 from ckpt.topology import Topology
@@ -31,8 +31,10 @@ class Faulty(ZarrBackend):
         super().__init__()
         self.fault = fault
 
-    def writer(self, root: Path, rank: int, progress: Callable[[int], None]) -> Writer:
-        return _FaultyWriter(super().writer(root, rank, progress), self.fault)
+    def writer(
+        self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
+    ) -> Writer:
+        return _FaultyWriter(super().writer(root, rank, progress, previous), self.fault)
 
 
 class _FaultyWriter:
@@ -41,11 +43,11 @@ class _FaultyWriter:
         self._fault = fault
         self._written = 0
 
-    def write(self, array: ArraySpec, chunk: int, host: torch.Tensor) -> None:
+    def write(self, array: ArraySpec, chunk: int, host: torch.Tensor, digests: tuple[int, ...] | None = None) -> None:
         self._written += 1
         if self._written == 2:
             self._fault()
-        self._inner.write(array, chunk, host)
+        self._inner.write(array, chunk, host, digests)
 
     def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
         self._inner.describe(arrays, groups)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ckpt.backends.base import ArraySpec, Writer, Written
+from ckpt.backends.base import ArraySpec, Previous, Writer, Written
 from ckpt.backends.zarr import ZarrBackend
 
 RANK = 1
@@ -71,9 +71,11 @@ class FaultyZarr(ZarrBackend):
         self.fault = fault
         self.saves = 0
 
-    def writer(self, root: Path, rank: int, progress: Callable[[int], None]) -> Writer:
+    def writer(
+        self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
+    ) -> Writer:
         self.saves += 1
-        inner = super().writer(root, rank, progress)
+        inner = super().writer(root, rank, progress, previous)
         return _FaultyWriter(inner, FAULTS[self.fault]) if (self.saves, rank) == (2, RANK) else inner
 
 
@@ -83,11 +85,11 @@ class _FaultyWriter:
         self._fault = fault
         self._written = 0
 
-    def write(self, array: ArraySpec, chunk: int, host: torch.Tensor) -> None:
+    def write(self, array: ArraySpec, chunk: int, host: torch.Tensor, digests: tuple[int, ...] | None = None) -> None:
         self._written += 1
         if self._written == 3:
             self._fault()
-        self._inner.write(array, chunk, host)
+        self._inner.write(array, chunk, host, digests)
 
     def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
         self._inner.describe(arrays, groups)

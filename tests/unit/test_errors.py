@@ -41,6 +41,8 @@ def test_the_family_is_the_built_in_errors_it_resembles() -> None:
         "ShapeMismatchError": ["CheckpointError", "ValueError"],
         "ShardingError": ["CheckpointError", "ValueError"],
         "ReplicationError": ["CheckpointError", "ValueError"],
+        "StateChangedError": ["CheckpointError", "RuntimeError"],
+        "SaveAbandonedError": ["CheckpointError", "RuntimeError"],
         "MissingStateError": ["CheckpointError", "KeyError"],
         "WorldSizeError": ["CheckpointError", "ValueError"],
         "CheckpointNotFoundError": ["CheckpointError", "FileNotFoundError"],

@@ -592,6 +592,58 @@ def test_a_refused_checkpoint_that_was_read_from_aside_is_quarantined_under_its_
     assert hidden(root, "replaced") == []
 
 
+def test_checkpoints_that_share_damage_are_quarantined_together_and_what_was_just_saved_is_not(
+    root: Path, clock: Clock
+) -> None:
+    ledger = Ledger(root, run_id="a")
+    paths = [save(ledger, clock, str(number)) for number in range(1, 5)]
+    kept = save(ledger, clock, "2", refused={paths[1]: "shared file bad"})
+    moved = ledger.quarantine(
+        {
+            paths[0]: "shared file bad",
+            paths[1]: "shared file bad",
+            paths[3]: "shared too",
+            root / "checkpoint-9": "gone",
+        },
+        keep=kept,
+    )
+    assert versions(ledger) == {"3": 3, "2": 5}
+    assert [one.name.split("-")[1] for one in moved] == ["1", "4"]
+    assert [(one / "model" / "payload").read_text() for one in moved] == ["1", "4"]
+    reasons = [one.with_name(f"{one.name}.reason.txt").read_text() for one in moved]
+    assert reasons[0].startswith("shared file bad\nmoved here from checkpoint-1 by run a at ")
+    assert reasons[1].startswith("shared too\n")
+    assert len(hidden(root, "quarantined")) == 6  # with the one whose name was needed
+    assert ledger.quarantine({}, keep=kept) == []
+
+
+def test_a_checkpoint_that_was_put_back_is_quarantined_by_the_name_it_was_read_under(root: Path, clock: Clock) -> None:
+    ledger = Ledger(root, run_id="a")
+    aside = save(ledger, clock, "1").rename(root / ".replaced-1-0123abcd")
+    other = save(ledger, clock, "2")  # which puts the first one back
+    assert versions(ledger) == {"1": 1, "2": 2}
+    assert len(ledger.quarantine({aside: "damaged"}, keep=other)) == 1
+    assert versions(ledger) == {"2": 2}
+
+
+def test_what_cannot_be_quarantined_is_told_and_the_others_are(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(root, run_id="a")
+    first, second, kept = (save(ledger, clock, str(number)) for number in range(3))
+    original = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if source == first:
+            raise OSError(errno.EACCES, "Permission denied", str(source))
+        original(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    assert len(ledger.quarantine({first: "bad", second: "bad"}, keep=kept)) == 1
+    assert versions(ledger) == {"0": 1, "2": 3}
+    assert f"cannot move {first} into quarantine: Permission denied" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
 def test_what_is_no_checkpoint_but_has_the_name_is_kept_in_quarantine(root: Path, clock: Clock, kind: str) -> None:
     root.mkdir(parents=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -15,16 +17,21 @@ from ckpt.backends.tensorstore import _crc32c
 FILE = "d/0123456789abcdef0123456789abcdef"
 
 
-def put_together(folder: Path, values: dict[bytes, bytes], node_bytes: int) -> int:
-    """Make a database of these values below `folder`, and return the height of its root."""
-    data = b""
+OTHERS = ("d/01ffffffffffffffffffffffffffffff", "d/0123456789abcdef0123456789abcdee", "d/z")
+
+
+def put_together(folder: Path, values: dict[bytes, bytes], node_bytes: int, files: Sequence[str] = (FILE,)) -> int:
+    """Make a database of these values, dealt out to these files, below `folder`, and return the height of its root."""
+    data = dict.fromkeys((FILE, *files), b"")
     entries = []
-    for key, value in values.items():
-        entries.append(Value(key, len(data), len(value)))
-        data += value
-    nodes, root = tree_of(entries, FILE, len(data), _crc32c, node_bytes=node_bytes)
+    for (key, value), file in zip(values.items(), cycle(files)):
+        entries.append(Value(key, file, len(data[file]), len(value)))
+        data[file] += value
+    nodes, root = tree_of(entries, FILE, len(data[FILE]), _crc32c, node_bytes=node_bytes)
+    data[FILE] += b"".join(nodes)
     (folder / "d").mkdir()
-    (folder / FILE).write_bytes(data + b"".join(nodes))
+    for file, content in data.items():
+        (folder / file).write_bytes(content)
     (folder / "manifest.ocdbt").write_bytes(
         manifest_of(root, FILE, bytes(range(16)), 1_700_000_000_000_000_000, _crc32c)
     )
@@ -43,13 +50,14 @@ def opened(folder: Path) -> ts.KvStore:
         max_size=60,
     ),
     st.integers(40, 2000),
+    st.lists(st.sampled_from([FILE, *OTHERS]), min_size=1, max_size=5),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_keys_in_nodes_of_any_size_are_found_again(
-    tmp_path_factory: pytest.TempPathFactory, values: dict[bytes, bytes], node_bytes: int
+def test_any_keys_in_nodes_of_any_size_are_found_again_in_whatever_files_their_values_lie(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[bytes, bytes], node_bytes: int, files: list[str]
 ) -> None:
     folder = tmp_path_factory.mktemp("database")
-    put_together(folder, values, node_bytes)
+    put_together(folder, values, node_bytes, files)
     database = opened(folder)
     assert sorted(database.list().result()) == sorted(values)
     for key, value in values.items():

@@ -1,0 +1,121 @@
+"""Values that stay in the data files of the checkpoint before: which files are linked for that, and which are not worth it.
+
+A data file holds many values. It is linked when the first of them proves unchanged, while that value's bytes are at hand, in case the
+file system has no links. Only when all chunks of a save are known is it known how much of a file is still used. What is used of one
+that is mostly dead is copied then, out of our own link, which goes: dead bytes must not keep room on the disk for as long as there are
+incremental saves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ckpt.backends.base import ChunkExtent, FileRecord, Previous
+from ckpt.backends.files import PIECE_BYTES, naming
+from ckpt.backends.outlet import Outlet
+from ckpt.backends.pieces import Pieces
+from ckpt.errors import CorruptCheckpointError
+
+MOST_FILES = 32
+"""Linked files of one rank. When there are more, those with the least in them become one, until half as many are left."""
+
+
+class LinkedValues:
+    """What one rank's database refers to in data files of an earlier save. `take` any number of times, then `settle`.
+
+    Args:
+        outlet: makes the links, below `root`.
+        below: path of the folder of this rank's data files.
+
+    Attributes:
+        kept: (array path, chunk) -> key and extent of each value that stays where it is.
+        files: the data files that are linked in the end.
+        dead: what else lies in those.
+    """
+
+    def __init__(self, previous: Previous, outlet: Outlet, root: Path, below: str) -> None:
+        self._previous = previous
+        self._outlet = outlet
+        self._root = root
+        self._below = below
+        self._is_linked: dict[str, bool] = {}
+        self.kept: dict[tuple[str, int], tuple[str, ChunkExtent]] = {}
+        self.files: dict[str, FileRecord] = {}
+        self.dead: dict[str, list[ChunkExtent]] = {}
+
+    def take(self, path: str, chunk: int, key: str, source: Pieces, size: int) -> bool:
+        """Whether this chunk is as it was, in a file that is linked now. If not, it must be written."""
+        old = self._previous.chunk(path, chunk, size, raw=True)
+        if old is None or not old.file.startswith(self._below) or self._is_linked.get(old.file) is False:
+            return False
+        if not source.have(old.digests):
+            return False
+        if old.file not in self._is_linked:
+            record = self._previous.files[old.file]
+            self._is_linked[old.file] = self._outlet.link(old.file, self._previous.folder / old.file, record.size)
+        if self._is_linked[old.file]:
+            self.kept[path, chunk] = key, old
+        return self._is_linked[old.file]
+
+    def settle(self) -> Iterator[tuple[str, int, str, Pieces]]:
+        """Yield the chunks that must be written after all, as `take` was given them. Each is read when its pieces are.
+
+        Raises:
+            CorruptCheckpointError: one of them is not what was saved, in the checkpoint before.
+        """
+        used: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        for name, (_, extent) in self.kept.items():
+            used[extent.file].append(name)
+        dead = self._dead_in(used.keys())
+        worth = self._worth_linking(
+            {file: sum(self.kept[name][1].length for name in used[file]) for file in used}, dead
+        )
+        for file in used.keys() - worth:
+            for name in sorted(used[file], key=lambda name: self.kept[name][1].offset):
+                key, extent = self.kept.pop(name)
+                yield *name, key, Pieces(self._read(name[0], extent))
+            self._outlet.unlink(file)
+        self.files = {file: self._previous.files[file] for file in sorted(worth)}
+        self.dead = {file: dead[file] for file in sorted(worth) if dead[file]}
+
+    def _worth_linking(self, live_bytes: Mapping[str, int], dead: Mapping[str, Sequence[ChunkExtent]]) -> set[str]:
+        """The files of which enough is used; one in which no value has died, if that is most of it, whatever the nodes take."""
+        worth = []
+        for file in sorted(live_bytes, key=lambda file: (-live_bytes[file], file)):
+            fraction = live_bytes[file] / self._previous.files[file].size
+            if fraction >= self._previous.min_live or (not dead[file] and fraction >= 0.5):
+                worth.append(file)
+        return set(worth if len(worth) <= MOST_FILES else worth[: MOST_FILES // 2])
+
+    def _dead_in(self, files: Collection[str]) -> dict[str, list[ChunkExtent]]:
+        """File -> what was a chunk once and is none now, in order."""
+        dead = {file: list(self._previous.dead.get(file, ())) for file in files}
+        for path, by_number in self._previous.chunks.items():
+            for number, extent in by_number.items():
+                if extent.file in dead and (path, number) not in self.kept:
+                    dead[extent.file].append(extent)
+        return {file: sorted(extents, key=lambda extent: extent.offset) for file, extents in dead.items()}
+
+    def _read(self, path: str, extent: ChunkExtent) -> Iterator[memoryview]:
+        """Yield the bytes of a value, each piece good until the next; they are those that were saved, or this raises in the end."""
+        buffer = memoryview(bytearray(min(extent.length, PIECE_BYTES)))
+        checked = Pieces(_file_pieces(self._root / extent.file, extent, buffer))
+        yield from checked.digested()
+        if checked.written(path) != extent.digests:
+            raise CorruptCheckpointError(
+                f"{path}: bytes {extent.offset} to {extent.offset + extent.length} of {self._previous.folder / extent.file} are not "
+                f"those that were saved, and so cannot become part of a new checkpoint. {self._previous.folder.name} is damaged; "
+                "the next save goes without it.",
+                file=extent.file,
+            )
+
+
+def _file_pieces(file: Path, extent: ChunkExtent, buffer: memoryview) -> Iterator[memoryview]:
+    left = extent.length
+    with naming(file), file.open("rb", buffering=0) as stream:
+        stream.seek(extent.offset)
+        while left and (count := stream.readinto(buffer[:left])):
+            left -= count
+            yield buffer[:count]

@@ -1,0 +1,289 @@
+"""The saves of one coordinator that go on beside training: copied while it waits, or beside it, and written by a thread of their own.
+
+The thread of a rank agrees with those of the others over a topology of its own, which makes no collectives; the lead's publishes. So a
+checkpoint becomes durable without another call. The calls of the thread that trains learn what has become of it, in one order on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from ckpt.arena import Arena
+from ckpt.backends.base import Backend, Previous
+from ckpt.device import Device, pinned
+from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError
+from ckpt.ledger import delete_folder
+from ckpt.memory import HostMemory
+from ckpt.overlap import Watched
+from ckpt.priority import Throttle, in_background, write_throttled
+from ckpt.save_settings import SaveSettings
+from ckpt.saving import PreparedSave, SaveReport
+from ckpt.shared_memory import shared_memory
+from ckpt.sigterm import Epilogue
+from ckpt.snapshot import Snapshot, arena_bytes
+from ckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from ckpt.topology import Topology
+from ckpt.writer_process import WriterProcess
+from ckpt.writing import PlainFiles, Share, Staged, Vote
+
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(eq=False)
+class _Pending:
+    """One save that is under way.
+
+    Attributes:
+        blocked_s: how long training has stood still for it on this rank.
+        over: nothing of it goes on any more.
+    """
+
+    snapshot: Snapshot
+    blocked_s: float
+    over: threading.Event
+    report: SaveReport | None = None
+
+
+class Background:
+    """Takes saves from the thread that trains, which makes all calls here, and sees that they end in one order.
+
+    Args:
+        topology: of that thread.
+        device: where the tensors live.
+        backend: that of all saves.
+    """
+
+    def __init__(self, topology: Topology, settings: SaveSettings, device: Device, backend: Backend) -> None:
+        self._topology = topology
+        self._settings = settings
+        self._device = device
+        self._queue = AsyncCallsQueue(lambda: topology, moves_by_itself=True)
+        self._branch: Topology | None = None
+        self._process: WriterProcess | None = None
+        self._arena = Arena(self._new_memory)
+        self._pending: list[_Pending] = []
+        self._finalized: list[SaveReport] = []
+        self._deletions: list[threading.Thread] = []
+        self._given_up = threading.Event()
+        self._has_told = False
+        self._throttle = None if settings.writer_mib_s is None else Throttle(settings.writer_mib_s)
+        self._epilogue = Epilogue(
+            settings.grace_s, is_over=self._is_over, hurry=self._hurry, give_up=self._given_up.set
+        )
+        if settings.writer == "process":
+            self._process = WriterProcess(
+                num_cores=settings.writer_cores, mib_s=settings.writer_mib_s, local_rank=topology.local_rank
+            )
+            self._process.start(backend)
+        # Before anything of the interpreter is shut down: what writes may have threads to start still.
+        threading._register_atexit(_call, weakref.WeakMethod(self._drain))  # type: ignore[attr-defined]
+
+    @property
+    def num_pending(self) -> int:
+        """Saves that have begun and whose end this thread has not learnt of. Equal on all ranks."""
+        return self._queue.get_num_unfinalized_calls()
+
+    def begin(self, prepared: PreparedSave, started: float, watched: Watched | None) -> None:
+        """Copy the state, or begin to, and have the rest done. What goes wrong from here on is told when the save is finalized.
+
+        Args:
+            started: when the save was called for, by `time.perf_counter`.
+            watched: what only steps of optimizers change, and may be copied beside training.
+        """
+        self._epilogue.arm()
+        snapshot = self._snapshot(prepared, watched)
+        before = self._pending[-1].over if self._pending else None
+        pending = _Pending(snapshot, 0.0, threading.Event())
+        self._pending.append(pending)
+        self._queue.schedule_async_request(
+            AsyncRequest(
+                self._run,
+                (prepared, pending, started, before),
+                [partial(self._finish, pending)],
+                what=prepared.target.what,
+                abandon_fns=[partial(self._forget, pending)],
+            )
+        )
+        snapshot.take()
+        pending.blocked_s = time.perf_counter() - started
+
+    def delete(self, folder: Path) -> None:
+        """Delete what is out of sight, while other things go on: to free gigabytes takes file systems longer than to rename them."""
+        self._deletions = [thread for thread in self._deletions if thread.is_alive()]
+        self._deletions.append(threading.Thread(target=_delete, args=(folder,), name="deletion", daemon=True))
+        self._deletions[-1].start()
+
+    def wait_for_snapshots(self) -> None:
+        """Return when no state is being copied any more. Any thread; before what changes it."""
+        for pending in list(self._pending):
+            if not pending.snapshot.is_complete:
+                began = time.perf_counter()
+                pending.snapshot.wait()
+                pending.blocked_s += time.perf_counter() - began
+
+    def finalize(self, *, blocking: bool) -> list[SaveReport]:
+        """Learn, on all ranks alike, what has become of saves that are over, in the order in which they began. Collective.
+
+        Args:
+            blocking: wait for all.
+
+        Returns:
+            the reports of those that were committed.
+
+        Raises:
+            CheckpointError: a save failed, and the settings say raise; those behind it are left for the next call.
+        """
+        while self.num_pending:
+            try:
+                self._queue.maybe_finalize_async_calls(blocking)
+            except CheckpointError as error:
+                if self._settings.on_async_error == "raise" or isinstance(error, RankAbsentError):
+                    raise
+                if self._topology.is_lead:
+                    _log.warning("training goes on without a checkpoint: %s", error)
+                continue
+            break
+        if not self.num_pending:
+            self._epilogue.disarm()
+        reports, self._finalized = self._finalized, []
+        return reports
+
+    def close(self) -> None:
+        """Let go of what is kept from save to save. Waits for what is still under way, and does not tell what becomes of it."""
+        self._drain()
+        self._epilogue.disarm()
+        if self._branch is not None:
+            self._branch.close()
+            self._branch = None
+        if self._process is not None:
+            self._process.close()
+
+    def _snapshot(self, prepared: PreparedSave, watched: Watched | None) -> Snapshot:
+        """A snapshot of the share, with room in the arena; if there is none to be had, that is what the save fails of."""
+        is_pinned = self._device.type != "cpu" and self._process is None
+        snapshot = Snapshot(
+            prepared.share,
+            prepared.plan,
+            prepared.mine,
+            self._arena,
+            watched=watched,
+            pinned_bytes=None if is_pinned or self._device.type == "cpu" else self._device.pinned_bytes,
+        )
+        least, whole = arena_bytes(prepared.share, is_pinned=is_pinned)
+        try:
+            self._arena.grow(self._capacity(least, whole), lambda: None)
+        except Exception as error:
+            snapshot.fail(error)
+        return snapshot
+
+    def _capacity(self, least: int, whole: int) -> int:
+        """The bytes of the arena, by the settings and by what the host has."""
+        wanted = whole * (2 if self._settings.when_busy == "queue" else 1)
+        budget_mib = self._settings.staging_budget_mib
+        if budget_mib is None:
+            num_ranks = len(self._topology.nodes[self._topology.node_rank])
+            limit = self._arena.num_bytes + int(psutil.virtual_memory().available) // (2 * num_ranks)
+        else:
+            limit = budget_mib << 20
+        if limit < whole and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "the copy of rank %d's share takes %.0f MiB of host memory, of which it may take %.0f: training waits while what came "
+                "before is written. Give save.staging_budget_mib more, or shard over more ranks.",
+                self._topology.rank,
+                whole / 2**20,
+                max(least, limit) / 2**20,
+            )
+        return max(least, min(wanted, limit))
+
+    def _new_memory(self, num_bytes: int) -> torch.Tensor:
+        if self._process is not None:
+            return shared_memory(num_bytes)
+        if self._device.type != "cpu":
+            return pinned(num_bytes)
+        return HostMemory().empty((num_bytes,), torch.uint8)
+
+    def _run(self, prepared: PreparedSave, pending: _Pending, started: float, before: threading.Event | None) -> None:
+        """Write and commit one save, after the one before it. In a thread of its own."""
+        try:
+            in_background(self._settings.writer_cores, local_rank=self._topology.local_rank)
+            if before is not None:
+                before.wait()
+            if self._branch is None:
+                self._branch = self._topology.branch("saves in the background")
+            pending.report = prepared.run(self._branch, pending.snapshot, self._write, started=started)
+        finally:
+            pending.snapshot.give_up()
+            pending.over.set()
+
+    def _write(
+        self,
+        share: Share,
+        folder: Path,
+        backend: Backend,
+        plain: PlainFiles,
+        staged: Iterable[Staged],
+        slivers: Mapping[int, bytes],
+        progress: Callable[[int], None],
+        previous: Previous | None,
+    ) -> Vote:
+        """Write a share as the settings say, and no longer than this process may go on."""
+
+        def go_on(num_bytes: int) -> None:
+            if self._given_up.is_set():
+                raise SaveAbandonedError(
+                    f"rank {self._topology.rank} was asked to end, and the save did not within save.grace_s={self._settings.grace_s:g}"
+                )
+            progress(num_bytes)
+
+        write = (
+            partial(write_throttled, self._throttle, self._given_up) if self._process is None else self._process.write
+        )
+        return write(share, folder, backend, plain, staged, slivers, go_on, previous)
+
+    def _finish(self, pending: _Pending) -> None:
+        """The finalizer of a save that all ranks have committed: the report counts the rank that stood still the longest."""
+        with self._topology.phase("report") as phase:
+            phase.payload = pending.blocked_s
+        assert pending.report is not None
+        self._finalized.append(replace(pending.report, blocked_s=max(phase.payloads)))
+        self._forget(pending)
+
+    def _forget(self, pending: _Pending) -> None:
+        if pending in self._pending:
+            self._pending.remove(pending)
+
+    def _is_over(self) -> bool:
+        return all(pending.over.is_set() for pending in self._pending)
+
+    def _hurry(self) -> None:
+        if self._branch is not None:
+            self._branch.expect_absence()
+
+    def _drain(self) -> None:
+        """Wait for what is under way. Also called when the interpreter ends, and nobody has waited."""
+        for pending in list(self._pending):
+            pending.over.wait()
+        for thread in self._deletions:
+            thread.join()
+
+
+def _delete(folder: Path) -> None:
+    in_background()
+    delete_folder(folder)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call a method of an object that may be gone."""
+    if (bound := method()) is not None:
+        bound()

@@ -1,0 +1,79 @@
+"""How saves go on beside training: the settings that a coordinator is given, and their checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import ConfigurationError
+
+_CHOICES = {
+    "mode": ("sync", "async"),
+    "writer": ("thread", "process"),
+    "when_busy": ("wait", "skip", "queue"),
+    "on_async_error": ("raise", "warn"),
+}
+_AT_LEAST_ONE = ("writer_cores", "writer_mib_s", "staging_budget_mib")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSettings:
+    """How saves go on beside training. All ranks have the same.
+
+    Attributes:
+        mode: "sync": `save_checkpoint` returns when the checkpoint is committed. "async": once the state is copied to host memory,
+            or, with `overlap`, once that can go on by itself; the rest is done in the background.
+        overlap: what only an optimizer's step changes is copied beside the next forward and backward, and that step waits for it.
+        writer: "thread" of this process, or "process": one for each rank, which leaves training the interpreter to itself.
+        writer_cores: how many cores the writer of a rank may use; None: all.
+        writer_mib_s: how many MiB a second it may write; None: as many as there are.
+        staging_budget_mib: host memory that copies may take, for each rank; a larger state is copied as what came before it is written,
+            while training waits. None: as much as a save takes, or two with `when_busy="queue"`, but at most half of what the host has
+            free.
+        when_busy: a save is to begin while one before it is not committed yet: "wait" for it, "skip" the new one, or "queue" it: copy the
+            state at once, and write it then.
+        on_async_error: a save failed in the background: the next call of the coordinator raises, or warns and goes on.
+        grace_s: how long a save in the background may go on after SIGTERM, before it is given up, in seconds.
+        incremental: chunks that are as they were in the checkpoint before are linked to it, and not written again.
+        incremental_min_live: a data file is written anew when less than this fraction of it would still be used, so that removed
+            checkpoints free their bytes.
+
+    Raises:
+        ConfigurationError: it names the setting.
+    """
+
+    mode: str = "sync"
+    overlap: bool = False
+    writer: str = "thread"
+    writer_cores: int | None = None
+    writer_mib_s: int | None = None
+    staging_budget_mib: int | None = None
+    when_busy: str = "wait"
+    on_async_error: str = "raise"
+    grace_s: float = 20.0
+    incremental: bool = False
+    incremental_min_live: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value: Any = getattr(self, name)
+            if value not in choices:
+                raise ConfigurationError(f"save.{name}={value}: expected one of {', '.join(choices)}")
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"save.{name}={value}: expected at least 1, or null for no limit")
+        if self.overlap and self.mode == "sync":
+            raise ConfigurationError(
+                "save.overlap=true copies the state beside training, which save.mode=sync waits for: say save.mode=async, too"
+            )
+        if not self.grace_s >= 0:
+            raise ConfigurationError(f"save.grace_s={self.grace_s}: expected at least 0 seconds")
+        if not 0 < self.incremental_min_live <= 1:
+            raise ConfigurationError(
+                f"save.incremental_min_live={self.incremental_min_live}: expected a fraction above 0, at most 1"
+            )
+
+    @property
+    def is_async(self) -> bool:
+        return self.mode == "async"

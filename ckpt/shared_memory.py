@@ -1,0 +1,84 @@
+"""Host memory that another process may map too. It is gone with the last who has it, however they end: no name, no file."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import weakref
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from ckpt.errors import ConfigurationError
+
+_PAGE = 2 << 20
+
+
+class Segment(NamedTuple):
+    """A piece of shared memory that this process has made and still has mapped.
+
+    Attributes:
+        number: no other one of this process ever has the same.
+        fd: to be handed to who shall map it; closed when the last tensor in it is gone.
+        address: of its first byte.
+    """
+
+    number: int
+    fd: int
+    address: int
+    num_bytes: int
+
+
+_numbers = itertools.count()
+_segments: dict[int, Segment] = {}
+
+
+def shared_memory(num_bytes: int) -> torch.Tensor:
+    """Return memory that can be shared, flat bytes, all zeros.
+
+    Raises:
+        ConfigurationError: this system has none.
+        OSError: there is not enough of it.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise ConfigurationError("save.writer=process needs Linux, for memfd_create; say save.writer=thread")
+    fd = os.memfd_create("ckpt-staging", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, -(-max(num_bytes, 1) // _PAGE) * _PAGE)
+        whole = _mapped(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    memory = torch.frombuffer(whole, dtype=torch.uint8)
+    number = next(_numbers)
+    _segments[number] = Segment(number, fd, memory.data_ptr(), memory.nbytes)
+    weakref.finalize(whole, _forget, number).atexit = False
+    return memory[:num_bytes]
+
+
+def segment_of(host: torch.Tensor) -> tuple[Segment, int] | None:
+    """Return the segment that a contiguous tensor lies in, and its first byte there; None: it lies in none."""
+    if host.numel():
+        first = host.data_ptr()
+        for segment in list(_segments.values()):
+            if segment.address <= first and first + host.nbytes <= segment.address + segment.num_bytes:
+                return segment, first - segment.address
+    return None
+
+
+def mapped(fd: int) -> torch.Tensor:
+    """Return all of the memory behind a descriptor of a segment, flat bytes; the descriptor may be closed then."""
+    return torch.frombuffer(_mapped(fd), dtype=torch.uint8)
+
+
+def _mapped(fd: int) -> mmap.mmap:
+    whole = mmap.mmap(fd, os.fstat(fd).st_size)
+    with suppress(OSError):  # a kernel that has no huge pages, or none for memory that is shared
+        whole.madvise(mmap.MADV_HUGEPAGE)
+    return whole
+
+
+def _forget(number: int) -> None:
+    os.close(_segments.pop(number).fd)

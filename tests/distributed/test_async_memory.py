@@ -1,0 +1,147 @@
+"""What saves in the background take: a copy of the state, kept from save to save, or as much as they are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.backends.base import Backend
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.reading.direct import DirectLoad
+from ckpt.save_settings import SaveSettings
+from ckpt.topology import Topology
+from recipes.measuring import PeakMemory
+from tests.async_runs import Troubled, committed, has_come, let_go, settings, until
+from tests.ranks import run_ranks
+from tests.states import Held, coordinator, random_bits, same_bits
+
+BUFFER_MIB = 8
+SLACK_MIB = 14  # Python's own, and what malloc keeps
+STATE_MIB = 48
+LARGEST_MIB = 4
+
+
+def _state() -> dict[str, torch.Tensor]:
+    """A third of it small tensors, one tensor transposed."""
+    pool = random_bits((STATE_MIB << 18,), torch.float32, 1)
+    state = {f"large {n}": pool[n << 20 : n + 1 << 20].view(16, 1 << 16) for n in range(7)}
+    state["turned"] = pool[7 << 20 : 8 << 20].view(1 << 9, 1 << 11).t()
+    state |= {f"small {n}": pool[(8 << 20) + (n << 12) : (8 << 20) + (n + 1 << 12)] for n in range(1024)}
+    return state
+
+
+def _coordinator(
+    topology: Topology, root: Path, state: dict[str, torch.Tensor], saves: SaveSettings, backend: Backend | None = None
+) -> CheckpointCoordinator:
+    return coordinator(
+        topology,
+        root,
+        [StateComponent("model", Held(state), "per_rank")],
+        backend=backend or ZarrBackend(buffer_mib=BUFFER_MIB),
+        strategy=DirectLoad(max_in_flight_mib=8),
+        packed_mib=LARGEST_MIB,
+        pattern_check="off",
+        saves=saves,
+    )
+
+
+def _warm(topology: Topology, root: Path, saves: SaveSettings) -> None:
+    """What is imported, started and made once is there when this returns."""
+    with _coordinator(topology, root, {"w": torch.arange(9), "large": torch.zeros(1 << 16)}, saves) as made:
+        made.save_checkpoint(checkpoint_id="1")
+
+
+def _grown(topology: Topology, root: Path, saves: SaveSettings) -> list[float]:
+    """What each of three saves takes, in MiB, of which the last two begin when the one before is over."""
+    state = _state()
+    _warm(topology, root / "tiny", saves)
+    grown = []
+    with _coordinator(topology, root, state, saves) as made:
+        for number in range(1, 4):
+            memory = PeakMemory()
+            state["large 0"].view(torch.int32).add_(1)
+            made.save_checkpoint(checkpoint_id=f"{number}")
+            made.wait()
+            grown.append(memory.mib())
+    held = Held({key: torch.zeros_like(one) for key, one in state.items()})
+    loader = coordinator(topology, root, [StateComponent("model", held, "per_rank")], pattern_check="off")
+    loader.load_checkpoint(root / "checkpoint-3")
+    assert held.loaded is not None and all(same_bits(held.loaded[key], one) for key, one in state.items())
+    return grown
+
+
+@pytest.mark.parametrize("writer", [pytest.param("thread", marks=pytest.mark.full), "process"])
+def test_a_save_over_budget_streams_part_by_part_through_what_it_is_given(tmp_path: Path, writer: str) -> None:
+    budget_mib = 12
+    saves = settings(writer=writer, staging_budget_mib=budget_mib)
+    for grown in run_ranks(2, _grown, tmp_path, saves):
+        assert max(grown) <= budget_mib + 2 * LARGEST_MIB + BUFFER_MIB + SLACK_MIB
+        assert max(grown) < 0.9 * STATE_MIB
+
+
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
+def test_the_memory_of_the_first_save_is_that_of_all_later_ones(tmp_path: Path, writer: str) -> None:
+    for first, *later in run_ranks(2, _grown, tmp_path, settings(writer=writer)):
+        assert first <= STATE_MIB + 2 * LARGEST_MIB + BUFFER_MIB + SLACK_MIB
+        assert max(later) <= 2 * LARGEST_MIB + SLACK_MIB
+
+
+def _two_at_once(topology: Topology, root: Path, notes: Path) -> tuple[float, float]:
+    state = _state()
+    saves = settings(when_busy="queue")
+    _warm(topology, root / "tiny", saves)
+    with _coordinator(topology, root, state, saves, Troubled("waits", notes, checkpoint_id="1")) as made:
+        memory = PeakMemory()
+        made.save_checkpoint(checkpoint_id="1")
+        until(lambda: has_come(notes, "1", topology.rank))
+        state["large 0"].view(torch.int32).add_(1)
+        made.save_checkpoint(checkpoint_id="2")
+        assert made.num_pending == 2 and committed(root) == []
+        state["large 0"].view(torch.int32).add_(1)
+        let_go(notes)
+        made.wait()
+        both = memory.mib()
+        memory = PeakMemory()
+        made.save_checkpoint(checkpoint_id="3")
+        made.wait()
+        third = memory.mib()
+    for number in (1, 2, 3):
+        held = Held({key: torch.zeros_like(one) for key, one in state.items()})
+        loader = coordinator(topology, root, [StateComponent("model", held, "per_rank")], pattern_check="off")
+        loader.load_checkpoint(root / f"checkpoint-{number}")
+        wanted = state["large 0"].view(torch.int32) - (3 - number)
+        assert held.loaded is not None
+        assert torch.equal(held.loaded["large 0"].view(torch.int32), wanted)
+        assert all(same_bits(held.loaded[key], one) for key, one in state.items() if key != "large 0")
+    return both, third
+
+
+def test_two_saves_in_flight_take_two_copies_and_a_third_takes_none(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    for both, third in run_ranks(2, _two_at_once, tmp_path / "root", notes):
+        assert both <= 2 * STATE_MIB + 2 * LARGEST_MIB + 32 + SLACK_MIB
+        assert third <= 2 * LARGEST_MIB + SLACK_MIB
+
+
+def _with_a_tensor_over_budget(topology: Topology, root: Path, writer: str) -> None:
+    state: dict[str, Any] = {"w": random_bits((5, 1 << 20), torch.float32, topology.rank), "b": torch.zeros(0, 3)}
+    wanted = {key: one.clone() for key, one in state.items()}
+    with _coordinator(topology, root, state, settings(writer=writer, staging_budget_mib=1)) as made:
+        path = made.save_checkpoint(checkpoint_id="1")
+        state["w"].zero_()
+        made.wait()
+    assert path is not None
+    held = Held({key: torch.ones_like(one) for key, one in state.items()})
+    loader = coordinator(topology, root, [StateComponent("model", held, "per_rank")], pattern_check="off")
+    loader.load_checkpoint(path)
+    assert held.loaded is not None and all(same_bits(held.loaded[key], one) for key, one in wanted.items())
+
+
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
+def test_a_chunk_that_is_larger_than_the_budget_is_saved_all_the_same(tmp_path: Path, writer: str) -> None:
+    run_ranks(2, _with_a_tensor_over_budget, tmp_path, writer)

@@ -1,0 +1,258 @@
+"""Incremental saves by real ranks: shards, copies and packed tensors; what is frozen costs nothing, and a resume goes on so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zarr
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.errors import CorruptCheckpointError
+from ckpt.incremental import disk_use
+from ckpt.ledger import Ledger
+from ckpt.save_settings import SaveSettings
+from ckpt.stored import read_index, read_manifest
+from ckpt.topology import Topology
+from ckpt.verify import verify_checkpoint
+from tests.incremental_saves import bytes_on_disk
+from tests.ranks import run_ranks
+from tests.states import BACKENDS, Held, coordinator, same_bits
+
+RANKS = 2
+ROWS = 480
+FROZEN = 9
+
+
+def linear_layers(step: int) -> dict[str, torch.Tensor]:
+    """A model of ten layers, of which the last is trained; the values name the layer and the step."""
+    layers: dict[str, torch.Tensor] = {}
+    for at in range(FROZEN + 1):
+        since = step if at == FROZEN else 0
+        layers[f"h.{at}.weight"] = torch.arange(ROWS * 100, dtype=torch.float32).reshape(ROWS, 100) + at + since / 64
+        layers[f"h.{at}.bias"] = torch.arange(100, dtype=torch.float32) + at + since / 64  # packed with others
+    return layers
+
+
+def moments(step: int, *, of_all: bool) -> dict[str, torch.Tensor]:
+    trained = {
+        name: tensor for name, tensor in linear_layers(step).items() if of_all or name.startswith(f"h.{FROZEN}.")
+    }
+    return {f"state.{name}.{moment}": tensor * (step + 2) for name, tensor in trained.items() for moment in ("m", "v")}
+
+
+def state_at(step: int, *, all_trained: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """What the whole job holds after a step, gathered."""
+    model = linear_layers(step)
+    if all_trained:
+        model = {name: tensor + step for name, tensor in model.items()}
+    return {
+        "model": model,
+        "optimizer": moments(step, of_all=all_trained),
+        "ema": {"frozen": torch.arange(30_000.0), "moving": torch.arange(30_000.0) * step},
+    }
+
+
+def held_by(topology: Topology, state: Mapping[str, Mapping[str, torch.Tensor]]) -> list[StateComponent]:
+    """The components of one rank: model and optimizer in shards, as FSDP lays them out; a copy on every rank; one per rank."""
+    mesh = init_device_mesh("cpu", (topology.world_size,))
+    cut = {
+        key: {name: distribute_tensor(tensor.clone(), mesh, [Shard(0)]) for name, tensor in state[key].items()}
+        for key in ("model", "optimizer")
+    }
+    own = {"seed": torch.tensor(topology.rank), "words": torch.arange(20_000) + topology.rank}
+    return [
+        StateComponent("model", Held(cut["model"]), "sharded"),
+        StateComponent("optimizer", Held(cut["optimizer"]), "sharded"),
+        StateComponent("ema", Held({name: tensor.clone() for name, tensor in state["ema"].items()}), "replicated"),
+        StateComponent("rng", Held(own), "per_rank", required=False),
+    ]
+
+
+def run_of(topology: Topology, root: Path, backend: str, step: int, **options: Any) -> CheckpointCoordinator:
+    all_trained = options.pop("all_trained", False)
+    saves = SaveSettings(incremental=True, **options.pop("saves", {}))
+    parts = held_by(topology, state_at(step, all_trained=all_trained))
+    return coordinator(topology, root, parts, backend=backend, saves=saves, **options)
+
+
+def save_steps(
+    topology: Topology, root: Path, backend: str, first: int, last: int, options: dict[str, Any]
+) -> list[tuple[int, int]]:
+    """Save the state of each step; return (bytes, written bytes) of each save."""
+    reports = []
+    for step in range(first, last + 1):
+        run = run_of(topology, root, backend, step, **options)
+        run.save_checkpoint(checkpoint_id=str(step))
+        assert run.last_save is not None
+        reports.append((run.last_save.bytes, run.last_save.written_bytes))
+    return reports
+
+
+def require_state(topology: Topology, root: Path, backend: str, step: int, path: Path | None) -> None:
+    """Load into memory that holds something else, and compare every bit of every shard."""
+    run = run_of(topology, root, backend, step + 50)
+    run.load_checkpoint(path)
+    assert run.last_load is not None and run.last_load.checkpoint_id == str(step)
+    want = state_at(step, all_trained=False)
+    for component in held_by(topology, want):
+        (mine,) = (one for one in run._loader._components if one.key == component.key)
+        for name, tensor in component.stateful.state_dict().items():
+            found = mine.stateful.state_dict()[name]
+            if isinstance(tensor, DTensor):
+                tensor, found = tensor.to_local(), found.to_local()
+            assert same_bits(found, tensor), f"{component.key} {name}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_frozen_layers_cost_nothing_and_every_checkpoint_stands_alone(tmp_path: Path, backend: str) -> None:
+    (reports, _) = run_ranks(RANKS, save_steps, tmp_path, backend, 1, 5, {}, process_group=True)
+    whole = tmp_path / "whole"
+    (((full, written_in_full),), _) = run_ranks(
+        RANKS, save_steps, whole, backend, 1, 1, {"all_trained": True}, process_group=True
+    )
+    assert written_in_full == full and reports[0][0] == reports[0][1]
+    for size, written in reports[1:]:
+        assert written <= 0.15 * full
+        assert size > 2_400_000 > 3 * written
+    shutil.rmtree(whole)
+    folders = [tmp_path / f"checkpoint-{step}" for step in range(1, 6)]
+    assert [verify_checkpoint(folder) for folder in folders] == [[]] * 5
+    each, on_disk = disk_use(folders)
+    assert (
+        on_disk == bytes_on_disk(tmp_path) < each[folders[0]].apparent_bytes + sum(w for _, w in reports[1:]) + 99_999
+    )
+    for step in (1, 3, 4, 2):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+        left = [one.path for one in Ledger(tmp_path, run_id="test").committed()]
+        assert all(verify_checkpoint(folder) == [] for folder in left)
+    run_ranks(RANKS, require_state, tmp_path, backend, 5, None, process_group=True)
+    if backend != "ocdbt":
+        group = zarr.open_group(folders[4], mode="r")
+        want = state_at(5, all_trained=False)["model"]["h.3.weight"]
+        assert group["model/h.3.weight"][...].tobytes() == want.numpy().tobytes()
+
+
+@pytest.mark.parametrize("backend", ["zarr", "ocdbt"])
+def test_packed_tensors_that_have_not_changed_are_linked(tmp_path: Path, backend: str) -> None:
+    run_ranks(RANKS, save_steps, tmp_path, backend, 1, 2, {"saves": {"incremental_min_live": 0.1}}, process_group=True)
+    first, second = (tmp_path / "checkpoint-1", tmp_path / "checkpoint-2")
+    shared = 0
+    for rank in range(RANKS):
+        before, after = (read_index(folder, read_manifest(folder), rank) for folder in (first, second))
+        assert before.packed.keys() == after.packed.keys() and before.packed
+        for path in after.packed:
+            if path.startswith("rng/"):
+                extent = after.chunks[path][0]
+                assert extent == before.chunks[path][0]
+                assert os.path.samefile(first / extent.file, second / extent.file)
+                shared += 1
+    assert shared == RANKS
+
+
+@pytest.mark.parametrize("backend", ["zarr", "ocdbt"])
+def test_a_resumed_run_goes_on_from_what_it_loaded(tmp_path: Path, backend: str) -> None:
+    run_ranks(RANKS, save_steps, tmp_path, backend, 1, 2, {}, process_group=True)
+    run_ranks(RANKS, _resume_and_save, tmp_path, backend, process_group=True)
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    assert verify_checkpoint(tmp_path / "checkpoint-3") == []
+    run_ranks(RANKS, require_state, tmp_path, backend, 3, None, process_group=True)
+
+
+def _resume_and_save(topology: Topology, root: Path, backend: str) -> None:
+    require_state(topology, root, backend, 2, None)
+    ((size, written),) = save_steps(topology, root, backend, 3, 3, {})
+    assert written <= 0.3 * size
+
+
+@pytest.mark.parametrize(("backend", "before", "after"), [("zarr", 2, 1), ("ocdbt", 1, 2)])
+def test_another_number_of_ranks_goes_on_with_whole_checkpoints(
+    tmp_path: Path, backend: str, before: int, after: int
+) -> None:
+    run_ranks(before, save_steps, tmp_path, backend, 1, 2, {}, process_group=True)
+    run_ranks(after, save_steps, tmp_path, backend, 3, 4, {}, process_group=True)
+    for step in (1, 2, 3):
+        assert verify_checkpoint(tmp_path / f"checkpoint-{step + 1}") == []
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    run_ranks(2, require_state, tmp_path, backend, 4, None, process_group=True)
+
+
+@pytest.mark.parametrize("backend", ["zarr", "ocdbt"])
+def test_retention_beside_incremental_saves_frees_what_nobody_uses(tmp_path: Path, backend: str) -> None:
+    ((first, *_), _) = run_ranks(RANKS, save_steps, tmp_path, backend, 1, 6, {"keep_last": 2}, process_group=True)
+    assert [one.id for one in Ledger(tmp_path, run_id="test").committed()] == ["5", "6"]
+    assert bytes_on_disk(tmp_path) < 2 * first[0]
+    run_ranks(RANKS, require_state, tmp_path, backend, 5, tmp_path / "checkpoint-5", process_group=True)
+
+
+@pytest.mark.parametrize("backend", ["zarr", "ocdbt"])
+def test_a_damaged_shared_file_condemns_all_that_link_it_and_the_next_save_moves_them_away(
+    tmp_path: Path, backend: str
+) -> None:
+    other = {"all_trained": True}
+    run_ranks(RANKS, save_steps, tmp_path, backend, 1, 1, other, process_group=True)
+    run_ranks(RANKS, save_steps, tmp_path, backend, 2, 4, {}, process_group=True)
+    folder = tmp_path / "checkpoint-4"
+    extent = read_index(folder, read_manifest(folder), 1).chunks["model/h.2.weight"]
+    ((_, chunk),) = extent.items()
+    with (folder / chunk.file).open("r+b") as file:
+        file.seek(chunk.offset + 17)
+        file.write(b"\xff\xff")
+    assert [bool(verify_checkpoint(tmp_path / f"checkpoint-{step}")) for step in (1, 2, 3, 4)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    run_ranks(RANKS, _fall_back_and_save, tmp_path, backend, process_group=True)
+    assert [one.id for one in Ledger(tmp_path, run_id="test").committed()] == ["1", "5"]
+    quarantined = sorted(one.name.split("-")[1] for one in tmp_path.glob(".quarantined-*") if one.is_dir())
+    assert quarantined == ["2", "3", "4"]
+    reasons = [one.read_text() for one in tmp_path.glob(".quarantined-*.reason.txt")]
+    assert len(reasons) == 3 and all(chunk.file in reason for reason in reasons)
+    assert verify_checkpoint(tmp_path / "checkpoint-5") == []
+
+
+def _fall_back_and_save(topology: Topology, root: Path, backend: str) -> None:
+    run = run_of(topology, root, backend, 60, all_trained=True)
+    run.load_checkpoint()
+    assert run.last_load is not None and run.last_load.checkpoint_id == "1"
+    assert [Path(path).name for path in run.last_load.fell_back_from] == [f"checkpoint-{step}" for step in (4, 3, 2)]
+    run.save_checkpoint(checkpoint_id="5")
+    assert run.last_save is not None
+    assert run.last_save.written_bytes < run.last_save.bytes  # linked to the sound one
+
+
+def test_a_previous_checkpoint_that_proves_damaged_while_it_is_rewritten_fails_one_save_and_no_more(
+    tmp_path: Path,
+) -> None:
+    run_ranks(RANKS, _rewrite_what_is_damaged, tmp_path, process_group=True)
+    assert [one.id for one in Ledger(tmp_path, run_id="test").committed()] == ["1", "3"]
+    assert verify_checkpoint(tmp_path / "checkpoint-3") == []
+
+
+def _rewrite_what_is_damaged(topology: Topology, root: Path) -> None:
+    run = run_of(topology, root, "ocdbt", 1, saves={"incremental_min_live": 1.0})
+    run.save_checkpoint(checkpoint_id="1")
+    if topology.is_lead:
+        folder = root / "checkpoint-1"
+        ((_, chunk),) = read_index(folder, read_manifest(folder), 1).chunks["model/h.2.weight"].items()
+        with (folder / chunk.file).open("r+b") as file:
+            file.seek(chunk.offset + 17)
+            file.write(b"\xff\xff")
+    (model,) = (one.stateful.state_dict() for one in run._loader._components if one.key == "model")
+    with topology.phase("damage"):
+        model["h.0.weight"].to_local().add_(1)
+    with pytest.raises(
+        CorruptCheckpointError, match="model/h.2.weight: bytes .* cannot become part of a new checkpoint"
+    ):
+        run.save_checkpoint(checkpoint_id="2")
+    run.save_checkpoint(checkpoint_id="3")
