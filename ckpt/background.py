@@ -20,10 +20,10 @@ import torch
 
 from ckpt.arena import Arena
 from ckpt.backends.base import Backend, Previous
-from ckpt.device import Device, pinned
+from ckpt.device import Device
 from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError
 from ckpt.ledger import delete_folder
-from ckpt.memory import HostMemory
+from ckpt.memory import staging_memory
 from ckpt.overlap import Watched
 from ckpt.priority import Throttle, in_background, write_throttled
 from ckpt.save_settings import SaveSettings
@@ -207,11 +207,7 @@ class Background:
         return max(least, min(wanted, limit))
 
     def _new_memory(self, num_bytes: int) -> torch.Tensor:
-        if self._process is not None:
-            return shared_memory(num_bytes)
-        if self._device.type != "cpu":
-            return pinned(num_bytes)
-        return HostMemory().empty((num_bytes,), torch.uint8)
+        return staging_memory(num_bytes) if self._process is None else shared_memory(num_bytes)
 
     def _run(self, prepared: PreparedSave, pending: _Pending, started: float, before: threading.Event | None) -> None:
         """Write and commit one save, after the one before it. In a thread of its own."""

@@ -327,7 +327,7 @@ class CheckpointCoordinator:
                     self._condemned |= {path: str(error), **sharing}
                 continue
             self._refused.update(passed_over)
-            return dataclasses.replace(report, fell_back_from=tuple(map(str, passed_over)))
+            return dataclasses.replace(report, fell_back_from=tuple(map(str, paths[: paths.index(path)])))
         reasons = "; ".join(passed_over.values())
         raise CorruptCheckpointError(f"every checkpoint in {self.output_dir} is damaged: {reasons}")
 

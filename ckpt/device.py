@@ -232,6 +232,11 @@ def same_device() -> Callable[[], None]:
     return partial(module.set_device, module.current_device()) if module is not None else lambda: None
 
 
+def uses_accelerator() -> bool:
+    """Whether this process has an accelerator, and has begun to use it."""
+    return _accelerator_in_use() is not None
+
+
 def _accelerator_in_use() -> Any:
     """The torch module of this process's accelerator; None: it has none, or has not begun to use it, and to ask it takes its memory."""
     accelerator = torch.accelerator.current_accelerator()

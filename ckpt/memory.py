@@ -11,6 +11,8 @@ import mmap
 
 import torch
 
+from ckpt.device import pinned, uses_accelerator
+
 ARENA_BYTES = 64 << 20
 """Tensors that are smaller than half of it share one, which is freed with the last of them."""
 _ALIGNED = 64
@@ -37,6 +39,11 @@ class HostMemory:
         tensor = torch.frombuffer(self._arena, dtype=dtype, count=count, offset=self._used).view(shape)
         self._used += -(-num_bytes // _ALIGNED) * _ALIGNED
         return tensor
+
+
+def staging_memory(num_bytes: int) -> torch.Tensor:
+    """Return memory to copy tensors to, flat uint8: page-locked where this process has an accelerator in use."""
+    return pinned(num_bytes) if uses_accelerator() else HostMemory().empty((num_bytes,), torch.uint8)
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:

@@ -144,8 +144,13 @@ class Epilogue:
             os.write(self._ends[1], bytes([signal.SIGTERM]))
 
     def _watch(self, reader: int) -> None:
-        """Wait for the signal, then for the end of the work; then end the process, or see that it ends."""
-        while (told := os.read(reader, 1)) and told[0] != signal.SIGTERM:
+        """Wait for the signal, then for the end of the work; then end the process, or see that it ends.
+
+        A signal that somebody else handles by now is not ours: the program, or a call that puts it off and will send it again.
+        """
+        while (told := os.read(reader, 1)) and not (
+            told[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) == self._handle
+        ):
             continue
         if not told:
             os.close(reader)

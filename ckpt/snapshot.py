@@ -203,7 +203,7 @@ class Snapshot:
         try:
             for (number, item), hosts in Staging(through).ahead(items, tensors_of):
                 if number not in rooms:
-                    rooms[number] = self._take(_room_bytes(hosts))
+                    rooms[number] = self._take(sum(map(_in_a_row, _bytes_of(self._share, item))))
                     hosts = _copied(item, hosts, rooms[number])
                 elif isinstance(item, Pack):
                     hosts = [_joined(hosts, rooms[number])]
@@ -257,10 +257,6 @@ def _bytes_of(share: Share, item: Item) -> list[int]:
 
 def _in_a_row(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED) * _ALIGNED
-
-
-def _room_bytes(hosts: Sequence[torch.Tensor]) -> int:
-    return sum(_in_a_row(host.nbytes) for host in hosts)
 
 
 def _copied(item: Item, hosts: Sequence[torch.Tensor], room: torch.Tensor) -> list[torch.Tensor]:

@@ -146,8 +146,10 @@ class _Server:
 
     def run(self) -> None:
         while True:
-            answer = self._answer(self._listener.saves.get())
-            self._listener.segments.clear()  # the trainer may have let go of them
+            save = self._listener.saves.get()
+            self._listener.segments.clear()
+            answer = self._answer(save)
+            self._listener.segments.clear()  # the trainer may be about to let go of them
             self._channel.send(answer)
 
     def _answer(self, save: _Save) -> tuple[str, Any]:

@@ -192,7 +192,6 @@ class _Child:
         environment = {
             **os.environ,
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-            "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
         return subprocess.Popen(

@@ -95,6 +95,7 @@ class FaultyTopology(Topology):
         stray_at: number of the phase in whose place this rank enters another one.
         short_at: number of the phase from which on the patience with other ranks is `agree_s`. Until then it is long: a
             rank that is slow because many jobs run side by side shall not be taken for the one that fails.
+        on_branch: given the topology of saves in the background, which is one of this kind, too, when it is made.
     """
 
     steps: list[tuple[str | None, str]]
@@ -102,6 +103,7 @@ class FaultyTopology(Topology):
     stray_at: int
     short_at: int
     agree_s: float
+    on_branch: Callable[[FaultyTopology], None]
 
     @classmethod
     def of(cls, joined: Topology, agree_s: float) -> FaultyTopology:
@@ -115,7 +117,15 @@ class FaultyTopology(Topology):
     def recover(self) -> None:
         """Have no fault, and count phases from 0 again."""
         self.steps, self.befall, self.stray_at, self.short_at = [], lambda number, where: None, -1, -1
+        self.on_branch = lambda branch: None
         self.be_patient(_PATIENCE_S)
+
+    def branch(self, name: str) -> FaultyTopology:
+        if isinstance(self._store, _OneConnection):
+            self._store = self._store.whole
+        made = FaultyTopology.of(super().branch(name), self.agree_s)
+        self.on_branch(made)
+        return made
 
     def be_patient(self, seconds: float) -> None:
         """From the next agreement on."""
@@ -142,6 +152,11 @@ class _OneConnection:
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
+
+    @property
+    def whole(self) -> dist.Store:
+        """The store itself, of which a part is another store."""
+        return self._store
 
     def clone(self) -> _OneConnection:
         return self
@@ -215,7 +230,7 @@ TWO_STAGE = ("replicated", "per_node")
 class State:
     """What one rank holds under one pattern, and a coordinator that has done nothing yet."""
 
-    def __init__(self, topology: Topology, root: Path, pattern: str, *, empty: bool = False) -> None:
+    def __init__(self, topology: Topology, root: Path, pattern: str, *, empty: bool = False, **options: Any) -> None:
         self.wanted: dict[str, Any] = {}
         if pattern == BY_OTHERS:
             self.held: Any = Queue(topology, [topology.rank])
@@ -228,7 +243,7 @@ class State:
         groups = groups_of(topology) if pattern == "per_group" else None
         strategy = TwoStageLoad(transport=ThroughStore(topology)) if pattern in TWO_STAGE else DirectLoad()
         self.coordinator: CheckpointCoordinator = coordinator(
-            topology, root, [component], process_groups=groups, keep_last=2, strategy=strategy
+            topology, root, [component], process_groups=groups, keep_last=2, strategy=strategy, **options
         )
 
     def is_whole(self, saved_by: int) -> bool:

@@ -59,6 +59,11 @@ class ZarrBackend:
         _check_compressors(self._compressors)
         self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy may be in another process, whose zarr-python knows our data types no more than the first one's did."""
+        zarr_dtypes.register()
+        self.__dict__.update(state)
+
     def writer(
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> DirectoryWriter:

@@ -6,13 +6,15 @@ last, is all that makes a checkpoint of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckpt.address import Address
+from ckpt.arena import Arena
 from ckpt.backends.base import Backend
 from ckpt.box import Box, whole
 from ckpt.collect import Contribution, collect, settle_plain
@@ -22,7 +24,7 @@ from ckpt.errors import (
     ConfigurationError,
     ShardingError,
 )
-from ckpt.gathering import LiveTensors
+from ckpt.gathering import LiveTensors, Source
 from ckpt.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
 from ckpt.mapping import ShardedTensor, is_main_replica
 from ckpt.plan import PACK_BELOW_BYTES
@@ -32,6 +34,7 @@ from ckpt.saving import require_reachable
 from ckpt.sharded.destination import require_free
 from ckpt.sharded.mark import Mark, given_mark
 from ckpt.sharing import SharingPattern, StateComponent
+from ckpt.snapshot import Snapshot, arena_bytes
 from ckpt.tables import Table, TablePart
 from ckpt.topology import Topology, first_difference
 from ckpt.writing import Share, Vote, plain_files
@@ -45,6 +48,7 @@ class FolderSave:
     Args:
         folder: exists, and holds no checkpoint.
         takes_folder: mark the folder as being saved into; False where who calls has done so.
+        arena: where `prepare` copies the tensors, so that they may change from then on. None: they stay as they are until `write` is over.
     """
 
     def __init__(
@@ -57,7 +61,10 @@ class FolderSave:
         device: Device,
         pack_below_bytes: int = PACK_BELOW_BYTES,
         takes_folder: bool = True,
+        arena: Arena | None = None,
     ) -> None:
+        self._arena = arena
+        self._source: Source | None = None
         self._folder = folder
         self._takes_folder = takes_folder
         self._mine = mine
@@ -95,15 +102,27 @@ class FolderSave:
         self._plan, tasks = agreed_plan(self._mine, digests, topology, pack_below_bytes=self._pack_below_bytes)
         self._share = Share(self._plan, tasks, self._mine.components, topology)
         self._files = plain_files(self._plain, self._mine.components, topology)
-        self._tensors = LiveTensors(self._share, self._plan, self._mine, self._device.pinned_bytes)
+        self._source = source = self._gathered()
         if self._share.sends_slivers:
-            self._slivers = topology.exchange("slivers", self._tensors.sends(), self._share.sources)
+            self._slivers = topology.exchange("slivers", source.sends(), self._share.sources)
 
     def write(self) -> None:
         """Write this rank's share, durably. Talks to nobody."""
+        assert self._source is not None, "write comes after prepare"
+        items = self._source.items()
         self._vote = self._share.write(
-            self._folder, self._backend, self._files, self._tensors.items(), self._slivers, self._topology.progress
+            self._folder, self._backend, self._files, items, self._slivers, self._topology.progress
         )
+
+    def _gathered(self) -> Source:
+        """The tensors, or a copy of them."""
+        if self._arena is None:
+            return LiveTensors(self._share, self._plan, self._mine, self._device.pinned_bytes)
+        snapshot = Snapshot(self._share, self._plan, self._mine, self._arena, watched=None, pinned_bytes=None)
+        _, num_bytes = arena_bytes(self._share, is_pinned=self._device.type != "cpu")
+        self._arena.grow(num_bytes, lambda: None)
+        snapshot.take()
+        return snapshot
 
     def finish(self) -> None:
         """Put the save on record, when all ranks have written. Collective.
@@ -138,18 +157,25 @@ class FolderSave:
 
     def run(self) -> None:
         """All three steps, as one operation."""
+        with self.abandoning(), self._topology.operation(f"save into {self._folder}"):
+            self.prepare()
+            with self._topology.phase("write"):
+                self.write()
+            self.finish()
+
+    @contextmanager
+    def abandoning(self) -> Iterator[None]:
+        """Abandon the save if anything in the block fails."""
         try:
-            with self._topology.operation(f"save into {self._folder}"):
-                self.prepare()
-                with self._topology.phase("write"):
-                    self.write()
-                self.finish()
+            yield
         except BaseException:
             self.abandon()
             raise
 
     def abandon(self) -> None:
-        """The save has failed, on this rank or another: let others have the folder."""
+        """The save has failed, on this rank or another: let others have the folder, and the memory."""
+        if isinstance(self._source, Snapshot):
+            self._source.give_up()
         if self._own_mark is not None:
             self._own_mark.remove()
 
@@ -182,13 +208,12 @@ def save_state(
     FolderSave(folder, mine, topology=topology, backend=backend, device=device, takes_folder=False).run()
 
 
-def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool, copied: bool = False) -> Contribution:
+def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) -> Contribution:
     """What this rank gives of a sharded state dict's tensors.
 
     Args:
         spread_replicas: give replicas, too, so that any of the ranks that hold a shard may write it. Without, only the main
             ones: nobody checks that the others hold equal bits.
-        copied: copy the values to memory of their own, so that the tensors may change from now on.
 
     Raises:
         ShardingError: a main replica has no data.
@@ -206,8 +231,7 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool, 
         name = f"{SHARDED}/{tensor.key}"
         for box, values in tensor.pieces() or _all_of_nothing(tensor):
             addresses.append(Address(name, zarr_name(tensor.dtype), tuple(tensor.global_shape), box))
-            values = values.detach()
-            held.setdefault(name, []).append((box, values.to("cpu", copy=True) if copied else values))
+            held.setdefault(name, []).append((box, values.detach()))
     component = StateComponent(SHARDED, Given({}), SharingPattern.SHARDED)
     return Contribution(
         components={SHARDED: component},

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
+from ckpt.arena import Arena
 from ckpt.backends.base import Backend
 from ckpt.device import device_of
 from ckpt.job import current_topology
 from ckpt.mapping import ShardedStateDict, ShardedTensor
+from ckpt.memory import staging_memory
 from ckpt.reading.base import LoadingStrategy
 from ckpt.reading.direct import DirectLoad
 from ckpt.sharded.folder import FolderSave, contribution_of, require_alike
@@ -37,6 +41,7 @@ class SaveTensors(AsyncSaveShardedStrategy):
     def __init__(self, backend: str, version: int, *, spread_replicas: bool = False) -> None:
         super().__init__(backend, version)
         self._spread_replicas = spread_replicas
+        self._idle: deque[Arena] = deque()
 
     @property
     def described(self) -> str:
@@ -56,31 +61,48 @@ class SaveTensors(AsyncSaveShardedStrategy):
             ShardingError: the shards leave a hole or overlap.
             ShapeMismatchError: the ranks disagree about a tensor.
         """
-        self._prepared(sharded_state_dict, Path(checkpoint_dir), copied=False).run()
+        self._prepared(sharded_state_dict, Path(checkpoint_dir), None).run()
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
-        """Copy all tensors to host memory and agree on who writes what; return the rest of the save as a request. Collective.
+        """Agree on who writes what, and copy that to host memory; return the rest of the save as a request. Collective.
 
-        The copy is the size of this rank's shards, and lives until the request has been written.
+        The copy is the size of what this rank writes. Its memory is used again by the next save of this object, once the request has
+        been written; a save that comes before that takes memory of its own.
         """
-        save = self._prepared(sharded_state_dict, Path(checkpoint_dir), copied=True)
-        with current_topology().operation(f"save into {checkpoint_dir}"):
-            save.prepare()
+        arena = self._idle.pop() if self._idle else Arena(staging_memory)
+        give_back = partial(self._idle.append, arena)
+        try:
+            save = self._prepared(sharded_state_dict, Path(checkpoint_dir), arena)
+            with current_topology().operation(f"save into {checkpoint_dir}"), save.abandoning():
+                save.prepare()
+        except BaseException:
+            give_back()
+            raise
         return AsyncRequest(
-            save.write, (), [save.finish], what=f"save into {checkpoint_dir}", abandon_fns=[save.abandon]
+            save.write,
+            (),
+            [save.finish, give_back],
+            what=f"save into {checkpoint_dir}",
+            abandon_fns=[save.abandon, give_back],
         )
 
-    def _prepared(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *, copied: bool) -> FolderSave:
+    def _prepared(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, arena: Arena | None) -> FolderSave:
         topology = current_topology()
         with topology.operation(f"save into {checkpoint_dir}"):
             with topology.phase("look at the tensors") as phase:
                 tensors = tensors_in(sharded_state_dict, "saves")
-                mine = contribution_of(tensors, spread_replicas=self._spread_replicas, copied=copied)
-                device = device_of(() if copied else (one.data for one in tensors if one.data is not None))
+                mine = contribution_of(tensors, spread_replicas=self._spread_replicas)
+                device = device_of(one.data for one in tensors if one.data is not None)
                 phase.payload = {"sharded_strategy": self.described}
             require_alike(phase.payloads)
         return FolderSave(
-            checkpoint_dir, mine, topology=topology, backend=self._storage(), device=device, pack_below_bytes=0
+            checkpoint_dir,
+            mine,
+            topology=topology,
+            backend=self._storage(),
+            device=device,
+            pack_below_bytes=0,
+            arena=arena,
         )
 
 

@@ -40,7 +40,7 @@ FOR_CODE = {"read_at"}
 CHOICES = [(group, name) for group, names in GROUPS.items() for name in sorted(names)]
 ROOTS = {
     "train", "inspect", "verify", "plan", "doctor", "convert",
-    "benchmark", "benchmark_device", "benchmark_megatron", "benchmark_plan", "benchmark_validation",
+    "benchmark", "benchmark_async", "benchmark_device", "benchmark_megatron", "benchmark_plan", "benchmark_validation",
 }  # fmt: skip
 
 

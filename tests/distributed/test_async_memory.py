@@ -145,3 +145,16 @@ def _with_a_tensor_over_budget(topology: Topology, root: Path, writer: str) -> N
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 def test_a_chunk_that_is_larger_than_the_budget_is_saved_all_the_same(tmp_path: Path, writer: str) -> None:
     run_ranks(2, _with_a_tensor_over_budget, tmp_path, writer)
+
+
+def test_a_state_of_nothing_but_tiny_tensors_has_room(tmp_path: Path) -> None:
+    state = {f"{n}": torch.arange(n, n + 1 + n % 5) for n in range(3000)}
+    wanted = {key: one.clone() for key, one in state.items()}
+    with _coordinator(Topology.alone(), tmp_path, state, settings()) as made:
+        path = made.save_checkpoint(checkpoint_id="1")
+        for tensor in state.values():
+            tensor.zero_()
+    assert path is not None
+    held = Held({key: torch.zeros_like(one) for key, one in state.items()})
+    coordinator(Topology.alone(), tmp_path, [StateComponent("model", held, "per_rank")]).load_checkpoint(path)
+    assert held.loaded is not None and all(same_bits(held.loaded[key], one) for key, one in wanted.items())

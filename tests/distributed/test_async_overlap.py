@@ -522,9 +522,29 @@ def test_a_step_that_waits_for_room_goes_on_when_the_disk_is_full(tmp_path: Path
     assert committed(tmp_path / "root") == []
 
 
+@pytest.mark.parametrize("budget_mib", [2, None])
+def test_two_saves_one_right_after_another_share_what_room_there_is(tmp_path: Path, budget_mib: int | None) -> None:
+    """Nothing of the second is written before the first is over: it must not take the room that the first still needs."""
+    trainee = Trainee(1, width=LARGE)
+    trainee.step()
+    saves = settings(overlap=True, when_busy="queue", staging_budget_mib=budget_mib)
+    delays = Random(1)
+    with Copier(delay=lambda: delays.uniform(0, 0.2)), trainee.coordinator(Topology.alone(), tmp_path, saves) as made:
+        wanted = []
+        for number in range(1, 7):
+            wanted.append(trainee.state())
+            made.save_checkpoint(checkpoint_id=f"{number}")
+            if number % 3 == 0:
+                trainee.step()
+    for number, state in enumerate(wanted, 1):
+        require_holds(tmp_path / f"checkpoint-{number}", state, width=LARGE)
+
+
 # Any program
 
 
+LARGE = 1 << 13
+"""Of a `Trainee` whose weights take a megabyte each, so that not all of its state fits the budgets below."""
 OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [torch.optim.AdamW, torch.optim.Adagrad]
 
 
@@ -535,9 +555,9 @@ def _train_at_random(topology: Topology, root: Path, seed: int) -> dict[str, dic
     saves = settings(
         overlap=random.random() < 0.8,
         when_busy=random.choice(["wait", "queue", "skip"]),
-        staging_budget_mib=random.choice([None, 1, 3]),
+        staging_budget_mib=random.choice([None, 2, 5]),
     )
-    trainee = Trainee(1, OPTIMIZERS[seed % 2], WIDTH)
+    trainee = Trainee(1, OPTIMIZERS[seed % 2], LARGE)
     wanted: dict[str, dict[str, Any]] = {}
     with trainee.coordinator(topology, root, saves) as made:
         for number in range(1, 9):
@@ -570,4 +590,4 @@ def test_every_checkpoint_of_any_program_holds_the_state_of_its_call(tmp_path: P
     assert all(list(one) == list(by_rank[0]) for one in by_rank)
     assert committed(tmp_path) == list(by_rank[0])
     for name, state in by_rank[0].items():
-        require_holds(tmp_path / name, state, OPTIMIZERS[seed % 2], WIDTH)
+        require_holds(tmp_path / name, state, OPTIMIZERS[seed % 2], LARGE)

@@ -48,11 +48,9 @@ def moments(step: int, *, of_all: bool) -> dict[str, torch.Tensor]:
     return {f"state.{name}.{moment}": tensor * (step + 2) for name, tensor in trained.items() for moment in ("m", "v")}
 
 
-def state_at(step: int, *, all_trained: bool) -> dict[str, dict[str, torch.Tensor]]:
-    """What the whole job holds after a step, gathered."""
-    model = linear_layers(step)
-    if all_trained:
-        model = {name: tensor + step for name, tensor in model.items()}
+def state_at(step: int, *, all_trained: bool = False, shift: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+    """What the whole job holds after a step, gathered; `shift` makes it another model."""
+    model = {name: tensor + shift for name, tensor in linear_layers(step).items()}
     return {
         "model": model,
         "optimizer": moments(step, of_all=all_trained),
@@ -77,9 +75,9 @@ def held_by(topology: Topology, state: Mapping[str, Mapping[str, torch.Tensor]])
 
 
 def run_of(topology: Topology, root: Path, backend: str, step: int, **options: Any) -> CheckpointCoordinator:
-    all_trained = options.pop("all_trained", False)
+    state = state_at(step, all_trained=options.pop("all_trained", False), shift=options.pop("shift", 0))
     saves = SaveSettings(incremental=True, **options.pop("saves", {}))
-    parts = held_by(topology, state_at(step, all_trained=all_trained))
+    parts = held_by(topology, state)
     return coordinator(topology, root, parts, backend=backend, saves=saves, **options)
 
 
@@ -101,7 +99,7 @@ def require_state(topology: Topology, root: Path, backend: str, step: int, path:
     run = run_of(topology, root, backend, step + 50)
     run.load_checkpoint(path)
     assert run.last_load is not None and run.last_load.checkpoint_id == str(step)
-    want = state_at(step, all_trained=False)
+    want = state_at(step)
     for component in held_by(topology, want):
         (mine,) = (one for one in run._loader._components if one.key == component.key)
         for name, tensor in component.stateful.state_dict().items():
@@ -136,7 +134,7 @@ def test_frozen_layers_cost_nothing_and_every_checkpoint_stands_alone(tmp_path: 
     run_ranks(RANKS, require_state, tmp_path, backend, 5, None, process_group=True)
     if backend != "ocdbt":
         group = zarr.open_group(folders[4], mode="r")
-        want = state_at(5, all_trained=False)["model"]["h.3.weight"]
+        want = state_at(5)["model"]["h.3.weight"]
         assert group["model/h.3.weight"][...].tobytes() == want.numpy().tobytes()
 
 
@@ -185,6 +183,29 @@ def test_another_number_of_ranks_goes_on_with_whole_checkpoints(
     run_ranks(2, require_state, tmp_path, backend, 4, None, process_group=True)
 
 
+@pytest.mark.parametrize(("backend", "writer"), [("zarr", "process"), ("ocdbt", "thread")])
+def test_saves_in_the_background_link_what_was_copied_unchanged(tmp_path: Path, backend: str, writer: str) -> None:
+    (reports, _) = run_ranks(RANKS, _save_in_the_background, tmp_path, backend, writer, process_group=True)
+    for size, written in reports[1:]:
+        assert written <= 0.3 * size
+    for step in (1, 2):
+        assert verify_checkpoint(tmp_path / f"checkpoint-{step}") == []
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    assert verify_checkpoint(tmp_path / "checkpoint-3") == []
+    run_ranks(RANKS, require_state, tmp_path, backend, 3, None, process_group=True)
+
+
+def _save_in_the_background(topology: Topology, root: Path, backend: str, writer: str) -> list[tuple[int, int]]:
+    """Save three steps of one run, whose tensors change in place as soon as the call has returned."""
+    with run_of(topology, root, backend, 1, saves={"mode": "async", "writer": writer, "when_busy": "queue"}) as run:
+        for step in (1, 2, 3):
+            for mine, want in zip(run._loader._components, held_by(topology, state_at(step)), strict=True):
+                for name, tensor in want.stateful.state_dict().items():
+                    mine.stateful.state_dict()[name].copy_(tensor)
+            run.save_checkpoint(checkpoint_id=str(step))
+    return [(report.bytes, report.written_bytes) for report in run.reports]
+
+
 @pytest.mark.parametrize("backend", ["zarr", "ocdbt"])
 def test_retention_beside_incremental_saves_frees_what_nobody_uses(tmp_path: Path, backend: str) -> None:
     ((first, *_), _) = run_ranks(RANKS, save_steps, tmp_path, backend, 1, 6, {"keep_last": 2}, process_group=True)
@@ -197,8 +218,7 @@ def test_retention_beside_incremental_saves_frees_what_nobody_uses(tmp_path: Pat
 def test_a_damaged_shared_file_condemns_all_that_link_it_and_the_next_save_moves_them_away(
     tmp_path: Path, backend: str
 ) -> None:
-    other = {"all_trained": True}
-    run_ranks(RANKS, save_steps, tmp_path, backend, 1, 1, other, process_group=True)
+    run_ranks(RANKS, save_steps, tmp_path, backend, 1, 1, {"shift": 1000}, process_group=True)
     run_ranks(RANKS, save_steps, tmp_path, backend, 2, 4, {}, process_group=True)
     folder = tmp_path / "checkpoint-4"
     extent = read_index(folder, read_manifest(folder), 1).chunks["model/h.2.weight"]
@@ -222,7 +242,7 @@ def test_a_damaged_shared_file_condemns_all_that_link_it_and_the_next_save_moves
 
 
 def _fall_back_and_save(topology: Topology, root: Path, backend: str) -> None:
-    run = run_of(topology, root, backend, 60, all_trained=True)
+    run = run_of(topology, root, backend, 60)
     run.load_checkpoint()
     assert run.last_load is not None and run.last_load.checkpoint_id == "1"
     assert [Path(path).name for path in run.last_load.fell_back_from] == [f"checkpoint-{step}" for step in (4, 3, 2)]

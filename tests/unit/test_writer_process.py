@@ -43,11 +43,21 @@ ENDS_S = 2.0
 
 
 @pytest.fixture(scope="module")
-def writer() -> Iterator[WriterProcess]:
-    made = WriterProcess()
-    made.start(backend_named("zarr"))
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WriterProcess]:
+    """One for all tests; where it is started lies a file that is not to be taken for Python's own."""
+    folder = tmp_path_factory.mktemp("started here")
+    (folder / "json.py").write_text("raise SystemExit('a file of the user was taken for a library')\n")
+    made = WriterProcess(num_cores=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [*sys.path, ""])
+        began = time.monotonic()
+        made.start(backend_named("zarr"))
+        assert time.monotonic() - began < 1, "it is not waited for"
     yield made
+    process = psutil.Process(made.pid)
     made.close()
+    assert not process.is_running()
 
 
 @pytest.fixture
@@ -217,19 +227,9 @@ def test_a_relative_folder_is_below_the_trainer_s(
 # What it is, and what it tells
 
 
-def test_it_is_low_in_priority_takes_no_signals_and_keeps_off_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "json.py").write_text("raise SystemExit('a file of the user was taken for a library')\n")
-    monkeypatch.setattr(sys, "path", [*sys.path, ""])
-    writer = WriterProcess(num_cores=1, local_rank=0)
-    began = time.monotonic()
-    writer.start(BACKEND)
-    assert time.monotonic() - began < 1, "it is not waited for"
-    assert writer.pid is not None
-    os.kill(writer.pid, signal.SIGCONT)
+def test_it_is_low_in_priority_takes_no_signals_and_keeps_off_devices(writer: WriterProcess, tmp_path: Path) -> None:
     _write(writer, StandIn("tells who it is"), tmp_path / "a")
+    assert writer.pid is not None
     os.kill(writer.pid, signal.SIGTERM)
     os.kill(writer.pid, signal.SIGINT)
     _write(writer, StandIn("tells who it is"), tmp_path / "b")
@@ -239,12 +239,9 @@ def test_it_is_low_in_priority_takes_no_signals_and_keeps_off_devices(
     assert first["cores"] == [max(os.sched_getaffinity(0))]
     assert first["ignores"] == [True, True]
     assert (first["threads"], first["has_cuda"], first["main"]) == (1, False, None)
-    process = psutil.Process(writer.pid)
     assert os.getpgid(writer.pid) == writer.pid, (
         "signals to the trainer's group do not reach it, not even while it starts"
     )
-    writer.close()
-    assert not process.is_running()
 
 
 def test_what_it_logs_is_logged_by_the_trainer(
