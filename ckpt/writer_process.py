@@ -46,9 +46,10 @@ GIVE_UP_S = 10.0
 """For the writer to let go of a save; one that cannot, as with a disk that does not answer, is killed."""
 END_S = 5.0
 
+# Nothing is imported before the trainer's path is there: by its own it could come from whatever lies in the current folder.
 _PROGRAM = (
-    "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path'); "
-    "from ckpt.writer_child import serve; serve(**given)"
+    "import sys; sys.path[:] = sys.argv[2:]; import json; "
+    "from ckpt.writer_child import serve; serve(**json.loads(sys.argv[1]))"
 )
 _TAIL_BYTES = 4096
 _IDLE = "while it had nothing to do"
@@ -185,7 +186,6 @@ class _Child:
                 "save.writer=process needs sys.executable, which is empty here; say save.writer=thread"
             )
         given |= {
-            "path": [entry or os.getcwd() for entry in sys.path],
             "parent": os.getpid(),
             "modules": [] if module == "__main__" else [module],
         }
@@ -195,7 +195,7 @@ class _Child:
             "OMP_NUM_THREADS": "1",
         }
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(given)],
+            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(given), *(entry or os.getcwd() for entry in sys.path)],
             stdin=subprocess.DEVNULL,
             stdout=self._errors,
             stderr=self._errors,
@@ -320,7 +320,7 @@ class _Child:
         try:
             self._say(("give up", None), look=look)
             while self._hear(look)[0] not in ("failed", "done"):
-                pass
+                look()
             self._what = _IDLE
         except Gone:
             self.end()

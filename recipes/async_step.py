@@ -49,7 +49,7 @@ class TrainingStep:
         self._optimizer = optimizer_state.optimizer
         self._group = state.group
         device = state.device.torch_device
-        generator = torch.Generator().manual_seed(state.topology.rank)
+        generator = torch.Generator().manual_seed(0)  # the same on all ranks: copies of a parameter stay equal
         self._factors = [torch.randn(_SIDE, _SIDE, generator=generator).to(device) for _ in range(2)]
         self._product = torch.empty(_SIDE, _SIDE, device=device)
         self._reduced = torch.zeros(_REDUCED, device=device)

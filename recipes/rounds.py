@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ from recipes.benchmarking import SCRATCH
 from recipes.comparison import compared, show
 from recipes.contender import Contender
 from recipes.contenders import contenders_of
-from recipes.measuring import PeakMemory, forget_cache, make_durable, timed, together
+from recipes.measuring import PeakMemory, forget_cache, timed, together
+from recipes.scratch import scratch, turn
 from recipes.workloads import State, Workload, prepared
 
 __all__ = ["benchmark", "check_benchmark", "show"]
@@ -30,15 +29,15 @@ Figures = dict[str, Any]
 def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     """Run all rounds and return the figures; the lead leaves benchmark.json, and benchmark.png. Every rank calls it."""
     run_dir = Path(cfg["run_dir"])
-    with prepared(cfg, topology) as workload, _scratch(run_dir / SCRATCH, topology) as scratch:
-        contenders, left_out = contenders_of(cfg, workload, scratch)
+    with prepared(cfg, topology) as workload, scratch(run_dir / SCRATCH, topology) as folders:
+        contenders, left_out = contenders_of(cfg, workload, folders)
         identity = workload.saved_identity()
         _tell(_beginning(cfg, workload, contenders, left_out), topology)
         rounds: dict[str, list[Figures]] = {name: [] for name in contenders}
         repeats = cfg["benchmark"]["repeats"]
         for number in range(repeats):
             for name, contender in contenders.items():
-                with _folder(scratch / f"{name.replace('/', '-')}-{number}", topology) as folder:
+                with turn(folders / f"{name.replace('/', '-')}-{number}", topology) as folder:
                     rounds[name].append(_measured(name, contender, folder, workload, identity))
                 _tell(f"round {number + 1}/{repeats} {name}: {_line(rounds[name][-1])}", topology)
         result = _facts(cfg, workload) | {"left_out": left_out, "rounds": rounds} | compared(rounds)
@@ -140,40 +139,6 @@ def _leave(result: Mapping[str, Any], run_dir: Path, plot: bool | None) -> None:
         from recipes.plot import draw
 
         draw(result, run_dir / "benchmark.png")
-
-
-@contextmanager
-def _scratch(folder: Path, topology: Topology) -> Iterator[Path]:
-    """A new folder that is gone afterwards, whatever happens."""
-    with topology.phase("scratch"):
-        if topology.is_lead:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        if topology.is_lead:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _folder(path: Path, topology: Topology) -> Iterator[Path]:
-    """A new folder for one round of one contender; what it leaves behind on the disk is none of the next one's business.
-
-    Afterwards its files are empty, and removed with all others at the end: for a minute after files were removed, ext4 takes up to
-    a millisecond for each that is made.
-    """
-    with topology.phase("folder"):
-        if topology.is_lead:
-            path.mkdir()
-            make_durable(path)
-    yield path
-    with topology.phase("folder"):
-        if topology.is_lead:
-            for file in path.rglob("*"):
-                if file.is_file():
-                    os.truncate(file, 0)
-            make_durable(path)
 
 
 def _tell(text: str, topology: Topology) -> None:

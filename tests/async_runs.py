@@ -8,8 +8,8 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,22 @@ PATIENCE_S = 30.0
 def settings(**chosen: Any) -> SaveSettings:
     """Of a save in the background, by a thread unless something else is chosen."""
     return SaveSettings(mode="async", **chosen)
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise in the main thread what is still waiting there when the time is up, again and again until it lets go."""
+
+    def too_late(_signum: int, _frame: Any) -> None:
+        raise AssertionError(f"it did not end within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def until(is_so: Callable[[], object], what: str = "what was waited for", seconds: float = PATIENCE_S) -> None:

@@ -29,6 +29,7 @@ from tests.async_runs import (
     Trainee,
     Troubled,
     committed,
+    deadline,
     error_of,
     has_come,
     let_go,
@@ -42,6 +43,12 @@ from tests.states import ALL_DTYPES, Held, coordinator, random_bits
 from tests.values import same_values
 
 AGREE_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _ends() -> Iterator[None]:
+    with deadline(60.0):
+        yield
 
 
 @contextmanager

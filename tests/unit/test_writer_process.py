@@ -51,13 +51,14 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WriterProcess]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", [*sys.path, ""])
+        patch.setenv("PYTHONPATH", ".")
         began = time.monotonic()
         made.start(backend_named("zarr"))
         assert time.monotonic() - began < 1, "it is not waited for"
     yield made
-    process = psutil.Process(made.pid)
+    pid = made.pid
     made.close()
-    assert not process.is_running()
+    assert pid is not None and not psutil.pid_exists(pid)
 
 
 @pytest.fixture
@@ -258,6 +259,7 @@ def test_what_it_logs_is_logged_by_the_trainer(
 
 
 def test_bytes_that_moved_are_all_told(writer: WriterProcess, tmp_path: Path) -> None:
+    _write(writer, StandIn(), tmp_path / "before")  # it is up
     moved: list[int] = []
     _write(writer, StandIn(), tmp_path / "a", progress=moved.append)
     assert sum(moved) == 3 * 64
@@ -364,9 +366,10 @@ def test_progress_that_raises_ends_the_save_wherever_it_is(writer: WriterProcess
             closed.append((tmp_path / "a" / "aborted").exists())
 
     pid = writer.pid
-    with pytest.raises(RankAbsentError, match="the others have given up"):
+    with pytest.raises(RankAbsentError, match="the others have given up") as caught:
         _write(writer, StandIn("goes on and on"), tmp_path / "a", staged=staged(), progress=progress)
-    assert closed == [True], "memory is let go of when nobody reads it any more"
+    assert closed == [True], "memory is let go of when nobody reads it any more, whoever keeps the error"
+    assert caught.value.__traceback__ is not None
     _write(writer, StandIn(), tmp_path / "b")
     assert writer.pid == pid
 
