@@ -47,6 +47,11 @@ class Arena:
             self._memory = self._make(room_for(num_bytes))
             self._free = [(0, len(self._memory))]
 
+    def let_go(self) -> None:
+        """Drop all memory; nothing of it is taken any more. The next `grow` makes new."""
+        with self._changed:
+            self._free, self._memory = [], torch.empty(0, dtype=torch.uint8)
+
     def take(self, num_bytes: int, look: Callable[[], None]) -> torch.Tensor:
         """Return room for so many bytes, flat uint8, as soon as there is some. At most `num_bytes` of the arena can ever be had.
 

@@ -167,6 +167,8 @@ class Background:
             self._branch = None
         if self._process is not None:
             self._process.close()
+        self._pending.clear()
+        self._arena.let_go()
 
     def _snapshot(self, prepared: PreparedSave, watched: Watched | None) -> Snapshot:
         """A snapshot of the share, with room in the arena; if there is none to be had, that is what the save fails of."""

@@ -62,6 +62,7 @@ class Snapshot:
         self._sends: dict[int, bytes] = {}
         self._ready: queue.SimpleQueue[tuple[Staged, torch.Tensor] | None] = queue.SimpleQueue()
         self._has_sends = threading.Event()
+        self._may_be_written = threading.Event()
         self._is_over = threading.Event()
         self._is_given_up = False
         self._error: BaseException | None = None
@@ -109,10 +110,11 @@ class Snapshot:
         return self._sends
 
     def items(self) -> Iterator[Staged]:
-        """Every item, as soon as it is copied.
+        """Every item: once all are copied, for training may be waiting for that, or once one has no room.
 
         Raises: what went wrong with the copy.
         """
+        self._may_be_written.wait()
         while (ready := self._next_ready()) is not None:
             staged, room = ready
             try:
@@ -173,6 +175,7 @@ class Snapshot:
         self._contribution = self._regions = self._watched = None
         self._ready.put(None)
         self._is_over.set()
+        self._may_be_written.set()
 
     def _require_unchanged(self) -> None:
         changed = self._watched.changed() if self._watched is not None else []
@@ -224,10 +227,14 @@ class Snapshot:
         return tuple(host.shape)
 
     def _take(self, num_bytes: int) -> torch.Tensor:
-        self._look()
-        return self._arena.take(num_bytes, self._look)
+        self._require_wanted()
+        return self._arena.take(num_bytes, self._wait_for_room)
 
-    def _look(self) -> None:
+    def _wait_for_room(self) -> None:
+        self._may_be_written.set()
+        self._require_wanted()
+
+    def _require_wanted(self) -> None:
         if self._is_given_up:
             raise SaveAbandonedError("the save failed before its copy was complete")
 

@@ -33,6 +33,7 @@ from ckpt.backends.ocdbt_format import Value, manifest_of, tree_of
 from ckpt.backends.outlet import Buffers, Outlet, OutletWriter, Stream
 from ckpt.backends.pieces import Pieces
 from ckpt.backends.zarr_format import DOCUMENT, array_document, below, chunk_key, group_document, with_groups_above
+from ckpt.blocks import EMPTY_DIGEST
 from ckpt.box import Box, chunk_box
 from ckpt.dtypes import bits_of
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
@@ -132,14 +133,44 @@ class TensorStoreBackend:
         return _database(root / DATABASE) if self._in_database else _folder(root)
 
 
+class _DataFile:
+    """One data file of a rank's database; it is made when the first bytes come."""
+
+    def __init__(self, outlet: Outlet, folder: str) -> None:
+        self.name = f"d/{secrets.token_hex(16)}"
+        self.path = f"{folder}/{self.name}"
+        self.size = 0
+        self._outlet = outlet
+        self._stream: Stream | None = None
+
+    def append(self, key: str, pieces: Iterable[memoryview]) -> Value:
+        """Put a value behind the others."""
+        at = self.size
+        self.append_nodes(pieces)
+        return Value(key.encode(), self.name, at, self.size - at)
+
+    def append_nodes(self, pieces: Iterable[memoryview]) -> None:
+        self._stream = self._stream or self._outlet.open(self.path)
+        self._stream.append(pieces)
+        self.size = self._stream.size
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
 class OcdbtWriter(OutletWriter):
-    """One rank's side of one save: values go, end to end, to one data file as they come; `finish` puts the tree behind them."""
+    """One rank's side of one save: values go, end to end, to one data file as they come; `finish` puts the tree behind them.
+
+    What has not changed since the save before, and must be written again, goes to a file of its own: as it will most likely not change
+    before the next save either, that one will be linked whole.
+    """
 
     def __init__(self, root: Path, rank: int, outlet: Outlet, previous: Previous | None = None) -> None:
         super().__init__(outlet)
         self._folder = _database_of(root, rank).relative_to(root).as_posix()
-        self._file = f"d/{secrets.token_hex(16)}"
-        self._stream: Stream | None = None
+        self._main = _DataFile(outlet, self._folder)
+        self._unchanged = _DataFile(outlet, self._folder)
         self._values: list[Value] = []
         self._linked = LinkedValues(previous, outlet, root, f"{self._folder}/d/") if previous is not None else None
         self._rest = xxhash.xxh3_128()
@@ -153,7 +184,7 @@ class OcdbtWriter(OutletWriter):
         size = math.prod(array.grid) * host.element_size()
         key = below(array.path, chunk_key(array, chunk))
         if self._linked is None or not self._linked.take(array.path, chunk, key, source, size):
-            self._put(array.path, chunk, key, source)
+            self._put(self._main, array.path, chunk, key, source)
 
     def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
         """Write the `zarr.json` of these arrays, and of the groups at and above these paths."""
@@ -161,36 +192,39 @@ class OcdbtWriter(OutletWriter):
         if groups is not None:
             documents |= {below(path, DOCUMENT): _description(None) for path in with_groups_above(groups)}
         for key, document in documents.items():
-            self._append(key, [memoryview(document)])
+            self._values.append(self._main.append(key, [memoryview(document)]))
             self._rest.update(document)
 
     def finish(self) -> Written:
         """Write the tree and the manifest, hand all bytes to the file system, and say where the chunks lie."""
         if self._linked is not None:
             for path, chunk, key, source in self._linked.settle():
-                self._put(path, chunk, key, source)
+                self._put(self._unchanged, path, chunk, key, source)
             self._add_linked(self._linked)
         if self._values:
-            self._stream = self._stream or self._opened()
-            nodes, root = tree_of(self._values, self._file, self._stream.size, _crc32c)
-            self._stream.append(map(memoryview, nodes))
-            self._stream.close()
+            nodes, root = tree_of(self._values, self._main.name, self._main.size, _crc32c)
+            self._main.append_nodes(map(memoryview, nodes))
             for node in nodes:
                 self._rest.update(node)
-            manifest = manifest_of(root, self._file, os.urandom(16), time.time_ns(), _crc32c)
+            manifest = manifest_of(root, self._main.name, os.urandom(16), time.time_ns(), _crc32c)
             self.add(f"{self._folder}/{_MANIFEST}", manifest)
             self._written.files |= {
-                f"{self._folder}/{self._file}": FileRecord(self._stream.size, self._rest.hexdigest()),
+                self._main.path: FileRecord(self._main.size, self._rest.hexdigest()),
                 f"{self._folder}/{_MANIFEST}": FileRecord(len(manifest), xxhash.xxh3_128_hexdigest(manifest)),
             }
+        if self._unchanged.size:
+            self._written.files[self._unchanged.path] = FileRecord(self._unchanged.size, EMPTY_DIGEST)
+        self._main.close()
+        self._unchanged.close()
         self._outlet.flush()
         return self._written
 
-    def _put(self, path: str, chunk: int, key: str, source: Pieces) -> None:
-        """Put a chunk behind the others."""
-        value = self._append(key, source.digested())
+    def _put(self, file: _DataFile, path: str, chunk: int, key: str, source: Pieces) -> None:
+        """Put a chunk behind the others in a data file."""
+        value = file.append(key, source.digested())
+        self._values.append(value)
         self._written.chunks[path, chunk] = ChunkExtent(
-            f"{self._folder}/{self._file}", value.offset, value.length, source.written(path), BLOCK_BYTES
+            file.path, value.offset, value.length, source.written(path), BLOCK_BYTES
         )
 
     def _add_linked(self, linked: LinkedValues) -> None:
@@ -202,17 +236,6 @@ class OcdbtWriter(OutletWriter):
         self._written.files |= linked.files
         self._written.dead |= linked.dead
         self._written.linked_bytes = sum(record.size for record in linked.files.values())
-
-    def _append(self, key: str, pieces: Iterable[memoryview]) -> Value:
-        """Put a value behind the others."""
-        self._stream = self._stream or self._opened()
-        at = self._stream.size
-        self._stream.append(pieces)
-        self._values.append(Value(key.encode(), self._file, at, self._stream.size - at))
-        return self._values[-1]
-
-    def _opened(self) -> Stream:
-        return self._outlet.open(f"{self._folder}/{self._file}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 
-from ckpt import CheckpointCoordinator, StateComponent
+from ckpt import CheckpointCoordinator, StateComponent, background
 from ckpt.errors import CheckpointError, RankAbsentError, StorageError
 from ckpt.saving import SaveReport
 from ckpt.topology import Topology
@@ -206,6 +206,32 @@ def test_on_async_error_warn_tells_of_it_and_goes_on(tmp_path: Path) -> None:
         "save of checkpoint-2 failed in phase write on rank 1: " in sentence and "No space left on device" in sentence
     )
     require_sound(root, ["checkpoint-1", "checkpoint-3"])
+
+
+def _have_no_memory(topology: Topology, root: Path) -> tuple[Any, ...]:
+    def no_memory(num_bytes: int) -> torch.Tensor:
+        raise MemoryError(f"no room for {num_bytes} bytes")
+
+    numbered = Numbered()
+    numbered.become(1)
+    before = background.staging_memory
+    if topology.rank == 1:
+        background.staging_memory = no_memory
+    made = numbered.coordinator(topology, root, saves=settings())
+    made.save_checkpoint(checkpoint_id="1")
+    said = error_of(made.wait)
+    background.staging_memory = before
+    numbered.become(2)
+    made.save_checkpoint(checkpoint_id="2")
+    made.close()
+    return said
+
+
+def test_a_rank_without_memory_for_the_copy_fails_the_save_on_all_ranks_and_not_the_run(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _have_no_memory, tmp_path, agree_s=10.0)
+    assert first == second
+    assert first[2] == 1 and "no room for" in first[1] and "save of checkpoint-1" in first[1]
+    require_sound(tmp_path, ["checkpoint-2"])
 
 
 # A writer, or a rank, that is killed

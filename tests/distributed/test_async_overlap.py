@@ -573,7 +573,7 @@ def _save_at_random(topology: Topology, root: Path, seed: int) -> list[str]:
     )
     trainee = Trainee(1, OPTIMIZERS[seed % 2], LARGE)
     saved = []
-    with trainee.coordinator(topology, root, saves) as made:
+    with trainee.coordinator(topology, root, saves, backend=random.choice(["zarr", "ocdbt", "file"])) as made:
         for number in range(1, 9):
             for _ in range(random.randrange(3)):
                 trainee.step()

@@ -223,13 +223,30 @@ def test_a_data_file_is_linked_while_half_of_it_is_in_use_and_rewritten_after(
         arrays[spec].uniform_()
     folder = shelf.save("1", arrays, previous="0")
     assert (first in data_files(folder)) is links
-    assert len(data_files(folder)) == 1 + links
+    assert len(data_files(folder)) == 2 - (changed == 4)
     (written,) = shelf.written["1"]
     dead = written.dead.get(f"arrays.ocdbt/rank-00000/d/{first}", [])
     assert sum(extent.length for extent in dead) == (40_000 * changed if links else 0)
     assert shelf.linked_bytes("1") == (data_files(folder)[first] if links else 0)
     shutil.rmtree(shelf.folder("0"))
     require_sound(shelf, "1")
+
+
+def test_what_is_rewritten_unchanged_gets_a_file_of_its_own_and_is_not_rewritten_again(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path, made("ocdbt"), ranks=(0,))
+    specs, arrays = big_and_small(10)
+    (first,) = data_files(shelf.save("0", arrays))
+    for step in range(1, 5):
+        for spec in specs[:6]:
+            arrays[spec].uniform_()
+        folder = shelf.save(str(step), arrays, previous=str(step - 1))
+        require_sound(shelf, str(step))
+        sizes = sorted(data_files(folder).values())
+        assert first not in data_files(folder)
+        assert sizes[0] == 4 * 40_000 and len(sizes) == 2 and 6 * 40_000 < sizes[1] < 6.2 * 40_000
+        assert shelf.linked_bytes(str(step)) == (0 if step == 1 else 4 * 40_000)
+    specs_left = {extent.file for (path, _), extent in shelf.written["4"][0].chunks.items() if path >= "model/6"}
+    assert len(specs_left) == 1 and shelf.written["4"][0].dead == {}
 
 
 @pytest.mark.parametrize("min_live", [0.9, 1.0])
