@@ -107,6 +107,7 @@ class Epilogue:
         self._hurry = hurry
         self._give_up = give_up
         self._ends: tuple[int, int] | None = None
+        self._came = False
         self._may_end = False
 
     def arm(self) -> None:
@@ -117,7 +118,7 @@ class Epilogue:
             return
         self._ends = reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(reader, True)
-        self._may_end = False
+        self._may_end = self._came = False
         self._wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         if self._wakeup != -1:  # an event loop's: it is to hear of signals, not we
             signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
@@ -137,20 +138,23 @@ class Epilogue:
         os.close(writer)  # which ends the thread
 
     def _handle(self, _signum: int, _frame: FrameType | None) -> None:
+        self._came = True
         if self._may_end:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         elif self._wakeup != -1 and self._ends is not None:
             os.write(self._ends[1], bytes([signal.SIGTERM]))
 
+    def _is_ours(self) -> bool:
+        """Whether the signal is ours to handle; or was, and has been handled, before somebody else took over."""
+        return self._came or signal.getsignal(signal.SIGTERM) == self._handle
+
     def _watch(self, reader: int) -> None:
         """Wait for the signal, then for the end of the work; then end the process, or see that it ends.
 
         A signal that somebody else handles by now is not ours: the program, or a call that puts it off and will send it again.
         """
-        while (told := os.read(reader, 1)) and not (
-            told[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) == self._handle
-        ):
+        while (told := os.read(reader, 1)) and not (told[0] == signal.SIGTERM and self._is_ours()):
             continue
         if not told:
             os.close(reader)
