@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckpt import verify
 from ckpt.backends.base import Backend
 from ckpt.collect import Contribution, MergedRows, collect, settle_plain
 from ckpt.device import Device
@@ -29,7 +30,6 @@ from ckpt.recording import Record
 from ckpt.sameness import Sameness
 from ckpt.sharing import StateComponent
 from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
 from ckpt.writing import PACKED_BYTES, PlainFiles, Share, Vote, plain_files
 
 _log = logging.getLogger("ckpt")
@@ -378,6 +378,10 @@ def require_reachable(folder: Path, topology: Topology) -> None:
 
 
 def _require_sound(folder: Path, progress: Callable[[int], None]) -> None:
-    problems = verify_checkpoint(folder, progress=progress)
-    if problems:
-        raise CorruptCheckpointError(f"what was written does not read back as it should: {problems[0]}")
+    """Refuse what does not read back. Its damage may be that of a file which is linked, and then of the checkpoint before, too."""
+    found = verify.examine(folder, progress=progress)
+    if found.problems:
+        raise CorruptCheckpointError(
+            f"what was written does not read back as it should: {found.problems[0]}",
+            file=min(found.damaged, default=None),
+        )
