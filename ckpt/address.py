@@ -33,14 +33,22 @@ class Address(NamedTuple):
 
 
 def local_tensor(leaf: torch.Tensor | ShardedTensor) -> torch.Tensor:
-    """The memory of this rank behind a leaf, in the shape of its box. See `address_of` for what it refuses."""
+    """The memory of this rank behind a leaf, in the shape of its box. See `address_of` for what it refuses.
+
+    Whoever asks for many does so where gradients are off: to turn them off for each takes longer than the rest.
+    """
     if isinstance(leaf, ShardedTensor):
         return _only_piece(leaf, leaf.key)[1]
-    if is_dtensor(leaf):
-        with torch.no_grad():  # without which to_local() goes through autograd, at ten times the price
-            local: torch.Tensor = leaf.to_local()  # type: ignore[attr-defined]
-        return local.detach()
-    return leaf.detach() if leaf.requires_grad else leaf
+    local = _local_part(leaf) if is_dtensor(leaf) else leaf
+    return local.detach() if local.requires_grad else local
+
+
+def _local_part(leaf: Any) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        local: torch.Tensor = leaf.to_local()
+        return local
+    with torch.no_grad():  # without which to_local() goes through autograd, at ten times the price
+        return _local_part(leaf)
 
 
 def address_of(leaf: torch.Tensor | ShardedTensor, name: str, known: DTensorBoxes | None = None) -> Address:

@@ -113,6 +113,7 @@ class Contribution:
                 require_unchanged(key, copies.fingerprints, copies.tensors)
 
 
+@torch.no_grad()
 @collector_paused()
 def collect(
     components: Sequence[StateComponent],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -101,4 +102,7 @@ def is_dtensor(tensor: object) -> bool:
     """Whether a tensor carries placements. Does not import torch.distributed.tensor where nobody has."""
     if type(tensor) in _WITHOUT_PLACEMENTS:
         return False
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and type(tensor) is module.DTensor:
+        return True
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")

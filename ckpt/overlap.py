@@ -29,6 +29,7 @@ class Optimizers:
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(_calling(wait)))
 
+    @torch.no_grad()
     def watch(self) -> Watched:
         """Look at what they hold now."""
         return Watched(self._optimizers)
@@ -48,10 +49,10 @@ class Watched:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._by_storage: dict[int, list[torch.Tensor]] = {}
-        for optimizer in optimizers:
-            for tensor in _tensors_of(optimizer):
-                if local_tensor(tensor).numel() and not tensor.is_inference():
-                    self._by_storage.setdefault(_storage(tensor), []).append(tensor)
+        for tensor in (tensor for optimizer in optimizers for tensor in _tensors_of(optimizer)):
+            local = local_tensor(tensor)
+            if local.numel() and not tensor.is_inference():
+                self._by_storage.setdefault(local.untyped_storage().data_ptr(), []).append(tensor)
         self._versions: dict[tuple[str, int], list[tuple[torch.Tensor, tuple[int, int]]]] = {}
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -64,6 +65,7 @@ class Watched:
         if (name, at) not in self._versions:
             self._versions[name, at] = [(one, _version(one)) for one in self._by_storage[at]]
 
+    @torch.no_grad()
     def changed(self) -> list[str]:
         """The names of tensors that have been written to since."""
         return [name for (name, _), seen in self._versions.items() if any(_version(one) != then for one, then in seen)]

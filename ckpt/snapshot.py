@@ -67,6 +67,7 @@ class Snapshot:
         self._is_given_up = False
         self._error: BaseException | None = None
 
+    @torch.no_grad()
     def take(self) -> None:
         """Copy what must not wait, and start copying the rest. What goes wrong with a copy fails the save, not the caller."""
         if self._error is not None:
@@ -157,6 +158,7 @@ class Snapshot:
                 now.append((number, item))
         return now, later
 
+    @torch.no_grad()
     def _copy_later(self, items: Sequence[tuple[int, Item]], work_here: Callable[[], None]) -> None:
         try:
             work_here()

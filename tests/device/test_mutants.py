@@ -244,6 +244,11 @@ MUTANTS = [
 @pytest.mark.full
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
 def test_a_program_that_does_not_wait_is_found_out(mutant: Mutant, tmp_path: Path) -> None:
+    require_found_out(mutant, tmp_path)
+
+
+def require_found_out(mutant: Mutant, tmp_path: Path) -> None:
+    """Change a copy of the checkout, and run the tests there."""
     for folder in ("ckpt", "recipes", "conf", "tests"):
         shutil.copytree(CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ckpt.reading.direct import DirectLoad
 from ckpt.save_settings import SaveSettings
 from ckpt.topology import Topology
 from recipes.measuring import PeakMemory
-from tests.async_runs import Troubled, committed, has_come, let_go, settings, until
+from tests.async_runs import Troubled, committed, deadline, has_come, let_go, settings, until
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator, random_bits, same_bits
 
@@ -158,3 +159,30 @@ def test_a_state_of_nothing_but_tiny_tensors_has_room(tmp_path: Path) -> None:
     held = Held({key: torch.zeros_like(one) for key, one in state.items()})
     coordinator(Topology.alone(), tmp_path, [StateComponent("model", held, "per_rank")]).load_checkpoint(path)
     assert held.loaded is not None and all(same_bits(held.loaded[key], one) for key, one in wanted.items())
+
+
+def test_memory_that_is_too_small_for_the_next_save_is_made_anew_once_nothing_is_written_from_it(tmp_path: Path) -> None:
+    """Two saves are queued, of which the second is four times as large: the first keeps its bytes until they are written."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    state = {"w": random_bits((1 << 18,), torch.float32, 1)}
+    held = Held(state)
+    made = coordinator(
+        Topology.alone(),
+        tmp_path,
+        [StateComponent("model", held, "per_rank")],
+        backend=Troubled("waits", notes),
+        saves=settings(when_busy="queue"),
+    )
+    with made, deadline(60):
+        made.save_checkpoint(checkpoint_id="1")
+        until(lambda: has_come(notes, "1"))
+        held.state = {f"w{n}": random_bits((1 << 18,), torch.float32, n) for n in range(2, 10)}
+        threading.Timer(0.5, let_go, [notes]).start()
+        made.save_checkpoint(checkpoint_id="2")
+        made.wait()
+    for number, wanted in ((1, state), (2, held.state)):
+        found = Held({key: torch.zeros_like(one) for key, one in wanted.items()})
+        loader = coordinator(Topology.alone(), tmp_path, [StateComponent("model", found, "per_rank")])
+        loader.load_checkpoint(tmp_path / f"checkpoint-{number}")
+        assert found.loaded is not None and all(same_bits(found.loaded[key], one) for key, one in wanted.items())

@@ -250,7 +250,7 @@ def test_what_is_rewritten_unchanged_gets_a_file_of_its_own_and_is_not_rewritten
 
 
 @pytest.mark.parametrize("min_live", [0.9, 1.0])
-def test_a_data_file_in_which_nothing_has_died_is_linked_whatever_the_setting(tmp_path: Path, min_live: float) -> None:
+def test_a_data_file_in_which_nothing_has_died_is_linked_by_any_setting(tmp_path: Path, min_live: float) -> None:
     shelf = Shelf(tmp_path, made("ocdbt"), ranks=(0,), min_live=min_live)
     specs, arrays = big_and_small()
     (first,) = data_files(shelf.save("0", arrays))
@@ -348,7 +348,7 @@ def test_a_name_that_is_taken_is_an_error_and_nothing_is_written_through_it(tmp_
 @pytest.mark.parametrize("damage", ["gone", "shorter", "a link", "a folder"])
 def test_a_file_that_is_not_what_it_was_is_not_linked(tmp_path: Path, store: str, damage: str) -> None:
     shelf = Shelf(tmp_path, made(store), ranks=(0,))
-    spec, value = array("model/w", torch.arange(600.0))
+    spec, value = array("model/w", torch.rand(200))
     shelf.save("0", {spec: value})
     index = read_index(shelf.folder("0"), read_manifest(shelf.folder("0")), 0)
     file = shelf.folder("0") / index.chunks["model/w"][0].file
@@ -357,8 +357,9 @@ def test_a_file_that_is_not_what_it_was_is_not_linked(tmp_path: Path, store: str
         os.truncate(file, size - 1)
     else:
         file.rename(tmp_path / "elsewhere")
-        if damage == "a link":
-            file.symlink_to(tmp_path / "elsewhere")
+        if damage == "a link":  # which is as long as the file, if that can be
+            path = str(tmp_path / "elsewhere")
+            file.symlink_to("/" * max(size - len(path), 0) + path)
         elif damage == "a folder":
             file.mkdir()
     shelf.save("1", {spec: value}, previous="0")
@@ -484,6 +485,24 @@ def test_an_array_of_another_shape_type_or_grid_is_written_again_and_one_that_is
     require_sound(shelf, "1")
     (written,) = shelf.written["1"]
     assert sum(extent in shelf.written["0"][0].chunks.values() for extent in written.chunks.values()) == 1
+
+
+@pytest.mark.parametrize("store", RAW)
+def test_a_chunk_of_the_same_number_and_bytes_is_not_linked_under_the_name_that_another_one_had(
+    tmp_path: Path, store: str
+) -> None:
+    shelf = Shelf(tmp_path, made(store), ranks=(0,), min_live=0.01)
+    wide = torch.arange(24, dtype=torch.int32).reshape(4, 6)  # two by three chunks
+    tall = torch.empty(6, 4, dtype=torch.int32)  # three by two, the first with the bytes of the first, and so on
+    for number in range(6):
+        tall[chunk_box((6, 4), (2, 2), number).slices] = wide[chunk_box((4, 6), (2, 2), number).slices]
+    shelf.save("0", dict([array("model/w", wide, 2, 2)]))
+    shelf.save("1", dict([array("model/w", tall, 2, 2)]), previous="0")
+    require_sound(shelf, "1")
+    linked = sum(extent in shelf.written["0"][0].chunks.values() for extent in shelf.written["1"][0].chunks.values())
+    assert linked == (
+        6 if store == "ocdbt" else 2
+    )  # a key names a value wherever it lies; a file is named by its chunk
 
 
 @pytest.mark.parametrize(

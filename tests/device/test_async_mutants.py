@@ -1,0 +1,193 @@
+"""Every wait, order and look of saves in the background, taken out of the product in turn: each time some test fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.device.test_mutants import Mutant, require_found_out
+
+BYTES = "tests/distributed/test_async_bytes.py"
+FAULTS = "tests/distributed/test_async_faults.py"
+MEMORY = "tests/distributed/test_async_memory.py"
+OVERLAP = "tests/distributed/test_async_overlap.py"
+SIGTERM = "tests/distributed/test_async_sigterm.py"
+DEVICE = "tests/device/test_async_on_device.py"
+
+IN_TURN = f"{OVERLAP}::test_forward_and_backward_run_before_the_copy_is_complete_and_the_optimizers_step_after"
+BUSY = f"{FAULTS}::test_a_save_that_begins_while_one_is_running_waits_is_skipped_or_queues"
+ON_ITS_WAY = f"{DEVICE}::test_a_save_holds_what_was_on_its_way_at_the_call_and_nothing_later"
+
+ON_HOST = [
+    Mutant(
+        "an optimizer steps while its tensors are copied",
+        "ckpt/background.py",
+        "                pending.snapshot.wait()\n",
+        "                pass\n",
+        (IN_TURN,),
+    ),
+    Mutant(
+        "optimizers are not waited for at all",
+        "ckpt/overlap.py",
+        "            self._hooks.append(optimizer.register_step_pre_hook(",
+        "            (lambda _: None)((",
+        (IN_TURN,),
+    ),
+    Mutant(
+        "what may change any time is copied when control has returned",
+        "ckpt/snapshot.py",
+        "            self._copy(now)\n",
+        "            later = now + later\n",
+        (IN_TURN,),
+    ),
+    Mutant(
+        "nobody looks whether a tensor was written to",
+        "ckpt/snapshot.py",
+        "        changed = self._watched.changed() if self._watched is not None else []\n",
+        "        changed: list[str] = []\n",
+        (f"{OVERLAP}::test_a_tensor_that_is_written_to_before_it_is_copied_fails_the_save_with_its_name",),
+    ),
+    Mutant(
+        "nobody looks whether the local part of a DTensor was written to",
+        "ckpt/overlap.py",
+        "    return tensor._version, local_tensor(tensor)._version",
+        "    return tensor._version, 0",
+        (f"{OVERLAP}::test_one_rank_whose_tensor_is_written_to_fails_the_save_on_all",),
+    ),
+    Mutant(
+        "nobody looks whether the bytes are those that were copied",
+        "ckpt/backends/pieces.py",
+        "        if self._staged is not None and digests != self._staged:\n",
+        "        if False:\n",
+        (f"{BYTES}::test_a_bit_that_turns_between_the_snapshot_and_the_disk_is_refused_with_the_arrays_name",),
+    ),
+    Mutant(
+        "memory is used again before it is written",
+        "ckpt/snapshot.py",
+        "                yield staged\n            finally:\n                self._arena.give_back(room)\n",
+        "                self._arena.give_back(room)\n                yield staged\n            finally:\n                pass\n",
+        (f"{MEMORY}::test_a_chunk_that_is_larger_than_the_budget_is_saved_all_the_same",),
+    ),
+    Mutant(
+        "memory is made anew while it is written from",
+        "ckpt/arena.py",
+        "            while self._free != (",
+        "            while False and self._free != (",
+        (f"{MEMORY}::test_memory_that_is_too_small_for_the_next_save_is_made_anew_once_nothing_is_written_from_it",),
+    ),
+    Mutant(
+        "who waits for room is not told that nobody will make any",
+        "ckpt/snapshot.py",
+        "        self._is_given_up = True\n",
+        "        self._is_given_up = False\n",
+        (f"{OVERLAP}::test_a_step_that_waits_for_room_goes_on_when_the_disk_is_full",),
+    ),
+    Mutant(
+        "a save begins before the one before it is over",
+        "ckpt/background.py",
+        "                before.wait()\n",
+        "                pass\n",
+        (BUSY,),
+    ),
+    Mutant(
+        "a save that is to wait does not",
+        "ckpt/coordinator.py",
+        '            self._learn(blocking=self._saves.when_busy == "wait")\n',
+        "            self._learn(blocking=False)\n",
+        (BUSY,),
+    ),
+    Mutant(
+        "a load begins while its tensors are copied",
+        "ckpt/coordinator.py",
+        "        self._learn(blocking=True)\n        if checkpoint_path",
+        "        if checkpoint_path",
+        (f"{OVERLAP}::test_a_load_waits_for_the_copy_and_goes_back_to_the_state_of_the_call",),
+    ),
+    Mutant(
+        "the interpreter ends before the last save has",
+        "ckpt/background.py",
+        "        threading._register_atexit(",
+        "        str(",
+        (f"{FAULTS}::test_a_program_that_never_closes_its_coordinator_makes_its_last_save_durable_before_it_ends",),
+    ),
+    Mutant(
+        "a process that is told to end does not wait for its saves",
+        "ckpt/background.py",
+        "        self._epilogue.arm()\n",
+        "",
+        (f"{SIGTERM}::test_a_save_that_takes_less_than_the_grace_is_committed_before_the_process_ends",),
+    ),
+    Mutant(
+        "a process that is told to end waits for its saves for ever",
+        "ckpt/sigterm.py",
+        "        while not self._is_over() and time.monotonic() < ends_at:\n",
+        "        while not self._is_over():\n",
+        (f"{SIGTERM}::test_a_save_that_takes_longer_is_given_up_and_the_one_before_stays",),
+    ),
+    Mutant(
+        "an error of the training loop is hidden by waiting for the save",
+        "ckpt/coordinator.py",
+        "        if error is None:\n            self.close()\n        else:",
+        "        if True:\n            self.close()\n        else:",
+        (f"{FAULTS}::test_it_is_not_hidden_by_an_error_of_that_save_either",),
+    ),
+    Mutant(
+        "memory is kept by a coordinator that is closed",
+        "ckpt/background.py",
+        "        self._arena.let_go()\n",
+        "",
+        (f"{FAULTS}::test_saves_leave_no_file_open_no_thread_no_process_and_no_shared_memory",),
+    ),
+    Mutant(
+        "a checkpoint that is equal to an older one raises no alarm",
+        "ckpt/saving.py",
+        "        alarms = self.sameness.alarms(self.target.checkpoint_id, votes)\n",
+        "        alarms: list[str] = []\n",
+        (f"{BYTES}::test_the_alarm_is_raised_on_every_rank_alike",),
+    ),
+]
+
+ON_DEVICE = [
+    Mutant(
+        "what comes from a device is digested before it has arrived",
+        "ckpt/copies.py",
+        "                batch.mark.wait()",
+        "                pass",
+        (ON_ITS_WAY,),
+    ),
+    Mutant(
+        "a copy begins before what was queued on the device is done",
+        "ckpt/device.py",
+        "        wait_for(device)\n        if",
+        "        if",
+        (ON_ITS_WAY,),
+    ),
+    Mutant(
+        "memory that a device copies to is used again before it is written",
+        "ckpt/snapshot.py",
+        "                yield staged\n            finally:\n                self._arena.give_back(room)\n",
+        "                self._arena.give_back(room)\n                yield staged\n            finally:\n                pass\n",
+        (f"{DEVICE}::test_what_is_copied_beside_training_is_complete_before_the_optimizers_step",),
+    ),
+    Mutant(
+        "an optimizer steps while its tensors come from the device",
+        "ckpt/background.py",
+        "                pending.snapshot.wait()\n",
+        "                pass\n",
+        (f"{DEVICE}::test_what_is_copied_beside_training_is_complete_before_the_optimizers_step",),
+    ),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutant", ON_HOST, ids=[mutant.name for mutant in ON_HOST])
+def test_a_save_in_the_background_that_does_not_wait_is_found_out(mutant: Mutant, tmp_path: Path) -> None:
+    require_found_out(mutant, tmp_path)
+
+
+@pytest.mark.npu
+@pytest.mark.full
+@pytest.mark.parametrize("mutant", ON_DEVICE, ids=[mutant.name for mutant in ON_DEVICE])
+def test_a_save_of_a_device_in_the_background_that_does_not_wait_is_found_out(mutant: Mutant, tmp_path: Path) -> None:
+    require_found_out(mutant, tmp_path)
