@@ -143,11 +143,12 @@ class Background:
         Raises:
             CheckpointError: a save failed, and the settings say raise; those behind it are left for the next call.
         """
-        while self.num_pending:
+        while before := self.num_pending:
             try:
                 self._queue.maybe_finalize_async_calls(blocking)
             except CheckpointError as error:
-                if self._settings.on_async_error == "raise" or isinstance(error, RankAbsentError):
+                is_of_a_save = self.num_pending < before and not isinstance(error, RankAbsentError)
+                if self._settings.on_async_error == "raise" or not is_of_a_save:
                     raise
                 if self._topology.is_lead:
                     _log.warning("training goes on without a checkpoint: %s", error)

@@ -24,7 +24,7 @@ from ckpt.topology import Topology
 from ckpt.verify import verify_checkpoint
 from tests.incremental_saves import bytes_on_disk
 from tests.ranks import run_ranks
-from tests.states import BACKENDS, Held, coordinator, same_bits
+from tests.states import Held, coordinator, same_bits
 
 RANKS = 2
 ROWS = 480
@@ -109,9 +109,9 @@ def require_state(topology: Topology, root: Path, backend: str, step: int, path:
             assert same_bits(found, tensor), f"{component.key} {name}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["zarr", "ocdbt"])
 def test_frozen_layers_cost_nothing_and_every_checkpoint_stands_alone(tmp_path: Path, backend: str) -> None:
-    (reports, _) = run_ranks(RANKS, save_steps, tmp_path, backend, 1, 5, {}, process_group=True)
+    (reports, _) = run_ranks(RANKS, save_steps, tmp_path, backend, 1, 4, {}, process_group=True)
     whole = tmp_path / "whole"
     (((full, written_in_full),), _) = run_ranks(
         RANKS, save_steps, whole, backend, 1, 1, {"all_trained": True}, process_group=True
@@ -121,20 +121,20 @@ def test_frozen_layers_cost_nothing_and_every_checkpoint_stands_alone(tmp_path: 
         assert written <= 0.15 * full
         assert size > 2_400_000 > 3 * written
     shutil.rmtree(whole)
-    folders = [tmp_path / f"checkpoint-{step}" for step in range(1, 6)]
-    assert [verify_checkpoint(folder) for folder in folders] == [[]] * 5
+    folders = [tmp_path / f"checkpoint-{step}" for step in range(1, 5)]
+    assert [verify_checkpoint(folder) for folder in folders] == [[]] * 4
     each, on_disk = disk_use(folders)
     assert (
         on_disk == bytes_on_disk(tmp_path) < each[folders[0]].apparent_bytes + sum(w for _, w in reports[1:]) + 99_999
     )
-    for step in (1, 3, 4, 2):
+    for step in (1, 3, 2):
         shutil.rmtree(tmp_path / f"checkpoint-{step}")
         left = [one.path for one in Ledger(tmp_path, run_id="test").committed()]
         assert all(verify_checkpoint(folder) == [] for folder in left)
-    run_ranks(RANKS, require_state, tmp_path, backend, 5, None, process_group=True)
+    run_ranks(RANKS, require_state, tmp_path, backend, 4, None, process_group=True)
     if backend != "ocdbt":
-        group = zarr.open_group(folders[4], mode="r")
-        want = state_at(5)["model"]["h.3.weight"]
+        group = zarr.open_group(folders[3], mode="r")
+        want = state_at(4)["model"]["h.3.weight"]
         assert group["model/h.3.weight"][...].tobytes() == want.numpy().tobytes()
 
 
@@ -208,15 +208,15 @@ def _save_in_the_background(topology: Topology, root: Path, backend: str, writer
 
 @pytest.mark.parametrize("backend", ["zarr", "ocdbt"])
 def test_retention_beside_incremental_saves_frees_what_nobody_uses(tmp_path: Path, backend: str) -> None:
-    ((first, *_), _) = run_ranks(RANKS, save_steps, tmp_path, backend, 1, 6, {"keep_last": 2}, process_group=True)
-    assert [one.id for one in Ledger(tmp_path, run_id="test").committed()] == ["5", "6"]
+    ((first, *_), _) = run_ranks(RANKS, save_steps, tmp_path, backend, 1, 5, {"keep_last": 2}, process_group=True)
+    assert [one.id for one in Ledger(tmp_path, run_id="test").committed()] == ["4", "5"]
     assert bytes_on_disk(tmp_path) < 2 * first[0]
-    run_ranks(RANKS, require_state, tmp_path, backend, 5, tmp_path / "checkpoint-5", process_group=True)
+    run_ranks(RANKS, require_state, tmp_path, backend, 4, tmp_path / "checkpoint-4", process_group=True)
 
 
-@pytest.mark.parametrize("backend", ["zarr", "ocdbt"])
+@pytest.mark.parametrize(("backend", "damage"), [("zarr", "changed"), ("ocdbt", "changed"), ("ocdbt", "shorter")])
 def test_a_damaged_shared_file_condemns_all_that_link_it_and_the_next_save_moves_them_away(
-    tmp_path: Path, backend: str
+    tmp_path: Path, backend: str, damage: str
 ) -> None:
     run_ranks(RANKS, save_steps, tmp_path, backend, 1, 1, {"shift": 1000}, process_group=True)
     run_ranks(RANKS, save_steps, tmp_path, backend, 2, 4, {}, process_group=True)
@@ -225,7 +225,7 @@ def test_a_damaged_shared_file_condemns_all_that_link_it_and_the_next_save_moves
     ((_, chunk),) = extent.items()
     with (folder / chunk.file).open("r+b") as file:
         file.seek(chunk.offset + 17)
-        file.write(b"\xff\xff")
+        file.write(b"\xff\xff") if damage == "changed" else file.truncate(os.stat(file.fileno()).st_size - 1)
     assert [bool(verify_checkpoint(tmp_path / f"checkpoint-{step}")) for step in (1, 2, 3, 4)] == [
         False,
         True,
