@@ -67,11 +67,12 @@ class Background:
         self._topology = topology
         self._settings = settings
         self._device = device
-        self._queue = AsyncCallsQueue(lambda: topology, moves_by_itself=True)
+        self._queue = AsyncCallsQueue(lambda: topology, look=self._given_up_for)
         self._branch: Topology | None = None
         self._process: WriterProcess | None = None
         self._arena = Arena(self._new_memory)
         self._pending: list[_Pending] = []
+        self._last: _Pending | None = None
         self._finalized: list[SaveReport] = []
         self._deletions: list[threading.Thread] = []
         self._given_up = threading.Event()
@@ -102,8 +103,10 @@ class Background:
         """
         self._epilogue.arm()
         snapshot = self._snapshot(prepared, watched)
-        before = self._pending[-1].over if self._pending else None
-        pending = _Pending(snapshot, 0.0, threading.Event())
+        before = (
+            None if self._last is None else self._last.over
+        )  # of one that was given up, too: its thread may be there still
+        self._last = pending = _Pending(snapshot, 0.0, threading.Event())
         self._pending.append(pending)
         self._queue.schedule_async_request(
             AsyncRequest(
@@ -264,6 +267,10 @@ class Background:
 
     def _is_over(self) -> bool:
         return all(pending.over.is_set() for pending in self._pending)
+
+    def _given_up_for(self) -> CheckpointError | None:
+        """What the others have agreed on without this rank's thread, which hangs, or is very late."""
+        return None if self._branch is None else self._branch.given_up_for()
 
     def _hurry(self) -> None:
         if self._branch is not None:

@@ -233,6 +233,23 @@ class Topology:
         if self._agreement is not None and self._agreement.is_given_up():
             raise RankAbsentError(f"rank {self.rank} came back when the others had given it up")
 
+    def given_up_for(self) -> CheckpointError | None:
+        """The error that the others have agreed on without this rank, which is inside that phase still, or has not come to it. Any thread.
+
+        Asked by another thread than the one that is late, and may never come.
+        """
+        if self._agreement is None:
+            return None
+        at = self._agreement.heartbeat.at
+        try:
+            for one in (at, At(at.operation, at.phase + 1)):
+                result = self._agreement.settled_without_us(one)
+                if result is not None and result.error is not None:
+                    return rebuild(result.error)
+        except StoreGoneError:
+            return _store_gone(self._what)
+        return None
+
     def has_raised(self, ranks: Collection[int]) -> int | None:
         """The first of these ranks that has failed the phase which this one is still in; None: none that is known of.
 

@@ -22,7 +22,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, describe, rebuild, 
 from ckpt.job import current_topology
 from ckpt.topology import Topology
 
-_LOOK_S = 0.5
+_LOOK_S = 0.25
 
 
 @dataclass(eq=False)
@@ -107,15 +107,20 @@ class AsyncRequest:
 class AsyncCallsQueue:
     """The requests of this rank that are under way, oldest first. One thread, that of the topology's phases, makes the calls."""
 
-    def __init__(self, topology: Callable[[], Topology] = current_topology, *, moves_by_itself: bool = False) -> None:
+    def __init__(
+        self,
+        topology: Callable[[], Topology] = current_topology,
+        *,
+        look: Callable[[], CheckpointError | None] | None = None,
+    ) -> None:
         """Join the ranks of `topology()`; default: those of torch's default process group.
 
         Args:
-            moves_by_itself: the functions tell the topology of their progress, so that one which hangs is noticed. Otherwise every
-                function that has not ended counts as moving.
+            look: says what a function that has not ended has failed of, if that is known. Then the functions tell the topology of their
+                progress themselves. None: one that has not ended counts as moving.
         """
         self._topology = topology
-        self._moves_by_itself = moves_by_itself
+        self._look = look
         self._calls: deque[_Call] = deque()
         self._num_scheduled = 0
 
@@ -181,7 +186,7 @@ class AsyncCallsQueue:
         """How many of the oldest requests have ended on every rank?"""
         with topology.phase("wait for all" if blocking else "see what is done") as phase:
             for call in self._calls if blocking else ():
-                call.wait(topology.require_awaited if self._moves_by_itself else topology.progress)
+                call.wait(topology, self._look)
             num_done = sum(1 for _ in takewhile(_Call.is_done, self._calls))
             phase.payload = [self._num_scheduled, len(self._calls), num_done]
         first, *_ = phase.payloads
@@ -230,11 +235,16 @@ class _Call:
     def is_done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self, look: Callable[[], None]) -> None:
-        """Wait for the function to end, and `look` now and then."""
+    def wait(self, topology: Topology, look: Callable[[], CheckpointError | None] | None) -> None:
+        """Wait for the function to end, or until it is known what it has failed of."""
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_LOOK_S)
-            look()
+            if look is None:
+                topology.progress()
+            elif (error := look()) is not None and self._thread.is_alive():
+                self._thread, self._error = None, error  # it may never end
+            else:
+                topology.require_awaited()
 
     def raise_error(self) -> None:
         """Raise what the function, or `preload_fn`, raised. SystemExit in a thread ends no process: it is a failure like others."""

@@ -107,6 +107,7 @@ def _run_case(job: Job, case: Case) -> Told:
     took_s = time.monotonic() - began
     job.mailbox.put(f"raised/{topology.rank}", b"")
     until(lambda: job.mailbox.has([*others, f"raised/{case.victim}"]), "all ranks' errors", 3 * SLACK_S)
+    until(lambda: made._background is None or made._background._last.over.is_set(), "the thread", 3 * SLACK_S)
     topology.recover()
     branch.recover()
     committed = names_in(job)
@@ -114,6 +115,14 @@ def _run_case(job: Job, case: Case) -> Told:
     left = [name for name in names_in(job) if not name.startswith("checkpoint-")]
     kind = type(raised).__name__
     return Told(kind, str(raised), raised.rank, raised.phase, took_s, committed, recovered, left)
+
+
+def _raised_by(call: Callable[[], object]) -> CheckpointError:
+    try:
+        call()
+    except CheckpointError as error:
+        return error
+    raise AssertionError("nothing was raised")
 
 
 def _works(job: Job, case: Case, state: State) -> bool:
@@ -174,7 +183,7 @@ def _sentence(case: Case) -> str:
 
 
 def _require_all(root: Path, patterns: Sequence[str], faults: Sequence[str] | None, least: int) -> None:
-    by_rank = run_ranks(sum(NODES), _befall, root, patterns, faults, nodes=list(NODES), agree_s=90, timeout_s=170)
+    by_rank = run_ranks(sum(NODES), _befall, root, patterns, faults, nodes=list(NODES), agree_s=90, timeout_s=100)
     cases = by_rank[0][0]
     assert len(cases) >= least
     wrong = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -129,12 +128,16 @@ def test_two_saves_in_flight_take_two_copies_and_a_third_takes_none(tmp_path: Pa
         assert third <= 2 * LARGEST_MIB + SLACK_MIB
 
 
-def _with_a_tensor_over_budget(topology: Topology, root: Path, writer: str) -> None:
-    state: dict[str, Any] = {"w": random_bits((5, 1 << 20), torch.float32, topology.rank), "b": torch.zeros(0, 3)}
+def _with_tensors_over_budget(topology: Topology, root: Path, notes: Path, writer: str) -> None:
+    """There is room for one of them at a time, in memory that is used again and again; and whoever writes takes its time."""
+    state = {f"w{n}": random_bits((1 << 20,), torch.float32, 9 * topology.rank + n) for n in range(5)}
+    state["b"] = torch.zeros(0, 3)
     wanted = {key: one.clone() for key, one in state.items()}
-    with _coordinator(topology, root, state, settings(writer=writer, staging_budget_mib=1)) as made:
+    slow = Troubled("dawdles", notes, checkpoint_id=None)
+    with _coordinator(topology, root, state, settings(writer=writer, staging_budget_mib=1), slow) as made:
         path = made.save_checkpoint(checkpoint_id="1")
-        state["w"].zero_()
+        for tensor in state.values():
+            tensor.zero_()
         made.wait()
     assert path is not None
     held = Held({key: torch.ones_like(one) for key, one in state.items()})
@@ -144,8 +147,8 @@ def _with_a_tensor_over_budget(topology: Topology, root: Path, writer: str) -> N
 
 
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
-def test_a_chunk_that_is_larger_than_the_budget_is_saved_all_the_same(tmp_path: Path, writer: str) -> None:
-    run_ranks(2, _with_a_tensor_over_budget, tmp_path, writer)
+def test_chunks_that_are_larger_than_the_budget_are_saved_all_the_same(tmp_path: Path, writer: str) -> None:
+    run_ranks(2, _with_tensors_over_budget, tmp_path / "root", tmp_path, writer)
 
 
 def test_a_state_of_nothing_but_tiny_tensors_has_room(tmp_path: Path) -> None:
@@ -161,7 +164,9 @@ def test_a_state_of_nothing_but_tiny_tensors_has_room(tmp_path: Path) -> None:
     assert held.loaded is not None and all(same_bits(held.loaded[key], one) for key, one in wanted.items())
 
 
-def test_memory_that_is_too_small_for_the_next_save_is_made_anew_once_nothing_is_written_from_it(tmp_path: Path) -> None:
+def test_memory_that_is_too_small_for_the_next_save_is_made_anew_once_nothing_is_written_from_it(
+    tmp_path: Path,
+) -> None:
     """Two saves are queued, of which the second is four times as large: the first keeps its bytes until they are written."""
     notes = tmp_path / "notes"
     notes.mkdir()
@@ -180,8 +185,10 @@ def test_memory_that_is_too_small_for_the_next_save_is_made_anew_once_nothing_is
         held.state = {f"w{n}": random_bits((1 << 18,), torch.float32, n) for n in range(2, 10)}
         threading.Timer(0.5, let_go, [notes]).start()
         made.save_checkpoint(checkpoint_id="2")
+        made.save_checkpoint(checkpoint_id="3")
         made.wait()
-    for number, wanted in ((1, state), (2, held.state)):
+        made.save_checkpoint(checkpoint_id="4")
+    for number, wanted in ((1, state), (2, held.state), (3, held.state), (4, held.state)):
         found = Held({key: torch.zeros_like(one) for key, one in wanted.items()})
         loader = coordinator(Topology.alone(), tmp_path, [StateComponent("model", found, "per_rank")])
         loader.load_checkpoint(tmp_path / f"checkpoint-{number}")

@@ -605,7 +605,7 @@ def _save_at_random(topology: Topology, root: Path, seed: int) -> list[str]:
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.full) for n in range(3, 60))])
 def test_every_checkpoint_of_any_program_holds_the_state_of_its_call(tmp_path: Path, seed: int, ranks: int) -> None:
     root = tmp_path / "root"
-    first, *others = run_ranks(ranks, _train_at_random, root, seed, agree_s=20.0)
+    first, *others = run_ranks(ranks, _train_at_random, root, seed, agree_s=20.0, timeout_s=45.0)
     assert all(one == first for one in others)
     assert committed(root) == first
     for name in first:
