@@ -103,9 +103,8 @@ class Background:
         """
         self._epilogue.arm()
         snapshot = self._snapshot(prepared, watched)
-        before = (
-            None if self._last is None else self._last.over
-        )  # of one that was given up, too: its thread may be there still
+        # The one before may have been given up, and its thread be there still.
+        before = None if self._last is None else self._last.over
         self._last = pending = _Pending(snapshot, 0.0, threading.Event())
         self._pending.append(pending)
         self._queue.schedule_async_request(

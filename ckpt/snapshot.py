@@ -60,6 +60,7 @@ class Snapshot:
         self._watched = watched
         self._pinned_bytes = pinned_bytes
         self._sends: dict[int, bytes] = {}
+        self._being_written: torch.Tensor | None = None
         self._ready: queue.SimpleQueue[tuple[Staged, torch.Tensor] | None] = queue.SimpleQueue()
         self._has_sends = threading.Event()
         self._may_be_written = threading.Event()
@@ -117,11 +118,9 @@ class Snapshot:
         """
         self._may_be_written.wait()
         while (ready := self._next_ready()) is not None:
-            staged, room = ready
-            try:
-                yield staged
-            finally:
-                self._arena.give_back(room)
+            staged, self._being_written = ready
+            yield staged
+            self._give_back_written()
         self.check()
 
     def check(self) -> None:
@@ -134,8 +133,15 @@ class Snapshot:
         """Let go of everything: nobody will ask for more. Any thread, any time, also when all went well."""
         self._is_given_up = True
         self._is_over.wait()
+        self._give_back_written()
         while (ready := self._next_ready()) is not None:
             self._arena.give_back(ready[1])
+
+    def _give_back_written(self) -> None:
+        """Not left to the end of the loop over the items: an error that came between keeps that loop as long as it is kept itself."""
+        if self._being_written is not None:
+            self._arena.give_back(self._being_written)
+            self._being_written = None
 
     def _next_ready(self) -> tuple[Staged, torch.Tensor] | None:
         ready = self._ready.get()

@@ -208,6 +208,31 @@ def test_on_async_error_warn_tells_of_it_and_goes_on(tmp_path: Path) -> None:
     require_sound(root, ["checkpoint-1", "checkpoint-3"])
 
 
+def _keep_errors(topology: Topology, root: Path, notes: Path) -> list[str]:
+    """Fail three times, and keep each error as long as the run lasts, with all that it refers to."""
+    numbered, errors = Numbered(), []
+    with numbered.coordinator(
+        topology, root, backend=Troubled("full", notes, checkpoint_id="1", rank=1, at=2), saves=settings()
+    ) as made:
+        for _ in range(3):
+            made.save_checkpoint(checkpoint_id="1")
+            try:
+                made.wait()
+            except StorageError as error:
+                errors.append(error)
+        numbered.become(2)
+        made.save_checkpoint(checkpoint_id="2")
+    return [str(error) for error in errors]
+
+
+def test_an_error_that_is_kept_keeps_no_memory(tmp_path: Path) -> None:
+    root, notes = tmp_path / "root", tmp_path / "notes"
+    notes.mkdir()
+    first, second = run_ranks(2, _keep_errors, root, notes, agree_s=10.0, timeout_s=45.0)
+    assert first == second and len(first) == 3
+    require_sound(root, ["checkpoint-2"])
+
+
 def _have_no_memory(topology: Topology, root: Path) -> tuple[Any, ...]:
     def no_memory(num_bytes: int) -> torch.Tensor:
         raise MemoryError(f"no room for {num_bytes} bytes")

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt import CheckpointCoordinator, StateComponent
+from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
+from ckpt.errors import CheckpointError
 from ckpt.reading.direct import DirectLoad
 from ckpt.save_settings import SaveSettings
 from ckpt.topology import Topology
@@ -151,6 +152,29 @@ def test_chunks_that_are_larger_than_the_budget_are_saved_all_the_same(tmp_path:
     run_ranks(2, _with_tensors_over_budget, tmp_path / "root", tmp_path, writer)
 
 
+def _send_parts(topology: Topology, root: Path, wanted: list[torch.Tensor]) -> None:
+    """Shards whose borders are no chunks', in each of several arrays, and room for one chunk."""
+    first, end = ((0, 7), (7, 48))[topology.rank]
+    state = {
+        f"w{n}": ShardedTensor.at(f"w{n}", one[first:end].clone(), tuple(one.shape), (first, 0))
+        for n, one in enumerate(wanted)
+    }
+    parts = [StateComponent("model", Held(state), "sharded")]
+    with coordinator(topology, root, parts, pattern_check="off", saves=settings(staging_budget_mib=1)) as made:
+        made.save_checkpoint(checkpoint_id="1")
+        for one in state.values():
+            one.data.zero_()
+
+
+def test_parts_of_chunks_are_sent_to_other_ranks_before_there_is_room_for_the_rest(tmp_path: Path) -> None:
+    wanted = [random_bits((48, 5000), torch.float32, n) for n in range(8)]
+    run_ranks(2, _send_parts, tmp_path, wanted, timeout_s=45.0)
+    held = Held({f"w{n}": torch.zeros_like(one) for n, one in enumerate(wanted)})
+    alone = coordinator(Topology.alone(), tmp_path, [StateComponent("model", held, "sharded")])
+    alone.load_checkpoint()
+    assert held.loaded is not None and all(same_bits(held.loaded[f"w{n}"], one) for n, one in enumerate(wanted))
+
+
 def test_a_state_of_nothing_but_tiny_tensors_has_room(tmp_path: Path) -> None:
     state = {f"{n}": torch.arange(n, n + 1 + n % 5) for n in range(3000)}
     wanted = {key: one.clone() for key, one in state.items()}
@@ -193,3 +217,19 @@ def test_memory_that_is_too_small_for_the_next_save_is_made_anew_once_nothing_is
         loader = coordinator(Topology.alone(), tmp_path, [StateComponent("model", found, "per_rank")])
         loader.load_checkpoint(tmp_path / f"checkpoint-{number}")
         assert found.loaded is not None and all(same_bits(found.loaded[key], one) for key, one in wanted.items())
+
+
+def test_memory_of_a_save_that_failed_is_there_for_the_next_one_though_the_error_is_kept(tmp_path: Path) -> None:
+    """A traceback keeps the loop over the items, and with it whatever the end of that loop would have given back."""
+    backend = Troubled("full", tmp_path)
+    kept: list[CheckpointError] = []
+    with deadline(60), _coordinator(Topology.alone(), tmp_path / "root", _state(), settings(), backend) as made:
+        made.save_checkpoint(checkpoint_id="1")
+        try:
+            made.wait()
+        except CheckpointError as error:
+            kept.append(error)
+        assert kept, "the first save fails"
+        made.save_checkpoint(checkpoint_id="2")
+        made.wait()
+    assert committed(tmp_path / "root") == ["checkpoint-2"]
