@@ -71,15 +71,14 @@ class Snapshot:
     @torch.no_grad()
     def take(self) -> None:
         """Copy what must not wait, and start copying the rest. What goes wrong with a copy fails the save, not the caller."""
-        if self._error is not None:
-            self._has_sends.set()
-            self._end()
-            return
-        now, later = self._parted()
+        later: list[tuple[int, Item]] = []
         try:
-            self._sends = sent(
-                self._share, self._the_regions, Staging(Halves(self._pinned_bytes or _LITTLE_PINNED_BYTES))
-            )
+            if self._error is not None:
+                raise self._error
+            staging = Staging(Halves(self._pinned_bytes or _LITTLE_PINNED_BYTES))
+            self._sends = sent(self._share, self._the_regions, staging)
+            self._has_sends.set()  # before anything waits for room, which there is once they have arrived
+            now, later = self._parted()
             self._copy(now)
         except Exception as error:
             self._error = error
@@ -109,6 +108,8 @@ class Snapshot:
 
     def sends(self) -> dict[int, bytes]:
         self._has_sends.wait()
+        if self._error is not None:
+            raise self._error
         return self._sends
 
     def items(self) -> Iterator[Staged]:

@@ -495,6 +495,35 @@ def test_a_failed_save_in_a_queue_does_not_take_the_next_one_with_it(tmp_path: P
     require_sound(root, ["checkpoint-2"])
 
 
+def _save_by_two(topology: Topology, folder: Path) -> list[str]:
+    """The first thread in the background of rank 1 is slower than the second; on the other ranks it is not."""
+    in_background, threads = background.in_background, []
+
+    def slow(*args: Any, **named: Any) -> None:
+        threads.append(threading.current_thread())
+        if topology.rank == 1 and len(threads) == 1:
+            time.sleep(1.0)
+        in_background(*args, **named)
+
+    background.in_background = slow
+    numbered = [Numbered(), Numbered()]
+    made = [one.coordinator(topology, folder / f"{n}", saves=settings()) for n, one in enumerate(numbered)]
+    for number in (1, 2):
+        for n in (0, 1):
+            numbered[n].become(10 * n + number)
+            made[n].save_checkpoint(checkpoint_id=f"{10 * n + number}")
+    for one in made:
+        one.close()
+    return [name for n in (0, 1) for name in committed(folder / f"{n}")]
+
+
+def test_two_coordinators_of_the_same_ranks_do_not_mix_their_saves(tmp_path: Path) -> None:
+    found = run_ranks(2, _save_by_two, tmp_path, agree_s=10.0)
+    assert found == [["checkpoint-1", "checkpoint-2", "checkpoint-11", "checkpoint-12"]] * 2
+    require_sound(tmp_path / "0", ["checkpoint-1", "checkpoint-2"])
+    require_sound(tmp_path / "1", ["checkpoint-11", "checkpoint-12"])
+
+
 # Finalizing
 
 

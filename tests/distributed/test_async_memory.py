@@ -11,7 +11,6 @@ import torch
 from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.errors import CheckpointError
 from ckpt.reading.direct import DirectLoad
 from ckpt.save_settings import SaveSettings
 from ckpt.topology import Topology
@@ -217,19 +216,3 @@ def test_memory_that_is_too_small_for_the_next_save_is_made_anew_once_nothing_is
         loader = coordinator(Topology.alone(), tmp_path, [StateComponent("model", found, "per_rank")])
         loader.load_checkpoint(tmp_path / f"checkpoint-{number}")
         assert found.loaded is not None and all(same_bits(found.loaded[key], one) for key, one in wanted.items())
-
-
-def test_memory_of_a_save_that_failed_is_there_for_the_next_one_though_the_error_is_kept(tmp_path: Path) -> None:
-    """A traceback keeps the loop over the items, and with it whatever the end of that loop would have given back."""
-    backend = Troubled("full", tmp_path)
-    kept: list[CheckpointError] = []
-    with deadline(60), _coordinator(Topology.alone(), tmp_path / "root", _state(), settings(), backend) as made:
-        made.save_checkpoint(checkpoint_id="1")
-        try:
-            made.wait()
-        except CheckpointError as error:
-            kept.append(error)
-        assert kept, "the first save fails"
-        made.save_checkpoint(checkpoint_id="2")
-        made.wait()
-    assert committed(tmp_path / "root") == ["checkpoint-2"]
