@@ -102,6 +102,7 @@ class Background:
             watched: what only steps of optimizers change, and may be copied beside training.
         """
         self._epilogue.arm()
+        self.wait_for_snapshots()  # or this one could take the room that the one before needs to be written
         snapshot = self._snapshot(prepared, watched)
         # The one before may have been given up, and its thread be there still.
         before = None if self._last is None else self._last.over
