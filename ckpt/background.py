@@ -69,6 +69,8 @@ class Background:
         self._device = device
         self._queue = AsyncCallsQueue(lambda: topology, look=self._given_up_for)
         self._branch: Topology | None = None
+        self._branch_name = topology.name_branch()
+        self._num_joins = 0
         self._process: WriterProcess | None = None
         self._arena = Arena(self._new_memory)
         self._pending: list[_Pending] = []
@@ -222,7 +224,8 @@ class Background:
             if before is not None:
                 before.wait()
             if self._branch is None:
-                self._branch = self._topology.branch("saves in the background")
+                self._num_joins += 1
+                self._branch = self._topology.branch(f"{self._branch_name}/{self._num_joins}")
             pending.report = prepared.run(self._branch, pending.snapshot, self._write, started=started)
         finally:
             pending.snapshot.give_up()

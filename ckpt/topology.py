@@ -170,13 +170,18 @@ class Topology:
             raise
         return topology
 
+    def name_branch(self) -> str:
+        """A name for `branch` that no other has. All ranks ask for theirs in one order, in the thread that makes the collective calls."""
+        self._num_branches += 1
+        return f"branch {self._num_branches}"
+
     def branch(self, name: str) -> Topology:
         """Join the same ranks once more, for another thread to agree with theirs of its kind beside this one's. Collective among these.
 
         It moves when the branch moves; its groups are those it has now. Close the branch first.
 
         Args:
-            name: equal on all ranks. The n-th branch of a topology meets the n-th of the other ranks.
+            name: equal on all ranks, and used once.
 
         Raises:
             RankAbsentError: a rank did not join within `timeout_s`.
@@ -184,9 +189,8 @@ class Topology:
         if self._store is None:
             topology = Topology.alone(self.progress)
         else:
-            self._num_branches += 1
             topology = Topology.join(
-                PrefixStore(f"{name}/{self._num_branches}", self._store),
+                PrefixStore(name, self._store),
                 self.rank,
                 self.world_size,
                 local_rank=self.local_rank,

@@ -66,9 +66,17 @@ ON_HOST = [
     Mutant(
         "memory is used again before it is written",
         "ckpt/snapshot.py",
-        "                yield staged\n            finally:\n                self._arena.give_back(room)\n",
-        "                self._arena.give_back(room)\n                yield staged\n            finally:\n                pass\n",
+        "            yield staged\n            self._give_back_written()\n",
+        "            self._give_back_written()\n            yield staged\n",
         (f"{MEMORY}::test_chunks_that_are_larger_than_the_budget_are_saved_all_the_same",),
+    ),
+    Mutant(
+        "the process that writes asks for the next item before it is done with one",
+        "ckpt/writer_child.py",
+        "            yield Staged(number, [self._tensor(*place) for place in places], digests)\n",
+        '            self._channel.send(("next", None))\n'
+        "            yield Staged(number, [self._tensor(*place) for place in places], digests)\n",
+        (f"{MEMORY}::test_a_save_over_budget_streams_part_by_part_through_what_it_is_given[process]",),
     ),
     Mutant(
         "memory is made anew while it is written from",
@@ -85,6 +93,27 @@ ON_HOST = [
         "        self._is_given_up = True\n",
         "        self._is_given_up = False\n",
         (f"{OVERLAP}::test_a_step_that_waits_for_room_goes_on_when_the_disk_is_full",),
+    ),
+    Mutant(
+        "memory that was being written when a save failed stays taken",
+        "ckpt/snapshot.py",
+        "        self._is_over.wait()\n        self._give_back_written()\n",
+        "        self._is_over.wait()\n",
+        (f"{FAULTS}::test_an_error_that_is_kept_keeps_no_memory",),
+    ),
+    Mutant(
+        "a save takes the room that the one before needs",
+        "ckpt/background.py",
+        "        self.wait_for_snapshots()  # or this one",
+        "        # or this one",
+        (f"{OVERLAP}::test_two_saves_one_right_after_another_share_what_room_there_is",),
+    ),
+    Mutant(
+        "parts of other ranks' chunks are sent when all is copied",
+        "ckpt/snapshot.py",
+        "            self._has_sends.set()  # before anything",
+        "            # before anything",
+        (f"{MEMORY}::test_parts_of_chunks_are_sent_to_other_ranks_before_there_is_room_for_the_rest",),
     ),
     Mutant(
         "a save begins before the one before it is over",
@@ -140,7 +169,7 @@ ON_HOST = [
         "ckpt/background.py",
         "        self._arena.let_go()\n",
         "",
-        (f"{FAULTS}::test_saves_leave_no_file_open_no_thread_no_process_and_no_shared_memory",),
+        (f"{FAULTS}::test_saves_leave_no_file_open_no_thread_no_process_and_no_shared_memory[process-False]",),
     ),
     Mutant(
         "a checkpoint that is equal to an older one raises no alarm",
@@ -162,8 +191,8 @@ ON_DEVICE = [
     Mutant(
         "memory that a device copies to is used again before it is written",
         "ckpt/snapshot.py",
-        "                yield staged\n            finally:\n                self._arena.give_back(room)\n",
-        "                self._arena.give_back(room)\n                yield staged\n            finally:\n                pass\n",
+        "            yield staged\n            self._give_back_written()\n",
+        "            self._give_back_written()\n            yield staged\n",
         (f"{DEVICE}::test_what_is_copied_beside_training_is_complete_before_the_optimizers_step",),
     ),
     Mutant(

@@ -48,7 +48,7 @@ def coordinator(
 
 @pytest.mark.parametrize(
     ("writer", "budget_mib", "when_busy"),
-    [("thread", None, "queue"), ("process", None, "wait"), ("thread", 16, "wait")]
+    [("thread", None, "queue"), ("thread", 16, "wait")]
     + [
         pytest.param(writer, budget_mib, when_busy, marks=pytest.mark.full)
         for writer in WRITERS
@@ -258,7 +258,7 @@ def _require_alike(device: str, layout: str, setting: str, backend: str, folder:
 
 @pytest.mark.parametrize(
     ("layout", "setting", "backend"),
-    [("fsdp", "thread, overlap", "zarr"), ("ddp", "process, overlap", "ocdbt")]
+    [("fsdp", "thread, overlap", "zarr")]
     + [
         pytest.param(layout, setting, backend, marks=pytest.mark.full)
         for layout in LAYOUTS

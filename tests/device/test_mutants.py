@@ -270,6 +270,8 @@ def require_found_out(mutant: Mutant, tmp_path: Path) -> None:
             "no:cacheprovider",
             "--basetemp",
             tmp_path / "tmp",
+            "-m",
+            "not torch_npu" if any("[" in killer for killer in mutant.killers) else "not full and not torch_npu",
             *mutant.killers,
         ],
         cwd=tmp_path,

@@ -43,6 +43,7 @@ from tests.states import ALL_DTYPES, Held, coordinator, random_bits
 from tests.values import same_values
 
 AGREE_S = 10.0
+THREAD = ["thread", pytest.param("process", marks=pytest.mark.full)]
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +109,7 @@ def test_tensors_on_the_host_are_saved_as_they_were_at_the_call(tmp_path: Path, 
 # NVIDIA-NeMo/Megatron-Bridge#3267
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", THREAD)
 def test_plain_values_are_those_of_the_call_however_deep_they_lie(tmp_path: Path, writer: str) -> None:
     state: dict[str, Any] = {
         "w": random_bits(SHAPE, torch.float32, 1),
@@ -130,7 +131,7 @@ def test_plain_values_are_those_of_the_call_however_deep_they_lie(tmp_path: Path
 # NVIDIA/nvidia-resiliency-ext#376
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", THREAD)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_counter_of_an_optimizer_that_steps_while_it_is_written_is_that_of_the_call(
     tmp_path: Path, writer: str, overlap: bool
@@ -183,7 +184,7 @@ def _alarms_of(
     return found
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", THREAD)
 def test_checkpoints_of_later_steps_that_are_equal_to_the_bit_raise_an_alarm_that_names_both(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, writer: str
 ) -> None:
@@ -282,8 +283,15 @@ def test_the_alarm_is_raised_on_every_rank_alike(tmp_path: Path) -> None:
 # The memory that is staged, between the snapshot and the disk
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("at", ["a chunk", "packed tensors"])
+@pytest.mark.parametrize(
+    ("writer", "at"),
+    [
+        ("thread", "a chunk"),
+        ("process", "packed tensors"),
+        pytest.param("thread", "packed tensors", marks=pytest.mark.full),
+        pytest.param("process", "a chunk", marks=pytest.mark.full),
+    ],
+)
 def test_a_bit_that_turns_between_the_snapshot_and_the_disk_is_refused_with_the_arrays_name(
     tmp_path: Path, writer: str, at: str
 ) -> None:

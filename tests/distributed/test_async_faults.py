@@ -119,7 +119,7 @@ def _fail(topology: Topology, root: Path, notes: Path, trouble: str, writer: str
 
 @pytest.mark.parametrize(
     ("trouble", "writer", "call", "rank"),
-    [("full", "thread", "save", 1), ("broken", "process", "maybe_finalize", 2), ("full", "process", "load", 0)]
+    [("full", "thread", "save", 1), ("broken", "process", "load", 1), ("full", "thread", "maybe_finalize", 0)]
     + [
         pytest.param(trouble, writer, call, rank, marks=pytest.mark.full)
         for trouble in ("full", "broken", "bug")
@@ -133,7 +133,7 @@ def test_a_write_error_in_the_background_is_raised_on_every_rank_by_the_next_cal
 ) -> None:
     root, notes = tmp_path / "root", tmp_path / "notes"
     notes.mkdir()
-    ranks = run_ranks(3, _fail, root, notes, trouble, writer, call, rank, agree_s=10.0)
+    ranks = run_ranks(2, _fail, root, notes, trouble, writer, call, rank, agree_s=10.0)
     assert all(said == ranks[0] for said in ranks), ranks
     ((kind, sentence, at, phase),) = ranks[0]
     assert (at, phase) == (rank, "write")
@@ -173,7 +173,7 @@ def _exceed_the_limit(topology: Topology, root: Path, writer: str) -> tuple[Any,
     return said
 
 
-@pytest.mark.parametrize("writer", [pytest.param("thread", marks=pytest.mark.full), "process"])
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 def test_a_file_that_the_kernel_refuses_to_let_grow_fails_the_save_on_all_ranks(tmp_path: Path, writer: str) -> None:
     first, second = run_ranks(2, _exceed_the_limit, tmp_path, writer)
     assert first == second
@@ -297,7 +297,7 @@ def _kill_writers(topology: Topology, root: Path, notes: Path, lives: int) -> li
     return failed
 
 
-@pytest.mark.parametrize("lives", [4, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("lives", [3, pytest.param(40, marks=pytest.mark.full)])
 def test_a_writer_that_is_killed_at_any_moment_fails_its_save_on_all_ranks_and_the_next_has_a_new_one(
     tmp_path: Path, lives: int
 ) -> None:
@@ -355,9 +355,12 @@ def test_a_rank_killed_while_it_saves_in_the_background_is_named_by_all_others_a
 ) -> None:
     root, notes = tmp_path / "root", tmp_path / "notes"
     notes.mkdir()
-    outcomes = run_ranks(3, _die_in_a_save, root, notes, writer, victim, call, agree_s=AGREE_S, expect_dead={victim})
+    ranks = 3 if writer == "thread" else 2
+    outcomes = run_ranks(
+        ranks, _die_in_a_save, root, notes, writer, victim, call, agree_s=AGREE_S, expect_dead={victim}
+    )
     said = [one for one in outcomes if not isinstance(one, Dead)]
-    assert len(said) == 2 and said[0] == said[1]
+    assert len(said) == ranks - 1 and all(one == said[0] for one in said)
     assert said[0][0] == RankAbsentError.__name__ and said[0][2] == victim
     assert f"rank {victim}" in said[0][1]
     for pid in (notes / "pids").read_text().split():
@@ -640,7 +643,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 def test_a_program_that_never_closes_its_coordinator_makes_its_last_save_durable_before_it_ends(
     tmp_path: Path, writer: str
 ) -> None:
@@ -691,7 +694,7 @@ def _save_many(topology: Topology, root: Path, writer: str, overlap: bool) -> in
 
 
 @pytest.mark.parametrize(
-    ("writer", "overlap"), [("process", True), pytest.param("thread", False, marks=pytest.mark.full)]
+    ("writer", "overlap"), [("thread", True), pytest.param("process", False, marks=pytest.mark.full)]
 )
 def test_saves_leave_no_file_open_no_thread_no_process_and_no_shared_memory(
     tmp_path: Path, writer: str, overlap: bool

@@ -74,7 +74,7 @@ def _grown(topology: Topology, root: Path, saves: SaveSettings) -> list[float]:
     return grown
 
 
-@pytest.mark.parametrize("writer", [pytest.param("thread", marks=pytest.mark.full), "process"])
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 def test_a_save_over_budget_streams_part_by_part_through_what_it_is_given(tmp_path: Path, writer: str) -> None:
     budget_mib = 12
     saves = settings(writer=writer, staging_budget_mib=budget_mib)

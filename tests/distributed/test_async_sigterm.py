@@ -19,7 +19,6 @@ from recipes.training import train
 from tests.async_runs import (
     PATIENCE_S,
     SETTINGS,
-    WRITERS,
     Left,
     Troubled,
     committed,
@@ -69,8 +68,8 @@ def _require_ended(folder: Path, ranks: int, within_s: float) -> None:
 
 @pytest.mark.parametrize(
     ("moment", "setting"),
-    [(0, "thread, overlap"), (1, "process"), (2, "process, overlap"), (3, "thread")]
-    + [pytest.param(moment, [*SETTINGS][moment % 4], marks=pytest.mark.full) for moment in range(4, 24)],
+    [(0, "thread, overlap"), (1, "process")]
+    + [pytest.param(moment, [*SETTINGS][moment % 4], marks=pytest.mark.full) for moment in range(2, 22)],
 )
 def test_a_run_that_is_told_to_end_at_any_moment_ends_and_goes_on_from_its_newest_checkpoint(
     tmp_path: Path, moment: int, setting: str
@@ -127,7 +126,7 @@ def _be_told_in_a_save(
     return None
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 def test_a_save_that_takes_less_than_the_grace_is_committed_before_the_process_ends(
     tmp_path: Path, writer: str
 ) -> None:
@@ -138,7 +137,7 @@ def test_a_save_that_takes_less_than_the_grace_is_committed_before_the_process_e
     require_sound(root, ["checkpoint-1", "checkpoint-2"])
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", ["process", pytest.param("thread", marks=pytest.mark.full)])
 def test_a_save_that_takes_longer_is_given_up_and_the_one_before_stays(tmp_path: Path, writer: str) -> None:
     root = tmp_path / "root"
     arguments = (root, tmp_path, "hangs", writer, 1.0, [0, 1])

@@ -64,8 +64,8 @@ def test_the_command_trains_as_without_saves_in_the_background_and_tells_of_each
         assert f"checkpoint-{step:08d}" in out
     _require_saves(run_dir, [*range(1, STEPS - 1)])
     assert summary_of(run_dir)["losses"] == straight.summary["losses"][: STEPS - 2]
-    _done(start(run_dir, *own, f"train.steps={STEPS}", "resume=latest", ranks=RANKS))
-    after = summary_of(run_dir)
+    after = run(run_dir, *own, f"train.steps={STEPS}", "resume=latest", ranks=RANKS)
+    assert after == summary_of(run_dir)
     assert (after["first_step"], after["losses"]) == (STEPS - 1, straight.summary["losses"][STEPS - 2 :])
     assert after["state_digest"] == straight.summary["state_digest"]
     assert [save["step"] for save in after["checkpoints"]] == [STEPS - 1, STEPS]
@@ -80,6 +80,7 @@ def test_one_rank_alone_saves_in_the_background_too(tmp_path: Path) -> None:
         _require_saves(run_dir, [1, 2, 3])
 
 
+@pytest.mark.full
 def test_a_write_error_in_the_background_is_one_sentence_and_the_run_goes_on_from_the_checkpoint_before(
     tmp_path: Path,
 ) -> None:
