@@ -199,7 +199,7 @@ class DcpSaving(Saving):
 def _stager(way: Way) -> DefaultStager:
     return DefaultStager(
         StagingOptions(
-            use_pinned_memory=torch.cuda.is_available(),
+            use_pinned_memory=torch.accelerator.is_available(),
             use_shared_memory=way.writer == "process",
             use_async_staging=way.overlap,
             use_non_blocking_copy=torch.accelerator.is_available(),

@@ -73,7 +73,6 @@ class Summary:
                     "path": str(saved.path),
                     "step": int(saved.checkpoint_id),
                     "bytes": saved.bytes,
-                    "written_bytes": saved.written_bytes,
                     "save_s": saved.save_s,
                     "blocked_s": saved.blocked_s,
                 }

@@ -33,6 +33,10 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 OLD_FILES = {"unpickling.py": {"torch.load"}}
 """What may be called where, behind load.allow_pickle: with weights_only, as the test below makes sure."""
+BETWEEN_OWN_PROCESSES = {
+    name: {"pickle"} for name in ("channel.py", "told_errors.py", "writer_child.py", "writer_process.py")
+}
+"""What a rank and the writer that it started say to each other, over a socket that nobody else has. Nothing of it is stored."""
 
 
 @pytest.mark.parametrize("source", ["straight", "in_ocdbt"], ids=["zarr", "ocdbt"])
@@ -74,7 +78,7 @@ def test_a_run_resumes_and_saves_where_nothing_can_be_pickled(
 @pytest.mark.parametrize("path", sorted(Path(ckpt.__file__).parent.rglob("*.py")), ids=lambda path: path.name)
 def test_no_module_of_the_library_mentions_a_pickler(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    assert not FORBIDDEN_MODULES & set(_imported(tree))
+    assert FORBIDDEN_MODULES & set(_imported(tree)) == BETWEEN_OWN_PROCESSES.get(path.name, set())
     used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name)}
     keywords = {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)}
     names = {name for use in used for name in (use, use.rpartition(".")[2])} | keywords

@@ -38,7 +38,8 @@ def test_a_summary_counts_on_from_the_step_that_was_resumed() -> None:
     summary.add_resume(loaded(fell_back_from=("/runs/checkpoint-00000006",)), "d" * 32)
     assert (summary.first_step, summary.final_step) == (5, 4)
     summary.add_step(5, 2.5)
-    summary.add_save(5, SaveReport("/runs/checkpoint-00000005", "00000005", 99, 0.25, 0.125))
+    saved = [SaveReport("/runs/checkpoint-00000005", "00000005", 99, 0.25, 0.125)]
+    assert summary.add_saves(saved) == saved and summary.add_saves(saved) == []
     found = summary.as_dict()
     assert (found["first_step"], found["final_step"], found["losses"]) == (5, 5, [2.5])
     assert found["resumed_from"] == "/runs/checkpoint-00000004"
@@ -62,8 +63,9 @@ def test_only_one_rank_speaks(capsys: pytest.CaptureFixture[str]) -> None:
     for shown in (False, True):
         report = Report({"train": {"steps": 2}}, shown=shown)
         with report.running(1):
-            report.step(1, 3.0, None)
-            report.step(2, 2.0, SaveReport("/runs/checkpoint-00000002", "00000002", 4_000_000, 0.5, 0.5))
+            report.step(1, 3.0, [])
+            saved = SaveReport("/runs/checkpoint-00000002", "00000002", 4_000_000, 0.5, 0.5, 4_000_000)
+            report.step(2, 2.0, [saved])
         out = capsys.readouterr().out
         assert (out == "") is not shown
     assert out.splitlines() == [

@@ -248,7 +248,8 @@ def test_it_is_low_in_priority_takes_no_signals_and_keeps_off_devices(writer: Wr
 def test_what_it_logs_is_logged_by_the_trainer(
     writer: WriterProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _write(writer, StandIn("warns"), tmp_path / "a")
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        _write(writer, StandIn("warns"), tmp_path / "a")
     assert [(record.name, record.levelno, record.getMessage()) for record in caplog.records] == [
         ("ckpt", logging.WARNING, "this is odd")
     ]
