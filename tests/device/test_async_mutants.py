@@ -189,13 +189,6 @@ ON_DEVICE = [
         (ON_ITS_WAY,),
     ),
     Mutant(
-        "memory that a device copies to is used again before it is written",
-        "ckpt/snapshot.py",
-        "            yield staged\n            self._give_back_written()\n",
-        "            self._give_back_written()\n            yield staged\n",
-        (f"{DEVICE}::test_what_is_copied_beside_training_is_complete_before_the_optimizers_step",),
-    ),
-    Mutant(
         "an optimizer steps while its tensors come from the device",
         "ckpt/background.py",
         "                pending.snapshot.wait()\n",

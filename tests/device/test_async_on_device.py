@@ -217,6 +217,33 @@ def _write_early(topology: Topology, root: Path, device: str) -> tuple[Any, ...]
         return error_of(saver.wait)
 
 
+def test_the_copy_beside_training_does_not_wait_for_what_training_has_queued_since(tmp_path: Path, device: str) -> None:
+    """Else it would begin when the next forward is over, and that holds collectives, which wait for other ranks."""
+    if device != "npu":
+        pytest.skip("on the stand-in alone work that nobody waits for is known to be late")
+    assert run_ranks(1, _queue_more, tmp_path, device, device=device, environment=ADVERSARY) == [0.0]
+
+
+def _queue_more(topology: Topology, root: Path, device: str) -> float:
+    from tests.distributed.test_async_overlap import Copier
+
+    where = torch_device(device, topology)
+    module = torch.get_device_module(where)
+    model, other, ones = _Model(where), torch.zeros(5, device=where), torch.ones(5).pin_memory()
+    module.synchronize()
+    saves = settings(overlap=True)
+    with Copier() as copier, coordinator(topology, root, model.parts(), device, saves=saves) as saver:
+        saver.save_checkpoint(checkpoint_id="1")
+        other.copy_(ones, non_blocking=True)
+        copier.go()
+        saver.wait_for_snapshot()
+        with module.stream(module.Stream(device=where)):
+            found = float(other.max().cpu())
+    module.synchronize()
+    assert float(other.max()) == 1.0
+    return found
+
+
 def test_the_program_is_blocked_for_its_copies_only(tmp_path: Path, device: str) -> None:
     """Nothing of the writing is waited for: control returns, and the snapshot is complete, while the writer stands still."""
     (events,) = run_ranks(1, _while_the_writer_stands, tmp_path, device, device=device, environment=ADVERSARY)
