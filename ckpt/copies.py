@@ -31,7 +31,7 @@ _log = logging.getLogger("ckpt")
 Item = TypeVar("Item")
 
 
-class _Streams:
+class Streams:
     """A side stream on every device that is met, taken when it is."""
 
     def __init__(self, role: str) -> None:
@@ -39,6 +39,7 @@ class _Streams:
         self._streams: dict[torch.device, SideStream] = {}
 
     def on(self, device: torch.device) -> SideStream:
+        """The one on a device; the first time, what is queued there by then is waited for."""
         if device not in self._streams:
             self._streams[device] = SideStream(device, self._role)
         return self._streams[device]
@@ -76,12 +77,13 @@ class Staging:
     Args:
         room: gives memory for the tensors of an item that lie on devices, pinned and flat; called once for each such item, in turn.
             What does not fit goes through it piece by piece, while nothing else happens.
+        streams: to copy on, where some have been taken already; None: taken as devices are met.
     """
 
-    def __init__(self, room: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, room: Callable[[int], torch.Tensor], streams: Streams | None = None) -> None:
         self._room = room
         self._told = False
-        self._streams = _Streams("staging")
+        self._streams = streams or Streams("staging")
 
     def ahead(
         self, items: Iterable[Item], tensors_of: Callable[[Item], Sequence[torch.Tensor]]
@@ -201,7 +203,7 @@ class Filling:
         self._bucket_bytes = bucket_bytes
         self._halves: list[_Half] = []
         self._count = 0
-        self._streams = _Streams(role)
+        self._streams = Streams(role)
         self._buckets: dict[torch.device, torch.Tensor] = {}
 
     def __enter__(self) -> Self:

@@ -20,8 +20,8 @@ import torch
 from ckpt.arena import Arena, room_for
 from ckpt.backends.base import staged_digests
 from ckpt.collect import Contribution
-from ckpt.copies import Halves, Staging
-from ckpt.device import same_device, wait_for_accelerator
+from ckpt.copies import Halves, Staging, Streams
+from ckpt.device import same_device, uses_accelerator, wait_for_accelerator
 from ckpt.dtypes import raw_bytes, torch_dtype
 from ckpt.errors import SaveAbandonedError, StateChangedError
 from ckpt.gathering import Regions, laid_end_to_end, sent
@@ -60,6 +60,7 @@ class Snapshot:
         self._watched = watched
         self._pinned_bytes = pinned_bytes
         self._sends: dict[int, bytes] = {}
+        self._streams = Streams("staging")
         self._being_written: torch.Tensor | None = None
         self._ready: queue.SimpleQueue[tuple[Staged, torch.Tensor] | None] = queue.SimpleQueue()
         self._has_sends = threading.Event()
@@ -75,7 +76,8 @@ class Snapshot:
         try:
             if self._error is not None:
                 raise self._error
-            staging = Staging(Halves(self._pinned_bytes or _LITTLE_PINNED_BYTES))
+            self._meet_devices()
+            staging = Staging(Halves(self._pinned_bytes or _LITTLE_PINNED_BYTES), self._streams)
             self._sends = sent(self._share, self._the_regions, staging)
             self._has_sends.set()  # before anything waits for room, which there is once they have arrived
             now, later = self._parted()
@@ -150,6 +152,13 @@ class Snapshot:
             self._ready.put(None)  # the end stays the end
         return ready
 
+    def _meet_devices(self) -> None:
+        """Wait now for what is queued on devices, and not when the copier comes: training has queued more by then."""
+        for item in self._share.items if uses_accelerator() else ():
+            for tensor in self._the_regions.of_item(item):
+                if not tensor.is_cpu:
+                    self._streams.on(tensor.device)
+
     def _parted(self) -> tuple[list[tuple[int, Item]], list[tuple[int, Item]]]:
         """What is copied before control returns, and what later."""
         now: list[tuple[int, Item]] = []
@@ -213,7 +222,7 @@ class Snapshot:
 
         through = room_in_arena if self._pinned_bytes is None else Halves(self._pinned_bytes)
         try:
-            for (number, item), hosts in Staging(through).ahead(items, tensors_of):
+            for (number, item), hosts in Staging(through, self._streams).ahead(items, tensors_of):
                 if number not in rooms:
                     rooms[number] = self._take(sum(map(_in_a_row, _bytes_of(self._share, item))))
                     hosts = _copied(item, hosts, rooms[number])
