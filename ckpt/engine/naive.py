@@ -1,0 +1,56 @@
+"""Weights that stay in their process: trainer and rollout are one, and each has all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from ckpt.engine.base import CheckpointEngineRegistry
+from ckpt.engine.layout import WeightLayout
+from ckpt.engine.pool import HostPool, Landing
+from ckpt.engine.transfer import Transfer
+from ckpt.engine.versioned import Update, VersionedEngine
+from ckpt.topology import Topology
+
+
+@CheckpointEngineRegistry.register("naive")
+class NaiveCheckpointEngine(VersionedEngine):
+    """Every rank takes the weights from its own trainer, through its host memory; only verdicts and digests travel.
+
+    Args: see `VersionedEngine`; it is always colocated.
+    """
+
+    def __init__(self, bucket_size: int, **settings: Any) -> None:
+        super().__init__(bucket_size, **(settings | {"colocated": True}))
+
+    def _owners(self, topology: Topology) -> list[int]:
+        self._sends_as = 0  # each is the owner of all, and the digests of all are compared
+        return [0]
+
+    def _join_transport(self, store: Store) -> None:
+        """There is none."""
+
+    def _leave_transport(self) -> None:
+        """There is none."""
+
+    def _ready(self, layout: WeightLayout, pool: HostPool | None) -> None:
+        """There is nothing to get ready."""
+
+    def _reset_transport(self) -> None:
+        """Nothing is under way."""
+
+    def _carry(self, update: Update, pool: HostPool | None, landing: Landing | None) -> None:
+        transfer = Transfer(
+            rank=0,
+            topology=self._topology(),
+            layout=update.layout,
+            pool=pool,
+            landing=landing,
+            groups={},
+            receivers=[0],
+            digests=update.digests,
+            buffers=None,
+            timeout_s=self.timeout_s,
+        )
+        transfer.run()
