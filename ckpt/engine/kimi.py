@@ -38,7 +38,7 @@ class KimiCheckpointEngine(BroadcastCheckpointEngine):
         settings: see `VersionedEngine`.
     """
 
-    def __init__(self, bucket_size: int, *, transport: str = "pipelined", **settings: Any) -> None:
+    def __init__(self, bucket_size: int | None = None, *, transport: str = "pipelined", **settings: Any) -> None:
         if transport not in _TRANSPORTS:
             raise ConfigurationError(f"transport={transport}: expected one of {', '.join(_TRANSPORTS)}")
         super().__init__(bucket_size, **settings)

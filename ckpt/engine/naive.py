@@ -21,7 +21,7 @@ class NaiveCheckpointEngine(VersionedEngine):
     Args: see `VersionedEngine`; it is always colocated.
     """
 
-    def __init__(self, bucket_size: int, **settings: Any) -> None:
+    def __init__(self, bucket_size: int | None = None, **settings: Any) -> None:
         super().__init__(bucket_size, **(settings | {"colocated": True}))
 
     def _owners(self, topology: Topology) -> list[int]:

@@ -101,7 +101,8 @@ class VersionedEngine(CheckpointEngineWithCache):
     those of all others do.
 
     Args:
-        bucket_size: bytes that travel at a time, at most.
+        bucket_size: bytes that travel at a time, at most; None: `bucket_mib`.
+        bucket_mib: the same in MiB.
         device: whose memory the collectives move, and where weights are yielded; None: the host, by gloo.
         staging: copy the next bucket to or from the device while one is under way: two buckets of device memory, else one.
         memory_fraction: of the device's free memory that buckets may take; they become smaller where that is not enough.
@@ -125,8 +126,9 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     def __init__(
         self,
-        bucket_size: int,
+        bucket_size: int | None = None,
         *,
+        bucket_mib: float = 256,
         device: Device | None = None,
         staging: bool = True,
         memory_fraction: float = 0.9,
@@ -138,6 +140,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         rebuild_group: bool = False,
         is_master: bool = False,
     ) -> None:
+        bucket_size = int(bucket_mib * 2**20) if bucket_size is None else bucket_size
         if bucket_size < ALIGNED:
             raise ConfigurationError(f"a bucket of {bucket_size} bytes is too small: give at least {ALIGNED}")
         if not 0 < memory_fraction <= 1:
