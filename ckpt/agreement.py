@@ -86,6 +86,7 @@ class Agreement:
     hinted: Callable[[], bool]
     _settled: list[str] = field(default_factory=list)  # the lead's: results that some rank may still have to read
     _unread: list[str] = field(default_factory=list)  # verdicts of ours that nobody had read when we went away
+    _watching: tuple[At, Lookout] | None = None
 
     def reach(self, at: At, verdict: Verdict) -> Result:
         """Hand in this rank's verdict, wait for everybody's, return the result. Every rank calls it, in the same order.
@@ -141,9 +142,24 @@ class Agreement:
                 return rank
         return None
 
+    def absent(self, at: At, what: str | None, phase: str | None, ranks: Collection[int]) -> Absence | None:
+        """The first of these ranks that will not come to this agreement; watched from the first question on, which its end goes on with.
+
+        Raises:
+            StoreGoneError: the store does not answer.
+        """
+        waited_for = set(ranks) & set(self._missing(at))
+        gone = self._lookout(at, what, phase).absent(sorted(waited_for), hinted=self.hinted())
+        return gone[min(gone)] if gone else None
+
+    def _lookout(self, at: At, what: str | None, phase: str | None) -> Lookout:
+        if self._watching is None or self._watching[0] != at:
+            wanted = f"phase {phase} of {what}" if what else f"phase {phase}"
+            self._watching = at, Lookout(self.mailbox, at, wanted, self.timeout_s)
+        return self._watching[1]
+
     def _wait(self, at: At, verdict: Verdict) -> bytes:
-        wanted = f"phase {verdict.phase} of {verdict.what}" if verdict.what else f"phase {verdict.phase}"
-        lookout = Lookout(self.mailbox, at, wanted, self.timeout_s)
+        lookout = self._lookout(at, verdict.what, verdict.phase)
         crowd = max(1.0, self.world_size / 64)  # so that thousands of ranks do not keep the store busy by asking
         began_s = time.monotonic()
         look_at_s = began_s + 0.05 * crowd

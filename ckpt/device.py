@@ -34,9 +34,6 @@ _VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES",), "npu": ("ASCEND_RT_VISIBLE_DEVICE
 _PINS_IN_PLACE = frozenset({"cuda"})
 """Devices whose runtime can page-lock memory that is there already (cudaHostRegister)."""
 
-_WITHOUT_FP8 = frozenset({"hccl"})
-"""Collectives that refuse float8."""
-
 
 class Memory(NamedTuple):
     """Bytes of one device.
@@ -90,11 +87,6 @@ class Device:
     def pins_in_place(self) -> bool:
         """Whether memory that is there already can be page-locked; if not, it is allocated so, or copied."""
         return self.type in _PINS_IN_PLACE
-
-    @property
-    def fp8_collectives(self) -> bool:
-        """Whether the collectives take float8 tensors; if not, send `tensor.view(torch.uint8)`."""
-        return self.collectives not in _WITHOUT_FP8
 
     def require(self) -> None:
         """Make sure that this machine has such a device. Called before any rank starts, and by each rank in `use`.
@@ -205,6 +197,14 @@ def device_of(tensors: Iterable[torch.Tensor]) -> Device:
     )
     device._own = found
     return device
+
+
+def current_device() -> Device:
+    """The device that this process works on now, with the collectives that torch has for it; the host, if it has no accelerator."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return Device(type="cpu", collectives="gloo")
+    return device_of([torch.empty(0, device=torch.device(accelerator.type, torch.accelerator.current_device_index()))])
 
 
 def wait_for(device: torch.device) -> None:

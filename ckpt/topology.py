@@ -202,6 +202,29 @@ class Topology:
         topology.groups = self.groups
         return topology
 
+    def part(self, name: str, ranks: Sequence[int]) -> Topology:
+        """Join some of the ranks by themselves, numbered from 0 in their order. These ranks call it. Close it first.
+
+        Args:
+            name: equal on all of them, and used once.
+
+        Raises:
+            RankAbsentError: one of them did not join within `timeout_s`.
+        """
+        if self._store is None or len(ranks) == 1:
+            return Topology.alone(self.progress)
+        topology = Topology.join(
+            PrefixStore(name, self._store),
+            list(ranks).index(self.rank),
+            len(ranks),
+            local_rank=self.local_rank,
+            host=self._host,
+            timeout_s=self.timeout_s,
+            grace_s=self.grace_s,
+        )
+        topology._told_of_moves = self.progress
+        return topology
+
     def expect_absence(self) -> None:
         """Take it that this process has been asked to end, as all may have been because one is gone: believe its silence sooner."""
         self._termination.note()
@@ -260,6 +283,20 @@ class Topology:
         For who waits, inside a phase, for what such a rank would have sent. Not for loops that are to be fast.
         """
         return None if self._agreement is None else self._agreement.has_raised(self._at, ranks)
+
+    def why_absent(self, ranks: Collection[int], phase: str) -> str | None:
+        """Why the first of these ranks that is gone, or stands still, will not come to the end of the phase that this one is in; None: none is.
+
+        For who waits there for what such a rank would have sent, and asks now and then: patience counts from the first question on,
+        also that at the end of the phase.
+        """
+        if self._agreement is None:
+            return None
+        try:
+            gone = self._agreement.absent(self._at, self._what, phase, ranks)
+        except StoreGoneError:
+            return str(_store_gone())
+        return None if gone is None else gone.cause
 
     @contextmanager
     def operation(self, what: str) -> Iterator[None]:

@@ -198,7 +198,7 @@ def bind(node: Mapping[str, Any], name: str, given: Collection[str] = ()) -> Non
         raise ConfigurationError(f"{name} has no _target_, the class it should make; choose one with {name}=<choice>")
     target = _located(str(node["_target_"]), name)
     keys = [str(key) for key in node if key not in _HYDRAS_OWN]
-    parameters = inspect.signature(target).parameters
+    parameters = _parameters(target)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for key in [*keys, *given]:
@@ -214,6 +214,43 @@ def bind(node: Mapping[str, Any], name: str, given: Collection[str] = ()) -> Non
         if isinstance(node[key], Mapping) and "_target_" in node[key]:
             bind(node[key], f"{name}.{key}")
     _convert(node, target, name)
+
+
+def _makers(target: Any) -> list[Any]:
+    """The functions that take a target's arguments: itself; of a class that hands keywords on, also those that it hands them to."""
+    if not inspect.isclass(target):
+        return [target]
+    makers = []
+    for kind in target.__mro__[:-1]:
+        if "__init__" in vars(kind):
+            makers.append(vars(kind)["__init__"])
+            if all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(makers[-1]).parameters.values()):
+                break
+    return makers if len(makers) > 1 else [target]
+
+
+def _parameters(target: Any) -> dict[str, inspect.Parameter]:
+    """All arguments of a target, by name."""
+    makers = _makers(target)
+    found: dict[str, inspect.Parameter] = {}
+    for maker in reversed(makers):
+        found = {name: p for name, p in found.items() if p.kind is not p.VAR_KEYWORD}
+        found |= {name: p for name, p in inspect.signature(maker).parameters.items() if name != "self"}
+    if len(makers) > 1 and all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(makers[-1]).parameters.values()):
+        found = {name: p for name, p in found.items() if p.kind is not p.VAR_KEYWORD}
+    return found
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    """The annotated types of all arguments, where they are known at run time."""
+    makers = _makers(target)
+    found: dict[str, Any] = {}
+    for maker in reversed(makers):
+        try:
+            found |= get_type_hints(maker.__init__ if inspect.isclass(maker) else maker)
+        except (NameError, TypeError):  # annotations that exist for type checkers only
+            continue
+    return found
 
 
 def _located(path: str, name: str) -> Any:
@@ -234,10 +271,7 @@ def _located(path: str, name: str) -> Any:
 
 def _convert(node: Mapping[str, Any], target: Any, name: str) -> None:
     """Turn each value into the annotated type of its argument, where OmegaConf knows that type."""
-    try:
-        hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except (NameError, TypeError):  # annotations that exist for type checkers only
-        return
+    hints = _hints(target)
     for key in [key for key in node if key in hints and not isinstance(node[key], Mapping)]:
         try:
             schema = OmegaConf.structured(make_dataclass("Argument", [(str(key), hints[key])]))

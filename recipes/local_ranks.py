@@ -33,7 +33,7 @@ from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sen
 from ckpt.heartbeat import Beat, beat_key
 from ckpt.mailbox import Mailbox
 from ckpt.topology import Topology
-from recipes.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, environment_with, run_job
+from recipes.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, environment_with, grace_s, run_job
 
 _ADDRESS = "127.0.0.1"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT stays Python's: KeyboardInterrupt
@@ -74,7 +74,7 @@ def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int) -> dict[str, 
         threads = None if "OMP_NUM_THREADS" in os.environ else max(1, _num_cores() // num_ranks)
         start = _Start(job, cfg, store.port, lifeline, dict(os.environ), os.getcwd(), threads)
         try:
-            results = elastic_launch(_config(num_ranks, cfg["save"]["grace_s"]), _rank_main)(start)
+            results = elastic_launch(_config(num_ranks, grace_s(cfg)), _rank_main)(start)
         except ChildFailedError as failed:
             failure = failed
         except SignalException as asked:
@@ -95,7 +95,7 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _config(num_ranks: int, grace_s: float) -> LaunchConfig:
+def _config(num_ranks: int, grace: float) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -109,7 +109,7 @@ def _config(num_ranks: int, grace_s: float) -> LaunchConfig:
         local_addr=_ADDRESS,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         signals_to_handle=",".join(number.name for number in _SIGNALS),
-        shutdown_timeout=int(grace_s) + 5,
+        shutdown_timeout=int(grace) + 5,
     )
 
 

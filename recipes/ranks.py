@@ -107,6 +107,12 @@ def environment_with(wanted: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+def grace_s(cfg: Mapping[str, Any]) -> float:
+    """How long a rank that is told to end may take."""
+    seconds: float = cfg["save"]["grace_s"] if "save" in cfg else cfg["agree"]["grace_s"]
+    return seconds
+
+
 def run_job(
     job: Job, cfg: dict[str, Any], store: dist.Store, environment: Environment, *, take_from_lead: bool
 ) -> dict[str, Any] | None:
@@ -122,7 +128,7 @@ def run_job(
         local_rank=environment.local_rank,
         host=environment.host,
         timeout_s=cfg["agree"]["timeout_s"],
-        grace_s=cfg["save"]["grace_s"],
+        grace_s=grace_s(cfg),
     ) as topology:
         if take_from_lead:
             with topology.phase("take rank 0's configuration") as phase:
@@ -130,7 +136,9 @@ def run_job(
             cfg = phase.payloads[0]
         with topology.phase("take a device"):
             backends = _use_device(cfg["device"], topology.local_rank)
-        with _process_group(backends, dist.PrefixStore("process group", store), topology):
+        # Torch's default group is that of training; rollouts are none of its business.
+        num_members = cfg["roles"]["trainer"] if "roles" in cfg else topology.world_size
+        with _process_group(backends, dist.PrefixStore("process group", store), topology, num_members):
             result = job(cfg, topology)
     return result if environment.rank == 0 else None
 
@@ -146,10 +154,13 @@ def _use_device(node: dict[str, Any], local_rank: int) -> str:
 
 
 @contextmanager
-def _process_group(backends: str, store: dist.Store, topology: Topology) -> Iterator[None]:
+def _process_group(backends: str, store: dist.Store, topology: Topology, num_members: int) -> Iterator[None]:
     if dist.is_initialized():
         raise CheckpointError("a default process group exists already, left over from something before this job")
-    dist.init_process_group(backends, store=store, rank=topology.rank, world_size=topology.world_size)
+    if topology.rank >= num_members:
+        yield
+        return
+    dist.init_process_group(backends, store=store, rank=topology.rank, world_size=num_members)
     try:
         yield
     finally:

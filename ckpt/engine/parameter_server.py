@@ -51,7 +51,7 @@ REBOUND = (
     (ce_ps, "reduce_tensor"),
     (ce_distributed, "_BACKEND_INSTANCE"),
 )
-PRIVATE = ("_memory_pool", "_p2p_store", "_register_parameters_to_p2p_store")
+PRIVATE = ("_memory_pool", "_p2p_store", "_register_parameters_to_p2p_store", "_zmq_ctx")
 
 _CHECKPOINT = "weights"
 _NAME = "bucket-{:05d}"
@@ -147,6 +147,7 @@ class BucketServer:
     def close(self) -> None:
         """Let go of the sockets; what waits on them ends."""
         self._zmq.destroy(linger=0)
+        self._server._zmq_ctx.destroy(linger=0)
 
 
 class _PooledServer(ce_ps.ParameterServer):  # type: ignore[misc]

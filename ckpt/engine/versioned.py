@@ -405,7 +405,7 @@ class VersionedEngine(CheckpointEngineWithCache):
                 whole = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
                 if found.error is None:
                     try:
-                        pool.put(layout, layout.add(name, self._travels_as(name, whole.dtype), whole.shape), whole)
+                        pool.put(layout, layout.add(name, self.travels_as(name, whole.dtype), whole.shape), whole)
                     except Exception as error:
                         found.error = error
                 topology.progress()
@@ -418,7 +418,8 @@ class VersionedEngine(CheckpointEngineWithCache):
         found.seconds = time.perf_counter() - began
         return found
 
-    def _travels_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
+    def travels_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The type in which a weight of this name and type reaches the rollouts."""
         if self._rollout_dtype is None or dtype not in _FLOATS:
             return dtype
         kept = any(fnmatchcase(name, pattern) for pattern in self._keep_dtype)

@@ -1,0 +1,23 @@
+"""Train, and give the weights to rollouts after every step: python -m recipes.sync_weights"""
+
+if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+    import sys
+    from os.path import abspath, dirname
+
+    sys.path[0] = dirname(dirname(abspath(__file__)))
+
+from omegaconf import DictConfig
+
+from recipes.cli import recipe
+
+
+@recipe("sync_weights")
+def main(cfg: DictConfig) -> None:
+    from recipes.launch import launch
+    from recipes.syncing import checked_sync, sync_weights
+
+    launch(sync_weights, checked_sync(cfg))
+
+
+if __name__ == "__main__":
+    main()

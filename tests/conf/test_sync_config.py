@@ -1,0 +1,61 @@
+"""The config of the weight sync recipe: every engine composes, and what is wrong is told before any rank starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.engine import BroadcastCheckpointEngine, KimiCheckpointEngine, NaiveCheckpointEngine
+from ckpt.errors import ConfigurationError
+from recipes.config import made
+from recipes.syncing import checked_sync
+from tests.conf.configs import composed
+
+
+def config(run_dir: Path, *overrides: str) -> dict[str, Any]:
+    return checked_sync(composed(run_dir, *overrides, root="sync_weights"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [("kimi", KimiCheckpointEngine), ("broadcast", BroadcastCheckpointEngine), ("naive", NaiveCheckpointEngine)],
+)
+def test_each_engine_is_made_with_all_keys_of_its_file(engine: str, kind: type, tmp_path: Path) -> None:
+    run = config(tmp_path, f"engine={engine}", "roles.colocated=true", "engine.bucket_mib=2", "engine.timeout_s=7")
+    with made(run["engine"], colocated=True) as one:
+        assert type(one) is kind
+        assert (one.timeout_s, one.colocated) == (7.0, True)
+
+
+def test_the_number_of_ranks_follows_from_the_roles(tmp_path: Path) -> None:
+    assert config(tmp_path, "roles.trainer=2", "roles.rollout=3")["launch"]["nproc_per_node"] == 5
+    colocated = config(tmp_path, "roles.trainer=2", "roles.rollout=2", "roles.colocated=true")
+    assert colocated["launch"]["nproc_per_node"] == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["roles.rollout=0"], "roles.rollout=0: expected at least 1"),
+        (["roles.trainer=2", "roles.colocated=true"], "roles.colocated=true: each of the 2 trainers is a rollout; give roles.rollout=2"),
+        (["engine=naive"], "engine=naive has trainer and rollout in one process: give roles.colocated=true"),
+        (["engine.transport=carrier_pigeon"], "transport=carrier_pigeon: expected one of pipelined, update"),
+        (["engine.rollout_dtype=int8"], "rollout_dtype=int8: expected one of bfloat16, float16, float32, float64, or null"),
+        (["engine.memory_fraction=1.5"], "memory_fraction=1.5: expected more than 0 and at most 1"),
+        (["engine.timeout_s=0"], "timeout_s=0.0: expected more than 0 seconds"),
+        (["engine.bucket_mib=0"], "a bucket of 0 bytes is too small"),
+        (["+engine.bucket=3"], "engine.bucket: ckpt.engine.KimiCheckpointEngine takes no bucket; it takes bucket_size"),
+        (["engine=naive", "roles.colocated=true", "+engine.transport=update"], "takes no transport"),
+        (["engine.staging=perhaps"], "engine.staging=perhaps"),
+        (["roles.trainer=5"], "train.batch_size=12 does not divide into the 5 parts"),
+        (["parallel=single", "roles.trainer=2"], "parallel=single"),
+        (["agree.timeout_s=0"], "agree.timeout_s=0.0: expected more than 0 seconds"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(overrides: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as told:
+        config(tmp_path, *overrides)
+    assert said in str(told.value)
+    assert "\n" not in str(told.value)
