@@ -263,6 +263,8 @@ def _located(path: str, name: str) -> Any:
         raise ConfigurationError(
             f"{name}: {path} needs the package {error.name}, which is not installed: pip install {error.name}"
         ) from error
+    except ImportError as error:
+        raise ConfigurationError(f"{name}: {error}") from error
     except (AttributeError, ValueError) as error:
         raise ConfigurationError(
             f"{name}._target_={path}: there is no {attribute} in {module or 'no module'}"

@@ -13,17 +13,11 @@ from ckpt.engine.export import WholeWeights
 from ckpt.engine.live import LiveModel
 from ckpt.engine.naive import NaiveCheckpointEngine
 
-try:
-    from ckpt.engine.kimi import KimiCheckpointEngine
-except ImportError as _error:
-    CheckpointEngineRegistry.record_import_error("kimi_ckpt_engine", _error)
-
 __all__ = [
     "BroadcastCheckpointEngine",
     "CheckpointEngine",
     "CheckpointEngineRegistry",
     "CheckpointEngineWithCache",
-    "KimiCheckpointEngine",
     "LiveModel",
     "MasterMetadata",
     "NaiveCheckpointEngine",
@@ -31,3 +25,10 @@ __all__ = [
     "WeightVersion",
     "WholeWeights",
 ]
+
+try:
+    from ckpt.engine.kimi import KimiCheckpointEngine
+except ImportError as _error:
+    CheckpointEngineRegistry.record_import_error("kimi_ckpt_engine", _error)
+else:
+    __all__ += ["KimiCheckpointEngine"]

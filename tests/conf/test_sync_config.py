@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ def test_the_number_of_ranks_follows_from_the_roles(tmp_path: Path) -> None:
         (["engine.memory_fraction=1.5"], "memory_fraction=1.5: expected more than 0 and at most 1"),
         (["engine.timeout_s=0"], "timeout_s=0.0: expected more than 0 seconds"),
         (["engine.bucket_mib=0"], "a bucket of 0 bytes is too small"),
-        (["+engine.bucket=3"], "engine.bucket: ckpt.engine.KimiCheckpointEngine takes no bucket; it takes bucket_size"),
+        (["+engine.bucket=3"], "engine.bucket: ckpt.engine.kimi.KimiCheckpointEngine takes no bucket; it takes bucket_size"),
         (["engine=naive", "roles.colocated=true", "+engine.transport=update"], "takes no transport"),
         (["engine.staging=perhaps"], "engine.staging=perhaps"),
         (["roles.trainer=5"], "train.batch_size=12 does not divide into the 5 parts"),
@@ -59,3 +61,32 @@ def test_a_mistake_is_one_sentence(overrides: list[str], said: str, tmp_path: Pa
         config(tmp_path, *overrides)
     assert said in str(told.value)
     assert "\n" not in str(told.value)
+
+
+def test_kimi_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    _forget_kimi(monkeypatch)
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(
+        ConfigurationError, match="needs the package checkpoint-engine, which is not installed: pip install"
+    ):
+        config(tmp_path)
+    assert config(tmp_path, "engine=broadcast")["engine"]["bucket_mib"] == 256
+
+
+def test_kimi_with_another_version_of_its_package_says_which_it_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _forget_kimi(monkeypatch)
+    monkeypatch.setattr(metadata, "version", lambda name: "0.5.1")
+    with pytest.raises(
+        ConfigurationError, match=r"checkpoint-engine 0.5.1 is installed, and 0.4.2 or later, before 0.5"
+    ):
+        config(tmp_path)
+
+
+def _forget_kimi(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ckpt.engine.kimi", "ckpt.engine.parameter_server"):
+        monkeypatch.delitem(sys.modules, name, raising=False)

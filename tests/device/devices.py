@@ -19,6 +19,9 @@ from tests.npu_sim import npu_sim_build
 STAND_IN = Path(npu_sim_build.__file__).parent
 """In front of sys.path, or on PYTHONPATH, it makes `torch_npu` importable."""
 
+_COMMANDS = STAND_IN / "bin"
+"""In front of PATH, for packages that ask the driver's tools."""
+
 ADVERSARY = {"NPU_SIM_COPY_DELAY_US": "500000", "NPU_SIM_POISON": "1"}
 """For `run_ranks(environment=...)`: the stand-in begins a copy half a second late, unless somebody waits for it, and fills memory that is
 new, or let go of, with a pattern."""
@@ -75,6 +78,13 @@ def prepare(name: str) -> None:
 
 
 def make_importable(name: str) -> None:
-    """Let this process, a rank, find the plugin of a device."""
+    """Let this process, a rank, find the plugin of a device, and the tools of its driver."""
     if name == "npu":
         sys.path.insert(0, str(STAND_IN))
+        os.environ["PATH"] = f"{_COMMANDS}{os.pathsep}{os.environ['PATH']}"
+
+
+def environment() -> dict[str, str]:
+    """For a command that is to find the stand-in as it finds the real plugin, beside what its PYTHONPATH and PATH hold already."""
+    paths = {"PYTHONPATH": STAND_IN, "PATH": _COMMANDS}
+    return {name: os.pathsep.join(filter(None, (str(path), os.environ.get(name)))) for name, path in paths.items()}

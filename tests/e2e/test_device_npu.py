@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.device.devices import STAND_IN, prepare
+from tests.device.devices import STAND_IN, environment, prepare
 from tests.e2e.runs import REPO, TEXT, Command, checkpoint, committed, start, summary_of
 
 pytestmark = pytest.mark.npu
@@ -22,13 +22,13 @@ def _stand_in_is_built() -> None:
     prepare("npu")
 
 
-def begin(run_dir: Path, *overrides: str, ranks: int = 1, **environment: str) -> Command:
+def begin(run_dir: Path, *overrides: str, ranks: int = 1, **variables: str) -> Command:
     """Start `python -m recipes.train` where the stand-in can be imported."""
-    return start(run_dir, *overrides, ranks=ranks, environment=with_stand_in(environment))
+    return start(run_dir, *overrides, ranks=ranks, environment=with_stand_in(variables))
 
 
-def with_stand_in(environment: dict[str, str]) -> dict[str, str]:
-    return {"PYTHONPATH": f"{REPO}{os.pathsep}{STAND_IN}", **environment}
+def with_stand_in(variables: dict[str, str]) -> dict[str, str]:
+    return {"PYTHONPATH": f"{REPO}{os.pathsep}{STAND_IN}", **variables}
 
 
 def done(command: Command) -> str:
@@ -46,6 +46,15 @@ def test_two_ranks_train_and_go_on_to_the_bit(tmp_path: Path) -> None:
     assert (before["world_size"], after["first_step"], len(after["losses"])) == (2, 3, 2)
     assert after["losses"] == before["losses"][2:]
     assert after["state_digest"] == before["state_digest"]
+
+
+def test_kimi_gives_weights_from_one_npu_to_another(tmp_path: Path) -> None:
+    """checkpoint-engine asks `npu-smi` which chip a process uses, and takes the stand-in for what it is made for."""
+    start = ["-m", "recipes.sync_weights", "device=npu", "engine.bucket_mib=1", f"data.path={TEXT}"]
+    done(Command(start, ("train.steps=2", "run_name=sync"), tmp_path, {**environment(), **with_stand_in({})}))
+    summary = summary_of(tmp_path / "outputs" / "sync")
+    assert summary["rollouts"] == [{"rank": 1, **summary["trainer"]}]
+    assert summary["trainer"]["version"] == 2
 
 
 def test_the_card_runs_as_it_is_and_any_device_goes_on_from_it(tmp_path: Path) -> None:

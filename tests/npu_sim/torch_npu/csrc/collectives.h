@@ -1,4 +1,5 @@
-// "hccl": gloo on the bytes of npu tensors, on streams of its own. A call returns at once, and so does the wait for it.
+// "hccl": gloo on the bytes of npu tensors, on streams of its own, as late as copies are. A call returns at once, and so does
+// the wait for it.
 #pragma once
 
 #include "operators.h"
@@ -193,7 +194,8 @@ class Hccl final : public c10d::Backend {
     const c10::Stream lane(c10::Stream::UNSAFE, device, lane_number);
     auto& queue = queue_of({device.index(), lane_number});
     queue.post_wait(queue_of(current_stream(device.index())).last());
-    const auto done = queue.post([call = std::move(call)]() mutable { call()->wait(); });
+    const auto late = type == OpType::BARRIER ? Clock::duration{} : lateness();  // a barrier keeps the host: it is waited for
+    const auto done = queue.post([call = std::move(call)]() mutable { call()->wait(); }, late);
     for (const auto& tensor : used) device_memory().recordStream(tensor.storage().data_ptr(), lane);
     return c10::make_intrusive<HcclWork>(getRank(), type, done, lane, outputs);
   }

@@ -66,6 +66,17 @@ void release_unused(std::vector<Block*>& held, HandOn hand_on) {
   held.erase(first_free, held.end());
 }
 
+// ---------------------------------------------------------------- what others see of this process
+// Note that it works on a device: as an open file, whose name `npu-smi` reads.
+inline void open_context(int device) {
+  static std::mutex mutex;
+  static std::set<int> opened;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!opened.insert(device).second) return;
+  const auto name = "npu-context-" + std::to_string(device);
+  TORCH_CHECK(syscall(SYS_memfd_create, name.c_str(), 1U) >= 0, "npu stand-in: memfd_create failed");
+}
+
 // ---------------------------------------------------------------- device memory
 struct DeviceBlock {
   char* data;
@@ -206,6 +217,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
 
   DeviceBlock* fresh(StreamKey stream, size_t size) {
+    open_context(stream.first);
     void* data = nullptr;
     int fd = -1;
     if (size >= kShareable) {

@@ -51,6 +51,7 @@ PYBIND11_MODULE(npu_sim_c, module) {
   module.def("set_device", [](int index) {
     use_device();
     Guard().setDevice(device_at(index));
+    open_context(index);
   });
   module.def("in_use", [] { return in_use.load(); });
   module.def("forked", [] { return forked.load(); });
