@@ -36,6 +36,7 @@ _PRELOAD = [
     "torch._dynamo",
     "pytest",
     "recipes.training",
+    "tests.engines",
     "tests.ranks",
     "tests.states",
 ]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch._C._distributed_c10d import Store
 
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.engine.group import OwnGroup
 from ckpt.engine.layout import WeightLayout
 from ckpt.engine.pool import HostPool, Landing
-from ckpt.engine.transfer import DeviceBuffers, Transfer
+from ckpt.engine.transfer import DeviceBuffers, Network, Transfer
 from ckpt.engine.versioned import Update, VersionedEngine
+from ckpt.errors import RankLeftError
 
 
 @CheckpointEngineRegistry.register("broadcast")
@@ -21,9 +25,13 @@ class BroadcastCheckpointEngine(VersionedEngine):
     Args: see `VersionedEngine`.
     """
 
+    def __init__(self, bucket_size: int | None = None, **settings: Any) -> None:
+        super().__init__(bucket_size, **settings)
+        self._groups: dict[str, OwnGroup] = {}
+        self._network: Network | None = None
+
     def _join_transport(self, store: Store) -> None:
-        self._groups: dict[int, OwnGroup] = {}
-        self._generation = 0
+        self._groups = {}
 
     def _leave_transport(self) -> None:
         for group in self._groups.values():
@@ -31,42 +39,51 @@ class BroadcastCheckpointEngine(VersionedEngine):
         self._groups = {}
 
     def _ready(self, layout: WeightLayout, pool: HostPool | None) -> None:
-        self._make_groups(layout)
+        """Groups are made by the thread that uses them: it may get stuck where a rank is gone."""
 
-    def _make_groups(self, layout: WeightLayout) -> None:
-        """A group for each owner of a bucket, made in one order on all ranks."""
-        for owner in sorted({layout.owner(bucket) for bucket in range(min(layout.num_buckets, len(layout.owners)))}):
-            members = sorted({owner, *self.rollouts})
-            if owner not in self._groups and self.rank in members and len(members) > 1:
-                name = f"{self._groups_name}-{self._generation}-{owner}"
-                self._groups[owner] = OwnGroup(
-                    self._store, name, members, self.rank, backends=self.device.backends, timeout_s=self.timeout_s
-                )
+    def _group(self, groups: dict[str, OwnGroup], name: str, members: Sequence[int]) -> OwnGroup:
+        """The group of that name; all members make it, in one order."""
+        if name not in groups:
+            assert self._store is not None, "the engine has joined"
+            unique = f"{self._groups_name}-{self._generation}-{name}"
+            made = OwnGroup(self._store, unique, members, self.rank, device=self.device, timeout_s=self.timeout_s)
+            if groups is not self._groups:
+                made.give_up()
+                raise RankLeftError("the update has failed")
+            groups[name] = made
+        return groups[name]
+
+    def _members(self, layout: WeightLayout) -> dict[int, list[int]]:
+        """Who is in the group of each owner of a bucket with the rollouts; of those that this rank is in."""
+        owners = {layout.owner(bucket) for bucket in range(min(layout.num_buckets, len(layout.owners)))}
+        members = {owner: sorted({owner, *self.rollouts}) for owner in sorted(owners)}
+        return {owner: ranks for owner, ranks in members.items() if self.rank in ranks and len(ranks) > 1}
 
     def _carry(self, update: Update, pool: HostPool | None, landing: Landing | None) -> None:
-        layout, device = update.layout, self.device
-        buffers = None
-        if device.collectives != "gloo" and self._groups:
-            largest = min(layout.bucket_bytes, layout.num_bytes)
-            buffers = DeviceBuffers(device.torch_device, largest, self._halves)
+        layout, device, groups = update.layout, self.device, self._groups
+        members, buffers = self._members(layout), None
+        if device.collectives != "gloo" and members:
+            buffers = DeviceBuffers(device.torch_device, min(layout.bucket_bytes, layout.num_bytes), self._halves)
         transfer = Transfer(
             rank=self.rank,
             topology=self._topology(),
             layout=layout,
             pool=pool,
             landing=landing,
-            groups=self._groups,
+            groups=lambda: {owner: self._group(groups, f"{owner}", ranks) for owner, ranks in members.items()},
             receivers=self.rollouts,
             digests=update.digests,
             buffers=buffers,
             timeout_s=self.timeout_s,
         )
-        transfer.run()
+        self._network = transfer.start()
+        transfer.finish(self._network)
 
     def _reset_transport(self) -> None:
         # What others have not taken part in may still be under way here, and would write to memory and read from groups.
-        for group in self._groups.values():
-            group.abort()
-        self._groups = {}
-        self._generation += 1
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            group.give_up()
+        if self._network is not None:
+            self._network.end()
         self._landings[0].let_go()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ckpt.dtypes import contiguous, is_dtensor, raw_bytes, torch_dtype, zarr_name
 from ckpt.engine.base import NamedTensor
-from ckpt.errors import ShardingError
-from ckpt.flatten import flatten
+from ckpt.errors import MissingStateError, ShardingError
+from ckpt.flatten import TensorLeaf, flatten
+from ckpt.mapping import ShardedTensor
 from ckpt.sharing import Stateful, find_aliases
 from ckpt.topology import Topology
 
@@ -22,68 +23,102 @@ class WholeWeights:
     Iterating is collective among the trainers: all take everything, in one order. A tied tensor comes once, under its first name.
 
     Args:
-        stateful: such as `ckpt.statefuls.ModelState(module)`.
+        stateful: such as `ckpt.statefuls.ModelState(module)`; keeps its names, shapes and data types.
         topology: of the trainers alone, whose ranks are those of torch's default process group.
 
     Attributes:
         tied_names: {alias: name under which it comes}.
+
+    Raises:
+        ShardingError: what it holds cannot be published; on all ranks.
     """
 
     def __init__(self, stateful: Stateful, topology: Topology) -> None:
         self._stateful = stateful
         self._topology = topology
         self.tied_names: dict[str, str] = {}
-        self._rows: list[tuple[str, str, tuple[int, ...], int]] = []
+        self._rows: list[tuple[_Row, int]] = []
         self._agree()
 
     def __iter__(self) -> Iterator[NamedTensor]:
         leaves = flatten(self._stateful.state_dict(), "model").tensors
-        for name, dtype, shape, holder in self._rows:
-            tensor = leaves.get(name)
-            if holder is EVERYBODY:
-                assert isinstance(tensor, torch.Tensor)
-                yield name, tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        for row, holder in self._rows:
+            tensor = leaves.get(row.name)
+            if holder is EVERYBODY or holder == self._topology.rank:
+                _require_as_agreed(row, tensor)
+            if holder is not EVERYBODY:
+                yield row.name, self._fetched(row, tensor, holder)
+            elif is_dtensor(tensor):
+                yield row.name, tensor.detach().full_tensor()  # type: ignore[union-attr]
             else:
-                yield name, self._fetched(tensor, dtype, shape, holder)
+                yield row.name, tensor  # type: ignore[misc]
 
     def _agree(self) -> None:
-        """Learn who has what, once: a model keeps its names."""
-        leaves = flatten(self._stateful.state_dict(), "model").tensors
-        aliases = find_aliases(leaves, getattr(self._stateful, "tied_names", {}))
+        """Learn who has what, once."""
         with self._topology.operation("the weights to publish"), self._topology.phase("names") as phase:
-            phase.payload = [[_row(name, leaf) for name, leaf in leaves.items() if name not in aliases], aliases]
+            leaves = flatten(self._stateful.state_dict(), "model").tensors
+            aliases = find_aliases(leaves, getattr(self._stateful, "tied_names", {}))
+            phase.payload = [[_row_of(name, leaf) for name, leaf in leaves.items() if name not in aliases], aliases]
         holders: dict[str, list[int]] = {}
-        found: dict[str, tuple[str, tuple[int, ...]]] = {}
+        found: dict[str, _Row] = {}
         for rank, (rows, tied) in enumerate(phase.payloads):
             self.tied_names |= tied
-            for name, dtype, shape in rows:
-                holders.setdefault(name, []).append(rank)
-                found.setdefault(name, (dtype, tuple(shape)))
+            for said in rows:
+                row = _Row(*said)
+                holders.setdefault(row.name, []).append(rank)
+                found.setdefault(row.name, row)
         world_size = self._topology.world_size
         for name, ranks in holders.items():
             holder = EVERYBODY if len(ranks) == world_size else ranks[0]
-            if holder is not EVERYBODY and any(is_dtensor(leaf) for leaf in (leaves.get(name),) if leaf is not None):
+            if holder is not EVERYBODY and found[name].is_sharded:
                 raise ShardingError(
                     f"{name}: only ranks {ranks} of {world_size} hold parts of it, as DTensors; weights of pipelines whose stages "
                     "are sharded cannot be published: choose parallel=fsdp or parallel=tp_fsdp"
                 )
-            self._rows.append((name, *found[name], holder))
+            self._rows.append((found[name], holder))
 
-    def _fetched(self, tensor: Any, dtype: str, shape: tuple[int, ...], holder: int) -> torch.Tensor:
-        mine = self._topology.rank == holder
-        whole = contiguous(tensor) if mine else torch.empty(shape, dtype=torch_dtype(dtype), device=self._device())
+    def _fetched(self, row: _Row, tensor: Any, holder: int) -> torch.Tensor:
+        if self._topology.rank == holder:
+            whole = contiguous(tensor)
+        else:
+            # A device without a number is the one that this rank works on.
+            whole = torch.empty(row.shape, dtype=torch_dtype(row.dtype), device=row.device)
         if whole.numel():
             dist.broadcast(raw_bytes(whole), holder)
         return whole
 
-    def _device(self) -> torch.device:
-        leaves: Mapping[str, Any] = flatten(self._stateful.state_dict(), "model").tensors
-        return next((leaf.device for leaf in leaves.values() if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+
+class _Row(NamedTuple):
+    """A tensor, as the first rank that holds it, or a part of it, says to all.
+
+    Attributes:
+        dtype: Zarr v3 name.
+        shape: of the whole.
+        device: the type alone.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    device: str
+    is_sharded: bool
 
 
 EVERYBODY = -1
 """In place of the rank that holds a tensor."""
 
 
-def _row(name: str, leaf: Any) -> list[Any]:
-    return [name, zarr_name(leaf.dtype), list(leaf.shape)]
+def _row_of(name: str, leaf: TensorLeaf) -> _Row:
+    if isinstance(leaf, ShardedTensor):
+        raise ShardingError(
+            f"{name} is a ShardedTensor, which cannot be published: give a DTensor, or the whole tensor"
+        )
+    return _Row(name, zarr_name(leaf.dtype), list(leaf.shape), leaf.device.type, is_dtensor(leaf))
+
+
+def _require_as_agreed(row: _Row, leaf: TensorLeaf | None) -> None:
+    if leaf is None or (zarr_name(leaf.dtype), [*leaf.shape]) != (row.dtype, row.shape):  # type: ignore[union-attr]
+        now = "gone" if leaf is None else f"{zarr_name(leaf.dtype)} {list(leaf.shape)}"  # type: ignore[union-attr]
+        raise MissingStateError(
+            f"{row.name} was {row.dtype} {row.shape} when the weights to publish were agreed on, and is {now}: make a new WholeWeights"
+        )

@@ -5,24 +5,21 @@ Source: verl's engine of that name, which moves weights by a receiving loop of i
 
 from __future__ import annotations
 
-import socket
-from queue import SimpleQueue
-from threading import Thread
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from ckpt.device import same_device, wait_for
+from ckpt.device import wait_for
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.engine.broadcast import BroadcastCheckpointEngine
-from ckpt.engine.group import OwnGroup
 from ckpt.engine.layout import WeightLayout
 from ckpt.engine.parameter_server import BucketServer
 from ckpt.engine.pool import HostPool, Landing
-from ckpt.engine.transfer import Verifier, await_news
+from ckpt.engine.transfer import Network, Verifier
 from ckpt.engine.versioned import Update
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, RankAbsentError
 
 _TRANSPORTS = ("pipelined", "update")
 
@@ -44,19 +41,14 @@ class KimiCheckpointEngine(BroadcastCheckpointEngine):
         super().__init__(bucket_size, **settings)
         self._transport = transport
         self._server: BucketServer | None = None
-        self._all: OwnGroup | None = None
 
     def _join_transport(self, store: Store) -> None:
         super()._join_transport(store)
-        topology = self._topology()
-        with topology.phase("meet") as phase:
-            phase.payload = _free_port() if topology.is_lead else None
-        device = self.device.torch_device
+        topology, device = self._topology(), self.device.torch_device
         with topology.phase("start the parameter server"):
             self._server = BucketServer(
                 topology,
-                self._address,
-                phase.payloads[0],
+                store,
                 device_type=device.type,
                 device_index=device.index or 0,
                 memory_fraction=self._memory_fraction,
@@ -66,65 +58,45 @@ class KimiCheckpointEngine(BroadcastCheckpointEngine):
         super()._leave_transport()
         if self._server is not None:
             self._server.close()
-        if self._all is not None:
-            self._all.close()
-        self._server = self._all = None
+        self._server = None
 
     def _ready(self, layout: WeightLayout, pool: HostPool | None) -> None:
         assert self._server is not None
         self._server.register(pool.buckets(layout) if pool is not None else {})
-        if self._transport == "pipelined":
-            super()._ready(layout, pool)
-        elif self._all is None:
-            name = f"{self._groups_name}-{self._generation}-all"
-            ranks = range(self._topology().world_size)
-            self._all = OwnGroup(
-                self._store, name, ranks, self.rank, backends=self.device.backends, timeout_s=self.timeout_s
-            )
 
     def _carry(self, update: Update, pool: HostPool | None, landing: Landing | None) -> None:
         if self._transport == "pipelined":
             super()._carry(update, pool, landing)
             return
-        assert self._server is not None and self._all is not None
-        server, group, layout = self._server, self._all, update.layout
-        verifier = Verifier(self.rank, layout, update.digests)
-        news: SimpleQueue[int | BaseException | None] = SimpleQueue()
-        begin = same_device()
-
-        def take(number: int, bucket: torch.Tensor) -> None:
-            if landing is not None:
-                host = landing.bucket(number)
-                host.copy_(bucket, non_blocking=True)
-                wait_for(bucket.device)
-                verifier.check(number, host)
-            news.put(number)
-
-        def work() -> None:
-            begin()
-            try:
-                server.update(group, layout.bucket_bytes, self.timeout_s, take)
-            except BaseException as error:
-                news.put(error)
-            else:
-                news.put(None)
-
+        server, groups, topology, layout = self._server, self._groups, self._topology(), update.layout
+        assert server is not None
         if not layout.num_buckets:
             return
-        thread = Thread(target=work, name="ckpt-weights", daemon=True)
-        thread.start()
-        while await_news(news, self._topology(), self.timeout_s, verifier) is not None:
-            continue
-        thread.join()
+        verifier = Verifier(self.rank, layout, update.digests)
+        every = range(layout.num_buckets if landing is not None else 0)
+        hosts = {number: landing.bucket(number) for number in every} if landing is not None else {}
+
+        def carry(tell: Callable[[int], None]) -> None:
+            def take(number: int, bucket: torch.Tensor) -> None:
+                if number in hosts:
+                    hosts[number].copy_(bucket, non_blocking=True)
+                    wait_for(bucket.device)
+                    verifier.check(number, hosts[number])
+                tell(number)
+
+            group = self._group(groups, "all", range(topology.world_size))
+            server.update(group, layout.bucket_bytes, self.timeout_s, take)
+
+        self._network = Network(carry)
+        try:
+            for _ in self._network.buckets(topology, self.timeout_s):
+                continue
+        except RankAbsentError as error:
+            raise verifier.failure or error from error
 
     def _reset_transport(self) -> None:
+        if self._server is not None:
+            self._server.give_up()
         super()._reset_transport()
-        if self._all is not None:
-            self._all.abort()
-        self._all = None
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+        if self._server is not None:
+            self._server.unregister()

@@ -65,14 +65,17 @@ class WeightLayout:
     Args:
         bucket_bytes: a multiple of 256.
         owners: the ranks that send, in the order in which they take turns.
-        aliases: name -> the name under which that tensor travels.
+        aliases: name -> the name under which that tensor travels, or another alias of it.
+
+    Raises:
+        ConfigurationError: names that are aliases of each other.
     """
 
     def __init__(self, bucket_bytes: int, owners: Sequence[int], aliases: Mapping[str, str] | None = None) -> None:
         assert bucket_bytes > 0 and bucket_bytes % ALIGNED == 0, bucket_bytes
         self.bucket_bytes = bucket_bytes
         self.owners = tuple(owners)
-        self.aliases = dict(aliases or {})
+        self.aliases = first_names(aliases or {})
         self.weights: list[Weight] = []
         self._names: set[str] = set()
         self._digest: str | None = None
@@ -98,13 +101,30 @@ class WeightLayout:
             ConfigurationError: the name has been there, or no engine can send such a type.
         """
         zarr_name(dtype)
-        if name in self._names or name in self.aliases:
+        if name in self._names:
             raise ConfigurationError(f"{name} is yielded twice: a weight has one value")
+        if name in self.aliases:
+            raise ConfigurationError(
+                f"{name} is yielded, and tied_names says that it is {self.aliases[name]}, which travels for both: yield it no more, "
+                "or do not name it there"
+            )
         self._names.add(name)
         self._digest = None
         weight = Weight(name, dtype, tuple(shape), self.num_bytes)
         self.weights.append(weight)
         return weight
+
+    def require_sources(self) -> None:
+        """See that every alias stands for a tensor that has been added. Called when the last one has.
+
+        Raises:
+            ConfigurationError: one does not.
+        """
+        for alias, first in self.aliases.items():
+            if first not in self._names:
+                raise ConfigurationError(
+                    f"tied_names says that {alias} is {first}, which is not yielded; yield it, or {alias} itself"
+                )
 
     def owner(self, bucket: int) -> int:
         """The rank that sends a bucket."""
@@ -133,7 +153,8 @@ class WeightLayout:
         for weight in self.weights[first:]:
             if weight.start >= stop:
                 break
-            names.append(weight.name)
+            if weight.num_bytes:
+                names.append(weight.name)
         return names
 
     def digest(self) -> str:
@@ -161,6 +182,26 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNED) * ALIGNED
 
 
+def first_names(aliases: Mapping[str, str]) -> dict[str, str]:
+    """{alias: name} with names that are no aliases themselves: an alias of an alias is one of the first name.
+
+    Raises:
+        ConfigurationError: names that are aliases of each other.
+    """
+    found = {}
+    for alias, first in aliases.items():
+        seen = {alias}
+        while first in aliases and first not in seen:
+            seen.add(first)
+            first = aliases[first]
+        if first in seen:
+            raise ConfigurationError(
+                f"tied_names goes in a circle through {', '.join(sorted(seen))}: one of them is first"
+            )
+        found[alias] = first
+    return found
+
+
 def take_turns(nodes: Sequence[Sequence[int]], senders: Sequence[int]) -> list[int]:
     """Order the senders such that neighbours in the order live on different hosts, as far as that goes.
 
@@ -169,6 +210,13 @@ def take_turns(nodes: Sequence[Sequence[int]], senders: Sequence[int]) -> list[i
     Args:
         nodes: ranks per host.
     """
-    hosts = [[rank for rank in node if rank in set(senders)] for node in nodes]
-    rounds = max((len(host) for host in hosts), default=0)
-    return [host[number] for number in range(rounds) for host in hosts if number < len(host)]
+    wanted = set(senders)
+    waiting = [[rank for rank in node if rank in wanted] for node in nodes]
+    turns: list[int] = []
+    last: list[int] | None = None
+    while any(waiting):
+        # The host with most left: if it came last, its own would be neighbours in the end.
+        others = [host for host in waiting if host and host is not last] or [host for host in waiting if host]
+        last = max(others, key=len)
+        turns.append(last.pop(0))
+    return turns

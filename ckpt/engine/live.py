@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ckpt.address import address_of, local_tensor
+from ckpt.address import DTensorBoxes, local_tensor, place_of
 from ckpt.device import wait_for_all
-from ckpt.dtypes import as_integers, zarr_name
+from ckpt.dtypes import as_integers, raw_bytes, torch_dtype, zarr_name
 from ckpt.engine.base import NamedTensor, WeightVersion
-from ckpt.engine.layout import WeightLayout
-from ckpt.errors import CheckpointError, MissingStateError, ShapeMismatchError
-from ckpt.flatten import flatten
+from ckpt.engine.layout import WeightLayout, first_names
+from ckpt.errors import CheckpointError, MissingStateError, ReplicationError, ShapeMismatchError
+from ckpt.flatten import TensorLeaf, flatten
 from ckpt.sharing import Stateful, find_aliases
+
+_CASTABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 class LiveModel:
@@ -36,27 +39,38 @@ class LiveModel:
         self._stateful = stateful
         self.version: WeightVersion | None = None
         self._torn = False
-        self._readers = 0
+        self._inside: Counter[int] = Counter()  # blocks of `reading`, by thread
+        self._waiting = False  # an update is, for those inside
         self._changed = threading.Condition()
 
     @contextmanager
     def reading(self) -> Iterator[WeightVersion | None]:
-        """Hold the weights as they are, and say which they are. Any number of threads at once; an update waits for all of them.
+        """Hold the weights as they are, and say which they are. Any number of threads at once, and blocks within blocks.
+
+        An update waits for all that are inside; a thread that is not inside yet waits for the update. An event loop is one thread, and
+        none of its tasks goes on while that waits.
 
         Raises:
             CheckpointError: the last update ended in the middle of the copy.
         """
+        thread = threading.get_ident()
         with self._changed:
+            while (
+                self._waiting and not self._inside[thread]
+            ):  # else readers that come one behind the other keep it out forever
+                self._changed.wait()
             if self._torn:
                 raise CheckpointError(
                     "the live model holds parts of two versions, for its last update failed in the copy: send the weights again"
                 )
-            self._readers += 1
+            self._inside[thread] += 1
+            version = self.version
         try:
-            yield self.version
+            yield version
         finally:
             with self._changed:
-                self._readers -= 1
+                self._inside[thread] -= 1
+                self._inside += Counter()  # forget threads that are not inside
                 self._changed.notify_all()
 
     def check(self, layout: WeightLayout) -> None:
@@ -65,52 +79,56 @@ class LiveModel:
         Raises:
             MissingStateError: names that one side alone has.
             ShapeMismatchError: a shape or a data type differs.
+            ShardingError: a tensor of the model is a pending sum.
         """
-        leaves, aliases = self._leaves()
+        leaves, tied = self._leaves()
         sent = {weight.name: weight for weight in layout.weights}
         known = {**{name: name for name in sent}, **layout.aliases}
-        missing = [name for name in leaves if name not in known and aliases.get(name, name) not in known]
+        firsts = {tied.get(name, name) for name in known}
+        missing = [name for name in leaves if name not in known and tied.get(name, name) not in firsts]
         unexpected = [name for name in known if name not in leaves]
         if missing or unexpected:
             raise MissingStateError(
                 f"the trainers send other weights than the rollout's model has: {_some(missing)} not sent, {_some(unexpected)} not "
                 "in the model; build both from the same configuration"
             )
+        boxes = DTensorBoxes()
         for name, first in known.items():
-            address = address_of(leaves[name], name)
+            dtype, shape, _ = place_of(leaves[name], name, boxes)
             weight = sent[first]
-            if (address.global_shape, address.dtype) != (weight.shape, zarr_name(weight.dtype)):
+            if (shape, dtype) != (weight.shape, zarr_name(weight.dtype)):
+                castable = shape == weight.shape and weight.dtype in _CASTABLE and torch_dtype(dtype) in _CASTABLE
                 hint = (
-                    f"; cast what is sent with engine.rollout_dtype={address.dtype}, or make the rollout's model of that type"
-                    if address.global_shape == weight.shape
+                    f"; cast what is sent with engine.rollout_dtype={dtype}, or make the rollout's model of that type"
+                    if castable
                     else ""
                 )
                 raise ShapeMismatchError(
                     f"{name}: the trainers send {zarr_name(weight.dtype)} {list(weight.shape)}, the rollout's model has "
-                    f"{address.dtype} {list(address.global_shape)}{hint}"
+                    f"{dtype} {list(shape)}{hint}"
                 )
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
-        """Become another version, as soon as nobody reads. What `check` has passed does not fail here.
+        """Become another version, as soon as nobody reads. What `check` has passed does not fail here, but for one thing.
 
         Args:
-            weights: whole tensors on the host.
+            weights: whole tensors on the host; each is asked for when the one before has been copied, or its copy is queued.
+
+        Raises:
+            ReplicationError: names that are one tensor here come with different values; the model is as it was.
         """
-        leaves, _ = self._leaves()
-        with self._changed:
-            while self._readers:
-                self._changed.wait()
-            self._torn, self.version = True, None
-            touched = []
-            with torch.no_grad():
-                for name, host in weights:
-                    target = local_tensor(leaves[name])
-                    box = address_of(leaves[name], name).box
-                    own = host[box.slices] if host.dim() else host
-                    as_integers(target.detach()).copy_(as_integers(own), non_blocking=True)
-                    touched.append(target)
-            wait_for_all(touched)
-            self._torn, self.version = False, version
+        with torch.no_grad():
+            leaves, tied = self._leaves()
+            one_memory = find_aliases(leaves, {})
+            if one_memory:
+                weights = _of_one_value([*weights], one_memory)
+            with self._held():
+                memories = [local_tensor(leaf) for leaf in leaves.values()]
+                wait_for_all(memories)  # what readers have queued on streams of theirs, and left
+                self._torn, self.version = True, None
+                _copy(leaves, weights, one_memory, tied)
+                wait_for_all(memories)
+                self._torn, self.version = False, version
 
     def state_dict(self) -> dict[str, Any]:
         """That of the stateful, for `state_digest`."""
@@ -121,9 +139,59 @@ class LiveModel:
         """That of the stateful."""
         return dict(getattr(self._stateful, "tied_names", None) or {})
 
-    def _leaves(self) -> tuple[dict[str, Any], dict[str, str]]:
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Keep readers out, when the last one is."""
+        with self._changed:
+            try:
+                while self._inside:
+                    self._waiting = True
+                    self._changed.wait()
+                yield
+            finally:
+                self._waiting = False
+                self._changed.notify_all()
+
+    def _leaves(self) -> tuple[dict[str, TensorLeaf], dict[str, str]]:
+        """The tensors by name, and {alias: first name} of the tied ones, by memory or as the model declares it."""
         leaves = flatten(self._stateful.state_dict(), "model").tensors
-        return leaves, find_aliases(leaves, self.tied_names)
+        return leaves, first_names(find_aliases(leaves, self.tied_names))
+
+
+def _copy(
+    leaves: dict[str, TensorLeaf], weights: Iterable[NamedTensor], one_memory: dict[str, str], tied: dict[str, str]
+) -> None:
+    """Fill every memory of the model once: from its own name, or from another one of the weights that it is tied to."""
+    boxes = DTensorBoxes()
+    filled: set[str] = set()
+    sent: dict[str, torch.Tensor] = {}
+
+    def fill(name: str, host: torch.Tensor) -> None:
+        if (memory := one_memory.get(name, name)) not in filled:
+            filled.add(memory)
+            box = place_of(leaves[name], name, boxes)[2]
+            own = host if host.shape == box.shape else host[box.slices]
+            as_integers(local_tensor(leaves[name])).copy_(as_integers(own), non_blocking=True)
+
+    for name, host in weights:
+        fill(name, host)
+        sent.setdefault(tied.get(name, name), host)
+    for name in leaves:
+        if one_memory.get(name, name) not in filled:
+            fill(name, sent[tied.get(name, name)])
+
+
+def _of_one_value(weights: list[NamedTensor], one_memory: dict[str, str]) -> list[NamedTensor]:
+    """Return the weights, unless some that have one memory here are different."""
+    first: dict[str, NamedTensor] = {}
+    for name, host in weights:
+        other_name, other = first.setdefault(one_memory.get(name, name), (name, host))
+        if host.data_ptr() != other.data_ptr() and not torch.equal(raw_bytes(host), raw_bytes(other)):
+            raise ReplicationError(
+                f"{other_name} and {name} are one tensor in the rollout's model, and the trainers send different values for them; tie "
+                "them there, too, or nowhere"
+            )
+    return weights
 
 
 def _some(names: list[str]) -> str:

@@ -8,9 +8,9 @@ from torch._C._distributed_c10d import Store
 
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.engine.layout import WeightLayout
-from ckpt.engine.pool import HostPool, Landing
-from ckpt.engine.transfer import Transfer
+from ckpt.engine.pool import HostPool, Landing, digest_of_bucket
 from ckpt.engine.versioned import Update, VersionedEngine
+from ckpt.errors import CorruptCheckpointError
 from ckpt.topology import Topology
 
 
@@ -41,16 +41,14 @@ class NaiveCheckpointEngine(VersionedEngine):
         """Nothing is under way."""
 
     def _carry(self, update: Update, pool: HostPool | None, landing: Landing | None) -> None:
-        transfer = Transfer(
-            rank=0,
-            topology=self._topology(),
-            layout=update.layout,
-            pool=pool,
-            landing=landing,
-            groups={},
-            receivers=[0],
-            digests=update.digests,
-            buffers=None,
-            timeout_s=self.timeout_s,
-        )
-        transfer.run()
+        assert pool is not None and landing is not None, "every rank is both"
+        layout, topology = update.layout, self._topology()
+        for bucket in range(layout.num_buckets):
+            there = landing.bucket(bucket)
+            there.copy_(pool.bucket(layout, bucket))
+            if digest_of_bucket(there) != update.digests[bucket]:
+                raise CorruptCheckpointError(
+                    f"bucket {bucket} of {layout.num_buckets}, with {', '.join(layout.weights_in(bucket)[:3])}, has changed in the host "
+                    f"memory of rank {self.rank}"
+                )
+            topology.progress()

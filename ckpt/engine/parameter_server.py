@@ -1,17 +1,21 @@
 """The `checkpoint-engine` package as it is used here, and all that is changed in it: the only file that imports it.
 
-On npu and cuda its own device layer is used. It knows no CPU, so there its two device managers and the pinning of host memory are
-replaced; on every device, while an update runs, the handle of its buffer and its collectives are, because trainer and consumer
-are one process, and torch's default process group is the trainer's. Each name that is re-bound, or private, is listed in
-`REBOUND` and `PRIVATE`, and a test says so if one goes.
+On npu and cuda its own device layer is used. It knows no CPU, so there its device managers are replaced. On every device the
+handle of its buffer and its collectives are, because trainer and consumer are one process, and torch's default process group is the
+trainer's; its store, for the ranks have one; and the garbage collector that it runs five times in an update, which takes longer than
+small updates do, and finds nothing. A name is re-bound while a thread of ours needs it, and means to all other threads what it
+did. Each that is re-bound, or private, is listed in `REBOUND` and `PRIVATE`, and a test says so if one goes.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
@@ -21,8 +25,9 @@ import psutil
 import torch
 import torch.distributed as dist
 from packaging.version import Version
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, RankLeftError
 
 _FITTING = ("0.4.2", "0.5")
 _version = metadata.version("checkpoint-engine")  # raises an ImportError of its own where there is none
@@ -47,11 +52,22 @@ from ckpt.topology import Topology  # noqa: E402
 REBOUND = (
     (ce_ps, "DeviceManager"),
     (ce_worker, "DeviceManager"),
-    (ce_pin_memory, "torch"),
+    (ce_ps, "torch"),
     (ce_ps, "reduce_tensor"),
+    (ce_ps, "gc"),
+    (ce_worker, "gc"),
     (ce_distributed, "_BACKEND_INSTANCE"),
+    (ce_pin_memory, "torch"),  # by `use_host_memory` alone
 )
-PRIVATE = ("_memory_pool", "_p2p_store", "_register_parameters_to_p2p_store", "_zmq_ctx")
+PRIVATE = (
+    "_detect_bucket_size",
+    "_device_uuid",
+    "_local_rank",
+    "_memory_pool",
+    "_p2p_store",
+    "_register_parameters_to_p2p_store",
+    "_zmq_ctx",
+)
 
 _CHECKPOINT = "weights"
 _NAME = "bucket-{:05d}"
@@ -64,34 +80,20 @@ class BucketServer:
 
     Args:
         topology: of all ranks; metadata goes through it as JSON.
-        port: free on rank 0's host, for the store of the package itself.
+        store: of all ranks.
         device_index: of this rank's device.
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        address: str,
-        port: int,
-        *,
-        device_type: str,
-        device_index: int,
-        memory_fraction: float,
+        self, topology: Topology, store: Store, *, device_type: str, device_index: int, memory_fraction: float
     ) -> None:
         self._topology = topology
         self._index = device_index
-        self._zmq = zmq.Context()
-        if device_type == "cpu":
-            use_host_memory()
-        # The package takes rank 0 for unset, and then looks here; its P2P store looks nowhere else.
-        with _environment({"RANK": str(topology.rank), "WORLD_SIZE": str(topology.world_size)}):
+        self._is_host = device_type == "cpu"
+        self._messages = _Messages()
+        with self._on_device(), _torch.meaning(_with_store(PrefixStore("checkpoint-engine", store))):
             self._server = _PooledServer(
-                rank=topology.rank,
-                world_size=topology.world_size,
-                auto_pg=False,  # else it destroys the default process group after an update
-                mem_fraction=memory_fraction,
-                master_addr=address,
-                master_port=port,
+                self._messages, device_index, topology.rank, topology.world_size, memory_fraction=memory_fraction
             )
 
     def register(self, buckets: Mapping[int, torch.Tensor]) -> None:
@@ -102,7 +104,7 @@ class BucketServer:
         """
         self.unregister()
         self._server.adopt(_CHECKPOINT, [_memory_buffer(number, host) for number, host in sorted(buckets.items())])
-        with _collectives(_Collectives(self._topology, None)):
+        with _collectives.meaning(_Collectives(self._topology, None, self._messages)):
             self._server.gather_metas(_CHECKPOINT)
 
     def unregister(self) -> None:
@@ -128,34 +130,95 @@ class BucketServer:
             RuntimeError: a rank failed; torch.distributed's own errors where one is gone.
         """
 
+        messages = self._messages
+
         def run(batch: Sequence[tuple[str, torch.Tensor]]) -> None:
             for name, bucket in batch:
                 take(int(name.removeprefix(_NAME.format(0)[:-5])), bucket)
 
         def consume(handles: Sequence[tuple[str, str]]) -> None:
             path = handles[self._topology.rank][1]
-            ce_worker.update_weights_from_ipc(self._zmq, path, device_id=self._index, run=run)
+            # What goes wrong here is told to, or by, the thread that has this one made, which raises it.
+            with suppress(Exception), messages.ended_on_error(), self._on_device(), _worker_gc.meaning(_NO_GARBAGE):
+                ce_worker.update_weights_from_ipc(messages, path, device_id=self._index, run=run)
 
-        limit = {"PS_MAX_BUCKET_SIZE_GB": repr(bucket_bytes / 2**30)}
         with (
-            _collectives(_Collectives(self._topology, group)),
-            _rebound(ce_ps, "reduce_tensor", _handle_within_process),
-            _environment(limit),
+            messages.in_use(),
+            self._on_device(),
+            _collectives.meaning(_Collectives(self._topology, group, messages)),
+            _reduce_tensor.meaning(_handle_within_process),
+            _ps_gc.meaning(_NO_GARBAGE),
         ):
+            self._server.bucket_bytes = bucket_bytes
             self._server.update(_CHECKPOINT, consume, timeout=timedelta(seconds=timeout_s))
 
+    def give_up(self) -> None:
+        """End an update that is under way, and may be stuck, in another thread. The next one is as good as any."""
+        self._messages.close()
+        self._messages = self._server._zmq_ctx = _Messages()
+
     def close(self) -> None:
-        """Let go of the sockets; what waits on them ends."""
-        self._zmq.destroy(linger=0)
-        self._server._zmq_ctx.destroy(linger=0)
+        """Let go of the sockets."""
+        self._messages.close()
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        with ExitStack() as names:
+            if self._is_host:
+                names.enter_context(_ps_device.meaning(_HostDeviceManager))
+                names.enter_context(_worker_device.meaning(_HostDeviceManager))
+            yield
 
 
 class _PooledServer(ce_ps.ParameterServer):  # type: ignore[misc]
+    """
+    Attributes:
+        bucket_bytes: that no bucket is larger than.
+    """
+
+    bucket_bytes = 0
+
+    def __init__(
+        self, messages: _Messages, device_index: int, rank: int, world_size: int, *, memory_fraction: float
+    ) -> None:
+        self._device_index = device_index
+        # The package takes rank 0 for unset, and then looks here; its P2P store looks nowhere else.
+        with _environment({"RANK": str(rank), "WORLD_SIZE": str(world_size)}):
+            super().__init__(
+                rank=rank,
+                world_size=world_size,
+                auto_pg=False,  # else it destroys the default process group after an update
+                mem_fraction=memory_fraction,
+                master_addr="none: it is given our store",
+                master_port=1,
+            )
+        self._zmq_ctx.term()
+        self._zmq_ctx: Any = messages
+        self._device_uuid = (
+            uuid.uuid4().hex
+        )  # the name of a socket of this host: two jobs, or ranks, on one device shall not meet
+
+    @property
+    def _local_rank(self) -> int:
+        return self._device_index
+
+    @_local_rank.setter
+    def _local_rank(self, _: int) -> None:
+        """The package takes the rank modulo the number of devices, whichever device is the rank's."""
+
     def adopt(self, name: str, buffers: list[MemoryBuffer]) -> None:
         """Register memory that is there: `register_checkpoint` would make a copy of it."""
         self._memory_pool[name] = buffers
         if self._p2p_store is not None:
             self._register_parameters_to_p2p_store(name)
+
+    def store_based_barrier(self, timeout: timedelta = timedelta(0)) -> None:
+        """The phase that an update is within ends on all ranks at once; the package's barrier would wait minutes for one that is gone."""
+
+    def _detect_bucket_size(self, *args: Any, **named: Any) -> tuple[int, bool]:
+        """In place of a limit in the environment."""
+        size, in_place = super()._detect_bucket_size(*args, **named)
+        return min(size, self.bucket_bytes), in_place
 
 
 def _memory_buffer(number: int, host: torch.Tensor) -> MemoryBuffer:
@@ -166,11 +229,12 @@ def _memory_buffer(number: int, host: torch.Tensor) -> MemoryBuffer:
 
 
 class _Collectives(ce_distributed.Distributed):  # type: ignore[misc]
-    """The package's collectives, among the ranks of an engine."""
+    """The package's collectives, among the ranks of an engine. After the first that fails, all do, and no message is waited for."""
 
-    def __init__(self, topology: Topology, group: OwnGroup | None) -> None:
+    def __init__(self, topology: Topology, group: OwnGroup | None, messages: _Messages) -> None:
         self._topology = topology
         self._group = group
+        self._messages = messages
 
     def is_initialized(self) -> bool:
         return True
@@ -181,13 +245,16 @@ class _Collectives(ce_distributed.Distributed):  # type: ignore[misc]
         object_list[:] = [DataToGather.model_validate(said) for said in phase.payloads]
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **_: Any) -> None:
-        self._of_all().all_reduce(tensor, op)
+        with self._of_all() as ours:
+            ours.all_reduce(tensor, op)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, group: Any = None, **_: Any) -> None:
-        self._of_all().broadcast(tensor, src).wait()
+        with self._of_all() as ours:
+            ours.broadcast(tensor, src)()
 
     def barrier(self, group: Any = None, **_: Any) -> None:
-        self._of_all().barrier()
+        with self._of_all() as ours:
+            ours.barrier()
 
     def init_process_group(self, rank: int, world_size: int, store: Any, **_: Any) -> None:
         raise ConfigurationError("the engine makes its process groups itself")
@@ -198,9 +265,85 @@ class _Collectives(ce_distributed.Distributed):  # type: ignore[misc]
     def new_group(self, ranks: list[int], **_: Any) -> Any:
         raise ConfigurationError("updates of some ranks only need the package's P2P store")
 
-    def _of_all(self) -> OwnGroup:
+    @contextmanager
+    def _of_all(self) -> Iterator[OwnGroup]:
         assert self._group is not None, "an update is given its group"
-        return self._group
+        with self._messages.ended_on_error():
+            self._messages.require_open()
+            yield self._group
+
+
+# The messages between the package's server and its worker's loop, which wait for each other without end
+
+
+class _Messages:
+    """Makes their sockets, as a context of zmq does, of a kind that stops to wait when it is told to."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._sockets: list[_PatientSocket] = []
+        self._closed = threading.Event()
+        self._is_used = False
+        self._lock = threading.Lock()
+
+    def socket(self, kind: int) -> zmq.Socket[bytes]:
+        self._sockets.append(_PatientSocket.of(self._context, kind, self.require_open))
+        return self._sockets[-1]
+
+    def require_open(self) -> None:
+        """Raise if nothing is to be waited for any more."""
+        if self._closed.is_set():
+            raise RankLeftError("the update was given up")
+
+    @contextmanager
+    def ended_on_error(self) -> Iterator[None]:
+        """Who waits for a message of the block's shall not, after an error."""
+        try:
+            yield
+        except BaseException:
+            self._closed.set()
+            raise
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """For an update, whose threads alone may close its sockets."""
+        self._is_used = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_used = False
+                self._end()
+
+    def close(self) -> None:
+        """End what waits, and let go of all sockets; of those in use, when they are not."""
+        with self._lock:
+            self._closed.set()
+            self._end()
+
+    def _end(self) -> None:
+        if self._is_used:
+            return
+        for made in self._sockets:
+            made.close(linger=0)
+        self._sockets.clear()
+        if self._closed.is_set():
+            self._context.term()
+
+
+class _PatientSocket(zmq.Socket[bytes]):
+    _require_open: Callable[[], None]
+
+    @classmethod
+    def of(cls, context: zmq.Context[Any], kind: int, require_open: Callable[[], None]) -> _PatientSocket:
+        made = cls(context, kind)
+        object.__setattr__(made, "_require_open", require_open)
+        return made
+
+    def recv(self, *args: Any, **named: Any) -> Any:
+        while not self.poll(200):
+            self._require_open()
+        return super().recv(*args, **named)
 
 
 _lent: dict[int, torch.Tensor] = {}
@@ -218,31 +361,88 @@ def _handle_within_process(tensor: torch.Tensor) -> tuple[Callable[..., torch.Te
     return _lent_buffer, (number, None, None, None, None, None, 0)
 
 
-@contextmanager
-def _collectives(ours: _Collectives) -> Iterator[None]:
-    with _rebound(ce_distributed, "_BACKEND_INSTANCE", ours):
-        yield
+class _Name:
+    """A name of the package that means something else to the threads that say so, while there are any."""
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self._module, self._name = module, name
+        self._own = threading.local()
+        self._users = 0
+        self._lock = threading.Lock()
+        self._before: Any = None
+
+    @contextmanager
+    def meaning(self, value: Any) -> Iterator[None]:
+        outer = getattr(self._own, "value", None)
+        with self._lock:
+            if not self._users:
+                self._before = getattr(self._module, self._name)
+                setattr(self._module, self._name, _Meant(self.now))
+            self._users += 1
+        self._own.value = value
+        try:
+            yield
+        finally:
+            self._own.value = outer
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    setattr(self._module, self._name, self._before)
+
+    def now(self) -> Any:
+        value = getattr(self._own, "value", None)
+        return self._before if value is None else value
 
 
-@contextmanager
-def _rebound(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+class _Meant:
+    """What a name means to the thread that uses it."""
+
+    def __init__(self, now: Callable[[], Any]) -> None:
+        self._now = now
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now(), name)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._now()(*args, **named)
+
+
+class _Instead:
+    """A module but for some names."""
+
+    def __init__(self, module: ModuleType, **names: Any) -> None:
+        self._module = module
+        self.__dict__.update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+_ps_device, _worker_device = _Name(ce_ps, "DeviceManager"), _Name(ce_worker, "DeviceManager")
+_torch, _reduce_tensor = _Name(ce_ps, "torch"), _Name(ce_ps, "reduce_tensor")
+_ps_gc, _worker_gc = _Name(ce_ps, "gc"), _Name(ce_worker, "gc")
+_collectives = _Name(ce_distributed, "_BACKEND_INSTANCE")
+_NO_GARBAGE = _Instead(gc, collect=lambda: 0)
+
+
+def _with_store(store: Store) -> _Instead:
+    """torch, where every store that is made is this one."""
+    return _Instead(torch, distributed=_Instead(dist, TCPStore=lambda *_, **__: store))
+
+
+_environment_lock = threading.Lock()
 
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 # Host memory in place of a device
@@ -305,18 +505,12 @@ class _HostDeviceManager(DeviceManager):  # type: ignore[misc]
         return ""
 
 
-class _PageableTorch(ModuleType):
-    """torch, except that `empty` never pins: without an accelerator it cannot."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    @staticmethod
-    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return torch.empty(*args, **kwargs)
+def _pageable(*args: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+    """`torch.empty` that never pins: without an accelerator it cannot."""
+    return torch.empty(*args, **named)
 
 
 def use_host_memory() -> None:
-    """Let the package work on host memory, in this process, from now on. May be called again."""
+    """Let all of the package work on host memory, in this process, from now on. May be called again."""
     ce_ps.DeviceManager = ce_worker.DeviceManager = _HostDeviceManager
-    ce_pin_memory.torch = _PageableTorch("torch")
+    ce_pin_memory.torch = _Instead(torch, empty=_pageable)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import torch
 import xxhash
 
-from ckpt.device import wait_for_all
-from ckpt.dtypes import contiguous, raw_bytes
+from ckpt.box import flat_boxes
+from ckpt.device import pinned, uses_accelerator, wait_for
+from ckpt.dtypes import as_integers, contiguous, raw_bytes
 from ckpt.engine.layout import Weight, WeightLayout, aligned
-from ckpt.memory import staging_memory
+from ckpt.memory import HostMemory, staging_memory
 
 
 class HostPool:
@@ -26,7 +28,8 @@ class HostPool:
         self._rank = rank
         self._bucket_bytes = bucket_bytes
         self._segments: dict[int, torch.Tensor] = {}
-        self._devices: dict[torch.device, torch.Tensor] = {}
+        self._pageable = HostMemory()  # one for all, lest each small bucket take a huge page
+        self._devices: set[torch.device] = set()  # with copies that nobody has waited for
 
     @property
     def num_bytes(self) -> int:
@@ -35,28 +38,29 @@ class HostPool:
     def put(self, layout: WeightLayout, weight: Weight, tensor: torch.Tensor) -> None:
         """Queue the copy of what this rank owns of a tensor, cast to the type in which it travels. Nothing, if it owns none.
 
-        The copy is queued on the tensor's own current stream: what the program does with the tensor's memory next comes after it.
+        The copy is queued on the tensor's own current stream: what the program does with the tensor's memory next comes after it. What
+        has gaps, or is cast, passes through device memory of the size of a bucket at most.
         """
-        parts = list(layout.parts(weight, self._rank))
-        if not parts:
-            return
-        tensor = tensor.detach()
-        flat = contiguous(tensor).view(-1) if tensor.dim() else contiguous(tensor).reshape(1)
-        for part in parts:
-            size = weight.dtype.itemsize
-            piece = flat[part.start // size : part.stop // size].to(weight.dtype)
+        if not weight.start:
+            self._settle()  # copies of an update that failed before `seal`, which would come over those of this one
+        size = weight.dtype.itemsize
+        for part in layout.parts(weight, self._rank):
             segment, stop = self._segment(part.bucket), part.at + part.stop - part.start
-            segment[part.at : stop].copy_(raw_bytes(piece), non_blocking=True)
-            segment[
-                stop : aligned(stop)
-            ].zero_()  # the padding travels, too, and shall not differ between equal weights
-        if not flat.is_cpu:
-            self._devices[flat.device] = flat
+            for piece, first in _pieces(tensor.detach(), part.start // size, part.stop // size):
+                start = part.at + first * size
+                _fill(segment[start : start + piece.numel() * size], piece, weight.dtype)
+            if stop < aligned(stop):
+                segment[stop : aligned(stop)].zero_()  # travels, too, and shall not differ between equal weights
+            self._devices.add(tensor.device)
 
     def seal(self, layout: WeightLayout) -> dict[int, str]:
-        """Wait for the copies and return the digest of every bucket of this rank. Memory of buckets that are no more is let go of."""
-        wait_for_all(self._devices.values())
-        self._devices = {}
+        """Wait for the copies and return the digest of every bucket of this rank. Memory of buckets that are no more is let go of.
+
+        Raises:
+            ConfigurationError: a tied name stands for a weight that has not come.
+        """
+        self._settle()
+        layout.require_sources()
         mine = self.buckets(layout)
         for bucket in self._segments.keys() - mine.keys():
             del self._segments[bucket]
@@ -75,9 +79,15 @@ class HostPool:
         start, stop = layout.extent(bucket)
         return self._segment(bucket)[: stop - start]
 
+    def _settle(self) -> None:
+        for device in self._devices:
+            wait_for(device)
+        self._devices.clear()
+
     def _segment(self, bucket: int) -> torch.Tensor:
         if bucket not in self._segments:
-            self._segments[bucket] = staging_memory(self._bucket_bytes)
+            size = self._bucket_bytes
+            self._segments[bucket] = pinned(size) if uses_accelerator() else self._pageable.empty((size,), torch.uint8)
         return self._segments[bucket]
 
 
@@ -85,9 +95,10 @@ class Landing:
     """The whole stream at one rollout, in the order of the stream."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._layout: WeightLayout | None = None
-        self._readers = 0
+        self._readers: list[None] = []  # one for each iterator over this memory; another list for other memory
 
     def make_room(self, layout: WeightLayout) -> None:
         """Have room for a stream. What was there is no more, but for who reads it still.
@@ -95,14 +106,16 @@ class Landing:
         Raises:
             MemoryError, RuntimeError: the host has not so much.
         """
-        if self._readers or len(self._memory) < layout.num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before the new memory is there
-            self._memory = staging_memory(layout.num_bytes)
-        self._layout = layout
+        with self._lock:
+            if self._readers or len(self._memory) < layout.num_bytes:
+                self._forget()  # before the new memory is there
+                self._memory = staging_memory(layout.num_bytes)
+            self._layout = layout
 
     def let_go(self) -> None:
         """Drop the memory: something may still write to it. The next update makes new."""
-        self._memory, self._layout = torch.empty(0, dtype=torch.uint8), None
+        with self._lock:
+            self._forget()
 
     def bucket(self, bucket: int) -> torch.Tensor:
         """Where a bucket belongs, flat."""
@@ -111,21 +124,50 @@ class Landing:
         return self._memory[start:stop]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its name, then every alias; host tensors over this memory."""
-        assert self._layout is not None, "make_room comes first"
-        layout, memory, found = self._layout, self._memory, {}
-        self._readers += 1
+        """Every weight under its name, then every alias; host tensors over this memory, which lasts until the iterator ends."""
+        with self._lock:
+            assert self._layout is not None, "make_room comes first"
+            layout, memory, readers = self._layout, self._memory, self._readers
+            readers.append(None)
+        firsts = dict.fromkeys(layout.aliases.values(), memory)
         try:
             for weight in layout.weights:
                 there = memory[weight.start : weight.start + weight.num_bytes]
-                found[weight.name] = there.view(weight.dtype).view(weight.shape)
-                yield weight.name, found[weight.name]
+                there = there.view(weight.dtype).view(weight.shape)
+                if weight.name in firsts:
+                    firsts[weight.name] = there
+                yield weight.name, there
             for alias, first in layout.aliases.items():
-                yield alias, found[first]
+                yield alias, firsts[first]
         finally:
-            self._readers -= 1
+            readers.pop()
+
+    def _forget(self) -> None:
+        self._memory, self._layout, self._readers = torch.empty(0, dtype=torch.uint8), None, []
 
 
 def digest_of_bucket(host: torch.Tensor) -> str:
     """The xxh3-128 of flat bytes."""
     return xxhash.xxh3_128_hexdigest(raw_bytes(host).numpy().data)
+
+
+def _pieces(tensor: torch.Tensor, first: int, last: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """The elements [first, last) of a tensor in row-major order, as parts of it, each with the number of elements before it."""
+    if tensor.is_contiguous():
+        yield tensor.view(-1)[first:last], 0
+        return
+    for box, before in flat_boxes(tuple(tensor.shape), first, last):
+        yield tensor[box.slices], before
+
+
+def _fill(there: torch.Tensor, piece: torch.Tensor, dtype: torch.dtype) -> None:
+    """Put a piece, cast, into flat host memory: in one pass from the host, from a device by a copy that is queued."""
+    if not piece.is_cpu:
+        there.copy_(raw_bytes(contiguous(piece).to(dtype)), non_blocking=True)
+        return
+    piece = piece.resolve_conj().resolve_neg()
+    if piece.dtype == dtype:
+        piece = as_integers(piece)
+        dtype = piece.dtype
+    out = there.view(dtype)
+    (out if piece.dim() == 1 else out.view(piece.shape)).copy_(piece)

@@ -10,36 +10,100 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import torch
-import torch.distributed as dist
 
-from ckpt.device import SideStream, device_memory, same_device, wait_for
+from ckpt.device import SideStream, device_memory, same_device
 from ckpt.engine.group import OwnGroup
 from ckpt.engine.layout import WeightLayout
 from ckpt.engine.pool import HostPool, Landing, digest_of_bucket
-from ckpt.errors import CorruptCheckpointError, RankLeftError, sentence
+from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, RankLeftError, sentence
 from ckpt.topology import Topology
 
 IN_FLIGHT = 2
+PHASE = "transfer"
 _LOOK_S = 0.2
+_END_S = 2.0
+
+
+class Network:
+    """Moves buckets in a thread of its own: that one may get stuck, and the calling one must not.
+
+    Args:
+        work: moves all of them, and is given what it tells of each that has come.
+    """
+
+    def __init__(self, work: Callable[[Callable[[int], None]], None]) -> None:
+        self._news: SimpleQueue[int | BaseException | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(work, same_device()), name="ckpt-weights", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[Callable[[int], None]], None], begin: Callable[[], None]) -> None:
+        try:
+            begin()
+            work(self._news.put)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold what is under way, and with it the connections
+            self._news.put(error)
+        else:
+            self._news.put(None)
+
+    def buckets(self, topology: Topology, timeout_s: float) -> Iterator[int]:
+        """Yield each bucket as soon as it has come. Within the phase `PHASE`.
+
+        Raises:
+            RankLeftError: another rank has gone, or stands still, or nothing came for `timeout_s`.
+            RankAbsentError: the others have given this one up.
+            CheckpointError: what the thread raised, if it is one.
+        """
+        heard = time.monotonic()
+        others = set(range(topology.world_size)) - {topology.rank}
+        while True:
+            topology.progress()
+            try:
+                said = self._news.get(timeout=_LOOK_S)
+            except Empty:
+                topology.require_awaited()
+                if (gone := topology.has_raised(others)) is not None:
+                    raise RankLeftError(f"rank {gone} left in the middle of it") from None
+                if (why := topology.why_absent(others, PHASE)) is not None:
+                    raise RankLeftError(why) from None
+                if time.monotonic() - heard > timeout_s:
+                    raise RankLeftError(f"no bucket came for {timeout_s:g} s") from None
+                continue
+            if said is None:
+                self._thread.join()
+                return
+            if isinstance(said, CheckpointError):
+                raise said
+            if isinstance(said, BaseException):
+                raise RankLeftError(f"the network failed: {sentence(said)}") from said
+            heard = time.monotonic()
+            yield said
+
+    def end(self) -> None:
+        """Wait a moment for the thread, whose groups have been given up. If it is stuck all the same it is left to itself."""
+        self._thread.join(_END_S)
 
 
 @dataclass
 class Transfer:
     """One rank's part of one update.
 
-    A rank that fails goes on to take part in what the others wait for, and raises in the end; the others would hang otherwise.
+    A rank that finds a bucket changed goes on to take part in what the others wait for, and raises in the end; they would hang
+    otherwise. The network's thread knows memory, not where it comes from: one that is late writes to none that is used again.
 
     Args:
         pool: of a rank that owns buckets.
         landing: of a rollout.
-        groups: the group of each owner with the rollouts, by owner; none for an owner that is the only rollout.
+        groups: makes or finds the group of each owner with the rollouts, by owner; none for an owner that is the only rollout.
+            The network's thread calls it.
         receivers: the rollouts.
         digests: of every bucket.
         buffers: memory for the collectives; None: they take host memory.
@@ -51,71 +115,69 @@ class Transfer:
     layout: WeightLayout
     pool: HostPool | None
     landing: Landing | None
-    groups: Mapping[int, OwnGroup]
+    groups: Callable[[], Mapping[int, OwnGroup]]
     receivers: Sequence[int]
     digests: Mapping[int, str]
     buffers: DeviceBuffers | None
     timeout_s: float
 
-    def run(self) -> None:
-        """Carry everything that this rank sends or receives. All owners and rollouts call it.
+    def start(self) -> Network:
+        """Begin to carry everything that this rank sends or receives. All owners and rollouts call it, then `finish`."""
+        every = range(self.layout.num_buckets)
+        self._mine = [bucket for bucket in every if self.rank in (self.layout.owner(bucket), *self.receivers)]
+        self._ours = self.pool.buckets(self.layout) if self.pool is not None else {}
+        self._there = {bucket: self.landing.bucket(bucket) for bucket in every} if self.landing is not None else {}
+        return Network(self._carry)
+
+    def finish(self, network: Network) -> None:
+        """Verify what comes.
 
         Raises:
             CorruptCheckpointError: a bucket is not what its owner sent; naming it and the weights in it.
-            RankLeftError: another rank has gone, or nothing comes.
+            RankLeftError: see `Network.buckets`.
         """
-        self._come: SimpleQueue[int | BaseException | None] = SimpleQueue()
         verifier = Verifier(self.rank, self.layout, self.digests)
-        mine = [bucket for bucket in range(self.layout.num_buckets) if self.rank in self._members(bucket)]
-        thread = threading.Thread(target=self._carry, args=(mine, same_device()), name="ckpt-weights", daemon=True)
-        thread.start()
-        while (bucket := await_news(self._come, self.topology, self.timeout_s, verifier)) is not None:
-            if self.landing is not None and verifier.failure is None:
-                with suppress(CorruptCheckpointError):  # raised when nobody waits for us any more
-                    verifier.check(bucket, self.landing.bucket(bucket))
-        thread.join()
+        try:
+            for bucket in network.buckets(self.topology, self.timeout_s):
+                if bucket in self._there and verifier.failure is None:
+                    with suppress(CorruptCheckpointError):  # raised when nobody waits for us any more
+                        verifier.check(bucket, self._there[bucket])
+        except RankAbsentError as error:
+            raise verifier.failure or error from error
         if verifier.failure is not None:
             raise verifier.failure
 
-    def _members(self, bucket: int) -> tuple[int, ...]:
-        return (self.layout.owner(bucket), *self.receivers)
-
     # The network's thread
 
-    def _carry(self, mine: Sequence[int], begin: Callable[[], None]) -> None:
-        try:
-            begin()
-            coming: deque[tuple[int, Callable[[], None]]] = deque()
-            for bucket in mine:
-                if len(coming) == IN_FLIGHT:
-                    self._land(*coming.popleft())
-                coming.append((bucket, self._start(bucket)))
-            while coming:
-                self._land(*coming.popleft())
-        except BaseException as error:
-            self._come.put(error)
-        else:
-            self._come.put(None)
+    def _carry(self, tell: Callable[[int], None]) -> None:
+        groups = self.groups()
+        coming: deque[tuple[int, Callable[[], None]]] = deque()
+        for bucket in self._mine:
+            if len(coming) == IN_FLIGHT:
+                _land(*coming.popleft(), tell)
+            coming.append((bucket, self._start(bucket, groups)))
+        while coming:
+            _land(*coming.popleft(), tell)
 
-    def _land(self, bucket: int, wait: Callable[[], None]) -> None:
-        wait()
-        self._come.put(bucket)
-
-    def _start(self, bucket: int) -> Callable[[], None]:
+    def _start(self, bucket: int, groups: Mapping[int, OwnGroup]) -> Callable[[], None]:
         """Begin to move a bucket; return what waits until it is where it belongs."""
         owner = self.layout.owner(bucket)
-        ours = self.pool.bucket(self.layout, bucket) if owner == self.rank and self.pool is not None else None
-        there = self.landing.bucket(bucket) if self.landing is not None else None
+        ours, there = self._ours.get(bucket), self._there.get(bucket)
         if ours is not None and there is not None:
             there.copy_(ours)
-        group = self.groups.get(owner)
+        group = groups.get(owner)
         if group is None:
             return lambda: None
         if self.buffers is None:
             buffer = ours if ours is not None else there
             assert buffer is not None, "an owner has a pool, and all others receive"
-            return _waiting(group.broadcast(buffer, owner))
+            return group.broadcast(buffer, owner)
         return self.buffers.broadcast(group, owner, ours, there)
+
+
+def _land(bucket: int, wait: Callable[[], None], tell: Callable[[int], None]) -> None:
+    wait()
+    tell(bucket)
 
 
 class Verifier:
@@ -148,32 +210,6 @@ class Verifier:
         raise self.failure
 
 
-def await_news(
-    news: SimpleQueue[int | BaseException | None], topology: Topology, timeout_s: float, verifier: Verifier
-) -> int | None:
-    """Return the next bucket that has come; None: that was all. What moves them is another thread, which may be stuck.
-
-    Raises:
-        RankLeftError: another rank has gone, or nothing came for `timeout_s`; or what the verifier found before that.
-    """
-    heard = time.monotonic()
-    others = set(range(topology.world_size)) - {topology.rank}
-    while True:
-        topology.progress()
-        try:
-            said = news.get(timeout=_LOOK_S)
-        except Empty:
-            gone = topology.has_raised(others)
-            if gone is not None:
-                raise verifier.failure or RankLeftError(f"rank {gone} left in the middle of it") from None
-            if time.monotonic() - heard > timeout_s:
-                raise verifier.failure or RankLeftError(f"no bucket came for {timeout_s:.0f} s") from None
-            continue
-        if isinstance(said, BaseException):
-            raise verifier.failure or RankLeftError(f"the network failed: {sentence(said)}") from said
-        return said
-
-
 class DeviceBuffers:
     """Memory of a device that buckets pass through, in halves, each used when what was in it has been taken. One thread.
 
@@ -186,7 +222,6 @@ class DeviceBuffers:
     """
 
     def __init__(self, device: torch.device, bucket_bytes: int, halves: int) -> None:
-        self._device = device
         self._halves = [device_memory(bucket_bytes, device) for _ in range(halves)]
         self._out, self._in = SideStream(device, "weights out"), SideStream(device, "weights in")
         self._taken: list[Callable[[], None] | None] = [None] * halves
@@ -208,29 +243,22 @@ class DeviceBuffers:
         host = ours if ours is not None else there
         assert host is not None, "it is sent or received"
         half = self._halves[number][: len(host)]
-        if ours is not None:
-            with self._out:
+        side = self._out if ours is not None else self._in
+        with side:
+            if ours is not None:
                 half.copy_(ours, non_blocking=True)
-            self._out.wait()
-        work = group.broadcast(half, owner)
-        done = _once(lambda: self._finish(work, half, there if ours is None else None))
+            wait = group.broadcast(half, owner)  # comes after what is queued on the side stream
+        done = _once(lambda: _finish(side, wait, half, there if ours is None else None))
         self._taken[number] = done
         return done
 
-    def _finish(self, work: dist.Work, half: torch.Tensor, there: torch.Tensor | None) -> None:
-        work.wait()
-        wait_for(self._device)  # some collectives make the device wait, and not us
+
+def _finish(side: SideStream, wait: Callable[[], None], half: torch.Tensor, there: torch.Tensor | None) -> None:
+    with side:
+        wait()  # some collectives make the stream wait, and not us
         if there is not None:
-            with self._in:
-                there.copy_(half, non_blocking=True)
-            self._in.wait()
-
-
-def _waiting(work: dist.Work) -> Callable[[], None]:
-    def wait() -> None:
-        work.wait()
-
-    return wait
+            there.copy_(half, non_blocking=True)
+    side.wait()
 
 
 def _once(call: Callable[[], None]) -> Callable[[], None]:

@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 import uuid
 from abc import abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from ckpt.device import Device, device_memory, same_device, wait_for
+from ckpt.device import Device, device_memory, wait_for
 from ckpt.dtypes import is_dtensor
 from ckpt.engine.base import (
     CheckpointEngineWithCache,
@@ -36,8 +37,10 @@ from ckpt.engine.base import (
     SyncReport,
     WeightVersion,
 )
+from ckpt.engine.engine_thread import EngineThread
 from ckpt.engine.layout import ALIGNED, WeightLayout, aligned, take_turns
 from ckpt.engine.pool import HostPool, Landing
+from ckpt.engine.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, ReplicationError
 from ckpt.manifest import digest_of
 from ckpt.topology import Topology
@@ -48,6 +51,9 @@ _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
 _NEVER = ConfigurationError("the engine has not joined any ranks: call init_process_group first")
 _PAUSE_EVERY = 16  # tensors after which a sender's event loop may do something else
+_WHAT = "the weight update"
+_LINGER_S = 1.0
+_LEAVE_S = 5.0
 
 
 class Sink(Protocol):
@@ -65,10 +71,12 @@ class _Offloaded:
     """What one trainer has on its host.
 
     Attributes:
+        began: the call, by the clock of `time.perf_counter`.
         error: why it has nothing.
     """
 
     layout: WeightLayout
+    began: float
     digests: dict[int, str] = field(default_factory=dict)
     error: Exception | None = None
     seconds: float = 0.0
@@ -80,15 +88,16 @@ class Update:
 
     Attributes:
         layout, version: of what comes.
-        context: the operation, open until the weights are loaded.
+        topology, context: the operation, open until the weights are loaded.
         seconds: of this rank, by the field of `SyncReport`.
     """
 
     layout: WeightLayout
     version: WeightVersion
     digests: dict[int, str]
-    context: ExitStack
-    seconds: dict[str, float]
+    topology: Topology
+    context: ExitStack = field(default_factory=ExitStack)
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class VersionedEngine(CheckpointEngineWithCache):
@@ -98,7 +107,7 @@ class VersionedEngine(CheckpointEngineWithCache):
     call `send_weights`, and then `receive_weights` or `receive_into`.
 
     All agreements are made by one thread of the engine's own, so that the event loop goes on. What a coroutine of a rank raises,
-    those of all others do.
+    those of all others do. One that is cancelled fails the update on all ranks, as long as nothing has been committed.
 
     Args:
         bucket_size: bytes that travel at a time, at most; None: `bucket_mib`.
@@ -169,7 +178,11 @@ class VersionedEngine(CheckpointEngineWithCache):
         self._update: Update | None = None
         self._meeting: tuple[TCPStore, MasterMetadata] | None = None
         self._joined_as: tuple[Any, ...] | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._store: Store | None = None
+        self._thread: EngineThread | None = None
+        self._cancelled = threading.Event()
+        self._num_ended = 0
+        self._generation = 0  # of connections
 
     # Joining
 
@@ -238,7 +251,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             raise ConfigurationError(
                 f"colocated, {actor_wg_world_size} trainers are as many rollouts, not {rollout_world_size}"
             )
-        wanted = (rank, actor_wg_world_size, rollout_world_size, master_metadata, id(store) if store else None)
+        wanted = (rank, actor_wg_world_size, rollout_world_size, master_metadata, store)
         if self._joined_as == wanted:
             return
         if self._joined_as is not None:
@@ -249,35 +262,41 @@ class VersionedEngine(CheckpointEngineWithCache):
         self.rank = rank
         self.trainers = range(actor_wg_world_size)
         self.rollouts = self.trainers if self.colocated else range(actor_wg_world_size, world_size)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine", initializer=same_device())
+        self._thread = EngineThread()
         try:
-            self._wait(self._join, world_size, store, master_metadata, host)
+            self._submit(self._join, world_size, store, master_metadata, host).result()
         except BaseException:
             self.leave()
             raise
         self._joined_as = wanted
 
     def finalize(self) -> None:
-        """See `CheckpointEngine.finalize`."""
-        self._abandon()
+        """See `CheckpointEngine.finalize`. Weights that came and were not taken fail the update on all ranks."""
+        if self._thread is not None:
+            self._submit(self._settle)
         if self._rebuild_group:
             self.leave()
 
     def leave(self) -> None:
-        """Leave the other ranks, waiting for none of them; any may be gone. What is held is kept, and other ranks can be joined."""
-        self._abandon()
-        if self._thread is not None:
+        """Leave the other ranks, waiting for none of them; any may be gone. What is held is kept, and other ranks can be joined.
+
+        A call that is under way is waited for a moment; one that is stuck is left to itself.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._cancelled.set()
+            with suppress(TimeoutError):
+                thread.submit(self._part).result(_LEAVE_S)
+            thread.stop()
             if self.topology is not None:
-                self._wait(self._leave_transport)
                 self.topology.close()
-            self._thread.shutdown()
-            self._meeting = None
-        self._thread = self.topology = self._joined_as = None
+            self._meeting = self._update = None
+        self.topology = self._joined_as = None
 
     def close(self) -> None:
         """Leave the other ranks and let go of all memory."""
         self.leave()
-        self._pool = None
+        self._store = self._pool = None
         for landing in self._landings:
             landing.let_go()
 
@@ -290,6 +309,9 @@ class VersionedEngine(CheckpointEngineWithCache):
     def _join(self, world_size: int, store: Store | None, master: MasterMetadata | None, host: str | None) -> None:
         store = store or self._store_of(master)
         self._store = store
+        self._cancelled.clear()
+        self._num_ended = 0
+        self._generation = 0  # of connections
         self.topology = Topology.join(
             PrefixStore("topology", store), self.rank, world_size, host=host, timeout_s=self.timeout_s
         )
@@ -304,6 +326,32 @@ class VersionedEngine(CheckpointEngineWithCache):
         self._pool = None
         self._sends_as = self.rank
         self._turns = self._owners(self.topology)
+
+    def _part(self) -> None:
+        """The end of the engine's thread."""
+        self._settle()
+        if self.topology is not None:
+            try:
+                self._leave_transport()
+            finally:
+                self._linger(self.topology.world_size)
+
+    def _linger(self, world_size: int) -> None:
+        """The store that the ranks agree through goes with this process: let the others read how the last update ended."""
+        if self._meeting is None or not self._num_ended:
+            return
+        store, until = self._meeting[0], time.monotonic() + _LINGER_S
+        for key in [f"ended/{rank}" for rank in range(world_size)]:
+            while not store.check([key]) or int(store.get(key)) < self._num_ended:
+                if time.monotonic() > until:
+                    return  # it is gone, or in no hurry
+                time.sleep(0.005)
+
+    def _say_ended(self) -> None:
+        self._num_ended += 1
+        if self._store is not None:
+            with suppress(DistError):
+                self._store.set(f"ended/{self.rank}", str(self._num_ended))
 
     def _store_of(self, master: MasterMetadata | None) -> Store:
         if master is None:
@@ -363,7 +411,6 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     # Sending
 
-    @torch.no_grad()
     async def send_weights(
         self, weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor], global_steps: int | None = None
     ) -> dict[str, Any]:
@@ -380,15 +427,18 @@ class VersionedEngine(CheckpointEngineWithCache):
         topology = self._topology()
         if self.rank not in self.trainers:
             raise ConfigurationError(f"rank {self.rank} is a rollout, and sends nothing: it calls receive_weights")
-        self._require_none_open()
-        began = time.perf_counter()
-        offloaded = await self._offload(weights, topology)
+        await self._run(self._begin)
         if global_steps is None:
             global_steps = 1 if self.version is None else self.version.step + 1
+        try:
+            offloaded = await self._offload(weights, topology)
+        except BaseException:  # of the program, and no matter of the weights
+            self._submit(self._decline)
+            raise
         await self._run(self._agree_and_carry, global_steps, offloaded, None)
         if self.colocated:
             return {}
-        report = await self._run(self._finish, None, began)
+        report = await self._run_to_the_end(self._finish, self._update, None, offloaded.began)
         return report.as_dict()
 
     async def _offload(
@@ -398,11 +448,11 @@ class VersionedEngine(CheckpointEngineWithCache):
         began = time.perf_counter()
         pool = self._pool = self._pool or HostPool(self._sends_as, self._bucket_bytes)
         layout = WeightLayout(self._bucket_bytes, self._turns, getattr(weights, "tied_names", {}))
-        found = _Offloaded(layout)
+        found = _Offloaded(layout, began)
         try:
             async for number, (name, tensor) in _numbered(weights):
                 # A failure of ours is no reason not to take the rest: the others' exports wait for ours.
-                whole = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+                whole = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
                 if found.error is None:
                     try:
                         pool.put(layout, layout.add(name, self.travels_as(name, whole.dtype), whole.shape), whole)
@@ -431,7 +481,8 @@ class VersionedEngine(CheckpointEngineWithCache):
         """Yield the weights of an update that all ranks have committed, on the engine's device. All rollouts call it.
 
         Nothing is yielded before the last bucket has been verified everywhere. A tensor is a view of memory that is used again:
-        copy it before the next one is asked for. A consumer that stops early, or raises, fails the update on all ranks.
+        copy it before the next one is asked for. A consumer that stops early, or raises, fails the update on all ranks; use
+        `contextlib.aclosing`, lest they learn it late.
 
         Args:
             global_steps: the step that is expected; None: any.
@@ -440,17 +491,20 @@ class VersionedEngine(CheckpointEngineWithCache):
             CheckpointError: the update failed, on all ranks.
         """
         landing = await self._received(global_steps, None)
-        began, taken = time.perf_counter(), 0
+        update, topology, began, taken = self._update, self._topology(), time.perf_counter(), 0
         try:
             for named in self._on_device(landing):
                 yield named
                 taken += 1
-                self._topology().progress()
-        except BaseException:
-            stopped = CheckpointError(f"the consumer of the weights stopped after {taken} of them")
-            await self._run(self._fail, stopped)
+                topology.progress()
+        except Exception as error:
+            await self._run_to_the_end(self._fail, update, error)
             raise
-        await self._run(self._finish, began, None)
+        except BaseException:
+            if self._thread is not None:
+                self._submit(self._withdraw, update, f"the consumer of the weights stopped after {taken} of them")
+            raise
+        await self._run_to_the_end(self._finish, update, began, None)
 
     async def receive_into(self, sink: Sink, global_steps: int | None = None) -> dict[str, Any]:
         """Receive an update into a live model: all of it, or nothing. All rollouts call it, or `receive_weights`.
@@ -463,7 +517,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         """
         landing = await self._received(global_steps, sink)
         began = time.perf_counter()
-        report = await self._run(self._load, sink, landing, began)
+        report = await self._run_to_the_end(self._load, sink, landing, began)
         return report.as_dict()
 
     async def get_weights(self) -> AsyncIterator[NamedTensor]:
@@ -480,26 +534,29 @@ class VersionedEngine(CheckpointEngineWithCache):
             yield named
 
     async def _received(self, global_steps: int | None, sink: Sink | None) -> Landing:
-        topology = self._topology()
+        self._topology()
         if self.rank not in self.rollouts:
             raise ConfigurationError(f"rank {self.rank} is a trainer, and receives nothing: it calls send_weights")
         if not self.colocated:
-            self._require_none_open()
+            await self._run(self._begin)
             await self._run(self._agree_and_carry, global_steps, None, sink)
         elif self._update is None:
             raise ConfigurationError("nothing has been sent: colocated, send_weights comes first")
         elif sink is not None:
-            await self._run(self._check_late, sink, topology)
+            await self._run(self._check_late, sink)
         return self._landings[0]
 
-    def _check_late(self, sink: Sink, topology: Topology) -> None:
+    def _check_late(self, sink: Sink) -> None:
         """Colocated, the sink comes when everything has been carried."""
-        assert self._update is not None
+        update = self._update
+        topology = self._still_open(update).topology
+        assert update is not None
         try:
             with topology.phase("check"):
-                sink.check(self._update.layout)
+                self._require_wanted(topology)
+                sink.check(update.layout)
         except CheckpointError as error:
-            self._close_update(error)
+            self._close_update(update, error)
             raise
 
     def _on_device(self, landing: Landing) -> Iterator[NamedTensor]:
@@ -527,78 +584,119 @@ class VersionedEngine(CheckpointEngineWithCache):
     def _agree_and_carry(self, step: int | None, offloaded: _Offloaded | None, sink: Sink | None) -> None:
         """Everything up to the commit. Collective."""
         topology = self._topology()
+        pool = self._pool if self.rank in self.trainers else None
+        landing = self._landings[0] if self.rank in self.rollouts else None
         with ExitStack() as context:
-            named = "the weight update" if step is None else f"the weight update to step {step}"
-            context.enter_context(topology.operation(named))
+            context.callback(self._say_ended)
+            context.enter_context(topology.operation(_WHAT))  # alike on all ranks, whether they know the step or not
             context.push(self._forget_layout)
+            with topology.phase("offload") as phase:
+                phase.payload = self._offer(topology, step, offloaded, landing, sink)
             began = time.perf_counter()
-            layout, digests, new = self._gather(topology, step, offloaded)
-            pool = self._pool if self.rank in self.trainers else None
-            landing = self._landings[0] if self.rank in self.rollouts else None
-            version = WeightVersion(self._step, _version_digest(layout, digests))
-            with topology.phase("prepare"):
-                if sink is not None:
-                    sink.check(layout)
-                if landing is not None:
-                    landing.make_room(layout)
-            if new:
-                self._ready(layout, pool)
+            context.enter_context(topology.operation(_to_step(phase.payloads)))
+            update = self._prepare(topology, phase.payloads, landing, pool, sink)
             gathered = time.perf_counter()
-            seconds = {"gather_s": gathered - began, "offload_s": offloaded.seconds if offloaded else 0.0}
-            update = Update(layout, version, digests, ExitStack(), seconds)
-            try:
-                with topology.phase("transfer"):
-                    self._carry(update, pool, landing)
-            except BaseException:
-                self._reset_transport()
-                raise
-            update.seconds["transfer_s"] = time.perf_counter() - gathered
+            with topology.phase(PHASE):
+                self._require_wanted(topology)
+                update = update or self._agreed(phase.payloads)
+                self._carry(update, pool, landing)
+            carried = time.perf_counter()
+            update.seconds = {"gather_s": gathered - began, "transfer_s": carried - gathered}
+            if offloaded is not None:
+                update.seconds |= {"offload_s": offloaded.seconds, "blocked_s": carried - offloaded.began}
             update.context = context.pop_all()
             self._update = update
 
     def _forget_layout(self, kind: object, *_: object) -> None:
-        """After a failure, on all ranks: the next update tells its layout anew."""
+        """After a failure, on all ranks: the next update tells its layout anew, and through new connections."""
         if kind is not None:
             self._known = None
+            self._generation += 1
+            self._reset_transport()
 
-    def _gather(
-        self, topology: Topology, step: int | None, offloaded: _Offloaded | None
-    ) -> tuple[WeightLayout, dict[int, str], bool]:
-        """Learn what will come: the layout, the digest of every bucket, and whether the layout is a new one."""
-        with topology.phase("offload") as phase:
-            if offloaded is not None and offloaded.error is not None:
-                raise offloaded.error
-            phase.payload = {"step": step, "held": self.version.step if self.version else None}
-            if offloaded is not None:
-                is_news = self._known is None or self._known.digest() != offloaded.layout.digest()
-                phase.payload |= {
-                    "layout": offloaded.layout.digest(),
-                    "size": [len(offloaded.layout.weights), offloaded.layout.payload_bytes],
-                    "digests": sorted(offloaded.digests.items()),
-                    "rows": offloaded.layout.as_rows() if is_news and topology.is_lead else None,
-                }
-        said = phase.payloads
-        with topology.phase("compare"):
-            self._step = _agreed_step(said)
-            _require_one_layout([said[rank] for rank in self.trainers])
-            new = said[0]["rows"] is not None
-            if new:
-                self._known = WeightLayout.from_rows(said[0]["rows"])
-            assert self._known is not None, "the lead sends the layout when it is not that of the last update"
-            digests = _agreed_digests([said[rank]["digests"] for rank in self.trainers], self._known)
-        return self._known, digests, new
+    def _offer(
+        self,
+        topology: Topology,
+        step: int | None,
+        offloaded: _Offloaded | None,
+        landing: Landing | None,
+        sink: Sink | None,
+    ) -> dict[str, Any]:
+        """What this rank has to say: which weights it sends, and which it could take at once."""
+        self._require_wanted(topology)
+        if offloaded is not None and offloaded.error is not None:
+            raise offloaded.error
+        said: dict[str, Any] = {"step": step, "held": self.version.step if self.version else None}
+        said |= {"fits": self._fits(landing, sink), "generation": self._generation}
+        if offloaded is None:
+            return said
+        layout = offloaded.layout
+        is_news = self._known is None or self._known.digest() != layout.digest()
+        return said | {
+            "layout": layout.digest(),
+            "size": [len(layout.weights), layout.payload_bytes],
+            "digests": sorted(offloaded.digests.items()),
+            "rows": layout.as_rows() if is_news and self.rank == 0 else None,
+        }
+
+    def _fits(self, landing: Landing | None, sink: Sink | None) -> str | None:
+        """The digest of the last layout, if it could be taken again."""
+        if self._known is None:
+            return None
+        try:
+            _make_ready(self._known, landing, sink)
+        except Exception:
+            return None  # should it come again, that is said
+        return self._known.digest()
+
+    def _prepare(
+        self,
+        topology: Topology,
+        said: Sequence[Mapping[str, Any]],
+        landing: Landing | None,
+        pool: HostPool | None,
+        sink: Sink | None,
+    ) -> Update | None:
+        """See that all rollouts can take what comes; None: they have said so already."""
+        newest = max(one["generation"] for one in said)
+        if self._generation < newest:  # a failure of the others' has passed this rank by
+            self._reset_transport()
+            self._generation = newest
+        new = said[0]["rows"] is not None
+        if not new and all(one["fits"] == said[0]["layout"] for one in said):
+            return None
+        with topology.phase("prepare"):
+            self._require_wanted(topology)
+            update = self._agreed(said)
+            _make_ready(update.layout, landing, sink)
+        if new:
+            self._ready(update.layout, pool)
+        return update
+
+    def _agreed(self, said: Sequence[Mapping[str, Any]]) -> Update:
+        """What comes, from what all have said; the same on all ranks, errors too."""
+        step = _agreed_step(said)
+        _require_one_layout([said[rank] for rank in self.trainers])
+        if said[0]["rows"] is not None:
+            self._known = WeightLayout.from_rows(said[0]["rows"])
+        layout = self._known
+        assert layout is not None, "the lead sends the layout when it is not that of the last update"
+        digests = _agreed_digests([said[rank]["digests"] for rank in self.trainers], layout)
+        version = WeightVersion(step, _version_digest(layout, digests))
+        return Update(layout, version, digests, self._topology())
 
     def _load(self, sink: Sink, landing: Landing, began: float) -> SyncReport:
-        assert self._update is not None
+        update = self._update
+        assert update is not None
         try:
-            sink.load(landing.weights(), self._update.version)
+            sink.load(_noticed(landing.weights(), update.topology), update.version)
         except Exception as error:
-            self._fail(error)  # raises
-        return self._finish(began, None)
+            self._fail(update, error)
+        return self._finish(update, began, None)
 
-    def _finish(self, reload_began: float | None, send_began: float | None) -> SyncReport:
+    def _finish(self, update: Update | None, reload_began: float | None, send_began: float | None) -> SyncReport:
         """The weights are where they shall be, on this rank: see that it is so on all. Collective."""
-        update, topology = self._update, self._topology()
+        topology = self._still_open(update).topology
         assert update is not None
         now = time.perf_counter()
         update.seconds["reload_s"] = 0.0 if reload_began is None else now - reload_began
@@ -609,9 +707,9 @@ class VersionedEngine(CheckpointEngineWithCache):
                     update.seconds["blocked_s"] = time.perf_counter() - send_began
                 phase.payload = update.seconds
         except BaseException as error:
-            self._close_update(error)
+            self._close_update(update, error)
             raise
-        self._close_update(None)
+        self._close_update(update, None)
         self.version = update.version
         if len(self._landings) > 1 and self.rank in self.rollouts:
             self._landings.reverse()
@@ -629,30 +727,48 @@ class VersionedEngine(CheckpointEngineWithCache):
         )
         return self.report
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, update: Update | None, error: Exception) -> NoReturn:
         """Fail an update that all have received, for it could not be loaded here. Collective; raises what all ranks raise."""
-        topology = self._topology()
+        topology = self._still_open(update).topology
         try:
             with topology.phase("load"):
                 raise error
         except BaseException as told:
-            self._close_update(told)
+            self._close_update(update, told)
             raise
 
-    def _close_update(self, error: BaseException | None) -> None:
+    def _still_open(self, update: Update | None) -> Update:
+        if update is None or self._update is not update:
+            raise CheckpointError("the weights that came were taken too late: the update has failed without this rank")
+        return update
+
+    def _close_update(self, update: Update | None, error: BaseException | None) -> None:
         """Leave the operation, as its block would be left."""
-        update, self._update = self._update, None
-        if update is not None:
+        if update is not None and self._update is update:
+            self._update = None
             update.context.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
-    def _abandon(self) -> None:
-        """An update that nobody has taken, such as after an error of the program between two calls."""
-        if self._update is not None and self._thread is not None:
-            abandoned = CheckpointError("the weights that came were never taken")
-            try:
-                self._wait(self._fail, abandoned)
-            except CheckpointError:
-                return
+    # Updates that somebody does not want any more
+
+    def _require_wanted(self, topology: Topology) -> None:
+        if self._cancelled.is_set() or self.topology is not topology:
+            raise CheckpointError("the call was cancelled")
+
+    def _withdraw(self, update: Update | None, why: str) -> None:
+        """Fail an update if it is open still: tell the others, and wait for none of them."""
+        self._close_update(update, asyncio.CancelledError(why))
+
+    def _decline(self) -> None:
+        """Tell the others that this rank does not come to an update."""
+        with suppress(asyncio.CancelledError), ExitStack() as context:
+            context.callback(self._say_ended)
+            context.enter_context(self._topology().operation(_WHAT))
+            raise asyncio.CancelledError("the call was cancelled")
+
+    def _settle(self) -> None:
+        """Clean up behind calls that were cancelled, consumers that have gone, an error of the program between two calls."""
+        self._withdraw(self._update, "the weights that came were not taken")
+        self._cancelled.clear()
 
     # Helpers
 
@@ -661,22 +777,53 @@ class VersionedEngine(CheckpointEngineWithCache):
             raise _NEVER
         return self.topology
 
-    def _require_none_open(self) -> None:
-        if self._update is not None:
+    def _begin(self) -> None:
+        """Have nothing open from the update before."""
+        if self._update is not None and self.colocated and not self._cancelled.is_set():
             raise ConfigurationError(
                 f"the weights of step {self._update.version.step} have come and have not been taken: colocated, each "
                 "send_weights is followed by receive_weights or receive_into"
             )
+        self._settle()
 
-    async def _run(self, call: Callable[..., Result], *args: Any) -> Result:
-        """Run in the engine's thread, while the event loop goes on."""
+    def _submit(self, call: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Queue for the engine's thread."""
         if self._thread is None:
             raise _NEVER
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+        return self._thread.submit(call, *args)
 
-    def _wait(self, call: Callable[..., Result], *args: Any) -> Result:
-        assert self._thread is not None
-        return self._thread.submit(call, *args).result()
+    async def _run(self, call: Callable[..., Result], *args: Any) -> Result:
+        """Run in the engine's thread, while the event loop goes on. A caller that is cancelled fails the update at its next phase."""
+        future = self._submit(call, *args)
+        try:
+            return await _done(future)
+        except asyncio.CancelledError:
+            self._cancelled.set()
+            self._submit(self._settle)
+            raise
+
+    async def _run_to_the_end(self, call: Callable[..., Result], *args: Any) -> Result:
+        """The same for what the others count on: a caller that is cancelled is so when it is done."""
+        future = self._submit(call, *args)
+        try:
+            return await _done(future)
+        except asyncio.CancelledError:
+            with suppress(Exception):
+                await _done(future)
+            raise
+
+
+async def _done(future: Future[Result]) -> Result:
+    """Wait for another thread, which goes on if this task is cancelled."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: Future[Result]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(tell)
+    await done.wait()
+    return future.result()
 
 
 def _float_type(given: str | torch.dtype | None) -> torch.dtype | None:
@@ -698,6 +845,25 @@ async def _numbered(
         for named in weights:
             number += 1
             yield number, named
+
+
+def _to_step(said: Sequence[Mapping[str, Any]]) -> str:
+    return f"{_WHAT} to step {next(one['step'] for one in said if one['step'] is not None)}"
+
+
+def _make_ready(layout: WeightLayout, landing: Landing | None, sink: Sink | None) -> None:
+    """See that a rollout can take weights."""
+    if sink is not None:
+        sink.check(layout)
+    if landing is not None:
+        landing.make_room(layout)
+
+
+def _noticed(weights: Iterable[NamedTensor], topology: Topology) -> Iterator[NamedTensor]:
+    """Every weight that is taken is a move."""
+    for named in weights:
+        yield named
+        topology.progress()
 
 
 def _version_digest(layout: WeightLayout, digests: Mapping[int, str]) -> str:

@@ -10,6 +10,7 @@ import ctypes
 import io
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -693,12 +694,28 @@ def test_it_has_the_entry_point_of_the_real_one() -> None:
     ]
 
 
-def test_npu_smi_shows_each_rank_on_its_device() -> None:
-    ask = f"echo $$; {FOLDER}/bin/npu-smi info -t proc-mem -i 1; {FOLDER}/bin/npu-smi info -t proc-mem -i 0"
-    environment = os.environ | {"LOCAL_RANK": "1"}
-    said = subprocess.run(["sh", "-c", ask], env=environment, capture_output=True, text=True, check=True).stdout
-    pid, *lines = said.splitlines()
-    assert [line.split()[:2] for line in lines if "Process id" in line] == [["Process", f"id:{pid}"]]
+@pytest.mark.npu
+def test_npu_smi_shows_a_process_on_the_devices_that_it_has_set() -> None:
+    (first, first_pid), (second, second_pid) = run_ranks(2, _asked_npu_smi, device="npu")
+    assert [(npu, pid) for npu, _, pid in first] == [(0, first_pid)]
+    assert [(npu, pid) for npu, _, pid in second] == [(1, second_pid), (2, second_pid)]
+    assert first[0][1] != second[0][1]
+
+
+def _asked_npu_smi(topology: Topology) -> tuple[list[tuple[int, int, int]], int]:
+    """(NPU, chip, process) of each NPU that has this process on it."""
+    if topology.rank == 1:
+        torch.ones(3, device="npu:2")
+    found = []
+    for npu in range(4):
+        said = subprocess.run(
+            ["npu-smi", "info", "-t", "proc-mem", "-i", str(npu)], capture_output=True, text=True, check=True
+        ).stdout
+        fields = dict(re.findall(r"(NPU ID|Chip Count|Process id|Chip ID)\s*:\s*(\d+)", said))
+        assert int(fields["NPU ID"]) == npu
+        if "Process id" in fields:
+            found.append((npu, int(fields["Chip ID"]), int(fields["Process id"])))
+    return found, os.getpid()
 
 
 class _Compiler:

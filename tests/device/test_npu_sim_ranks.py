@@ -203,6 +203,44 @@ def _a_wait_with_a_limit_keeps_the_host(rank: int, _folder: Path) -> None:
 
 
 @check
+def _a_collective_is_late_by_itself_and_at_once_for_who_waits(rank: int, _folder: Path) -> None:
+    got = _full(rank + 1)
+    dist.barrier()
+    with settings(NPU_SIM_COPY_DELAY_US=1_500_000):
+        start = time.monotonic()
+        work = dist.all_reduce(got, async_op=True)
+        time.sleep(0.3)
+        assert not work.is_completed()
+        with torch.npu.stream(torch.npu.Stream()):  # waits for nothing
+            assert got.cpu().eq(rank + 1).all()
+        torch.npu.synchronize()
+        assert time.monotonic() - start < 1.2
+    assert got.eq(3).all()
+
+
+@check
+def _an_aborted_group_keeps_nobody_waiting_and_its_memory_to_itself(rank: int, _folder: Path) -> None:
+    group = dist.new_group([0, 1], backend="hccl", timeout=timedelta(seconds=3))
+    got = _full(rank + 1, 1 << 17)
+    dist.all_reduce(got, group=group)
+    assert got[0].item() == 3
+    if rank == 1:
+        works = [dist.all_reduce(got, group=group, async_op=True) for _ in range(2)]  # the other one never takes part
+        time.sleep(0.2)
+        address = got.data_ptr()
+        del got
+        start = time.monotonic()
+        group.abort()
+        torch.npu.synchronize()
+        assert time.monotonic() - start < 1.5
+        for work in works:
+            with pytest.raises(RuntimeError, match="the communicator was aborted"):
+                work.wait()
+        assert _full(9, 1 << 17).data_ptr() != address
+    dist.barrier()
+
+
+@check
 def _memory_of_a_pending_collective_is_not_given_out_again(rank: int, _folder: Path) -> None:
     got = _full(rank + 1, 1 << 16)
     address = got.data_ptr()

@@ -1,5 +1,5 @@
-// "hccl": gloo on the bytes of npu tensors, on streams of its own, as late as copies are. A call returns at once, and so does
-// the wait for it.
+// "hccl": gloo on the bytes of npu tensors, on streams of its own, as late as copies are. A call returns at once, and
+// so does the wait for it.
 #pragma once
 
 #include "operators.h"
@@ -13,10 +13,37 @@ using c10d::OpType;
 using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
 
+using Flag = std::shared_ptr<std::atomic<bool>>;
+
+// Where collectives that were given up wait for gloo, which cannot: for no stream, so that nobody waits for them.
+inline Queue& limbo() {
+  static auto* queue = new Queue();
+  return *queue;
+}
+
+// Wait until gloo is done, or nobody wants it any more. Then its memory is kept from others until it is.
+inline void finish(const intrusive_ptr<Work>& work, const Flag& aborted, const std::vector<void*>& used) {
+  while (!aborted->load()) {
+    try {
+      work->wait(std::chrono::milliseconds(100));
+      return;
+    } catch (...) {
+      if (work->isCompleted() && !aborted->load()) throw;
+    }
+  }
+  const auto over = limbo().post([work] {
+    try {
+      work->wait();
+    } catch (...) {  // nobody is left to be told
+    }
+  });
+  for (auto* address : used) device_memory().hold(address, over);
+}
+
 class HcclWork final : public Work {
  public:
-  HcclWork(int rank, OpType type, Mark done, c10::Stream lane, Tensors outputs)
-      : Work(rank, type), done_(done), lane_(lane), outputs_(std::move(outputs)) {
+  HcclWork(int rank, OpType type, Mark done, c10::Stream lane, Tensors outputs, Flag aborted)
+      : Work(rank, type), done_(done), lane_(lane), outputs_(std::move(outputs)), aborted_(std::move(aborted)) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                        std::vector<c10::Device>{lane.device()});
     c10::StreamGuard guard(lane);
@@ -36,6 +63,7 @@ class HcclWork final : public Work {
       TORCH_CHECK(done_.queue->wait_until(done_.ticket, deadline), "hccl: the collective was not over within ",
                   timeout.count(), " ms");
     }
+    TORCH_CHECK(!aborted_->load(), "hccl: the communicator was aborted");
     if (done_.reached()) done_.queue->rethrow(done_.ticket);
     synchronize();
     return true;
@@ -45,6 +73,7 @@ class HcclWork final : public Work {
   Mark done_;
   c10::Stream lane_;
   Tensors outputs_;
+  Flag aborted_;
   intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -162,6 +191,10 @@ class Hccl final : public c10d::Backend {
     return queue_up(OpType::BARRIER, lane_, {}, {}, [=, gloo = gloo_] { return gloo->barrier(options); });
   }
 
+  // Everything that is under way or queued is over, for streams and for who waits; what is in its memory, nobody knows.
+  // But a send or receive that has begun goes on to its end.
+  void abort() override { aborted_->store(true); }
+
   // What was started gets a moment to end: a process that leaves takes its connections with it.
   void shutdown() override {
     const auto deadline = Clock::now() + std::chrono::seconds(5);
@@ -194,10 +227,21 @@ class Hccl final : public c10d::Backend {
     const c10::Stream lane(c10::Stream::UNSAFE, device, lane_number);
     auto& queue = queue_of({device.index(), lane_number});
     queue.post_wait(queue_of(current_stream(device.index())).last());
-    const auto late = type == OpType::BARRIER ? Clock::duration{} : lateness();  // a barrier keeps the host: it is waited for
-    const auto done = queue.post([call = std::move(call)]() mutable { call()->wait(); }, late);
+    const auto late = type == OpType::BARRIER ? Clock::duration{} : lateness();  // a barrier keeps the host anyway
+    std::vector<void*> addresses;
+    for (const auto& tensor : used) addresses.push_back(tensor.storage().mutable_data());
+    const bool between_two = type == OpType::SEND || type == OpType::RECV;  // gloo gives up what is waited for in vain
+    auto job = [call = std::move(call), aborted = aborted_, addresses = std::move(addresses), between_two]() mutable {
+      if (aborted->load()) return;
+      if (between_two) {
+        call()->wait();
+      } else {
+        finish(call(), aborted, addresses);
+      }
+    };
+    const auto done = queue.post(std::move(job), late);
     for (const auto& tensor : used) device_memory().recordStream(tensor.storage().data_ptr(), lane);
-    return c10::make_intrusive<HcclWork>(getRank(), type, done, lane, outputs);
+    return c10::make_intrusive<HcclWork>(getRank(), type, done, lane, outputs, aborted_);
   }
 
   // One for each neighbour and direction: two ranks that both send first, and then receive, do not wait for each other.
@@ -216,6 +260,7 @@ class Hccl final : public c10d::Backend {
   }
 
   intrusive_ptr<c10d::Backend> gloo_;
+  Flag aborted_ = std::make_shared<std::atomic<bool>>(false);
   int64_t lane_;
   std::mutex mutex_;
   std::map<int, int64_t> sending_, receiving_;

@@ -135,6 +135,16 @@ class DeviceMemory final : public c10::DeviceAllocator {
     if (found != live_.end() && found->second->stream != key) found->second->also_used_on.insert(key);
   }
 
+  // The block of this address, in use or let go of, is not given out again before that.
+  void hold(void* address, const Mark& use) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto live = live_.find(static_cast<char*>(address));
+    if (live != live_.end()) live->second->uses.push_back(use);
+    for (auto* block : held_) {
+      if (block->data == address) block->uses.push_back(use);
+    }
+  }
+
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     std::lock_guard<std::mutex> lock(mutex_);
     return stats_[device];

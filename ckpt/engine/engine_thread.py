@@ -1,0 +1,42 @@
+"""The thread that an engine's collective calls are made in, so that the event loop goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+
+from ckpt.device import same_device
+
+Result = TypeVar("Result")
+
+
+class EngineThread:
+    """Makes calls one after the other. One that never ends, such as a sink's, does not keep the process from ending."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        Thread(target=_run, args=(self._calls, same_device()), name="ckpt-engine", daemon=True).start()
+
+    def submit(self, call: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Queue a call; return where its result will be."""
+        future: Future[Result] = Future()
+        self._calls.put((future, lambda: call(*args)))
+        return future
+
+    def stop(self) -> None:
+        """End behind the calls that are queued. Waits for none."""
+        self._calls.put(None)
+
+
+def _run(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None], begin: Callable[[], None]) -> None:
+    begin()
+    while (queued := calls.get()) is not None:
+        future, call = queued
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        del queued, future, call  # a result may hold much, and the next call may be long in coming

@@ -1,0 +1,127 @@
+"""The keys of the benchmark of weight updates, and who may take part: what can be wrong with them is found before any rank starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+
+from ckpt.dtypes import torch_dtype
+from ckpt.engine.base import CheckpointEngineRegistry
+from ckpt.errors import CheckpointError, ConfigurationError
+from recipes.benchmarking import require_counts, typed_keys
+from recipes.config import AT_RUN_TIME, bind, made
+
+OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi": ("kimi_ckpt_engine", {"transport": "pipelined"}),
+    "kimi/update": ("kimi_ckpt_engine", {"transport": "update"}),
+    "broadcast": ("broadcast", {}),
+}
+"""Engine and its settings, by contender."""
+RAW = "raw"
+RAW_ALL = "raw-all"
+REFERENCE = "reference"
+TUNED = "reference/tuned"
+PER_TENSOR = "per-tensor"
+OTHERS = (RAW, RAW_ALL, REFERENCE, TUNED, PER_TENSOR)
+
+_NEEDS_PACKAGE = ("kimi", "kimi/update", REFERENCE, TUNED)
+
+
+@dataclass
+class RoleKeys:
+    trainer: int = MISSING
+    rollout: int = MISSING
+
+
+@dataclass
+class AgreeKeys:
+    timeout_s: float = MISSING
+    grace_s: float = MISSING
+
+
+@dataclass
+class RunKeys:
+    run_name: str = MISSING
+    output_dir: str = MISSING
+    run_dir: str = MISSING
+    roles: RoleKeys = field(default_factory=RoleKeys)
+    agree: AgreeKeys = field(default_factory=AgreeKeys)
+    device: dict[str, Any] = MISSING
+
+
+@dataclass
+class SyncBenchmarkKeys:
+    mib: int
+    width: int
+    dtypes: list[str]
+    bucket_mib: int
+    repeats: int
+    contenders: list[str]
+
+
+def checked_benchmark(cfg: DictConfig) -> dict[str, Any]:
+    """Return the run's config as a plain dictionary, resolved, with right types.
+
+    Raises:
+        ConfigurationError, OmegaConfBaseException: naming the key, what was found and the way out.
+        DeviceUnavailableError: this machine does not have the device.
+    """
+    with open_dict(cfg):
+        wanted = OmegaConf.to_container(cfg.pop("benchmark"))
+    typed = OmegaConf.merge(OmegaConf.structured(RunKeys), cfg)
+    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    run["run_dir"] = str(Path(run["run_dir"]).absolute())
+    roles = run.pop("roles")  # else the default process group would be the trainers'
+    for name, number in roles.items():
+        if number < 1:
+            raise ConfigurationError(f"roles.{name}={number}: expected at least 1")
+    if not run["agree"]["timeout_s"] > 0:
+        raise ConfigurationError(f"agree.timeout_s={run['agree']['timeout_s']}: expected more than 0 seconds")
+    bind(run["device"], "device", AT_RUN_TIME["device"])
+    made(run["device"]).require()
+    return run | {
+        "benchmark": check_benchmark(wanted) | {"roles": roles},
+        "launch": {"nproc_per_node": roles["trainer"] + roles["rollout"]},
+    }
+
+
+def check_benchmark(wanted: Any) -> dict[str, Any]:
+    """Return the benchmark's own keys with their right types.
+
+    Raises:
+        ConfigurationError: there is no such key, contender or data type, a number is too small, or a package is missing.
+    """
+    keys = typed_keys(SyncBenchmarkKeys, wanted)
+    require_counts({name: keys[name] for name in ("mib", "width", "bucket_mib", "repeats")})
+    _check_dtypes(keys["dtypes"])
+    _check_contenders(keys["contenders"])
+    return keys
+
+
+def _check_dtypes(names: list[str]) -> None:
+    try:
+        are_right = bool(names) and all(torch_dtype(name).is_floating_point for name in names)
+    except CheckpointError:
+        are_right = False
+    if not are_right:
+        floats = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype) and _is_float(name)]
+        raise ConfigurationError(f"benchmark.dtypes={names}: expected some of {', '.join(sorted(set(floats)))}")
+
+
+def _is_float(name: str) -> bool:
+    try:
+        return torch_dtype(name).is_floating_point
+    except CheckpointError:
+        return False
+
+
+def _check_contenders(names: list[str]) -> None:
+    known = (*OURS, *OTHERS)
+    if not names or len(set(names)) < len(names) or any(name not in known for name in names):
+        raise ConfigurationError(f"benchmark.contenders={names}: expected some of {', '.join(known)}, each once")
+    if any(name in _NEEDS_PACKAGE for name in names):
+        CheckpointEngineRegistry.get("kimi_ckpt_engine")  # says which package is missing

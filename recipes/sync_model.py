@@ -1,0 +1,106 @@
+"""Weights such as those of a transformer, with random bits, that change as a whole from one update to the next."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckpt.dtypes import raw_bytes, torch_dtype, zarr_name
+from ckpt.manifest import digest_of
+
+VOCABULARY = 16
+"""Rows of the embedding for each of the model's columns."""
+
+Row = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+class Weights:
+    """A state of named tensors, each with memory of its own; what an engine takes, and what a live model is made of."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.tensors)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.copy_(state_dict[name])
+
+    def change(self) -> None:
+        """Give every byte another value, the same on all that held equal ones; none that it had in the last 200 changes."""
+        for tensor in self.tensors.values():
+            raw_bytes(tensor).add_(1)
+
+    def spoil(self) -> None:
+        """Give every byte a value that tells nothing of what it was."""
+        for tensor in self.tensors.values():
+            raw_bytes(tensor).fill_(0xA5)
+
+    def fingerprint(self) -> str:
+        """A digest of every bit under its name."""
+        return digest_of("".join(name + digest_of(_host_bytes(one)) for name, one in self.tensors.items()).encode())
+
+
+def rows_of(num_bytes: int, width: int, dtypes: Sequence[str]) -> list[Row]:
+    """The tensors of a transformer of at least so many bytes, as few layers as that takes.
+
+    Args:
+        dtypes: of the matrices, in turn.
+    """
+    kinds = itertools.cycle([torch_dtype(name) for name in dtypes])
+    found: list[Row] = []
+    size = 0
+    for name, shape in _shapes(width):
+        dtype = next(kinds) if len(shape) == 2 else torch.int64 if not shape else torch.float32
+        found.append((name, dtype, shape))
+        size += math.prod(shape) * dtype.itemsize
+        if size >= num_bytes:
+            break
+    return found
+
+
+def made_of(rows: Sequence[Row], device: torch.device, seed: int) -> Weights:
+    """Weights with random bits: the same for the same seed, whatever the device."""
+    generator = torch.Generator().manual_seed(seed)
+    return Weights({name: _random(dtype, shape, generator).to(device) for name, dtype, shape in rows})
+
+
+def described(rows: Sequence[Row]) -> dict[str, int]:
+    """How many tensors there are of each type."""
+    counts: dict[str, int] = {}
+    for _, dtype, _ in rows:
+        counts[zarr_name(dtype)] = counts.get(zarr_name(dtype), 0) + 1
+    return counts
+
+
+def _shapes(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "steps", ()
+    yield "embedding.weight", (VOCABULARY * width, width)
+    for layer in itertools.count():
+        of = f"layers.{layer}"
+        yield f"{of}.norm1.weight", (width,)
+        yield f"{of}.attention.qkv.weight", (3 * width, width)
+        yield f"{of}.attention.qkv.bias", (3 * width,)
+        yield f"{of}.attention.out.weight", (width, width)
+        yield f"{of}.norm2.weight", (width,)
+        yield f"{of}.mlp.up.weight", (4 * width, width)
+        yield f"{of}.mlp.down.weight", (width, 4 * width)
+
+
+def _random(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    count = math.prod(shape) * dtype.itemsize
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), generator=generator, dtype=torch.int64)
+    return words.view(torch.uint8)[:count].clone().view(dtype).view(shape)
+
+
+def _host_bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(raw_bytes(tensor.cpu()).numpy())

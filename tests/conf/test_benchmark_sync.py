@@ -1,0 +1,208 @@
+"""The benchmark of weight updates: its command line, what it makes of what the ranks saw, and a small one from beginning to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.topology import Topology
+from recipes import sync_rounds
+from recipes.sync_contender import Contender, Seconds
+from recipes.sync_figures import PARTS, compared, show
+from recipes.sync_keys import OTHERS, OURS, RAW, check_benchmark, checked_benchmark
+from recipes.sync_model import made_of, rows_of
+from tests.conf.configs import composed
+from tests.ranks import run_ranks
+
+KEYS: dict[str, Any] = {
+    "mib": 1,
+    "width": 32,
+    "dtypes": ["bfloat16"],
+    "bucket_mib": 1,
+    "repeats": 1,
+    "contenders": ["kimi", "raw"],
+}
+EVERYBODY = [*OURS, *OTHERS]
+
+
+def config(run_dir: Path, *overrides: str) -> dict[str, Any]:
+    """Return the config as the command checks it."""
+    return checked_benchmark(composed(run_dir, *overrides, root="benchmark_sync"))
+
+
+def small(run_dir: Path, names: list[str], *overrides: str) -> dict[str, Any]:
+    return config(
+        run_dir,
+        "benchmark.mib=3",
+        "benchmark.width=64",
+        "benchmark.bucket_mib=1",
+        "benchmark.repeats=1",
+        f"benchmark.contenders=[{','.join(names)}]",
+        *overrides,
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_a_word_everybody_takes_part_on_two_trainers_and_two_rollouts(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.device.Device.require", lambda self: None)
+    run = config(tmp_path, f"device={device}")
+    assert run["benchmark"]["contenders"] == EVERYBODY
+    assert run["benchmark"]["roles"] == {"trainer": 2, "rollout": 2}
+    assert (run["benchmark"]["mib"], run["benchmark"]["bucket_mib"]) == (512, 64)
+    assert run["device"]["type"] == device
+
+
+@pytest.mark.parametrize(("trainer", "rollout"), [(1, 1), (3, 1), (1, 3)])
+def test_as_many_ranks_are_started_as_the_roles_take(trainer: int, rollout: int, tmp_path: Path) -> None:
+    run = config(tmp_path, f"roles.trainer={trainer}", f"roles.rollout={rollout}")
+    assert run["launch"]["nproc_per_node"] == trainer + rollout
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("roles.rollout=0", "roles.rollout=0: expected at least 1"),
+        ("agree.timeout_s=0", "agree.timeout_s=0.0: expected more than 0 seconds"),
+        ("device.pinned_mib=0", "device.pinned_mib=0: give 1 or more"),
+    ],
+)
+def test_a_run_that_cannot_be_is_one_sentence(override: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        config(tmp_path, override)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"mib": 0}, "benchmark.mib=0: expected at least 1"),
+        ({"repeats": 0}, "benchmark.repeats=0: expected at least 1"),
+        ({"bucket_gb": 2}, "'bucket_gb'.*the benchmark has benchmark.mib, benchmark.width, "),
+        ({"dtypes": []}, r"benchmark.dtypes=\[\]: expected some of bfloat16, "),
+        ({"dtypes": ["int8"]}, r"benchmark.dtypes=\['int8'\]: expected some of bfloat16, .*float8_e4m3fn"),
+        ({"dtypes": ["bf16"]}, r"benchmark.dtypes=\['bf16'\]: expected some of bfloat16, "),
+        ({"contenders": []}, "benchmark.contenders=.*expected some of kimi, kimi/update, "),
+        ({"contenders": ["nccl"]}, "benchmark.contenders=.*expected some of .*, per-tensor, each once"),
+        ({"contenders": ["raw", "raw"]}, "benchmark.contenders=.*each once"),
+    ],
+)
+def test_a_wrong_key_is_one_sentence(wrong: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        check_benchmark({**KEYS, **wrong})
+
+
+def test_weights_are_a_transformers_as_large_as_asked_for_and_change_in_every_byte() -> None:
+    rows = rows_of(1 << 20, 32, ["bfloat16", "float8_e4m3fn"])
+    weights, same, other = (made_of(rows, torch.device("cpu"), seed) for seed in (0, 0, 1))
+    assert 1 << 20 <= weights.num_bytes < (1 << 20) + 4 * 32 * 32 * 2
+    assert {tensor.dtype for tensor in weights.tensors.values()} == {
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float32,
+        torch.int64,
+    }
+    assert weights.fingerprint() == same.fingerprint() != other.fingerprint()
+    before = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+    weights.change()
+    for name, tensor in weights.tensors.items():
+        assert not torch.any(tensor.reshape(-1).view(torch.uint8) == before[name].reshape(-1).view(torch.uint8)), name
+    same.change()
+    assert weights.fingerprint() == same.fingerprint()
+    weights.spoil()
+    other.spoil()
+    assert weights.fingerprint() == other.fingerprint(), "nothing is left of what was there"
+
+
+def test_ratios_are_made_within_each_round() -> None:
+    first = {"kimi": row(10.0, 5.0), "raw": {"transfer_s": 1.0, "update_s": 1.0}, "reference": row(3.0, 9.0)}
+    rounds = {
+        "kimi": [row(1.0, 2.0), row(2.0, 8.0), row(3.0, 3.0)],
+        "raw": [{"transfer_s": s, "update_s": s} for s in (1.0, 8.0, 6.0)],
+        "reference": [row(1.0, 9.0), row(1.0, 9.0), row(1.0, 9.0)],
+    }
+    result = compared(first, rounds, num_bytes=6 * 10**9)
+    assert result["medians"]["kimi"] == {"offload_s": 2.0, "transfer_s": 3.0, "update_s": 6.0}
+    assert result["ranges"]["kimi"]["transfer_s"] == [2.0, 8.0]
+    assert result["gb_s"]["kimi"] == {"offload_s": 3.0, "transfer_s": 2.0, "update_s": 1.0}
+    assert result["ratios"] == {"kimi": {"of_raw": 1.0, "reference": 10 / 6, "offload": 0.2}}
+
+
+def row(offload_s: float, transfer_s: float) -> Seconds:
+    return {"offload_s": offload_s, "transfer_s": transfer_s, "update_s": offload_s + transfer_s}
+
+
+def test_a_small_one_measures_everybody_and_finds_every_bit_at_every_rollout(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dtypes = "benchmark.dtypes=[bfloat16,float8_e4m3fn,float32]"
+    cfg = small(tmp_path, EVERYBODY, "roles.trainer=2", "roles.rollout=1", dtypes)
+    result = run_ranks(3, _benchmark, cfg, process_group=True, timeout_s=60)[0]
+    assert json.loads((tmp_path / "sync.json").read_text()) == result
+    assert [path.name for path in tmp_path.iterdir()] == ["sync.json"]
+    assert [list(result[key]) for key in ("rounds", "first", "medians", "buckets")] == [EVERYBODY] * 4
+    assert (result["trainers"], result["rollouts"], result["bucket_bytes"]) == (2, 1, 1 << 20)
+    assert 3 << 20 <= result["bytes"] < 4 << 20
+    assert set(result["dtypes"]) == {"bfloat16", "float8_e4m3fn", "float32", "int64"}
+    assert result["versions"]["torch"] == torch.__version__ and result["machine"]["cores"]
+    for name, medians in result["medians"].items():
+        assert 0 < medians["transfer_s"] <= medians["update_s"]
+        assert set(PARTS) <= set(medians) or name not in OURS
+        assert ("offload_s" in medians) == (name in OURS or name.startswith("reference"))
+        assert result["buckets"][name] == (None if name == "per-tensor" else 4)
+    assert set(result["ratios"]) == set(OURS)
+    assert set(result["ratios"]["kimi"]) == {"of_raw", "of_raw_all", "reference", "tuned", "offload"}
+    printed = capfd.readouterr().err
+    assert "first kimi: update " in printed and "round 1/1 per-tensor: update " in printed
+    show(result)
+    table = capfd.readouterr().out
+    assert all(
+        word in table for word in ("reference/tuned", "first offload", "later offloads", "2 trainers, 1 rollout")
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("trainer", "rollout"), [(1, 1), (2, 2), (3, 1), (1, 3)])
+def test_other_numbers_of_ranks_find_every_bit_too(trainer: int, rollout: int, tmp_path: Path) -> None:
+    cfg = small(tmp_path, EVERYBODY, f"roles.trainer={trainer}", f"roles.rollout={rollout}")
+    result = run_ranks(trainer + rollout, _benchmark, cfg, process_group=True, timeout_s=120)[0]
+    assert list(result["medians"]) == EVERYBODY
+
+
+def test_a_rollout_that_holds_other_bits_ends_the_benchmark(tmp_path: Path) -> None:
+    cfg = small(tmp_path, ["raw"], "roles.trainer=1", "roles.rollout=1")
+    sentence = "raw: rank 1 holds other bits than were sent"
+    assert run_ranks(2, _refused, cfg, process_group=True, timeout_s=60) == [sentence] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_ranks_than_the_roles_take_are_refused(tmp_path: Path) -> None:
+    cfg = small(tmp_path, [RAW])
+    with Topology.alone() as topology, pytest.raises(ConfigurationError, match="take 4 ranks, but there are 1"):
+        sync_rounds.benchmark(cfg, topology)
+
+
+class Idle(Contender):
+    """It brings nothing, so rollouts hold what they were spoilt with."""
+
+    def update(self, step: int) -> Seconds:
+        return {"transfer_s": 1.0}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _benchmark(topology: Topology, cfg: dict[str, Any]) -> dict[str, Any]:
+    return sync_rounds.benchmark(cfg, topology)
+
+
+def _refused(topology: Topology, cfg: dict[str, Any]) -> str:
+    sync_rounds.contender_of = lambda name, ends: Idle(ends)  # in this process, a rank's own
+    with pytest.raises(CorruptCheckpointError) as refused:
+        sync_rounds.benchmark(cfg, topology)
+    return str(refused.value)

@@ -1,0 +1,262 @@
+"""What trainers put into their pools and rollouts find in their landings: any tensors, strides, buckets and owners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.dtypes import as_integers
+from ckpt.engine.layout import ALIGNED, WeightLayout
+from ckpt.engine.pool import HostPool, Landing, digest_of_bucket
+from ckpt.errors import ConfigurationError
+from tests.states import ALL_DTYPES, random_bits, same_bits
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    backwards = tuple(reversed(range(tensor.dim())))
+    return tensor.permute(backwards).contiguous().permute(backwards)
+
+
+def _every_second(tensor: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)[..., 0]
+    as_integers(out).copy_(as_integers(tensor))
+    return out
+
+
+LAYS = {"as it is": lambda tensor: tensor, "transposed": _transposed, "with gaps": _every_second}
+TENSORS = st.lists(
+    st.tuples(
+        st.sampled_from(ALL_DTYPES),
+        st.lists(st.integers(0, 17), max_size=3).map(tuple),
+        st.sampled_from(sorted(LAYS)),
+    ),
+    max_size=8,
+)
+OWNERS = st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True)
+BUCKETS = st.integers(1, 12).map(lambda blocks: blocks * ALIGNED)
+
+
+def tensors_of(kinds: Sequence[tuple[torch.dtype, tuple[int, ...], str]], seed: int) -> dict[str, torch.Tensor]:
+    return {
+        f"w.{number}": LAYS[lay](random_bits(shape, dtype, seed=100 * seed + number))
+        for number, (dtype, shape, lay) in enumerate(kinds)
+    }
+
+
+def sent(
+    pools: Sequence[HostPool],
+    tensors: dict[str, torch.Tensor],
+    bucket_bytes: int,
+    owners: Sequence[int],
+    aliases: dict[str, str] | None = None,
+) -> tuple[WeightLayout, dict[int, str]]:
+    """What all trainers do with the same tensors: the layout, and the digests of all of them."""
+    digests: dict[int, str] = {}
+    for pool in pools:
+        layout = WeightLayout(bucket_bytes, owners, aliases)
+        for name, tensor in tensors.items():
+            pool.put(layout, layout.add(name, tensor.dtype, tensor.shape), tensor)
+        own = pool.seal(layout)
+        assert not own.keys() & digests.keys()
+        digests |= own
+    return layout, digests
+
+
+def landed(pools: Sequence[HostPool], layout: WeightLayout, landing: Landing) -> dict[str, torch.Tensor]:
+    landing.make_room(layout)
+    for pool in pools:
+        for bucket, host in pool.buckets(layout).items():
+            landing.bucket(bucket).copy_(host)
+    return dict(landing.weights())
+
+
+def require_equal(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert same_bits(found[name], tensor), name
+
+
+@settings(max_examples=150)
+@given(TENSORS, TENSORS, BUCKETS, OWNERS)
+def test_what_all_owners_send_gives_back_every_bit_and_again_with_other_tensors_in_the_same_memory(
+    kinds: list[tuple[torch.dtype, tuple[int, ...], str]],
+    others: list[tuple[torch.dtype, tuple[int, ...], str]],
+    bucket_bytes: int,
+    owners: list[int],
+) -> None:
+    pools = [HostPool(rank, bucket_bytes) for rank in owners]
+    landing = Landing()
+    for seed, some in enumerate((kinds, others, kinds), start=1):
+        tensors = tensors_of(some, seed)
+        layout, digests = sent(pools, tensors, bucket_bytes, owners)
+        require_equal(landed(pools, layout, landing), tensors)
+        assert digests == {bucket: digest_of_bucket(landing.bucket(bucket)) for bucket in range(layout.num_buckets)}
+
+
+@given(TENSORS, BUCKETS, OWNERS)
+def test_digests_of_equal_weights_are_equal_whatever_was_in_the_memory_before(
+    kinds: list[tuple[torch.dtype, tuple[int, ...], str]], bucket_bytes: int, owners: list[int]
+) -> None:
+    fresh = sent([HostPool(rank, bucket_bytes) for rank in owners], tensors_of(kinds, 1), bucket_bytes, owners)
+    used = [HostPool(rank, bucket_bytes) for rank in owners]
+    filled = {"all ones": torch.full((20 * bucket_bytes,), 255, dtype=torch.uint8)}
+    sent(used, filled, bucket_bytes, owners)
+    assert sent(used, tensors_of(kinds, 1), bucket_bytes, owners)[1] == fresh[1]
+
+
+@pytest.mark.parametrize("num_owners", [1, 3])
+@pytest.mark.parametrize("lay", sorted(LAYS))
+def test_a_cast_is_that_of_torch_also_where_a_bucket_ends_within_the_tensor(num_owners: int, lay: str) -> None:
+    tensor = LAYS[lay](torch.randn(70, 33, generator=torch.Generator().manual_seed(5)))
+    owners = range(num_owners)
+    pools = [HostPool(rank, 512) for rank in owners]
+    for pool in pools:
+        layout = WeightLayout(512, owners)
+        pool.put(layout, layout.add("w", torch.bfloat16, tensor.shape), tensor)
+        pool.seal(layout)
+    assert same_bits(landed(pools, layout, Landing())["w"], tensor.to(torch.bfloat16))
+
+
+def test_lazy_conjugates_and_negatives_are_sent_as_what_they_are() -> None:
+    plain = torch.randn(9, 11, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
+    tensors = {"conj": plain.conj(), "conj of some": plain.t().conj()[3:], "negative": plain.conj().imag}
+    assert tensors["conj"].is_conj() and tensors["negative"].is_neg()
+    pools = [HostPool(rank, 256) for rank in (0, 1)]
+    layout, _ = sent(pools, tensors, 256, (0, 1))
+    found = landed(pools, layout, Landing())
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor.resolve_conj().resolve_neg()), name
+
+
+def test_a_tensor_that_needs_a_gradient_and_one_that_is_expanded_are_sent() -> None:
+    tensors = {"learned": torch.randn(3, 5, requires_grad=True), "expanded": torch.arange(4.0).expand(3, 4)}
+    pool = HostPool(0, 256)
+    layout, _ = sent([pool], tensors, 256, [0])
+    require_equal(
+        landed([pool], layout, Landing()), {"learned": tensors["learned"].detach(), "expanded": tensors["expanded"]}
+    )
+
+
+class _Untouchable:
+    """A tensor of another owner: to look at its elements is an error."""
+
+    def detach(self) -> _Untouchable:
+        raise AssertionError("a tensor was looked at of which this rank owns nothing")
+
+    is_contiguous = contiguous = to = view = detach
+
+
+def test_a_tensor_is_not_looked_at_where_this_rank_owns_nothing_of_it() -> None:
+    layout = WeightLayout(256, [0, 1])
+    pool = HostPool(1, 256)
+    pool.put(layout, layout.add("of 0", torch.float32, (64,)), _Untouchable())  # type: ignore[arg-type]
+    pool.put(layout, layout.add("of 1", torch.float32, (64,)), torch.arange(64.0))
+    pool.put(layout, layout.add("of 0 again", torch.float32, (64,)), _Untouchable())  # type: ignore[arg-type]
+    assert sorted(pool.seal(layout)) == [1]
+
+
+def test_what_has_gaps_is_copied_by_pieces_no_larger_than_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ckpt.engine.pool as module
+
+    sizes = []
+    fill = module._fill
+
+    def watched(there: torch.Tensor, piece: torch.Tensor, dtype: torch.dtype) -> None:
+        sizes.append(piece.numel() * dtype.itemsize)
+        fill(there, piece, dtype)
+
+    monkeypatch.setattr(module, "_fill", watched)
+    tensor = torch.randn(64, 96).t()
+    pool = HostPool(0, 2048)
+    layout, _ = sent([pool], {"w": tensor}, 2048, [0])
+    assert sum(sizes) == tensor.nbytes and max(sizes) <= 2048
+    require_equal(landed([pool], layout, Landing()), {"w": tensor})
+
+
+def test_the_pool_keeps_its_memory_from_update_to_update_and_lets_go_of_what_is_left_over() -> None:
+    pool = HostPool(0, 256)
+    layout, _ = sent([pool], {"w": torch.zeros(1000)}, 256, [0])
+    first = {bucket: host.data_ptr() for bucket, host in pool.buckets(layout).items()}
+    layout, _ = sent([pool], {"w": torch.ones(1000)}, 256, [0])
+    assert {bucket: host.data_ptr() for bucket, host in pool.buckets(layout).items()} == first
+    layout, _ = sent([pool], {"w": torch.ones(100)}, 256, [0])
+    assert {bucket: host.data_ptr() for bucket, host in pool.buckets(layout).items()} == {
+        bucket: first[bucket] for bucket in (0, 1)
+    }
+    assert pool.num_bytes == 2 * 256
+
+
+def test_the_landing_keeps_its_memory_while_the_weights_fit_and_nobody_reads() -> None:
+    pool, landing = HostPool(0, 256), Landing()
+    layout, _ = sent([pool], {"w": torch.zeros(1000)}, 256, [0])
+    landed([pool], layout, landing)
+    first = landing.bucket(0).data_ptr()
+    for size in (1000, 10, 1000):
+        layout, _ = sent([pool], {"w": torch.ones(size)}, 256, [0])
+        landed([pool], layout, landing)
+        assert landing.bucket(0).data_ptr() == first
+
+
+def test_who_reads_a_landing_keeps_what_it_reads_while_the_next_weights_land() -> None:
+    pool, landing = HostPool(0, 256), Landing()
+    old = {"a": torch.randn(100), "b": torch.randn(100)}
+    layout, _ = sent([pool], old, 256, [0], {"tied": "a"})
+    landed([pool], layout, landing)
+    slow = landing.weights()
+    found = dict([next(slow)])
+    for seed in (2, 3):
+        new = {"a": torch.full((100,), float(seed)), "b": torch.full((100,), -float(seed))}
+        layout, _ = sent([pool], new, 256, [0], {"tied": "a"})
+        require_equal(landed([pool], layout, landing), {**new, "tied": new["a"]})
+    found |= dict(slow)
+    require_equal(found, {**old, "tied": old["a"]})
+    kept = landing.bucket(0).data_ptr()
+    landing.make_room(layout)
+    assert landing.bucket(0).data_ptr() == kept, "the readers of memory that is no more are not those of this one"
+
+
+def test_a_reader_that_ends_early_reads_no_more() -> None:
+    pool, landing = HostPool(0, 256), Landing()
+    layout, _ = sent([pool], {"a": torch.randn(100), "b": torch.randn(100)}, 256, [0])
+    landed([pool], layout, landing)
+    kept = landing.bucket(0).data_ptr()
+    reader: Iterator[tuple[str, torch.Tensor]] = landing.weights()
+    next(reader)
+    reader.close()
+    landing.make_room(layout)
+    assert landing.bucket(0).data_ptr() == kept
+
+
+def test_a_landing_without_room_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ckpt.engine.pool as module
+
+    pool, landing = HostPool(0, 256), Landing()
+    layout, _ = sent([pool], {"a": torch.randn(100)}, 256, [0])
+    landed([pool], layout, landing)
+    large, _ = sent([pool], {"a": torch.randn(10_000)}, 256, [0])
+
+    def full(num_bytes: int) -> torch.Tensor:
+        raise MemoryError(f"no {num_bytes} bytes")
+
+    monkeypatch.setattr(module, "staging_memory", full)
+    with pytest.raises(MemoryError, match="40192"):
+        landing.make_room(large)
+    with pytest.raises(AssertionError, match="make_room"):
+        landing.bucket(0)
+
+
+def test_an_alias_without_its_weight_is_refused_when_the_pool_is_sealed() -> None:
+    with pytest.raises(ConfigurationError, match="tied_names says that head is embed, which is not yielded"):
+        sent([HostPool(0, 256)], {"body": torch.zeros(3)}, 256, [0], {"head": "embed"})
+
+
+def test_no_weights_at_all_are_no_buckets() -> None:
+    pool, landing = HostPool(0, 256), Landing()
+    for tensors in ({}, {"empty": torch.empty(0, 3), "empty too": torch.empty(5, 0, dtype=torch.int8)}):
+        layout, digests = sent([pool], tensors, 256, [0])
+        assert digests == {}
+        require_equal(landed([pool], layout, landing), tensors)
