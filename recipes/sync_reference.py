@@ -79,7 +79,7 @@ class Reference(Contender):
         seconds["transfer_s"] = clock.lap()
         if self.ends.source is not None:
             server.unregister_checkpoint(_CHECKPOINT)
-        self.num_buckets = self._count()
+        self.num_buckets = self.num_buckets or self._count()
         return seconds
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 from ckpt.device import same_device
@@ -18,7 +18,8 @@ class EngineThread:
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        Thread(target=_run, args=(self._calls, same_device()), name="ckpt-engine", daemon=True).start()
+        self._stopped = Event()
+        Thread(target=self._run, args=(same_device(),), name="ckpt-engine", daemon=True).start()
 
     def submit(self, call: Callable[..., Result], *args: Any) -> Future[Result]:
         """Queue a call; return where its result will be."""
@@ -27,16 +28,19 @@ class EngineThread:
         return future
 
     def stop(self) -> None:
-        """End behind the calls that are queued. Waits for none."""
+        """End behind the call that is under way, and make none of those that wait. Does not wait for that."""
+        self._stopped.set()
         self._calls.put(None)
 
-
-def _run(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None], begin: Callable[[], None]) -> None:
-    begin()
-    while (queued := calls.get()) is not None:
-        future, call = queued
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-        del queued, future, call  # a result may hold much, and the next call may be long in coming
+    def _run(self, begin: Callable[[], None]) -> None:
+        begin()
+        while (queued := self._calls.get()) is not None:
+            future, call = queued
+            if self._stopped.is_set():
+                future.cancel()
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+            del queued, future, call  # a result may hold much, and the next call may be long in coming

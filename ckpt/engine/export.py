@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from ckpt.flatten import TensorLeaf, flatten
 from ckpt.mapping import ShardedTensor
 from ckpt.sharing import Stateful, find_aliases
 from ckpt.topology import Topology
+
+_WHAT = "the weights to publish"
 
 
 class WholeWeights:
@@ -31,6 +34,7 @@ class WholeWeights:
 
     Raises:
         ShardingError: what it holds cannot be published; on all ranks.
+        MissingStateError: at an iteration: it holds other tensors than at first; on all ranks.
     """
 
     def __init__(self, stateful: Stateful, topology: Topology) -> None:
@@ -41,11 +45,9 @@ class WholeWeights:
         self._agree()
 
     def __iter__(self) -> Iterator[NamedTensor]:
-        leaves = flatten(self._stateful.state_dict(), "model").tensors
+        leaves = self._leaves()
         for row, holder in self._rows:
             tensor = leaves.get(row.name)
-            if holder is EVERYBODY or holder == self._topology.rank:
-                _require_as_agreed(row, tensor)
             if holder is not EVERYBODY:
                 yield row.name, self._fetched(row, tensor, holder)
             elif is_dtensor(tensor):
@@ -53,9 +55,22 @@ class WholeWeights:
             else:
                 yield row.name, tensor  # type: ignore[misc]
 
+    def _leaves(self) -> dict[str, TensorLeaf]:
+        """What there is now, if it is what was agreed on: who raised alone would leave the others in a collective."""
+        together = any(row.is_sharded or holder is not EVERYBODY for row, holder in self._rows)
+        with ExitStack() as context:
+            if together:
+                context.enter_context(self._topology.operation(_WHAT))
+                context.enter_context(self._topology.phase("compare"))
+            leaves = flatten(self._stateful.state_dict(), "model").tensors
+            for row, holder in self._rows:
+                if holder in (EVERYBODY, self._topology.rank):
+                    _require_as_agreed(row, leaves.get(row.name))
+        return leaves
+
     def _agree(self) -> None:
         """Learn who has what, once."""
-        with self._topology.operation("the weights to publish"), self._topology.phase("names") as phase:
+        with self._topology.operation(_WHAT), self._topology.phase("names") as phase:
             leaves = flatten(self._stateful.state_dict(), "model").tensors
             aliases = find_aliases(leaves, getattr(self._stateful, "tied_names", {}))
             phase.payload = [[_row_of(name, leaf) for name, leaf in leaves.items() if name not in aliases], aliases]

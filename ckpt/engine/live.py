@@ -55,9 +55,8 @@ class LiveModel:
         """
         thread = threading.get_ident()
         with self._changed:
-            while (
-                self._waiting and not self._inside[thread]
-            ):  # else readers that come one behind the other keep it out forever
+            # Else readers that come one behind the other would keep it out forever.
+            while self._waiting and not self._inside[thread]:
                 self._changed.wait()
             if self._torn:
                 raise CheckpointError(

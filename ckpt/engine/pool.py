@@ -45,13 +45,13 @@ class HostPool:
             self._settle()  # copies of an update that failed before `seal`, which would come over those of this one
         size = weight.dtype.itemsize
         for part in layout.parts(weight, self._rank):
+            self._devices.add(tensor.device)
             segment, stop = self._segment(part.bucket), part.at + part.stop - part.start
             for piece, first in _pieces(tensor.detach(), part.start // size, part.stop // size):
                 start = part.at + first * size
                 _fill(segment[start : start + piece.numel() * size], piece, weight.dtype)
             if stop < aligned(stop):
                 segment[stop : aligned(stop)].zero_()  # travels, too, and shall not differ between equal weights
-            self._devices.add(tensor.device)
 
     def seal(self, layout: WeightLayout) -> dict[int, str]:
         """Wait for the copies and return the digest of every bucket of this rank. Memory of buckets that are no more is let go of.

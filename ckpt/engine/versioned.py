@@ -285,13 +285,15 @@ class VersionedEngine(CheckpointEngineWithCache):
         thread, self._thread = self._thread, None
         if thread is not None:
             self._cancelled.set()
-            with suppress(TimeoutError):
-                thread.submit(self._part).result(_LEAVE_S)
-            thread.stop()
-            if self.topology is not None:
-                self.topology.close()
-            self._meeting = self._update = None
-        self.topology = self._joined_as = None
+            try:
+                with suppress(TimeoutError):
+                    thread.submit(self._part).result(_LEAVE_S)
+            finally:
+                thread.stop()
+                topology, self.topology = self.topology, None
+                self._meeting = self._update = self._joined_as = None
+                if topology is not None:
+                    topology.close()
 
     def close(self) -> None:
         """Leave the other ranks and let go of all memory."""
@@ -320,7 +322,6 @@ class VersionedEngine(CheckpointEngineWithCache):
                 phase.payload = [self._room_for_buckets(), uuid.uuid4().hex]
             self._bucket_bytes = min(room for room, _ in phase.payloads)
             self._groups_name = f"ckpt-engine-{phase.payloads[0][1]}"
-            self._address = master.address if master is not None else _own_address()
             self._join_transport(store)
         self._known = None
         self._pool = None
@@ -578,6 +579,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             wait_for(device)
             used += aligned(host.nbytes)
             yield name, there
+        wait_for(device)  # the same, of the last
 
     # The update, in the engine's thread
 
@@ -594,7 +596,8 @@ class VersionedEngine(CheckpointEngineWithCache):
                 phase.payload = self._offer(topology, step, offloaded, landing, sink)
             began = time.perf_counter()
             context.enter_context(topology.operation(_to_step(phase.payloads)))
-            update = self._prepare(topology, phase.payloads, landing, pool, sink)
+            sent = offloaded.layout if offloaded is not None else None
+            update = self._prepare(topology, phase.payloads, sent, landing, pool, sink)
             gathered = time.perf_counter()
             with topology.phase(PHASE):
                 self._require_wanted(topology)
@@ -628,15 +631,14 @@ class VersionedEngine(CheckpointEngineWithCache):
             raise offloaded.error
         said: dict[str, Any] = {"step": step, "held": self.version.step if self.version else None}
         said |= {"fits": self._fits(landing, sink), "generation": self._generation}
+        said["known"] = self._known.digest() if self._known is not None else None
         if offloaded is None:
             return said
         layout = offloaded.layout
-        is_news = self._known is None or self._known.digest() != layout.digest()
         return said | {
             "layout": layout.digest(),
             "size": [len(layout.weights), layout.payload_bytes],
             "digests": sorted(offloaded.digests.items()),
-            "rows": layout.as_rows() if is_news and self.rank == 0 else None,
         }
 
     def _fits(self, landing: Landing | None, sink: Sink | None) -> str | None:
@@ -653,18 +655,23 @@ class VersionedEngine(CheckpointEngineWithCache):
         self,
         topology: Topology,
         said: Sequence[Mapping[str, Any]],
+        sent: WeightLayout | None,
         landing: Landing | None,
         pool: HostPool | None,
         sink: Sink | None,
     ) -> Update | None:
         """See that all rollouts can take what comes; None: they have said so already."""
-        newest = max(one["generation"] for one in said)
-        if self._generation < newest:  # a failure of the others' has passed this rank by
+        generation, layout = max(one["generation"] for one in said), said[0]["layout"]
+        new = any((one["known"], one["generation"]) != (layout, generation) for one in said)
+        if self._generation < generation:  # a failure of the others' has passed this rank by
+            self._generation = generation
             self._reset_transport()
-            self._generation = newest
-        new = said[0]["rows"] is not None
-        if not new and all(one["fits"] == said[0]["layout"] for one in said):
+        if not new and all(one["fits"] == layout for one in said):
             return None
+        if new:
+            with topology.phase("layout") as phase:
+                phase.payload = sent.as_rows() if topology.is_lead and sent is not None else None
+            self._known = WeightLayout.from_rows(phase.payloads[0])
         with topology.phase("prepare"):
             self._require_wanted(topology)
             update = self._agreed(said)
@@ -677,10 +684,8 @@ class VersionedEngine(CheckpointEngineWithCache):
         """What comes, from what all have said; the same on all ranks, errors too."""
         step = _agreed_step(said)
         _require_one_layout([said[rank] for rank in self.trainers])
-        if said[0]["rows"] is not None:
-            self._known = WeightLayout.from_rows(said[0]["rows"])
         layout = self._known
-        assert layout is not None, "the lead sends the layout when it is not that of the last update"
+        assert layout is not None, "whoever does not know it is told"
         digests = _agreed_digests([said[rank]["digests"] for rank in self.trainers], layout)
         version = WeightVersion(step, _version_digest(layout, digests))
         return Update(layout, version, digests, self._topology())
@@ -763,6 +768,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         with suppress(asyncio.CancelledError), ExitStack() as context:
             context.callback(self._say_ended)
             context.enter_context(self._topology().operation(_WHAT))
+            context.push(self._forget_layout)
             raise asyncio.CancelledError("the call was cancelled")
 
     def _settle(self) -> None:

@@ -17,6 +17,7 @@ from recipes.sync_figures import PARTS, compared, show
 from recipes.sync_keys import OTHERS, OURS, RAW, check_benchmark, checked_benchmark
 from recipes.sync_model import made_of, rows_of
 from tests.conf.configs import composed
+from tests.device import devices
 from tests.ranks import run_ranks
 
 KEYS: dict[str, Any] = {
@@ -172,6 +173,16 @@ def test_other_numbers_of_ranks_find_every_bit_too(trainer: int, rollout: int, t
     cfg = small(tmp_path, EVERYBODY, f"roles.trainer={trainer}", f"roles.rollout={rollout}")
     result = run_ranks(trainer + rollout, _benchmark, cfg, process_group=True, timeout_s=120)[0]
     assert list(result["medians"]) == EVERYBODY
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("device", [devices.NPU, devices.CUDA])
+def test_weights_on_a_device_are_found_too(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.device.Device.require", lambda self: None)  # the stand-in is for the ranks alone
+    cfg = small(tmp_path, EVERYBODY, f"device={device}")
+    result = run_ranks(4, _benchmark, cfg, process_group=True, timeout_s=120, device=device)[0]
+    assert list(result["medians"]) == EVERYBODY
+    assert result["collectives"] == cfg["device"]["collectives"]
 
 
 def test_a_rollout_that_holds_other_bits_ends_the_benchmark(tmp_path: Path) -> None:

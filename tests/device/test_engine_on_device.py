@@ -23,7 +23,8 @@ from tests.ranks import run_ranks
 from tests.states import Held
 
 on_devices = pytest.mark.parametrize("device", [NPU, CUDA])
-on_stand_in = pytest.mark.parametrize("device", [NPU])  # whose memory is counted to the block, and whose hosts are simulated
+on_stand_in = pytest.mark.parametrize("device", [NPU])
+"""Whose memory is counted to the block, and whose hosts are simulated."""
 engines = pytest.mark.parametrize("name", ["broadcast", pytest.param("kimi_ckpt_engine", marks=pytest.mark.full)])
 
 BUCKET = 1 << 20
@@ -274,11 +275,16 @@ def _on_the_own_device(topology: Topology, name: str, device: str) -> None:
 
 
 @on_devices
-def test_kimi_leaves_the_package_as_it_is_but_for_two_names_while_an_update_runs(device: str) -> None:
-    """Those that an in-process consumer needs: the handle of the buffer, and the collectives of the engine's ranks."""
+def test_kimi_leaves_the_package_as_it_is_but_for_three_names_while_an_update_runs(device: str) -> None:
+    """An in-process consumer needs two, the handle of the buffer and the collectives of the engine's ranks; and nobody needs `gc`."""
     before, during, after = run_ranks(2, _rebound_names, device, device=device)[0]
     assert before == after == []
-    assert during == ["checkpoint_engine.distributed.base._BACKEND_INSTANCE", "checkpoint_engine.ps.reduce_tensor"]
+    assert during == [
+        "checkpoint_engine.distributed.base._BACKEND_INSTANCE",
+        "checkpoint_engine.ps.gc",
+        "checkpoint_engine.ps.reduce_tensor",
+        "checkpoint_engine.worker.gc",
+    ]
 
 
 def _rebound_names(topology: Topology, device: str) -> tuple[list[str], list[str], list[str]]:

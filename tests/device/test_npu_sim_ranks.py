@@ -206,7 +206,7 @@ def _a_wait_with_a_limit_keeps_the_host(rank: int, _folder: Path) -> None:
 def _a_collective_is_late_by_itself_and_at_once_for_who_waits(rank: int, _folder: Path) -> None:
     got = _full(rank + 1)
     dist.barrier()
-    with settings(NPU_SIM_COPY_DELAY_US=1_500_000):
+    with settings(NPU_SIM_COPY_DELAY_US=8_000_000):
         start = time.monotonic()
         work = dist.all_reduce(got, async_op=True)
         time.sleep(0.3)
@@ -214,13 +214,13 @@ def _a_collective_is_late_by_itself_and_at_once_for_who_waits(rank: int, _folder
         with torch.npu.stream(torch.npu.Stream()):  # waits for nothing
             assert got.cpu().eq(rank + 1).all()
         torch.npu.synchronize()
-        assert time.monotonic() - start < 1.2
+        assert time.monotonic() - start < 6
     assert got.eq(3).all()
 
 
 @check
 def _an_aborted_group_keeps_nobody_waiting_and_its_memory_to_itself(rank: int, _folder: Path) -> None:
-    group = dist.new_group([0, 1], backend="hccl", timeout=timedelta(seconds=3))
+    group = dist.new_group([0, 1], backend="hccl", timeout=timedelta(seconds=12))
     got = _full(rank + 1, 1 << 17)
     dist.all_reduce(got, group=group)
     assert got[0].item() == 3
@@ -232,12 +232,13 @@ def _an_aborted_group_keeps_nobody_waiting_and_its_memory_to_itself(rank: int, _
         start = time.monotonic()
         group.abort()
         torch.npu.synchronize()
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 6
         for work in works:
             with pytest.raises(RuntimeError, match="the communicator was aborted"):
                 work.wait()
         assert _full(9, 1 << 17).data_ptr() != address
     dist.barrier()
+    dist.destroy_process_group(group)  # closes the other one's connections, and what it began ends
 
 
 @check

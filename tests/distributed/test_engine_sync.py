@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.engine import LiveModel, WeightVersion, WholeWeights
 from ckpt.engine.base import NamedTensor
+from ckpt.engine.layout import WeightLayout
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import (
     CheckpointError,
     ConfigurationError,
+    CorruptCheckpointError,
     MissingStateError,
     ReplicationError,
     ShapeMismatchError,
@@ -393,10 +396,9 @@ def _whole_weights(topology: Topology) -> None:
 
     if topology.rank == 0:
         stage.register_parameter("embed", torch.nn.Parameter(torch.zeros(4, 5)))
-        with pytest.raises(
-            MissingStateError, match=r"embed was bfloat16 \[3, 5\] when .* is float32 \[4, 5\]: make a new WholeWeights"
-        ):
-            dict(weights)
+    changed = r"on rank 0: embed was bfloat16 \[3, 5\] when .* is float32 \[4, 5\]: make a new WholeWeights"
+    with pytest.raises(MissingStateError, match=changed):
+        dict(weights)
     mesh = DeviceMesh("cpu", [0])
     own = {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])} if topology.rank == 0 else {}
     with pytest.raises(ShardingError, match=r"w: only ranks \[0\] of 2 hold parts of it, as DTensors"):
@@ -590,7 +592,7 @@ def _refuse_trainers(topology: Topology, num_trainers: int, num_rollouts: int, n
         differ = "trainers yield different weights: 16 tensors .* in another order"
         refused(ConfigurationError, differ, 5, MixedModel(5, kinds=backwards) if second else MixedModel(5))
         twice = [("a", torch.zeros(2)), ("a", torch.zeros(2))]
-        refused(ConfigurationError, "in phase offload on ranks 0, 1: a is yielded twice", 5, twice)
+        refused(ConfigurationError, "the weight update.*: a is yielded twice", 5, twice)
         unsendable = [("a", torch.zeros(2).to(torch.float8_e4m3fnuz))]
         refused(
             ConfigurationError,
@@ -621,6 +623,35 @@ def _other_bits(topology: Topology, num_trainers: int, num_rollouts: int, name: 
             ReplicationError, match="trainers 0 and 1 yield other bits of the same weights, in bucket 0 with norm, "
         ):
             update(engine, 2, live, model)
+        require_holds(live, engine, 1)
+        update(engine, 3, live)
+        require_holds(live, engine, 3)
+
+
+def test_naive_notices_bytes_that_change_between_pool_and_landing() -> None:
+    run(2, 2, "naive", _changed_bytes)
+
+
+def _changed_bytes(topology: Topology, num_trainers: int, num_rollouts: int, name: str) -> None:
+    with joined(topology, num_trainers, num_rollouts, name) as engine:
+        live = live_model()
+        update(engine, 1, live)
+        if topology.rank == 1:
+            asked: Counter[int] = Counter()
+            assert engine._pool is not None
+            bucket_of = engine._pool.bucket
+
+            def changed(layout: WeightLayout, bucket: int) -> torch.Tensor:
+                host = bucket_of(layout, bucket).clone()
+                asked[bucket] += 1
+                if bucket == 3 and asked[bucket] == 2:  # the first time it is digested
+                    host[-1] ^= 1
+                return host
+
+            engine._pool.bucket = changed
+        where = "failed in phase transfer on rank 1: bucket 3 of 6, with .*, has changed in the host memory of rank 1"
+        with pytest.raises(CorruptCheckpointError, match=where):
+            update(engine, 2, live)
         require_holds(live, engine, 1)
         update(engine, 3, live)
         require_holds(live, engine, 3)

@@ -28,7 +28,9 @@ inline void finish(const intrusive_ptr<Work>& work, const Flag& aborted, const s
       work->wait(std::chrono::milliseconds(100));
       return;
     } catch (...) {
-      if (work->isCompleted() && !aborted->load()) throw;
+      if (!work->isCompleted()) continue;
+      if (!aborted->load()) work->wait();  // raises what went wrong; not that it was over too late for us
+      return;
     }
   }
   const auto over = limbo().post([work] {
