@@ -11,49 +11,31 @@ sentence, and everybody keeps the weights and the version it had. The commit is 
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
 import time
-import uuid
 from abc import abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn, Protocol, Self, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistError
+from torch._C._distributed_c10d import Store
 
-from ckpt.device import Device, device_memory, wait_for
 from ckpt.dtypes import is_dtensor
-from ckpt.engine.base import (
-    CheckpointEngineWithCache,
-    MasterMetadata,
-    NamedTensor,
-    SyncReport,
-    WeightVersion,
-)
-from ckpt.engine.engine_thread import EngineThread
-from ckpt.engine.layout import ALIGNED, WeightLayout, aligned, take_turns
+from ckpt.engine.agreed import WHAT, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
+from ckpt.engine.base import NamedTensor, SyncReport, WeightVersion
+from ckpt.engine.joined import JoinedEngine
+from ckpt.engine.layout import WeightLayout, take_turns
 from ckpt.engine.pool import HostPool, Landing
+from ckpt.engine.ring import on_device
 from ckpt.engine.transfer import PHASE
-from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, ReplicationError
-from ckpt.manifest import digest_of
+from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.topology import Topology
-
-Result = TypeVar("Result")
 
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
-_NEVER = ConfigurationError("the engine has not joined any ranks: call init_process_group first")
 _PAUSE_EVERY = 16  # tensors after which a sender's event loop may do something else
-_WHAT = "the weight update"
-_LINGER_S = 1.0
-_LEAVE_S = 5.0
 
 
 class Sink(Protocol):
@@ -100,32 +82,20 @@ class Update:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-class VersionedEngine(CheckpointEngineWithCache):
+class VersionedEngine(JoinedEngine):
     """The update, whoever carries the bytes.
 
-    Ranks of the engine are 0 to T - 1 for trainers and T to T + R - 1 for rollouts; colocated, the same T ranks are both: they
-    call `send_weights`, and then `receive_weights` or `receive_into`.
-
-    All agreements are made by one thread of the engine's own, so that the event loop goes on. What a coroutine of a rank raises,
-    those of all others do. One that is cancelled fails the update on all ranks, as long as nothing has been committed.
+    Trainers call `send_weights`, rollouts `receive_weights` or `receive_into`; colocated, each rank the one and then the other.
+    What a coroutine of a rank raises, those of all others do. One that is cancelled fails the update on all ranks, as long as
+    nothing has been committed.
 
     Args:
-        bucket_size: bytes that travel at a time, at most; None: `bucket_mib`.
-        bucket_mib: the same in MiB.
-        device: whose memory the collectives move, and where weights are yielded; None: the host, by gloo.
-        staging: copy the next bucket to or from the device while one is under way: two buckets of device memory, else one.
-        memory_fraction: of the device's free memory that buckets may take; they become smaller where that is not enough.
-        timeout_s: a rank that stands still for so long is absent.
         rollout_dtype: floating point weights travel as this type, except float8; None: as they are. Other types always do.
         keep_dtype: patterns such as "*.router.weight" of names that travel as they are all the same.
-        colocated: the trainers are the rollouts.
         cached: keep the newest version while the next one comes, for `get_weights`; takes its size once more in host memory.
-        rebuild_group: leave the other ranks in `finalize`, and join anew for the next update.
-        is_master: this rank's `prepare` says where to meet. One rank is, the first trainer.
+        settings: see `JoinedEngine`.
 
     Attributes:
-        rank: of the engine.
-        trainers, rollouts: the ranks that send, and that receive.
         version: the newest that all ranks have; None before the first.
         report: figures of the last update.
 
@@ -137,247 +107,44 @@ class VersionedEngine(CheckpointEngineWithCache):
         self,
         bucket_size: int | None = None,
         *,
-        bucket_mib: float = 256,
-        device: Device | None = None,
-        staging: bool = True,
-        memory_fraction: float = 0.9,
-        timeout_s: float = 300.0,
         rollout_dtype: str | torch.dtype | None = None,
         keep_dtype: Sequence[str] = (),
-        colocated: bool = False,
         cached: bool = False,
-        rebuild_group: bool = False,
-        is_master: bool = False,
+        **settings: Any,
     ) -> None:
-        bucket_size = int(bucket_mib * 2**20) if bucket_size is None else bucket_size
-        if bucket_size < ALIGNED:
-            raise ConfigurationError(f"a bucket of {bucket_size} bytes is too small: give at least {ALIGNED}")
-        if not 0 < memory_fraction <= 1:
-            raise ConfigurationError(f"memory_fraction={memory_fraction}: expected more than 0 and at most 1")
-        if not timeout_s > 0:
-            raise ConfigurationError(f"timeout_s={timeout_s}: expected more than 0 seconds")
-        self.device = device or Device(type="cpu", collectives="gloo")
-        self.timeout_s = timeout_s
-        self.colocated = colocated
-        self.is_master = is_master
+        super().__init__(bucket_size, **settings)
         self.version: WeightVersion | None = None
         self.report: SyncReport | None = None
-        self.topology: Topology | None = None
-        self._bucket_size = bucket_size // ALIGNED * ALIGNED
-        self._halves = 2 if staging else 1
-        self._memory_fraction = memory_fraction
         self._rollout_dtype = _float_type(rollout_dtype)
         self._keep_dtype = tuple(keep_dtype)
-        self._rebuild_group = rebuild_group
-        self.rank = 0
-        self.trainers = self.rollouts = range(0)
         self._landings = [Landing() for _ in range(1 + cached)]
         self._held: WeightVersion | None = None  # of the weights in the second landing
         self._pool: HostPool | None = None
         self._known: WeightLayout | None = None
         self._update: Update | None = None
-        self._meeting: tuple[TCPStore, MasterMetadata] | None = None
-        self._joined_as: tuple[Any, ...] | None = None
-        self._store: Store | None = None
-        self._thread: EngineThread | None = None
-        self._cancelled = threading.Event()
-        self._num_ended = 0
         self._generation = 0  # of connections
-
-    # Joining
-
-    def prepare(self) -> MasterMetadata | None:
-        """See `CheckpointEngine.prepare`. The master's store is there from now on."""
-        if not self.is_master:
-            return None
-        if self._meeting is None:
-            store = TCPStore(
-                "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self.timeout_s)
-            )
-            self._meeting = store, MasterMetadata(_own_address().strip("[]"), store.port)
-        return self._meeting[1]
-
-    @classmethod
-    def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[MasterMetadata | None]
-    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """See `CheckpointEngine.build_topology`.
-
-        Raises:
-            ConfigurationError: no rank is the master.
-        """
-        masters = [given for given in metadata if given is not None]
-        if not masters:
-            raise ConfigurationError("no rank says where to meet: make the first trainer's engine with is_master=True")
-
-        def of(ranks: range) -> dict[str, list[Any]]:
-            return {
-                "rank": list(ranks),
-                "actor_wg_world_size": [actor_wg_world_size] * len(ranks),
-                "rollout_world_size": [rollout_world_size] * len(ranks),
-                "master_metadata": [masters[0]] * len(ranks),
-            }
-
-        return of(range(actor_wg_world_size)), of(range(actor_wg_world_size, actor_wg_world_size + rollout_world_size))
-
-    def init_process_group(  # type: ignore[override]
-        self,
-        rank: int,
-        actor_wg_world_size: int,
-        rollout_world_size: int,
-        master_metadata: MasterMetadata | None = None,
-        *,
-        store: Store | None = None,
-        host: str | None = None,
-    ) -> None:
-        """Join the other ranks; torch's default process group is neither used nor needed. Does nothing if they are joined as given.
-
-        Args:
-            rank: 0 to T - 1 for trainers, then rollouts.
-            master_metadata: what the master's `prepare` returned.
-            store: in place of the master's: one that all ranks reach, and this engine alone uses.
-            host: name of this host; None: its own.
-
-        Raises:
-            ConfigurationError: numbers that cannot be; on a colocated engine, other rollouts than trainers.
-            RankAbsentError: a rank did not come.
-        """
-        world_size = actor_wg_world_size + (0 if self.colocated else rollout_world_size)
-        if actor_wg_world_size < 1 or rollout_world_size < 1 or not 0 <= rank < world_size:
-            raise ConfigurationError(
-                f"rank {rank} of {actor_wg_world_size} trainers and {rollout_world_size} rollouts: each needs at least one"
-            )
-        if self.colocated and rollout_world_size != actor_wg_world_size:
-            raise ConfigurationError(
-                f"colocated, {actor_wg_world_size} trainers are as many rollouts, not {rollout_world_size}"
-            )
-        wanted = (rank, actor_wg_world_size, rollout_world_size, master_metadata, store)
-        if self._joined_as == wanted:
-            return
-        if self._joined_as is not None:
-            raise ConfigurationError(
-                f"the engine has joined {len(self.trainers)} trainers and {len(self.rollouts)} rollouts: call leave() on every rank "
-                "before it joins others, or make it with rebuild_group=True"
-            )
-        self.rank = rank
-        self.trainers = range(actor_wg_world_size)
-        self.rollouts = self.trainers if self.colocated else range(actor_wg_world_size, world_size)
-        self._thread = EngineThread()
-        try:
-            self._submit(self._join, world_size, store, master_metadata, host).result()
-        except BaseException:
-            self.leave()
-            raise
-        self._joined_as = wanted
-
-    def finalize(self) -> None:
-        """See `CheckpointEngine.finalize`. Weights that came and were not taken fail the update on all ranks."""
-        if self._thread is not None:
-            self._submit(self._settle)
-        if self._rebuild_group:
-            self.leave()
-
-    def leave(self) -> None:
-        """Leave the other ranks, waiting for none of them; any may be gone. What is held is kept, and other ranks can be joined.
-
-        A call that is under way is waited for a moment; one that is stuck is left to itself.
-        """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._cancelled.set()
-            try:
-                with suppress(TimeoutError):
-                    thread.submit(self._part).result(_LEAVE_S)
-            finally:
-                thread.stop()
-                topology, self.topology = self.topology, None
-                self._meeting = self._update = self._joined_as = None
-                if topology is not None:
-                    topology.close()
 
     def close(self) -> None:
         """Leave the other ranks and let go of all memory."""
-        self.leave()
-        self._store = self._pool = None
+        super().close()
+        self._pool = None
         for landing in self._landings:
             landing.let_go()
 
-    def __enter__(self) -> Self:
-        return self
+    # Joining
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _join(self, world_size: int, store: Store | None, master: MasterMetadata | None, host: str | None) -> None:
-        store = store or self._store_of(master)
-        self._store = store
-        self._cancelled.clear()
-        self._num_ended = 0
-        self._generation = 0  # of connections
-        self.topology = Topology.join(
-            PrefixStore("topology", store), self.rank, world_size, host=host, timeout_s=self.timeout_s
-        )
-        with self.topology.operation("the join of trainers and rollouts"):
-            with self.topology.phase("agree on the buckets") as phase:
-                phase.payload = [self._room_for_buckets(), uuid.uuid4().hex]
-            self._bucket_bytes = min(room for room, _ in phase.payloads)
-            self._groups_name = f"ckpt-engine-{phase.payloads[0][1]}"
-            self._join_transport(store)
-        self._known = None
-        self._pool = None
+    def _join_update(self, topology: Topology, store: Store) -> None:
+        self._generation = 0
+        self._known = self._pool = None
         self._sends_as = self.rank
-        self._turns = self._owners(self.topology)
+        self._turns = self._owners(topology)
+        self._join_transport(store)
 
-    def _part(self) -> None:
-        """The end of the engine's thread."""
-        self._settle()
-        if self.topology is not None:
-            try:
-                self._leave_transport()
-            finally:
-                self._linger(self.topology.world_size)
+    def _leave_update(self) -> None:
+        self._leave_transport()
 
-    def _linger(self, world_size: int) -> None:
-        """The store that the ranks agree through goes with this process: let the others read how the last update ended."""
-        if self._meeting is None or not self._num_ended:
-            return
-        store, until = self._meeting[0], time.monotonic() + _LINGER_S
-        for key in [f"ended/{rank}" for rank in range(world_size)]:
-            while not store.check([key]) or int(store.get(key)) < self._num_ended:
-                if time.monotonic() > until:
-                    return  # it is gone, or in no hurry
-                time.sleep(0.005)
-
-    def _say_ended(self) -> None:
-        self._num_ended += 1
-        if self._store is not None:
-            with suppress(DistError):
-                self._store.set(f"ended/{self.rank}", str(self._num_ended))
-
-    def _store_of(self, master: MasterMetadata | None) -> Store:
-        if master is None:
-            raise ConfigurationError("the engine is not told where to meet: give master_metadata or a store")
-        if self._meeting is not None:
-            return self._meeting[0]
-        try:
-            return TCPStore(
-                master.address,
-                master.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self.timeout_s),
-            )
-        except DistError as error:
-            raise RankAbsentError(
-                f"rank {self.rank} cannot reach the first trainer's store at {master.address}:{master.port}"
-            ) from error
-
-    def _room_for_buckets(self) -> int:
-        """Bytes that a bucket may have on this rank's device, all halves considered."""
-        if self.device.type == "cpu":
-            return self._bucket_size
-        room = int(self.device.memory().free * self._memory_fraction) // self._halves // ALIGNED * ALIGNED
-        return min(self._bucket_size, max(room, ALIGNED))
+    def _forget_update(self) -> None:
+        self._update = None
 
     def _owners(self, topology: Topology) -> list[int]:
         """The ranks that send, in turn."""
@@ -494,7 +261,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         landing = await self._received(global_steps, None)
         update, topology, began, taken = self._update, self._topology(), time.perf_counter(), 0
         try:
-            for named in self._on_device(landing):
+            for named in on_device(landing.weights(), self.device.torch_device, self._bucket_bytes):
                 yield named
                 taken += 1
                 topology.progress()
@@ -531,7 +298,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             raise ConfigurationError("this engine keeps no weights: make it with cached=True")
         if self._held is None:
             raise ConfigurationError("no weights have come yet")
-        for named in self._on_device(self._landings[1]):
+        for named in on_device(self._landings[1].weights(), self.device.torch_device, self._bucket_bytes):
             yield named
 
     async def _received(self, global_steps: int | None, sink: Sink | None) -> Landing:
@@ -560,27 +327,6 @@ class VersionedEngine(CheckpointEngineWithCache):
             self._close_update(update, error)
             raise
 
-    def _on_device(self, landing: Landing) -> Iterator[NamedTensor]:
-        """Host weights on the engine's device, through memory that is used again."""
-        if self.device.type == "cpu":
-            yield from landing.weights()
-            return
-        device = self.device.torch_device
-        ring = device_memory(0, device)
-        used = 0
-        for name, host in landing.weights():
-            if used + aligned(host.nbytes) > len(ring):
-                wait_for(device)  # whoever copies from what was yielded has done so
-                if len(ring) < aligned(host.nbytes):
-                    ring = device_memory(max(aligned(host.nbytes), self._bucket_bytes), device)
-                used = 0
-            there = ring[used : used + host.nbytes].view(host.dtype).view(host.shape)
-            there.copy_(host, non_blocking=True)
-            wait_for(device)
-            used += aligned(host.nbytes)
-            yield name, there
-        wait_for(device)  # the same, of the last
-
     # The update, in the engine's thread
 
     def _agree_and_carry(self, step: int | None, offloaded: _Offloaded | None, sink: Sink | None) -> None:
@@ -590,12 +336,12 @@ class VersionedEngine(CheckpointEngineWithCache):
         landing = self._landings[0] if self.rank in self.rollouts else None
         with ExitStack() as context:
             context.callback(self._say_ended)
-            context.enter_context(topology.operation(_WHAT))  # alike on all ranks, whether they know the step or not
+            context.enter_context(topology.operation(WHAT))  # alike on all ranks, whether they know the step or not
             context.push(self._forget_layout)
             with topology.phase("offload") as phase:
                 phase.payload = self._offer(topology, step, offloaded, landing, sink)
             began = time.perf_counter()
-            context.enter_context(topology.operation(_to_step(phase.payloads)))
+            context.enter_context(topology.operation(to_step(phase.payloads)))
             sent = offloaded.layout if offloaded is not None else None
             update = self._prepare(topology, phase.payloads, sent, landing, pool, sink)
             gathered = time.perf_counter()
@@ -682,12 +428,12 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     def _agreed(self, said: Sequence[Mapping[str, Any]]) -> Update:
         """What comes, from what all have said; the same on all ranks, errors too."""
-        step = _agreed_step(said)
-        _require_one_layout([said[rank] for rank in self.trainers])
+        step = agreed_step(said)
+        require_one_layout([said[rank] for rank in self.trainers])
         layout = self._known
         assert layout is not None, "whoever does not know it is told"
-        digests = _agreed_digests([said[rank]["digests"] for rank in self.trainers], layout)
-        version = WeightVersion(step, _version_digest(layout, digests))
+        digests = agreed_digests([said[rank]["digests"] for rank in self.trainers], layout)
+        version = WeightVersion(step, version_digest(layout, digests))
         return Update(layout, version, digests, self._topology())
 
     def _load(self, sink: Sink, landing: Landing, began: float) -> SyncReport:
@@ -767,7 +513,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         """Tell the others that this rank does not come to an update."""
         with suppress(asyncio.CancelledError), ExitStack() as context:
             context.callback(self._say_ended)
-            context.enter_context(self._topology().operation(_WHAT))
+            context.enter_context(self._topology().operation(WHAT))
             context.push(self._forget_layout)
             raise asyncio.CancelledError("the call was cancelled")
 
@@ -775,13 +521,6 @@ class VersionedEngine(CheckpointEngineWithCache):
         """Clean up behind calls that were cancelled, consumers that have gone, an error of the program between two calls."""
         self._withdraw(self._update, "the weights that came were not taken")
         self._cancelled.clear()
-
-    # Helpers
-
-    def _topology(self) -> Topology:
-        if self.topology is None:
-            raise _NEVER
-        return self.topology
 
     def _begin(self) -> None:
         """Have nothing open from the update before."""
@@ -791,45 +530,6 @@ class VersionedEngine(CheckpointEngineWithCache):
                 "send_weights is followed by receive_weights or receive_into"
             )
         self._settle()
-
-    def _submit(self, call: Callable[..., Result], *args: Any) -> Future[Result]:
-        """Queue for the engine's thread."""
-        if self._thread is None:
-            raise _NEVER
-        return self._thread.submit(call, *args)
-
-    async def _run(self, call: Callable[..., Result], *args: Any) -> Result:
-        """Run in the engine's thread, while the event loop goes on. A caller that is cancelled fails the update at its next phase."""
-        future = self._submit(call, *args)
-        try:
-            return await _done(future)
-        except asyncio.CancelledError:
-            self._cancelled.set()
-            self._submit(self._settle)
-            raise
-
-    async def _run_to_the_end(self, call: Callable[..., Result], *args: Any) -> Result:
-        """The same for what the others count on: a caller that is cancelled is so when it is done."""
-        future = self._submit(call, *args)
-        try:
-            return await _done(future)
-        except asyncio.CancelledError:
-            with suppress(Exception):
-                await _done(future)
-            raise
-
-
-async def _done(future: Future[Result]) -> Result:
-    """Wait for another thread, which goes on if this task is cancelled."""
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-    def tell(_: Future[Result]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
-            loop.call_soon_threadsafe(done.set)
-
-    future.add_done_callback(tell)
-    await done.wait()
-    return future.result()
 
 
 def _float_type(given: str | torch.dtype | None) -> torch.dtype | None:
@@ -853,10 +553,6 @@ async def _numbered(
             yield number, named
 
 
-def _to_step(said: Sequence[Mapping[str, Any]]) -> str:
-    return f"{_WHAT} to step {next(one['step'] for one in said if one['step'] is not None)}"
-
-
 def _make_ready(layout: WeightLayout, landing: Landing | None, sink: Sink | None) -> None:
     """See that a rollout can take weights."""
     if sink is not None:
@@ -870,56 +566,3 @@ def _noticed(weights: Iterable[NamedTensor], topology: Topology) -> Iterator[Nam
     for named in weights:
         yield named
         topology.progress()
-
-
-def _version_digest(layout: WeightLayout, digests: Mapping[int, str]) -> str:
-    return digest_of("\n".join([layout.digest(), *(digests[bucket] for bucket in sorted(digests))]).encode())
-
-
-def _agreed_step(said: Sequence[Mapping[str, Any]]) -> int:
-    """The step of an update, which everybody has to know alike, and which only ever rises."""
-    steps = {one["step"]: rank for rank, one in reversed([*enumerate(said)]) if one["step"] is not None}
-    if len(steps) > 1:
-        (first, rank), (second, other) = sorted(steps.items(), key=lambda item: item[1])[:2]
-        raise ConfigurationError(f"rank {rank} is at step {first} and rank {other} at step {second}")
-    step = next(iter(steps))
-    held = max((one["held"] for one in said if one["held"] is not None), default=None)
-    if held is not None and step <= held:
-        raise ConfigurationError(
-            f"the weights of step {held} have been published, and those of step {step} come after them"
-        )
-    return int(step)
-
-
-def _require_one_layout(said: Sequence[Mapping[str, Any]]) -> None:
-    for rank, one in enumerate(said):
-        if one["layout"] != said[0]["layout"]:
-            (num, size), (num_0, size_0) = one["size"], said[0]["size"]
-            raise ConfigurationError(
-                f"trainers yield different weights: {num_0} tensors of {size_0} bytes on rank 0, {num} of {size} bytes on rank "
-                f"{rank}, or others, or in another order; each has to yield all of them, in one order"
-            )
-
-
-def _agreed_digests(said: Sequence[Sequence[tuple[int, str]]], layout: WeightLayout) -> dict[int, str]:
-    """The digest of every bucket. Where several trainers have one, they have to agree."""
-    found: dict[int, tuple[str, int]] = {}
-    for rank, rows in enumerate(said):
-        for bucket, digest in rows:
-            first, of = found.setdefault(bucket, (digest, rank))
-            if first != digest:
-                raise ReplicationError(
-                    f"trainers {of} and {rank} yield other bits of the same weights, in bucket {bucket} with "
-                    f"{', '.join(layout.weights_in(bucket)[:3])}"
-                )
-    return {bucket: digest for bucket, (digest, _) in found.items()}
-
-
-def _own_address() -> str:
-    """An address under which other hosts reach this one; its name, if that cannot be known."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: the system only picks the interface
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()

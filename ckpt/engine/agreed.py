@@ -1,0 +1,60 @@
+"""What all ranks make of what each has said before an update, alike on all of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt.engine.layout import WeightLayout
+from ckpt.errors import ConfigurationError, ReplicationError
+from ckpt.manifest import digest_of
+
+WHAT = "the weight update"
+"""The name of the operation, before the step is agreed on."""
+
+
+def to_step(said: Sequence[Mapping[str, Any]]) -> str:
+    return f"{WHAT} to step {next(one['step'] for one in said if one['step'] is not None)}"
+
+
+def version_digest(layout: WeightLayout, digests: Mapping[int, str]) -> str:
+    return digest_of("\n".join([layout.digest(), *(digests[bucket] for bucket in sorted(digests))]).encode())
+
+
+def agreed_step(said: Sequence[Mapping[str, Any]]) -> int:
+    """The step of an update, which everybody has to know alike, and which only ever rises."""
+    steps = {one["step"]: rank for rank, one in reversed([*enumerate(said)]) if one["step"] is not None}
+    if len(steps) > 1:
+        (first, rank), (second, other) = sorted(steps.items(), key=lambda item: item[1])[:2]
+        raise ConfigurationError(f"rank {rank} is at step {first} and rank {other} at step {second}")
+    step = next(iter(steps))
+    held = max((one["held"] for one in said if one["held"] is not None), default=None)
+    if held is not None and step <= held:
+        raise ConfigurationError(
+            f"the weights of step {held} have been published, and those of step {step} come after them"
+        )
+    return int(step)
+
+
+def require_one_layout(said: Sequence[Mapping[str, Any]]) -> None:
+    for rank, one in enumerate(said):
+        if one["layout"] != said[0]["layout"]:
+            (num, size), (num_0, size_0) = one["size"], said[0]["size"]
+            raise ConfigurationError(
+                f"trainers yield different weights: {num_0} tensors of {size_0} bytes on rank 0, {num} of {size} bytes on rank "
+                f"{rank}, or others, or in another order; each has to yield all of them, in one order"
+            )
+
+
+def agreed_digests(said: Sequence[Sequence[tuple[int, str]]], layout: WeightLayout) -> dict[int, str]:
+    """The digest of every bucket. Where several trainers have one, they have to agree."""
+    found: dict[int, tuple[str, int]] = {}
+    for rank, rows in enumerate(said):
+        for bucket, digest in rows:
+            first, of = found.setdefault(bucket, (digest, rank))
+            if first != digest:
+                raise ReplicationError(
+                    f"trainers {of} and {rank} yield other bits of the same weights, in bucket {bucket} with "
+                    f"{', '.join(layout.weights_in(bucket)[:3])}"
+                )
+    return {bucket: digest for bucket, (digest, _) in found.items()}
