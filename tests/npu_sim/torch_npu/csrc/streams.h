@@ -1,6 +1,8 @@
 // Streams and events of the stand-in: a queue of jobs each, run by a thread of its own, in order and late.
 #pragma once
 
+#include <Python.h>
+
 #include <c10/core/Device.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
@@ -58,6 +60,20 @@ inline c10::Device device_at(int index) { return {kNpu, static_cast<c10::DeviceI
 // ---------------------------------------------------------------- queues
 class Queue;
 
+// While a thread waits, Python belongs to others: what a job holds may be theirs to let go of. Operators do not always
+// give it away themselves, those of tensors that are dispatched twice, say.
+class WithoutPython {
+ public:
+  WithoutPython() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutPython() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  WithoutPython(const WithoutPython&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 // A place in a queue: reached when the job of that number, and all before it, are done.
 struct Mark {
   Queue* queue = nullptr;
@@ -94,6 +110,8 @@ class Queue {
 
   // Waits, and leaves what went wrong to be raised at the next wait.
   void finish(uint64_t ticket) {
+    if (reached(ticket)) return;
+    const WithoutPython others_may;
     std::unique_lock<std::mutex> lock(mutex_);
     while (!reached(ticket)) {
       if (running_) {
@@ -113,6 +131,7 @@ class Queue {
 
   // Leaves the work to the queue's own thread. False: it was not done by then.
   bool wait_until(uint64_t ticket, Clock::time_point deadline) {
+    const WithoutPython others_may;
     std::unique_lock<std::mutex> lock(mutex_);
     return changed_.wait_until(lock, deadline, [&] { return reached(ticket); });
   }
