@@ -154,6 +154,7 @@ def test_ratios_are_ours_over_theirs() -> None:
     assert result["ratios"] == {"sync": {"dcp-thread": dict.fromkeys(COLUMNS, 0.5)}}
 
 
+@pytest.mark.full
 def test_a_small_one_measures_everybody_and_finds_every_bit_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

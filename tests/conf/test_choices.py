@@ -96,4 +96,8 @@ def test_the_run_folder_has_no_time_in_it_and_is_asked_for_once_by_each_run() ->
     text = {path: path.read_text() for path in CONF.rglob("*.yaml")}
     assert not [path for path, content in text.items() if "${now:" in content]
     asking = {path.name: content.count("${hydra:runtime.output_dir}") for path, content in text.items()}
-    assert {name: count for name, count in asking.items() if count} == {"train.yaml": 1, "sync_weights.yaml": 1, "benchmark_sync.yaml": 1}
+    assert {name: count for name, count in asking.items() if count} == {
+        "train.yaml": 1,
+        "sync_weights.yaml": 1,
+        "benchmark_sync.yaml": 1,
+    }

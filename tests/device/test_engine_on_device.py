@@ -154,7 +154,10 @@ def _little_room(topology: Topology, device: str) -> None:
 
 
 @on_stand_in
-@pytest.mark.parametrize("full", [0, 1], ids=["the trainer's device", "a rollout's device"])
+@pytest.mark.parametrize(
+    "full",
+    [pytest.param(0, id="the trainer's device", marks=pytest.mark.full), pytest.param(1, id="a rollout's device")],
+)
 def test_a_device_without_room_is_one_sentence_on_every_rank_and_the_next_update_works(device: str, full: int) -> None:
     said = run_ranks(3, _no_room, device, full, device=device)
     assert len(set(said)) == 1, said

@@ -279,7 +279,7 @@ def _raise(topology: Topology, num_trainers: int, num_rollouts: int, name: str, 
     [
         ("broadcast", 2, 2),
         ("kimi_ckpt_engine", 2, 1),
-        ("kimi_ckpt_engine:update", 2, 1),
+        pytest.param("kimi_ckpt_engine:update", 2, 1, marks=pytest.mark.full),
         ("naive", 2, 2),
         pytest.param("kimi_ckpt_engine", 2, 2, marks=pytest.mark.full),
         pytest.param("kimi_ckpt_engine:update", 2, 2, marks=pytest.mark.full),
@@ -545,9 +545,8 @@ def _be_late(topology: Topology, name: str) -> float:
     return took_s
 
 
-@pytest.mark.parametrize(
-    "name", ["kimi_ckpt_engine", *(pytest.param(one, marks=pytest.mark.full) for one in ("broadcast", BY_TRANSPORT[2]))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", BY_TRANSPORT)
 def test_a_rank_that_is_late_by_less_than_the_timeout_is_waited_for(name: str) -> None:
     assert max(run_ranks(3, _be_late, name, agree_s=60.0)) > 0.5 * TIMEOUT_S
 
@@ -729,14 +728,9 @@ print("the end", flush=True)
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("broadcast", "open")]
-    + [
-        pytest.param(name, how, marks=pytest.mark.full)
-        for name in BY_TRANSPORT
-        for how in ("open", "closed")
-        if (name, how) != ("broadcast", "open")
-    ],
+    [(name, how) for name in BY_TRANSPORT for how in ("open", "closed")],
 )
+@pytest.mark.full
 def test_a_process_ends_in_order_though_a_collective_of_its_engine_never_does(
     tmp_path: Path, name: str, how: str
 ) -> None:

@@ -131,6 +131,7 @@ def test_each_layout_resumes_to_the_bit_by_both_backends_tied_and_untied(tmp_pat
         assert resumed["state_digest"] == straight["state_digest"], case
 
 
+@pytest.mark.full
 def test_a_relay_through_all_layouts_trains_as_one_rank_would(tmp_path: Path) -> None:
     """Each layout goes on from the one before, by turns with dispatched and own data, saving by turns as zarr and OCDBT,
     and loading by turns directly and in two stages.

@@ -395,7 +395,11 @@ def _one_goes(topology: Topology, root: Path, how: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("how", "nodes"), [("killed", [3]), ("stopped", [3]), pytest.param("killed", [1, 1, 1], marks=pytest.mark.full)]
+    ("how", "nodes"),
+    [
+        ("killed", [3]),
+        *(pytest.param(how, nodes, marks=pytest.mark.full) for how, nodes in [("stopped", [3]), ("killed", [1, 1, 1])]),
+    ],
 )
 def test_a_rank_that_goes_in_the_middle_is_named_by_the_others(tmp_path: Path, how: str, nodes: list[int]) -> None:
     agree_s = 4.0

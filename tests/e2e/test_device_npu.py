@@ -38,6 +38,7 @@ def done(command: Command) -> str:
     return command.out
 
 
+@pytest.mark.full
 def test_two_ranks_train_and_go_on_to_the_bit(tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     done(begin(straight, "ckpt=tensorstore", *SMALL, ranks=2))

@@ -127,6 +127,7 @@ def check_nodes(hosts: Sequence[Host], tmp_path: Path) -> None:
             assert same_bits(cache["large"], wanted["large"])
 
 
+@pytest.mark.full
 def test_two_agents_are_two_nodes_and_a_resumed_run_gives_each_its_own_state(tmp_path: Path) -> None:
     check_nodes([Host(), Host()], tmp_path)
 

@@ -95,6 +95,7 @@ def test_an_engine_that_could_be_imported_after_all_is_missing_no_more() -> None
     assert "not yet" not in str(told.value)
 
 
+@pytest.mark.full
 def test_kimi_ckpt_engine_without_its_package_says_so_and_the_others_work() -> None:
     ((refusal, other, exported),) = run_ranks(1, _without_checkpoint_engine)
     assert refusal.startswith("the weight sync engine kimi_ckpt_engine could not be imported: ")
