@@ -285,7 +285,7 @@ class Topology:
         return None if self._agreement is None else self._agreement.has_raised(self._at, ranks)
 
     def why_absent(self, ranks: Collection[int], phase: str) -> str | None:
-        """Why the first of these ranks that is gone, or stands still, will not come to the end of the phase that this one is in; None: none is.
+        """Why the first of these ranks that is gone, or stands still, will not come to the end of this one's phase; None: none is.
 
         For who waits there for what such a rank would have sent, and asks now and then: patience counts from the first question on,
         also that at the end of the phase.
