@@ -186,19 +186,7 @@ class Topology:
         Raises:
             RankAbsentError: a rank did not join within `timeout_s`.
         """
-        if self._store is None:
-            topology = Topology.alone(self.progress)
-        else:
-            topology = Topology.join(
-                PrefixStore(name, self._store),
-                self.rank,
-                self.world_size,
-                local_rank=self.local_rank,
-                host=self._host,
-                timeout_s=self.timeout_s,
-                grace_s=self.grace_s,
-            )
-            topology._told_of_moves = self.progress
+        topology = self._joined_anew(name, range(self.world_size))
         topology.groups = self.groups
         return topology
 
@@ -211,7 +199,11 @@ class Topology:
         Raises:
             RankAbsentError: one of them did not join within `timeout_s`.
         """
-        if self._store is None or len(ranks) == 1:
+        return Topology.alone(self.progress) if len(ranks) == 1 else self._joined_anew(name, ranks)
+
+    def _joined_anew(self, name: str, ranks: Sequence[int]) -> Topology:
+        """Join these ranks in a part of the store of that name; moves there are moves here."""
+        if self._store is None:
             return Topology.alone(self.progress)
         topology = Topology.join(
             PrefixStore(name, self._store),

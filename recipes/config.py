@@ -231,13 +231,11 @@ def _makers(target: Any) -> list[Any]:
 
 def _parameters(target: Any) -> dict[str, inspect.Parameter]:
     """All arguments of a target, by name."""
-    makers = _makers(target)
+    taken = [inspect.signature(maker).parameters for maker in _makers(target)]
+    is_open = any(p.kind is p.VAR_KEYWORD for p in taken[-1].values())  # nobody says to whom the rest is handed on
     found: dict[str, inspect.Parameter] = {}
-    for maker in reversed(makers):
-        found = {name: p for name, p in found.items() if p.kind is not p.VAR_KEYWORD}
-        found |= {name: p for name, p in inspect.signature(maker).parameters.items() if name != "self"}
-    if len(makers) > 1 and all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(makers[-1]).parameters.values()):
-        found = {name: p for name, p in found.items() if p.kind is not p.VAR_KEYWORD}
+    for parameters in reversed(taken):
+        found |= {n: p for n, p in parameters.items() if n != "self" and (is_open or p.kind is not p.VAR_KEYWORD)}
     return found
 
 

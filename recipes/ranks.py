@@ -136,8 +136,7 @@ def run_job(
             cfg = phase.payloads[0]
         with topology.phase("take a device"):
             backends = _use_device(cfg["device"], topology.local_rank)
-        # Torch's default group is that of training; rollouts are none of its business.
-        num_members = cfg["roles"]["trainer"] if "roles" in cfg else topology.world_size
+        num_members = cfg["launch"].get("in_process_group", topology.world_size)
         with _process_group(backends, dist.PrefixStore("process group", store), topology, num_members):
             result = job(cfg, topology)
     return result if environment.rank == 0 else None

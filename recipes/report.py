@@ -89,11 +89,16 @@ class Summary:
 
     def write(self, run_dir: Path) -> Path:
         """Write summary.json, whole or not at all, and return its path."""
-        path = run_dir / SUMMARY_NAME
-        unfinished = run_dir / f".{SUMMARY_NAME}.unfinished"
-        unfinished.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
-        return path
+        return write_summary(run_dir, self.as_dict())
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
+    """Write a run's summary.json, whole or not at all, and return its path."""
+    path = run_dir / SUMMARY_NAME
+    unfinished = run_dir / f".{SUMMARY_NAME}.unfinished"
+    unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+    return path
 
 
 class Report:

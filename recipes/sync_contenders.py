@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ import torch.distributed as dist
 
 from ckpt.device import wait_for
 from ckpt.dtypes import raw_bytes
-from ckpt.engine import CheckpointEngineRegistry, LiveModel, MasterMetadata
+from ckpt.engine import CheckpointEngineRegistry, LiveModel
 from ckpt.engine.layout import WeightLayout
 from ckpt.engine.transfer import IN_FLIGHT
-from ckpt.engine.versioned import VersionedEngine
 from ckpt.manifest import digest_of
+from recipes.roles import join_engine
 from recipes.sync_contender import Clock, Contender, Ends, Seconds
 from recipes.sync_keys import OURS, PER_TENSOR, RAW, RAW_ALL, TUNED
 
@@ -25,24 +26,18 @@ class Ours(Contender):
 
     def __init__(self, ends: Ends, name: str) -> None:
         super().__init__(ends)
-        topology = ends.topology
         engine_name, settings = OURS[name]
-        with topology.phase("prepare the engine") as phase:
-            engine = CheckpointEngineRegistry.new(
-                engine_name,
-                ends.bucket_bytes,
-                device=ends.device,
-                timeout_s=ends.timeout_s,
-                is_master=topology.is_lead,
-                **settings,
-            )
-            assert isinstance(engine, VersionedEngine)
-            master = engine.prepare()
-            phase.payload = None if master is None else list(master)
-        metadata = [None if said is None else MasterMetadata(*said) for said in phase.payloads]
-        trainers, rollouts = engine.build_topology(len(ends.trainers), len(ends.rollouts), metadata)
-        engine.init_process_group(**{key: [*trainers[key], *rollouts[key]][topology.rank] for key in trainers})
-        self._engine = engine
+        make = partial(
+            CheckpointEngineRegistry.new,
+            engine_name,
+            ends.bucket_bytes,
+            device=ends.device,
+            timeout_s=ends.timeout_s,
+            is_master=ends.topology.is_lead,
+            **settings,
+        )
+        roles = {"trainer": len(ends.trainers), "rollout": len(ends.rollouts)}
+        self._engine = join_engine(make, ends.topology, roles)
         self._live = None if ends.live is None else LiveModel(ends.live)
 
     def update(self, step: int) -> Seconds:

@@ -14,6 +14,7 @@ from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.errors import CheckpointError, ConfigurationError
 from recipes.benchmarking import require_counts, typed_keys
 from recipes.config import AT_RUN_TIME, bind, made
+from recipes.roles import AgreeKeys, RoleKeys, check_roles
 
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi": ("kimi_ckpt_engine", {"transport": "pipelined"}),
@@ -29,18 +30,6 @@ PER_TENSOR = "per-tensor"
 OTHERS = (RAW, RAW_ALL, REFERENCE, TUNED, PER_TENSOR)
 
 _NEEDS_PACKAGE = ("kimi", "kimi/update", REFERENCE, TUNED)
-
-
-@dataclass
-class RoleKeys:
-    trainer: int = MISSING
-    rollout: int = MISSING
-
-
-@dataclass
-class AgreeKeys:
-    timeout_s: float = MISSING
-    grace_s: float = MISSING
 
 
 @dataclass
@@ -75,12 +64,8 @@ def checked_benchmark(cfg: DictConfig) -> dict[str, Any]:
     typed = OmegaConf.merge(OmegaConf.structured(RunKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     run["run_dir"] = str(Path(run["run_dir"]).absolute())
-    roles = run.pop("roles")  # else the default process group would be the trainers'
-    for name, number in roles.items():
-        if number < 1:
-            raise ConfigurationError(f"roles.{name}={number}: expected at least 1")
-    if not run["agree"]["timeout_s"] > 0:
-        raise ConfigurationError(f"agree.timeout_s={run['agree']['timeout_s']}: expected more than 0 seconds")
+    check_roles(run)
+    roles = run.pop("roles")
     bind(run["device"], "device", AT_RUN_TIME["device"])
     made(run["device"]).require()
     return run | {

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from ckpt.device import Device
-from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CorruptCheckpointError
 from ckpt.topology import Topology
 from ckpt.version import __version__
 from recipes.config import made
 from recipes.measuring import together
+from recipes.roles import require_ranks
 from recipes.sync_contender import Clock, Contender, Ends, Seconds, slowest
 from recipes.sync_contenders import contender_of
 from recipes.sync_figures import compared, line
@@ -77,11 +78,7 @@ def _ends(cfg: Mapping[str, Any], topology: Topology) -> Ends:
     roles = keys["roles"]
     trainers = range(roles["trainer"])
     rollouts = range(roles["trainer"], roles["trainer"] + roles["rollout"])
-    if topology.world_size != rollouts.stop:
-        raise ConfigurationError(
-            f"roles.trainer={roles['trainer']} and roles.rollout={roles['rollout']} take {rollouts.stop} ranks, but there are "
-            f"{topology.world_size}"
-        )
+    require_ranks(roles, rollouts.stop, topology)
     device: Device = made(cfg["device"])
     device.use(topology.local_rank)
     rows = rows_of(keys["mib"] * MIB, keys["width"], keys["dtypes"])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,20 @@ from rich.console import Console
 
 from ckpt.device import Device
 from ckpt.digest import state_digest
-from ckpt.engine import LiveModel, MasterMetadata, WholeWeights
+from ckpt.engine import LiveModel, WholeWeights
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.statefuls import ModelState
 from ckpt.topology import Topology
 from recipes.config import AT_RUN_TIME, TrainKeys, bind, check_batch, made
-from recipes.report import SUMMARY_NAME
+from recipes.report import Summary, write_summary
+from recipes.roles import AgreeKeys, RoleKeys, check_roles, join_engine, require_ranks
 from recipes.training import Training
 
 
 @dataclass
-class RoleKeys:
-    trainer: int = MISSING
-    rollout: int = MISSING
+class ColocatedRoleKeys(RoleKeys):
     colocated: bool = MISSING
-
-
-@dataclass
-class AgreeKeys:
-    timeout_s: float = MISSING
-    grace_s: float = MISSING
 
 
 @dataclass
@@ -45,7 +37,7 @@ class SyncKeys:
     run_name: str = MISSING
     output_dir: str = MISSING
     run_dir: str = MISSING
-    roles: RoleKeys = field(default_factory=RoleKeys)
+    roles: ColocatedRoleKeys = field(default_factory=ColocatedRoleKeys)
     train: TrainKeys = field(default_factory=TrainKeys)
     agree: AgreeKeys = field(default_factory=AgreeKeys)
     engine: dict[str, Any] = MISSING
@@ -78,26 +70,26 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     layout = made(run["parallel"])
     layout.check(run["roles"]["trainer"])
     check_batch(run, layout, run["roles"]["trainer"])
-    return run | {"components": {}, "launch": {"nproc_per_node": _num_ranks(run["roles"])}}
+    roles = run["roles"]
+    # Torch's default group is that of training; rollouts are none of its business.
+    return run | {
+        "components": {},
+        "launch": {"nproc_per_node": _num_ranks(roles), "in_process_group": roles["trainer"]},
+    }
 
 
 def sync_weights(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     """Train `train.steps` steps, each ending with an update of all rollouts; return the summary. Every rank calls it."""
-    if topology.world_size != _num_ranks(cfg["roles"]):
-        raise ConfigurationError(
-            f"roles.trainer={cfg['roles']['trainer']} and roles.rollout={cfg['roles']['rollout']} take {_num_ranks(cfg['roles'])} "
-            f"ranks, but there are {topology.world_size}"
-        )
+    roles = cfg["roles"]
+    require_ranks(roles, _num_ranks(roles), topology)
     run_dir = Path(cfg["run_dir"])
     if topology.is_lead:
-        (run_dir / SUMMARY_NAME).unlink(missing_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        Summary.remove(run_dir)
     device: Device = made(cfg["device"])
     device.use(topology.local_rank)
-    engine: VersionedEngine = made(
-        cfg["engine"], device=device, colocated=cfg["roles"]["colocated"], is_master=topology.is_lead
-    )
-    with engine:
-        _join(engine, topology, cfg["roles"])
+    make = partial(made, cfg["engine"], device=device, colocated=roles["colocated"], is_master=topology.is_lead)
+    with join_engine(make, topology, roles) as engine:
         return _Run(cfg, topology, device, engine).run(run_dir)
 
 
@@ -144,7 +136,7 @@ class _Run:
             **holders,
         }
         if self.topology.is_lead:
-            path = _write(run_dir, summary)
+            path = write_summary(run_dir, summary)
             console.print(
                 f"{len(holders['rollouts'])} rollouts hold version {steps} with the trainers' digest {holders['trainer']['digest']}, "
                 f"after {time.monotonic() - began:.1f} s; summary in {path}"
@@ -213,30 +205,16 @@ def _of_types(model: torch.nn.Module, engine: VersionedEngine) -> torch.nn.Modul
     return model
 
 
-def _join(engine: VersionedEngine, topology: Topology, roles: Mapping[str, Any]) -> None:
-    """What a manager of workers does: ask all where to meet, and tell all. Collective."""
-    with topology.operation("the set-up of the run"), topology.phase("prepare the engine") as phase:
-        master = engine.prepare()
-        phase.payload = None if master is None else list(master)
-    metadata = [None if said is None else MasterMetadata(*said) for said in phase.payloads]
-    trainers, rollouts = type(engine).build_topology(roles["trainer"], roles["rollout"], metadata)
-    own = {name: [*trainers[name], *rollouts[name]][topology.rank] for name in trainers}
-    engine.init_process_group(**own, host=f"host-{topology.node_rank}")
-
-
 def _check_numbers(run: Mapping[str, Any]) -> None:
     roles, train = run["roles"], run["train"]
+    check_roles(run)
     for key, value, least in (
-        ("roles.trainer", roles["trainer"], 1),
-        ("roles.rollout", roles["rollout"], 1),
         ("train.steps", train["steps"], 1),
         ("train.seed", train["seed"], 0),
         ("train.batch_size", train["batch_size"], 1),
     ):
         if value < least:
             raise ConfigurationError(f"{key}={value}: expected at least {least}")
-    if not run["agree"]["timeout_s"] > 0:
-        raise ConfigurationError(f"agree.timeout_s={run['agree']['timeout_s']}: expected more than 0 seconds")
     if roles["colocated"] and roles["trainer"] != roles["rollout"]:
         raise ConfigurationError(
             f"roles.colocated=true: each of the {roles['trainer']} trainers is a rollout; give roles.rollout={roles['trainer']}"
@@ -251,11 +229,3 @@ def _num_ranks(roles: Mapping[str, Any]) -> int:
 def _told(loss: float, report: Mapping[str, Any]) -> str:
     seconds = "  ".join(f"{part} {report[f'{part}_s']:.3f}" for part in ("offload", "gather", "transfer", "reload"))
     return f"loss {loss:.4f}  published {report['num_bytes'] / 1e6:.1f} MB in {report['blocked_s']:.3f} s ({seconds})"
-
-
-def _write(run_dir: Path, summary: Mapping[str, Any]) -> Path:
-    path, unfinished = run_dir / SUMMARY_NAME, run_dir / f".{SUMMARY_NAME}.unfinished"
-    run_dir.mkdir(parents=True, exist_ok=True)
-    unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
-    return path

@@ -15,6 +15,8 @@ import torch
 from ckpt.errors import ConfigurationError
 
 NamedTensor = tuple[str, torch.Tensor]
+CASTABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+"""Types that weights may be cast from and to on their way. Not float8: what is in it has been scaled."""
 Engine = TypeVar("Engine", bound="type[CheckpointEngine]")
 
 

@@ -13,13 +13,11 @@ import torch
 from ckpt.address import DTensorBoxes, local_tensor, place_of
 from ckpt.device import wait_for_all
 from ckpt.dtypes import as_integers, raw_bytes, torch_dtype, zarr_name
-from ckpt.engine.base import NamedTensor, WeightVersion
+from ckpt.engine.base import CASTABLE, NamedTensor, WeightVersion
 from ckpt.engine.layout import WeightLayout, first_names
 from ckpt.errors import CheckpointError, MissingStateError, ReplicationError, ShapeMismatchError
 from ckpt.flatten import TensorLeaf, flatten
 from ckpt.sharing import Stateful, find_aliases
-
-_CASTABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 class LiveModel:
@@ -96,7 +94,7 @@ class LiveModel:
             dtype, shape, _ = place_of(leaves[name], name, boxes)
             weight = sent[first]
             if (shape, dtype) != (weight.shape, zarr_name(weight.dtype)):
-                castable = shape == weight.shape and weight.dtype in _CASTABLE and torch_dtype(dtype) in _CASTABLE
+                castable = shape == weight.shape and weight.dtype in CASTABLE and torch_dtype(dtype) in CASTABLE
                 hint = (
                     f"; cast what is sent with engine.rollout_dtype={dtype}, or make the rollout's model of that type"
                     if castable

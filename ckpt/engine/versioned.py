@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store
 
 from ckpt.dtypes import is_dtensor
 from ckpt.engine.agreed import WHAT, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
-from ckpt.engine.base import NamedTensor, SyncReport, WeightVersion
+from ckpt.engine.base import CASTABLE, NamedTensor, SyncReport, WeightVersion
 from ckpt.engine.joined import JoinedEngine
 from ckpt.engine.layout import WeightLayout, take_turns
 from ckpt.engine.pool import HostPool, Landing
@@ -33,8 +33,7 @@ from ckpt.engine.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.topology import Topology
 
-_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CASTABLE}
 _PAUSE_EVERY = 16  # tensors after which a sender's event loop may do something else
 
 
@@ -238,7 +237,7 @@ class VersionedEngine(JoinedEngine):
 
     def travels_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The type in which a weight of this name and type reaches the rollouts."""
-        if self._rollout_dtype is None or dtype not in _FLOATS:
+        if self._rollout_dtype is None or dtype not in CASTABLE:
             return dtype
         kept = any(fnmatchcase(name, pattern) for pattern in self._keep_dtype)
         return dtype if kept else self._rollout_dtype

@@ -1,0 +1,65 @@
+"""Ranks that train and ranks that receive: how many there are of each, and how the engine of each meets the others'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from ckpt.engine import MasterMetadata
+from ckpt.engine.versioned import VersionedEngine
+from ckpt.errors import ConfigurationError
+from ckpt.topology import Topology
+
+
+@dataclass
+class RoleKeys:
+    trainer: int = MISSING
+    rollout: int = MISSING
+
+
+@dataclass
+class AgreeKeys:
+    timeout_s: float = MISSING
+    grace_s: float = MISSING
+
+
+def check_roles(run: Mapping[str, Any]) -> None:
+    """Refuse roles without ranks, and ranks without patience.
+
+    Raises:
+        ConfigurationError: it is so.
+    """
+    for name in ("trainer", "rollout"):
+        if run["roles"][name] < 1:
+            raise ConfigurationError(f"roles.{name}={run['roles'][name]}: expected at least 1")
+    if not run["agree"]["timeout_s"] > 0:
+        raise ConfigurationError(f"agree.timeout_s={run['agree']['timeout_s']}: expected more than 0 seconds")
+
+
+def require_ranks(roles: Mapping[str, Any], num_ranks: int, topology: Topology) -> None:
+    """Refuse other ranks than the roles take, as torchrun may have started.
+
+    Raises:
+        ConfigurationError: there are others.
+    """
+    if topology.world_size != num_ranks:
+        raise ConfigurationError(
+            f"roles.trainer={roles['trainer']} and roles.rollout={roles['rollout']} take {num_ranks} ranks, but there are "
+            f"{topology.world_size}"
+        )
+
+
+def join_engine(make: Callable[[], Any], topology: Topology, roles: Mapping[str, Any]) -> VersionedEngine:
+    """Make this rank's engine and join the others', as a manager of workers does: ask all where to meet, and tell all. Collective."""
+    with topology.operation("the set-up of the run"), topology.phase("prepare the engine") as phase:
+        engine: VersionedEngine = make()
+        master = engine.prepare()
+        phase.payload = None if master is None else list(master)
+    metadata = [None if said is None else MasterMetadata(*said) for said in phase.payloads]
+    trainers, rollouts = engine.build_topology(roles["trainer"], roles["rollout"], metadata)
+    own = {name: [*trainers[name], *rollouts[name]][topology.rank] for name in trainers}
+    engine.init_process_group(**own, host=f"host-{topology.node_rank}")
+    return engine
