@@ -59,7 +59,7 @@ class Part:
 
     Attributes:
         base: byte in the chunk where the region begins.
-        region: shape of the row-major region at `base`: a whole chunk's grid, or the box shape of a packed piece.
+        region: shape of the row-major region at `base`: that of a chunk as it is stored, or the box shape of a packed piece.
         box: what is wanted, in the region's coordinates.
         out: tensor of shape `box.shape` and the stored data type, with any strides; on the host, if a reader is to fill it.
         name: what messages call it, such as "model: h.0.attn.weight".

@@ -150,7 +150,14 @@ class Saver:
             self._check_patterns(mine)
         plan, tasks = self._planner.plan(mine, [summary["table"] for summary in summaries], self._topology)
         if self._share is None or self._share[0] is not plan:
-            share = Share(plan, tasks, mine.components, self._topology, packed_bytes=self._packed_bytes)
+            share = Share(
+                plan,
+                tasks,
+                mine.components,
+                self._topology,
+                packed_bytes=self._packed_bytes,
+                store=self._backend.store,
+            )
             self._share = plan, share
         return PreparedSave(
             target=target,

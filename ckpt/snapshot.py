@@ -239,9 +239,9 @@ class Snapshot:
                     self._arena.give_back(room)
 
     def _grid_of(self, item: Item, host: torch.Tensor) -> tuple[int, ...]:
-        """What a host tensor is padded to in storage: a whole chunk to a cell of the grid, a part of one, or a pack, to nothing."""
+        """The shape in which a host tensor is stored: a whole chunk as its store wants it, a part of one, or a pack, as it is."""
         if isinstance(item, ChunkTask) and item.own == (item.box,):
-            return self._share.arrays[item.name].grid
+            return self._share.stored_shape(item)
         return tuple(host.shape)
 
     def _take(self, num_bytes: int) -> torch.Tensor:

@@ -16,13 +16,17 @@ import xxhash
 from ckpt.backends.base import (
     ArraySpec,
     Backend,
+    Content,
+    Expected,
     FileRecord,
     Previous,
     Writer,
     Written,
     changed_in_memory,
     staged_digests,
+    stored_shape,
 )
+from ckpt.box import whole
 from ckpt.collector import collector_paused
 from ckpt.dtypes import contiguous, torch_dtype
 from ckpt.manifest import PLAIN_NAME, Index, Piece, digest_of, encode_key, index_name
@@ -106,6 +110,7 @@ class Share:
 
     Args:
         packed_bytes: the longest packed array, and so the memory that packing takes. A tensor that is longer has one of its own.
+        store: that it is written to.
 
     Attributes:
         items: chunks, then packs.
@@ -127,8 +132,10 @@ class Share:
         topology: Topology,
         *,
         packed_bytes: int = PACKED_BYTES,
+        store: str = "zarr",
     ) -> None:
         self.rank = topology.rank
+        self._store = store
         self.sends: Sequence[SliverTask] = tasks.sends
         self.sends_slivers = plan.sends_slivers
         self.sources = {rank for task in tasks.chunks for rank, _ in task.slivers}
@@ -148,10 +155,39 @@ class Share:
             for name, array in plan.arrays.items()
             if array.grid is not None and (array.writers[0] if array.writers else 0) == self.rank
         ]
+        self._key_of = {
+            path_of(name, components): name.removeprefix(folder_of(name, components))
+            for name, array in plan.arrays.items()
+            if name in self.arrays or 0 in array.shape
+        }
         self.groups: set[str] | None = None
         if topology.is_lead:
             self.groups = {folder.removesuffix("/") for folder in folders_of(plan.arrays, components)}
         self.sliver_starts = _sliver_starts(tasks.chunks, plan)
+
+    def stored_shape(self, task: ChunkTask) -> tuple[int, ...]:
+        """The shape in which a chunk is stored."""
+        return stored_shape(self._store, self.arrays[task.name].grid, task.box.shape)
+
+    def array_of(self, pack: Pack) -> ArraySpec:
+        """What storage calls a packed array."""
+        return ArraySpec(pack.path, pack.dtype, (pack.num_elements,), (pack.num_elements,))
+
+    def expected(self) -> Iterator[Expected]:
+        """Everything that `write` will hand to a writer."""
+        for item in self.items:
+            if isinstance(item, Pack):
+                folder = item.path.rpartition("/")[0] + "/"
+                contents = [
+                    Content(name.removeprefix(folder), self.packed_shapes[name], box) for name, box in item.tasks
+                ]
+                yield Expected(self.array_of(item), 0 if item.num_elements else None, contents)
+            else:
+                array = self.arrays[item.name]
+                yield Expected(array, item.number, [Content(self._key_of[array.path], array.shape, item.box)])
+        for array in self.described:
+            if 0 in array.shape:
+                yield Expected(array, None, [Content(self._key_of[array.path], array.shape, whole(array.shape))])
 
     @collector_paused()
     def write(
@@ -195,6 +231,7 @@ class _Writing:
         self._described: list[ArraySpec] = list(share.described)
 
     def write(self, plain: PlainFiles, staged: Iterable[Staged]) -> Vote:
+        self._writer.expect(self._share.expected())
         for number, hosts, digests in staged:
             item = self._share.items[number]
             if isinstance(item, Pack):
@@ -262,7 +299,7 @@ class _Writing:
             first += box.num_elements
         self._index.packed[pack.path] = first
         if first:
-            self._described.append(ArraySpec(pack.path, pack.dtype, (first,), (first,)))
+            self._described.append(self._share.array_of(pack))
             self._writer.write(self._described[-1], 0, host, None if digests is None else digests[0])
             self._count(pack.tasks[0].name, host)
 

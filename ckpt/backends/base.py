@@ -6,10 +6,10 @@ raw local chunk: it reports each chunk's extent, and extents.py reads those for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -42,6 +42,34 @@ class ArraySpec:
     grid: tuple[int, ...]
 
 
+class Content(NamedTuple):
+    """A tensor in a chunk, or a box of one.
+
+    Attributes:
+        key: of the tensor, in the folder of the chunk's array.
+        shape: of the whole tensor.
+        box: which of its elements, in global coordinates.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A chunk that will be written, or an array that has none.
+
+    Attributes:
+        chunk: row-major number; None: the array has no elements.
+        contents: what lies end to end in it.
+    """
+
+    array: ArraySpec
+    chunk: int | None
+    contents: Sequence[Content]
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkExtent:
     """Where the bytes of one chunk lie, and what they must be.
@@ -49,7 +77,7 @@ class ChunkExtent:
     Attributes:
         file: path below the checkpoint folder.
         offset: first byte in that file.
-        length: number of bytes; for a raw chunk the whole grid cell, padding of an edge chunk included.
+        length: number of bytes; for a raw chunk those of its `stored_shape`.
         digests: one xxh3-64 per `block_bytes` bytes, the last block shorter.
         raw: the bytes are the elements themselves, row-major and little-endian. If not, they are encoded, the digests
             are of the encoded bytes, and only the backend's own library can decode them.
@@ -117,6 +145,19 @@ class Previous:
         return old
 
 
+CLIPPED_STORES = frozenset(("safetensors",))
+"""Stores whose chunks end where the array ends. In all others an edge chunk is padded to a whole cell of the grid."""
+
+
+def stored_shape(store: str, grid: tuple[int, ...], clipped: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which a raw chunk lies in its store.
+
+    Args:
+        clipped: shape of the chunk inside of the array.
+    """
+    return clipped if store in CLIPPED_STORES else grid
+
+
 def staged_digests(host: torch.Tensor, grid: tuple[int, ...]) -> tuple[int, ...]:
     """The digests of a chunk as it is stored raw, padding included: what `Writer.write` takes, and `ChunkExtent` keeps."""
     digests = BlockDigests(BLOCK_BYTES)
@@ -133,12 +174,15 @@ def changed_in_memory(path: str) -> StorageError:
 
 
 class Writer(Protocol):
-    """One rank's side of one save. Used by one thread: `write` and `describe`, `finish`, `add`, `make_durable`.
+    """One rank's side of one save. Used by one thread: `expect`, `write` and `describe`, `finish`, `add`, `make_durable`.
 
     What it tells `progress` is a sign of life: a byte counts when it is taken, may count again when it has reached the
     file system and again when it is durable, so that no long stretch of a save goes without one. Any of these may raise what
     became of a byte that an earlier one took.
     """
+
+    def expect(self, chunks: Iterable[Expected]) -> None:
+        """Take notice of everything that this rank will write, before the first of it; in no order."""
 
     def write(self, array: ArraySpec, chunk: int, host: torch.Tensor, digests: tuple[int, ...] | None = None) -> None:
         """Write one whole chunk, of which this rank is the only writer, or link it to the checkpoint before.
@@ -180,7 +224,7 @@ class Backend(Protocol):
     """One storage format. Constructed by the user's config: its keyword arguments are the config's schema."""
 
     store: str
-    """What the manifest calls the format: "zarr" or "ocdbt". A load looks the backend up by this name."""
+    """What the manifest calls the format: "zarr", "ocdbt" or "safetensors". A load looks the backend up by this name."""
 
     def writer(
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None

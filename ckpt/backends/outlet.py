@@ -23,6 +23,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from ckpt.backends.base import Expected
 from ckpt.backends.files import Folders, make_durable, naming, reserve, start_writeback, write_all
 from ckpt.errors import ConfigurationError
 
@@ -184,6 +185,20 @@ class Outlet:
         self._progress(1)
         return True
 
+    def overwrite(self, name: str, data: bytes) -> None:
+        """Replace the first bytes of a file that has been closed and flushed.
+
+        Raises:
+            OSError: it names the file.
+        """
+        path = self._root / name
+        with naming(path):
+            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                write_all(fd, memoryview(data))
+            finally:
+                os.close(fd)
+
     def unlink(self, name: str) -> None:
         """Take the name away again that `link` gave."""
         with naming(self._root / name):
@@ -241,6 +256,9 @@ class OutletWriter:
 
     def __init__(self, outlet: Outlet) -> None:
         self._outlet = outlet
+
+    def expect(self, chunks: Iterable[Expected]) -> None:
+        """See `ckpt.backends.base.Writer.expect`. Most formats take chunks as they come."""
 
     def add(self, file: str, data: bytes) -> None:
         """Write a small file of the caller's own."""

@@ -39,4 +39,5 @@ def backend_of_store(store: str) -> Backend:
 def register_default_stores() -> None:
     """Register the backends of this package, each imported only when it is needed."""
     register_store("zarr", lambda: import_module("ckpt.backends.zarr").ZarrBackend())
+    register_store("safetensors", lambda: import_module("ckpt.backends.kimi_engine").KimiEngineBackend())
     register_store("ocdbt", lambda: import_module("ckpt.backends.tensorstore").TensorStoreBackend())

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ckpt.backends.base import ArraySpec, ChunkExtent
+from ckpt.backends.base import ArraySpec, ChunkExtent, stored_shape
 from ckpt.backends.registry import backend_of_store
 from ckpt.box import Box, overlap, whole
 from ckpt.device import Device
@@ -122,7 +122,8 @@ class StoredCheckpoint:
             if chunk is None:
                 raise CorruptCheckpointError(f"{request.label}: the index of rank {rank} does not list chunk {number}")
             out = request.out[wanted.relative_to(request.box).slices]
-            part = Part(0, entry.grid, wanted.relative_to(chunk_box), out, request.label)
+            region = stored_shape(entry.store, entry.grid, chunk_box.shape)
+            part = Part(0, region, wanted.relative_to(chunk_box), out, request.label)
             yield StoredPart(chunk, part, spec, entry.store, wanted)
 
     def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:

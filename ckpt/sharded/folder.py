@@ -100,7 +100,7 @@ class FolderSave:
         self._plain = settle_plain(self._mine, phase.payloads, topology)
         digests = [said["table"] for said in phase.payloads]
         self._plan, tasks = agreed_plan(self._mine, digests, topology, pack_below_bytes=self._pack_below_bytes)
-        self._share = Share(self._plan, tasks, self._mine.components, topology)
+        self._share = Share(self._plan, tasks, self._mine.components, topology, store=self._backend.store)
         self._files = plain_files(self._plain, self._mine.components, topology)
         self._source = source = self._gathered()
         if self._share.sends_slivers:
