@@ -14,7 +14,7 @@ from tests.conf.configs import composed
 
 LAYOUTS = {"single", "ddp", "accelerate", "fsdp", "hsdp", "tp_fsdp", "ddp_tp", "pipeline", "ddp_pipeline"}
 GROUPS = {
-    "ckpt": {"zarr", "tensorstore"},
+    "ckpt": {"zarr", "tensorstore", "kimi-engine"},
     "strategy": {"direct", "two-stage"},
     "device": {"cpu", "cuda", "npu"},
     "parallel": LAYOUTS,

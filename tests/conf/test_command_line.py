@@ -72,7 +72,7 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["ckpt=nope"], "ckpt=nope: there is no such choice; ckpt is one of tensorstore, zarr"),
+        (["ckpt=nope"], "ckpt=nope: there is no such choice; ckpt is one of kimi-engine, tensorstore, zarr"),
         (["parallel=nope"], "parallel=nope: there is no such choice; parallel is one of accelerate, ddp, "),
         (["trian.steps=3"], "trian.steps: there is no such key; did you mean train.steps?"),
         (["train.stpes=3"], "train.stpes: there is no such key; did you mean train.steps?"),
@@ -99,7 +99,7 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
             ["-m", "output_dir=/proc/x", "train.steps=1,2"],
             "the folder of the run cannot be made: No such file or directory: '/proc/x'; ",
         ),
-        (["-m", "ckpt=zarr,nope"], "ckpt=nope: there is no such choice; ckpt is one of tensorstore, zarr"),
+        (["-m", "ckpt=zarr,nope"], "ckpt=nope: there is no such choice; ckpt is one of kimi-engine, tensorstore, zarr"),
         (["-m", "trian.steps=3,4"], "trian.steps: there is no such key; did you mean train.steps?"),
         (["resume=/no/such/checkpoint-3"], "load of "),
     ],
@@ -260,7 +260,7 @@ def test_a_recipe_can_be_run_by_its_path_from_anywhere(tmp_path: Path) -> None:
 def test_help_shows_choices_and_keys_to_a_newcomer(tmp_path: Path) -> None:
     done = python("-m", "recipes.train", "--help", cwd=tmp_path)
     assert done.returncode == 0 and not list(tmp_path.iterdir())
-    assert all(line in done.stdout for line in ("ckpt: tensorstore, zarr", "device: cpu, cuda, npu", "  steps: "))
+    assert all(line in done.stdout for line in ("ckpt: kimi-engine, tensorstore, zarr", "device: cpu, cuda, npu", "  steps: "))
 
 
 @pytest.mark.parametrize("device", ["npu", pytest.param("cpu", marks=pytest.mark.full)])
