@@ -136,6 +136,11 @@ class Background:
                 pending.snapshot.wait()
                 pending.blocked_s += time.perf_counter() - began
 
+    def wait_until_over(self) -> None:
+        """Return when nothing is being written on this rank. Any thread; tells nothing of what has become of it."""
+        for pending in list(self._pending):
+            pending.over.wait()
+
     def finalize(self, *, blocking: bool) -> list[SaveReport]:
         """Learn, on all ranks alike, what has become of saves that are over, in the order in which they began. Collective.
 
@@ -178,7 +183,8 @@ class Background:
 
     def _snapshot(self, prepared: PreparedSave, watched: Watched | None) -> Snapshot:
         """A snapshot of the share, with room in the arena; if there is none to be had, that is what the save fails of."""
-        is_pinned = self._device.type != "cpu" and self._process is None
+        placed, error = _rooms_in(prepared)
+        is_pinned = self._device.type != "cpu" and self._process is None and not placed
         snapshot = Snapshot(
             prepared.share,
             prepared.plan,
@@ -186,12 +192,15 @@ class Background:
             self._arena,
             watched=watched,
             pinned_bytes=None if is_pinned or self._device.type == "cpu" else self._device.pinned_bytes,
+            placed=placed,
         )
-        least, whole = arena_bytes(prepared.share, is_pinned=is_pinned)
+        least, whole = arena_bytes(prepared.share, is_pinned=is_pinned, placed=placed)
         try:
+            if error is not None:
+                raise error
             self._arena.grow(self._capacity(least, whole), lambda: None)
-        except Exception as error:
-            snapshot.fail(error)
+        except Exception as reason:
+            snapshot.fail(reason)
         return snapshot
 
     def _capacity(self, least: int, whole: int) -> int:
@@ -229,6 +238,8 @@ class Background:
             pending.report = prepared.run(self._branch, pending.snapshot, self._write, started=started)
         finally:
             pending.snapshot.give_up()
+            if pending.report is None:
+                prepared.drop_memory(None, self._topology)
             pending.over.set()
 
     def _write(
@@ -285,6 +296,14 @@ class Background:
             pending.over.wait()
         for thread in self._deletions:
             thread.join()
+
+
+def _rooms_in(prepared: PreparedSave) -> tuple[Mapping[int, torch.Tensor], Exception | None]:
+    """Where items go that have a place in memory which is kept; or why there is no such memory."""
+    try:
+        return prepared.rooms(), None
+    except Exception as error:
+        return {}, error
 
 
 def _delete(folder: Path) -> None:

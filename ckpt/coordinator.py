@@ -15,12 +15,15 @@ from ckpt.backends.base import Backend
 from ckpt.background import Background
 from ckpt.device import Device
 from ckpt.doctor import Diagnosis
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, MissingStateError
 from ckpt.incremental import linked_with
+from ckpt.keeping import keeper_of
 from ckpt.loading import Loader, committed_newest_first
 from ckpt.overlap import Optimizers
 from ckpt.provider import Provider, components_of, groups_of
+from ckpt.publishing import Publisher, WeightSender
 from ckpt.reading.base import LoadingStrategy
+from ckpt.reading.two_stage import TwoStageLoad
 from ckpt.report import LoadReport, Status
 from ckpt.save_settings import SaveSettings
 from ckpt.saving import Saver, SaveReport, SaveTarget
@@ -111,6 +114,7 @@ class CheckpointCoordinator:
         self._condemned: dict[Path, str] = {}
         self._saves = saves
         self._background = Background(topology, saves, device, backend) if saves.is_async else None
+        self._keeper = keeper_of(backend, saves)
         self._saver = Saver(
             components,
             topology,
@@ -122,8 +126,19 @@ class CheckpointCoordinator:
             pattern_check=pattern_check,
             packed_bytes=packed_mib << 20,
             delete=self._background.delete if self._background is not None else None,
+            keeper=self._keeper,
         )
-        self._loader = Loader(components, topology, strategy, device, verify=verify, allow_pickle=allow_pickle)
+        self._two_stage = strategy if isinstance(strategy, TwoStageLoad) else None
+        if self._two_stage is not None:
+            self._two_stage.go_with(backend)
+        self._loader = Loader(
+            components, topology, strategy, device, verify=verify, allow_pickle=allow_pickle, keeper=self._keeper
+        )
+        self._publisher: Publisher | None = None
+        if self._keeper is not None:
+            patterns = {component.key: component.pattern for component in components}
+            settled = self._background.wait_until_over if self._background is not None else lambda: None
+            self._publisher = Publisher(topology, self._keeper, patterns, settled)
         self._optimizers = Optimizers(components if saves.overlap else ())
         if self._background is not None:
             self._optimizers.before_steps(self._background.wait_for_snapshots)
@@ -197,6 +212,31 @@ class CheckpointCoordinator:
         self._background.begin(prepared, started, self._optimizers.watch() if self._saves.overlap else None)
         return str(target.path)
 
+    async def publish(self, engine: WeightSender, step: int, component: str = "model") -> dict[str, Any]:
+        """Give rollouts the weights that have just been saved, out of host memory: no file is read, and no device asked.
+
+        All ranks call it, and rollouts `engine.receive_weights` or `receive_into`. Training may go on, and save; what is published is not
+        touched by that. A save of this step that is under way is waited for.
+
+        Args:
+            engine: has joined the rollouts; the ranks here are its trainers.
+            step: `checkpoint_id` of the newest save, which is in memory still, as a number.
+
+        Returns:
+            what the engine says of it.
+
+        Raises:
+            MissingStateError: this step is not in memory, or not in that of one host; on every rank.
+            CorruptCheckpointError: the memory is not what was saved; on every rank.
+            CheckpointError: what the engine raises.
+        """
+        if self._publisher is None:
+            raise MissingStateError(
+                f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory. Say ckpt=kimi-engine, with "
+                "ckpt.pool=true and save.writer=thread"
+            )
+        return await self._publisher.publish(engine, step, component)
+
     def maybe_finalize(self, blocking: bool = False) -> list[SaveReport]:
         """Learn which saves in the background have been committed since the last call, in order. Collective.
 
@@ -253,6 +293,12 @@ class CheckpointCoordinator:
         self._optimizers.close()
         if self._background is not None:
             self._background.close()
+        if self._two_stage is not None:
+            self._two_stage.close()
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._keeper is not None:
+            self._keeper.close()
 
     def _learn(self, *, blocking: bool) -> list[SaveReport]:
         """Take in what has become of saves in the background."""

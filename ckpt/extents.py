@@ -31,6 +31,7 @@ from ckpt.box import Box, overlap, whole
 from ckpt.collector import collector_paused
 from ckpt.dtypes import bits_of, raw_bytes
 from ckpt.errors import CorruptCheckpointError
+from ckpt.held import NOTHING_HELD, HeldFiles
 from ckpt.runs import Run, find_runs
 
 SLAB_BYTES = 8 << 20
@@ -186,9 +187,10 @@ class ExtentReader:
         read_at: how bytes come from an open file.
         slab_bytes: asked for at once; None: `SLAB_BYTES`.
         landing: takes bytes to tensors on devices; None: all are on the host.
+        held: what is in memory, and is not read from the folder.
 
     Attributes:
-        bytes_read: bytes asked of the file system so far.
+        bytes_read: bytes asked of the file system so far; what is in memory does not count.
     """
 
     def __init__(
@@ -200,7 +202,9 @@ class ExtentReader:
         read_at: ReadAt = os.preadv,
         slab_bytes: int | None = None,
         landing: Landing | None = None,
+        held: HeldFiles = NOTHING_HELD,
     ) -> None:
+        self._held = held
         self._slab_bytes = slab_bytes or SLAB_BYTES
         self._landing = landing
         self.bytes_read = 0
@@ -239,6 +243,9 @@ class ExtentReader:
             OSError: the file system failed in another way; it names the file.
         """
         assert chunk.raw, "an encoded chunk is read by its backend"
+        self._or_disk(chunk, lambda: self._read(chunk, parts, stretches))
+
+    def _read(self, chunk: ChunkExtent, parts: Sequence[Part], stretches: Sequence[tuple[int, int]] | None) -> None:
         if not all(_is_on_host(part.out) for part in parts):
             self._read_for_devices(chunk, parts, stretches)
             return
@@ -267,6 +274,22 @@ class ExtentReader:
             CorruptCheckpointError, OSError: as for `read`.
         """
         assert chunk.raw and start % self.unit_of(chunk) == 0
+        self._or_disk(chunk, lambda: self._fetch(chunk, start, memory, name_of))
+
+    def _or_disk(self, chunk: ChunkExtent, read: Callable[[], None]) -> None:
+        """Read; and if what is in memory of the file proves damaged, once more, from the disk."""
+
+        def attempt() -> None:
+            try:
+                read()
+            except BaseException:
+                if chunk.file in self._files:
+                    os.close(self._files.pop(chunk.file))
+                raise
+
+        self._held.or_disk(chunk.file, attempt)
+
+    def _fetch(self, chunk: ChunkExtent, start: int, memory: memoryview, name_of: Callable[[int, int], str]) -> None:
         name = name_of(start, start + len(memory))
         self._check_digest_count(chunk, name)
         fd = self._open(chunk.file, name)
@@ -287,7 +310,7 @@ class ExtentReader:
         unit = self.unit_of(chunk)
         for start, stop in _slabs(wanted.stretches(unit) if stretches is None else stretches, unit, self._slab_bytes):
             memory = self._landing.take(stop - start)
-            self.fetch(chunk, start, _memory(memory.numpy()), wanted.name_of)
+            self._fetch(chunk, start, _memory(memory.numpy()), wanted.name_of)
             self._landing.place(wanted, start, stop, memory)
 
     def check(self, chunk: ChunkExtent, name: str) -> None:
@@ -298,6 +321,9 @@ class ExtentReader:
         Raises:
             CorruptCheckpointError: as for `read`.
         """
+        self._or_disk(chunk, lambda: self._check(chunk, name))
+
+    def _check(self, chunk: ChunkExtent, name: str) -> None:
         self._check_digest_count(chunk, name)
         fd = self._open(chunk.file, name)
         step = max(self._slab_bytes // chunk.block_bytes, 1) * chunk.block_bytes
@@ -358,9 +384,11 @@ class ExtentReader:
         path = self._root / chunk.file
         at = chunk.offset + start
         missing = list(pieces)
+        is_held = chunk.file in self._held
+        read_at = self._held.read_at(chunk.file) if is_held else self._read_at
         while missing:
             try:
-                got = self._read_at(fd, missing[:1024], at)
+                got = read_at(fd, missing[:1024], at)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(path)) from error
             if got == 0:
@@ -370,7 +398,7 @@ class ExtentReader:
                     file=chunk.file,
                 )
             at += got
-            self.bytes_read += got
+            self.bytes_read += 0 if is_held else got
             missing = _after(missing, got)
 
     def _check_digest_count(self, chunk: ChunkExtent, name: str) -> None:
@@ -404,7 +432,9 @@ class ExtentReader:
             self._files.move_to_end(file)
             return self._files[file]
         try:
-            fd = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._held.open(file)
+            if fd is None:
+                fd = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise CorruptCheckpointError(
                 f"{name}: {self._root / file} is missing. Load an earlier checkpoint.", file=file

@@ -16,6 +16,8 @@ from typing import Any
 from ckpt.device import Device, wait_for_all
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, describe, rebuild
 from ckpt.fitting import copies_for_object, fit, goes_on, prefixes_for_object, require_something
+from ckpt.held import NOTHING_HELD, HeldFiles
+from ckpt.keeping import Keeper
 from ckpt.ledger import Ledger
 from ckpt.legacy import OldSource, not_allowed, old_files
 from ckpt.manifest import CONFIG_NAME, MANIFEST_NAME, CheckpointManifest
@@ -41,7 +43,8 @@ _log = logging.getLogger("ckpt")
 class Loader:
     """Loads one checkpoint into the objects of the components.
 
-    Args: those of `CheckpointCoordinator`, which makes one.
+    Args: those of `CheckpointCoordinator`, which makes one, and
+        keeper: knows what is in memory; None: nothing is.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class Loader:
         *,
         verify: bool,
         allow_pickle: bool,
+        keeper: Keeper | None = None,
     ) -> None:
+        self._keeper = keeper
         self._components = list(components)
         self._topology = topology
         self._strategy = strategy
@@ -100,15 +105,21 @@ class Loader:
                     data = read_manifest_bytes(path)
                     manifest = CheckpointManifest.from_bytes(data, where)
                     listed = CONFIG_NAME in manifest.files
-                    config = read_listed_file(path, manifest, CONFIG_NAME).decode() if listed else ""
+                    held = self._held(data)
+                    config = read_listed_file(path, manifest, CONFIG_NAME, held).decode() if listed else ""
                     phase.payload = {"manifest": data.decode(), "config": config}
         said = phase.payloads[0]
         if isinstance(said, list):
             return OldSource(path, said, self._topology)
-        stored = StoredCheckpoint(path, manifest or CheckpointManifest.from_bytes(said["manifest"].encode(), where))
+        data = said["manifest"].encode()
+        stored = StoredCheckpoint(path, manifest or CheckpointManifest.from_bytes(data, where), self._held(data))
         return CommittedSource(
             stored, said["config"], self._topology, self._strategy, self._device, verify=self._verify
         )
+
+    def _held(self, manifest: bytes) -> HeldFiles:
+        """What need not be read from the folder of the checkpoint with this manifest."""
+        return NOTHING_HELD if self._keeper is None else self._keeper.files_of(manifest, self._topology)
 
     def _match(self, source: Source, strict: bool, phase: Phase, matches: dict[str, Match]) -> None:
         """Compare every component with what was saved of it; what this load may do without is noted, the rest raises."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import xxhash
 
@@ -27,13 +26,10 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError
 FORMAT_VERSION = 1
 MANIFEST_NAME = "checkpoint_manifest.json"
 CONFIG_NAME = "config.yaml"
-PLAIN_NAME = "plain.json"
-MAX_NAME_CHARS = 150
 SHARDED = "sharded"
 """The component, and so the folder, of a sharded state dict's tensors."""
 COMMON, OBJECTS = "common", "objects"
 """Folders beside it, each a checkpoint of its own, with what a sharded state dict holds besides."""
-_OURS = (PLAIN_NAME, "zarr.json")
 
 
 def index_name(rank: int, generation: int = 0) -> str:
@@ -54,27 +50,6 @@ def index_generation(path: str) -> int:
 def digest_of(data: bytes | memoryview) -> str:
     """The xxh3-128 of some bytes, as 32 lower-case hex digits: how every whole file is named in a manifest."""
     return xxhash.xxh3_128_hexdigest(data)
-
-
-def encode_key(key: str) -> str:
-    """Return the folder name of an array: a tensor's name is data, so nothing in it may act as a path.
-
-    Every UTF-8 byte outside `[A-Za-z0-9_.-]` is percent-encoded, so is a leading `.`, and the first letter of a name that is
-    ours: `packed-...`, `plain.json`, `zarr.json`. A name that grows too long for a file system is cut and ends in its own
-    digest. Never decoded: manifest and index hold the key itself.
-
-    Example:
-        >>> encode_key("h.0.attn/weight"), encode_key(".."), encode_key("packed-x"), encode_key("")
-        ('h.0.attn%2Fweight', '%2E.', '%70acked-x', '%')
-    """
-    encoded = quote(key, safe="", errors="surrogatepass").replace("~", "%7E")
-    if encoded.startswith("."):
-        encoded = "%2E" + encoded[1:]
-    if encoded.startswith("packed-") or encoded in _OURS:
-        encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
-    if len(encoded) > MAX_NAME_CHARS:
-        return f"{encoded[:100]}~{digest_of(key.encode(errors='surrogatepass'))}"
-    return encoded or "%"
 
 
 @dataclass(frozen=True, slots=True)

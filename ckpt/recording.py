@@ -16,13 +16,13 @@ from ckpt.errors import StorageError
 from ckpt.manifest import (
     CONFIG_NAME,
     MANIFEST_NAME,
-    PLAIN_NAME,
     ArrayEntry,
     CheckpointManifest,
     ComponentManifest,
     digest_of,
     index_name,
 )
+from ckpt.names import PLAIN_NAME
 from ckpt.plan import SavePlan
 from ckpt.sharing import EQUAL_COPIES, StateComponent, holders_of
 from ckpt.topology import Topology
@@ -38,6 +38,10 @@ class Record:
         votes: of every rank, in order.
         config_text: stored as config.yaml; None: there is none.
         beside: files that lie in the folder already and belong to the checkpoint, relative to it.
+
+    Attributes:
+        manifest_digest: of the bytes of the manifest, once it is written.
+        made: the small files, beside the ranks' own, that the checkpoint has besides; by path.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Record:
         self._backend = backend
         self._config_text = config_text
         self._beside = beside
+        self.manifest_digest = ""
+        self.made: dict[str, bytes] = {}
 
     def write(self, checkpoint_id: str) -> int:
         """Join the arrays, write the config and, last, the manifest; return the bytes that this adds.
@@ -71,6 +77,7 @@ class Record:
         manifest = self._manifest(checkpoint_id)
         added = self._write_lead_files(manifest)
         data = manifest.to_bytes()
+        self.manifest_digest = digest_of(data)
         self._topology.require_awaited()
         replace_durably(self._folder / MANIFEST_NAME, data)
         return added + len(data)
@@ -87,30 +94,12 @@ class Record:
                 "groups": {name: [list(ranks) for ranks in group.instances] for name, group in topology.groups.items()},
             },
             components={key: self._component(component) for key, component in self._components.items()},
-            arrays=self._arrays(),
+            arrays=entries_of(self._plan, self._components, self._backend.store),
             files={},
             training_args_hash=digest_of(config.encode()) if config is not None else None,
             ckpt_version=__version__,
             pytorch_version=torch.__version__,
         )
-
-    def _arrays(self) -> dict[str, ArrayEntry]:
-        store = self._backend.store
-        packed: dict[tuple[Any, ...], ArrayEntry] = {}
-        arrays = {}
-        for name, array in self._plan.arrays.items():
-            if array.grid is not None:
-                path = path_of(name, self._components)
-                arrays[name] = ArrayEntry(array.dtype, array.shape, store, path, array.grid, array.runs())
-            else:
-                alike = array.dtype, array.shape, tuple(sorted(set(array.packs.values())))
-                if alike not in packed:
-                    packed[alike] = ArrayEntry(array.dtype, array.shape, store, packed_in=alike[2])
-                arrays[name] = packed[alike]
-        for alias, first in self._plan.aliases.items():
-            if first in arrays:
-                arrays[alias] = ArrayEntry(arrays[first].dtype, arrays[first].shape, alias_of=first)
-        return arrays
 
     def _component(self, component: StateComponent) -> ComponentManifest:
         holders = holders_of(component, self._topology)
@@ -142,7 +131,7 @@ class Record:
             made = [*made, CONFIG_NAME]
         added = 0
         for path in [*made, *self._beside]:
-            data = (self._folder / path).read_bytes()
+            data = self.made[path] = (self._folder / path).read_bytes()
             manifest.files[path] = (len(data), digest_of(data))
             added += len(data)
             self._topology.progress()
@@ -153,6 +142,29 @@ class Record:
             if vote.index is not None:
                 manifest.files[index_name(rank)] = (vote.index[0], vote.index[1])
         return added
+
+
+def entries_of(plan: SavePlan, components: Mapping[str, StateComponent], store: str) -> dict[str, ArrayEntry]:
+    """What a manifest says of the arrays of a save; the same on every rank.
+
+    Args:
+        store: what the manifest calls the format.
+    """
+    packed: dict[tuple[Any, ...], ArrayEntry] = {}
+    arrays = {}
+    for name, array in plan.arrays.items():
+        if array.grid is not None:
+            path = path_of(name, components)
+            arrays[name] = ArrayEntry(array.dtype, array.shape, store, path, array.grid, array.runs())
+        else:
+            alike = array.dtype, array.shape, tuple(sorted(set(array.packs.values())))
+            if alike not in packed:
+                packed[alike] = ArrayEntry(array.dtype, array.shape, store, packed_in=alike[2])
+            arrays[name] = packed[alike]
+    for alias, first in plan.aliases.items():
+        if first in arrays:
+            arrays[alias] = ArrayEntry(arrays[first].dtype, arrays[first].shape, alias_of=first)
+    return arrays
 
 
 def _await_indexes(folder: Path, votes: Sequence[Vote], topology: Topology) -> None:

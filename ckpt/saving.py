@@ -11,22 +11,29 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ckpt import verify
 from ckpt.backends.base import Backend
+from ckpt.backends.pool import PooledSave
 from ckpt.collect import Contribution, MergedRows, collect, settle_plain
 from ckpt.device import Device
 from ckpt.doctor import Diagnosis
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.gathering import LiveTensors, Source
 from ckpt.incremental import previous_of
+from ckpt.keeping import HeldStep, Keeper, heard_places, said_places
 from ckpt.ledger import Ledger
+from ckpt.manifest import CheckpointManifest, index_name
 from ckpt.pattern_check import act_on, check_choice, examine
 from ckpt.plan import SavePlan
 from ckpt.planner import Planner
-from ckpt.recording import Record
+from ckpt.recording import Record, entries_of
 from ckpt.sameness import Sameness
 from ckpt.sharing import StateComponent
 from ckpt.topology import Topology
@@ -92,7 +99,8 @@ class SaveTarget:
 class Saver:
     """Saves the same components again and again; what does not change between saves is worked out once.
 
-    Args: those of `CheckpointCoordinator`, which makes one.
+    Args: those of `CheckpointCoordinator`, which makes one, and
+        keeper: keeps what is saved in memory; None: nothing is kept.
     """
 
     def __init__(
@@ -108,7 +116,9 @@ class Saver:
         pattern_check: str = "warn",
         packed_bytes: int = PACKED_BYTES,
         delete: Callable[[Path], None] | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
+        self._keeper = keeper
         self._packed_bytes = packed_bytes
         self._delete = delete
         self._components = components
@@ -158,6 +168,7 @@ class Saver:
                 packed_bytes=self._packed_bytes,
                 store=self._backend.store,
             )
+            self._require_room(share)
             self._share = plan, share
         return PreparedSave(
             target=target,
@@ -172,7 +183,14 @@ class Saver:
             reached=self._reached,
             distrusted=self._distrusted,
             sameness=self._sameness,
+            keeper=self._keeper,
         )
+
+    def _require_room(self, share: Share) -> None:
+        """See that what is kept of every save may be kept."""
+        if self._keeper is not None:
+            with self._topology.phase("room in memory"):
+                self._keeper.require_room(share.num_bytes, self._topology)
 
     def distrust(self, checkpoint: Path) -> None:
         """Link nothing to this checkpoint: something in it has been found damaged. Any rank; the lead's word counts."""
@@ -227,6 +245,8 @@ class PreparedSave:
             after another.
         distrusted: checkpoints that nothing is to be linked to.
         sameness: of the saver.
+        keeper: keeps what is written in memory; None: nothing is kept.
+        memory: for that, if there is some already.
     """
 
     target: SaveTarget
@@ -241,10 +261,22 @@ class PreparedSave:
     reached: set[Path]
     distrusted: set[Path]
     sameness: Sameness
+    keeper: Keeper | None = None
+    memory: PooledSave | None = None
 
     def live_tensors(self) -> Source:
         """The state itself, which must not change until the save is over."""
         return LiveTensors(self.share, self.plan, self.mine, self.device.pinned_bytes)
+
+    def rooms(self) -> Mapping[int, torch.Tensor]:
+        """Number of an item -> its place in memory that is kept, for a copy that is taken ahead of the writing.
+
+        None have one where parts of the save may be linked: what is written then is not known yet.
+        """
+        if self.keeper is None or self.target.min_live is not None:
+            return {}
+        self.memory = self.keeper.begin()
+        return self.keeper.rooms(self.memory, self.share, self.backend)
 
     def run(self, topology: Topology, source: Source, write: Write, *, started: float) -> SaveReport:
         """Write, and commit. Collective over the topology; by any thread of the rank.
@@ -253,10 +285,12 @@ class PreparedSave:
             started: when this rank was called, by `time.perf_counter`.
         """
         target = self.target
+        folder: Path | None = None
         previous: Path | None = None
         try:
             with topology.operation(target.what):
                 folder, previous = self._open(topology)
+                self._begin_memory(folder, topology)
                 slivers = self._exchange_slivers(topology, source)
                 with topology.phase("write") as phase:
                     before = None
@@ -276,9 +310,12 @@ class PreparedSave:
                     phase.payload = [vote.to_json(), time.perf_counter() - started]
                 votes = [Vote(**tree) for tree, _ in phase.payloads]
                 waited_s = max(seconds for _, seconds in phase.payloads)
-                path, commit_s = self._commit(topology, folder, votes)
+                path, commit_s, held = self._commit(topology, folder, votes)
                 alarms = self._settle(topology, path, votes)
+                if self.keeper is not None and held is not None:
+                    self.keeper.keep(held)
         except BaseException as error:
+            self.drop_memory(folder, topology)
             if isinstance(error, CorruptCheckpointError) and error.file is not None and previous is not None:
                 self.distrusted.add(previous)
             self.ledger.discard_all()  # not before all have heard of it: until then another rank may be writing there
@@ -287,6 +324,18 @@ class PreparedSave:
         total = sum(vote.total_bytes for vote in votes)
         linked = sum(vote.linked_bytes for vote in votes)
         return SaveReport(str(path), target.checkpoint_id, total, seconds, seconds, total - linked, tuple(alarms))
+
+    def _begin_memory(self, folder: Path, topology: Topology) -> None:
+        """Have what this rank writes to the folder kept."""
+        if self.keeper is not None:
+            self.memory = self.memory or self.keeper.begin()
+            self.keeper.assign(folder, topology.rank, self.memory)
+
+    def drop_memory(self, folder: Path | None, topology: Topology) -> None:
+        """Nothing of this save is kept; nobody writes from its memory any more."""
+        memory, self.memory = self.memory, None
+        if self.keeper is not None and memory is not None:
+            self.keeper.drop(folder, topology.rank, memory)
 
     def _open(self, topology: Topology) -> tuple[Path, Path | None]:
         """The lead makes the unpublished folder; before the first save into a root every rank shows that it sees it.
@@ -319,11 +368,14 @@ class PreparedSave:
             return {}
         return topology.exchange("slivers", source.sends(), self.share.sources)
 
-    def _commit(self, topology: Topology, folder: Path, votes: Sequence[Vote]) -> tuple[Path, float]:
+    def _commit(self, topology: Topology, folder: Path, votes: Sequence[Vote]) -> tuple[Path, float, HeldStep | None]:
         """Step 7, by the lead: join what the ranks wrote, write the manifest; and when all are well still, rename.
 
         Nobody else moves a byte. Whatever befalls a rank before phase publish, nothing is committed; once the lead has
         renamed, the checkpoint is, and an error says so.
+
+        Returns:
+            the checkpoint, the seconds that this took, and what is in memory of it.
         """
         started = time.perf_counter()
         target = self.target
@@ -341,15 +393,29 @@ class PreparedSave:
                 votes[0].total_bytes += record.write(target.checkpoint_id)
                 if target.validate:
                     _require_sound(folder, topology.progress)
-                phase.payload = votes[0].total_bytes
-        votes[0].total_bytes = phase.payloads[0]
+                if self.memory is not None:
+                    self.memory.add(record.made)
+                phase.payload = [votes[0].total_bytes, record.manifest_digest]
+        votes[0].total_bytes, digest = phase.payloads[0]
         with topology.phase("publish") as phase:
             if topology.is_lead:
                 topology.require_awaited()
                 path = self.ledger.publish(folder, target.checkpoint_id, refused=target.refused)
                 phase.stands = _is_committed(path)
-                phase.payload = str(path)
-        return Path(phase.payloads[0]), time.perf_counter() - started
+            phase.payload = [str(path) if topology.is_lead else None, said_places(self.memory)]
+        path = Path(phase.payloads[0][0])
+        held = self._held(path, digest, votes, [places for _, places in phase.payloads])
+        return path, time.perf_counter() - started, held
+
+    def _held(
+        self, path: Path, manifest_digest: str, votes: Sequence[Vote], places: Sequence[Mapping[str, Any] | None]
+    ) -> HeldStep | None:
+        """What all ranks have in memory of this save, now that it is committed."""
+        if self.memory is None:
+            return None
+        known = self.target.checkpoint_id, votes, self.plan, self.mine.components, self.backend.store
+        manifest = partial(_known_manifest, *known)
+        return HeldStep(known[0], path, manifest_digest, manifest, heard_places(places), self.memory)
 
     def _settle(self, topology: Topology, path: Path, votes: Sequence[Vote]) -> list[str]:
         """Once it is committed: let older ones go, and look whether this one is anything new."""
@@ -363,6 +429,25 @@ class PreparedSave:
         for alarm in alarms if topology.is_lead else ():
             _log.warning("%s", alarm)
         return alarms
+
+
+def _known_manifest(
+    checkpoint_id: str,
+    votes: Sequence[Vote],
+    plan: SavePlan,
+    components: Mapping[str, StateComponent],
+    store: str,
+) -> CheckpointManifest:
+    """What every rank knows of the manifest that the lead has written."""
+    return CheckpointManifest(
+        checkpoint_id=checkpoint_id,
+        timestamp=datetime.now(UTC),
+        world_size=len(votes),
+        topology={},
+        components={},
+        arrays=entries_of(plan, components, store),
+        files={index_name(rank): (vote.index[0], vote.index[1]) for rank, vote in enumerate(votes) if vote.index},
+    )
 
 
 def _is_committed(path: Path) -> str:

@@ -6,13 +6,16 @@
 
 What has no room waits until something before it is written. Each item's digests are taken while its bytes are still in the processor's
 cache; whoever writes it makes sure that they are the same still.
+
+Where the files of a save are kept in memory (backends/pool.py), an item is copied to its place there, and stays; only what is put together
+of several ranks' parts passes through the arena.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -39,6 +42,7 @@ class Snapshot:
 
     Args:
         arena: large enough for `arena_bytes` of this share.
+        placed: number of an item -> the memory of exactly its bytes, which it is copied to and not written from before all are copied.
         watched: what only optimizers' steps change; it is copied later, by a thread of its own. None: nothing is.
         pinned_bytes: of memory that copies from devices pass through; None: the arena is pinned itself.
     """
@@ -52,7 +56,9 @@ class Snapshot:
         *,
         watched: Watched | None,
         pinned_bytes: int | None,
+        placed: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
+        self._placed = placed or {}
         self._share = share
         self._contribution: Contribution | None = contribution
         self._regions: Regions | None = Regions(plan, contribution)
@@ -61,7 +67,7 @@ class Snapshot:
         self._pinned_bytes = pinned_bytes
         self._sends: dict[int, bytes] = {}
         self._streams = Streams("staging")
-        self._being_written: torch.Tensor | None = None
+        self._being_written: tuple[int, torch.Tensor] | None = None
         self._ready: queue.SimpleQueue[tuple[Staged, torch.Tensor] | None] = queue.SimpleQueue()
         self._has_sends = threading.Event()
         self._may_be_written = threading.Event()
@@ -115,16 +121,24 @@ class Snapshot:
         return self._sends
 
     def items(self) -> Iterator[Staged]:
-        """Every item: once all are copied, for training may be waiting for that, or once one has no room.
+        """Every item: once all are copied, for training may be waiting for that, or once one has no room. Those with places come in order.
 
         Raises: what went wrong with the copy.
         """
         self._may_be_written.wait()
-        while (ready := self._next_ready()) is not None:
-            staged, self._being_written = ready
+        for staged, room in self._in_order() if self._placed else iter(self._next_ready, None):
+            self._being_written = staged.number, room
             yield staged
             self._give_back_written()
         self.check()
+
+    def _in_order(self) -> Iterator[tuple[Staged, torch.Tensor]]:
+        """Once all are copied, or the copy has failed."""
+        in_order = sorted(iter(self._next_ready, None), key=lambda ready: ready[0].number)
+        self._ready.get()  # the end, which comes last again
+        for ready in (*in_order, None):
+            self._ready.put(ready)
+        return iter(self._next_ready, None)
 
     def check(self) -> None:
         """Wait until all is copied, and raise what went wrong."""
@@ -138,13 +152,17 @@ class Snapshot:
         self._is_over.wait()
         self._give_back_written()
         while (ready := self._next_ready()) is not None:
-            self._arena.give_back(ready[1])
+            self._give_back(ready[0].number, ready[1])
 
     def _give_back_written(self) -> None:
         """Not left to the end of the loop over the items: an error that came between keeps that loop as long as it is kept itself."""
         if self._being_written is not None:
-            self._arena.give_back(self._being_written)
+            self._give_back(*self._being_written)
             self._being_written = None
+
+    def _give_back(self, number: int, room: torch.Tensor) -> None:
+        if number not in self._placed:
+            self._arena.give_back(room)
 
     def _next_ready(self) -> tuple[Staged, torch.Tensor] | None:
         ready = self._ready.get()
@@ -217,14 +235,14 @@ class Snapshot:
             return self._the_regions.of_item(numbered[1])
 
         def room_in_arena(num_bytes: int) -> torch.Tensor:
-            rooms[coming] = self._take(num_bytes)
+            rooms[coming] = self._take(coming, num_bytes)
             return rooms[coming]
 
         through = room_in_arena if self._pinned_bytes is None else Halves(self._pinned_bytes)
         try:
             for (number, item), hosts in Staging(through, self._streams).ahead(items, tensors_of):
                 if number not in rooms:
-                    rooms[number] = self._take(sum(map(_in_a_row, _bytes_of(self._share, item))))
+                    rooms[number] = self._take(number, sum(map(_in_a_row, _bytes_of(self._share, item))))
                     hosts = _copied(item, hosts, rooms[number])
                 elif isinstance(item, Pack):
                     hosts = [_joined(hosts, rooms[number])]
@@ -235,8 +253,8 @@ class Snapshot:
         finally:
             if rooms:  # it has failed, and what was on its way may be so still
                 wait_for_accelerator()
-                for room in rooms.values():
-                    self._arena.give_back(room)
+                for number, room in rooms.items():
+                    self._give_back(number, room)
 
     def _grid_of(self, item: Item, host: torch.Tensor) -> tuple[int, ...]:
         """The shape in which a host tensor is stored: a whole chunk as its store wants it, a part of one, or a pack, as it is."""
@@ -244,8 +262,10 @@ class Snapshot:
             return self._share.stored_shape(item)
         return tuple(host.shape)
 
-    def _take(self, num_bytes: int) -> torch.Tensor:
+    def _take(self, number: int, num_bytes: int) -> torch.Tensor:
         self._require_wanted()
+        if number in self._placed:
+            return self._placed[number]
         return self._arena.take(num_bytes, self._wait_for_room)
 
     def _wait_for_room(self) -> None:
@@ -262,13 +282,20 @@ class Snapshot:
         return self._regions
 
 
-def arena_bytes(share: Share, *, is_pinned: bool) -> tuple[int, int]:
+def arena_bytes(share: Share, *, is_pinned: bool, placed: Collection[int] = ()) -> tuple[int, int]:
     """The bytes of an arena that a share needs at least, and those with which nothing of it has to wait.
 
     Args:
         is_pinned: two items are under way from a device at a time, and a third must have room wherever they lie.
+        placed: the items that are not copied to it. Where there are any, all others must have room at a time.
     """
-    sizes = [room_for(sum(_in_a_row(num_bytes) for num_bytes in _bytes_of(share, item))) for item in share.items]
+    sizes = [
+        room_for(sum(_in_a_row(num_bytes) for num_bytes in _bytes_of(share, item)))
+        for number, item in enumerate(share.items)
+        if number not in placed
+    ]
+    if placed:
+        return sum(sizes), sum(sizes)
     largest = max(sizes, default=0)
     return largest * (3 if is_pinned else 1), max(sum(sizes), largest * (3 if is_pinned else 1))
 

@@ -13,7 +13,8 @@ from ckpt.box import num_chunks, whole
 from ckpt.device import Device
 from ckpt.dtypes import raw_bytes, torch_dtype
 from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeError, describe
-from ckpt.manifest import PLAIN_NAME, ArrayEntry, CheckpointManifest, digest_of
+from ckpt.manifest import ArrayEntry, CheckpointManifest, digest_of
+from ckpt.names import PLAIN_NAME
 from ckpt.reading.base import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint
 from ckpt.reading.direct import DirectLoad
 from ckpt.sharing import OWN_COPIES, SharingPattern, StateComponent, copy_prefix
@@ -97,6 +98,7 @@ class CommittedSource:
         self.config_text = config_text
         self._checkpoint = checkpoint
         self._manifest = checkpoint.manifest
+        self._held = checkpoint.held
         self._topology = topology
         self._strategy = strategy
         self._device = device
@@ -171,15 +173,22 @@ class CommittedSource:
             return {}
         path = f"{component.key}/{prefix}{PLAIN_NAME}"
         if path in self._manifest.files:
-            data = read_listed_file(self._checkpoint.root, self._manifest, path)
+            data = read_listed_file(self._checkpoint.root, self._manifest, path, self._held)
         else:
-            record = self._checkpoint.index(writer).files.get(path)
-            file = self._checkpoint.root / path
-            data = file.read_bytes() if record is not None and file.is_file() else b""
-            if record is None or len(data) != record.size or digest_of(data) != record.rest:
-                raise CorruptCheckpointError(f"{path} is missing or not as rank {writer} wrote it", component=saved.key)
+            data = self._held.or_disk(path, lambda: self._read_plain(path, writer, saved.key))
         rows = json.loads(data)
         return {".".join(str(part[0] if isinstance(part, list) else part) for part in row[0]): row for row in rows}
+
+    def _read_plain(self, path: str, writer: int, component: str) -> bytes:
+        """A file of plain values that another rank than the lead wrote."""
+        record = self._checkpoint.index(writer).files.get(path)
+        file = self._checkpoint.root / path
+        data = self._held.read(path)
+        if data is None:
+            data = file.read_bytes() if record is not None and file.is_file() else b""
+        if record is None or len(data) != record.size or digest_of(data) != record.rest:
+            raise CorruptCheckpointError(f"{path} is missing or not as rank {writer} wrote it", component=component)
+        return data
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
         """Check size and loose bytes of the checkpoint's files, each file on one rank; arrays are checked when read.
@@ -192,7 +201,7 @@ class CommittedSource:
         mine = slice(self._topology.rank, None, self._topology.world_size)
         for path in list(self._manifest.files)[mine]:
             try:
-                read_listed_file(self._checkpoint.root, self._manifest, path)
+                read_listed_file(self._checkpoint.root, self._manifest, path, self._held)
             except CorruptCheckpointError as error:
                 _note_damage(damaged, path, error, optional)
         for rank in self._manifest.index_ranks()[mine]:
@@ -252,7 +261,7 @@ class CommittedSource:
         covered = index.covered()
         for path, record in index.files.items():
             try:
-                check_file(self._checkpoint.root, path, record, covered.get(path, ()))
+                check_file(self._checkpoint.root, path, record, covered.get(path, ()), self._held)
             except CorruptCheckpointError as error:
                 whose = Names(self._manifest, index).of_file(path)
                 named = CorruptCheckpointError(f"{whose}: {error}" if whose else str(error), file=error.file)

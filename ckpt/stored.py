@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import xxhash
 
 from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from ckpt.held import NOTHING_HELD, HeldFiles
 from ckpt.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name
 
 _PIECE_BYTES = 4 << 20
@@ -34,8 +36,13 @@ def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
         ) from error
 
 
-def read_listed_file(checkpoint_dir: Path, manifest: CheckpointManifest, path: str) -> bytes:
+def read_listed_file(
+    checkpoint_dir: Path, manifest: CheckpointManifest, path: str, held: HeldFiles = NOTHING_HELD
+) -> bytes:
     """Read one of the small files in the manifest's list whole, and check size and digest.
+
+    Args:
+        held: what is in memory.
 
     Raises:
         CorruptCheckpointError: the file is not listed, missing, or not as it was written.
@@ -43,15 +50,23 @@ def read_listed_file(checkpoint_dir: Path, manifest: CheckpointManifest, path: s
     if path not in manifest.files:
         raise CorruptCheckpointError(f"{path} should be part of {checkpoint_dir}, but its manifest does not list it")
     size, digest = manifest.files[path]
-    data = _read(checkpoint_dir / path, path)
-    if len(data) != size:
-        raise CorruptCheckpointError(f"{path} has {len(data)} bytes, the manifest says {size}")
-    if digest_of(data) != digest:
-        raise CorruptCheckpointError(f"{path} does not match its digest in the manifest; it was changed after the save")
-    return data
+
+    def read() -> bytes:
+        data = held.read(path)
+        if data is None:
+            data = _read(checkpoint_dir / path, path)
+        if len(data) != size:
+            raise CorruptCheckpointError(f"{path} has {len(data)} bytes, the manifest says {size}")
+        if digest_of(data) != digest:
+            raise CorruptCheckpointError(
+                f"{path} does not match its digest in the manifest; it was changed after the save"
+            )
+        return data
+
+    return held.or_disk(path, read)
 
 
-def read_index(checkpoint_dir: Path, manifest: CheckpointManifest, rank: int) -> Index:
+def read_index(checkpoint_dir: Path, manifest: CheckpointManifest, rank: int, held: HeldFiles = NOTHING_HELD) -> Index:
     """Read and check the index of one writing rank.
 
     Raises:
@@ -60,21 +75,40 @@ def read_index(checkpoint_dir: Path, manifest: CheckpointManifest, rank: int) ->
     path = index_name(rank)
     if path not in manifest.files:  # a later generation, or none
         path = manifest.index_paths().get(rank, path)
-    return Index.from_bytes(read_listed_file(checkpoint_dir, manifest, path))
+    return Index.from_bytes(read_listed_file(checkpoint_dir, manifest, path, held))
 
 
-def check_file(checkpoint_dir: Path, path: str, record: FileRecord, covered: Iterable[ChunkExtent]) -> None:
+def check_file(
+    checkpoint_dir: Path,
+    path: str,
+    record: FileRecord,
+    covered: Collection[ChunkExtent],
+    held: HeldFiles = NOTHING_HELD,
+) -> None:
     """Check that a file an index lists has its size, and that the bytes no chunk covers are as written.
 
     Cheap for data files: of those it reads nothing. The bytes of chunks are checked where they are read.
 
     Args:
         covered: what of it is under other digests, as `Index.covered` gives it.
+        held: what is in memory, and is checked there: that is what is read.
 
     Raises:
         CorruptCheckpointError: naming the file.
     """
-    file = checkpoint_dir / path
+
+    def check() -> None:
+        fd = held.open(path)
+        try:
+            _check_file(checkpoint_dir / path if fd is None else Path(f"/proc/self/fd/{fd}"), path, record, covered)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    held.or_disk(path, check)
+
+
+def _check_file(file: Path, path: str, record: FileRecord, covered: Iterable[ChunkExtent]) -> None:
     try:
         size = file.stat().st_size
     except OSError as error:

@@ -217,6 +217,14 @@ class Topology:
         topology._told_of_moves = self.progress
         return topology
 
+    def store_for(self, name: str) -> Store | None:
+        """A part of the job's store, for what the same ranks do beside their agreement; None: a rank that is alone has none.
+
+        Args:
+            name: equal on all ranks, and of no other part.
+        """
+        return None if self._store is None else PrefixStore(name, self._store)
+
     def expect_absence(self) -> None:
         """Take it that this process has been asked to end, as all may have been because one is gone: believe its silence sooner."""
         self._termination.note()

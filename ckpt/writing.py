@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,8 +29,9 @@ from ckpt.backends.base import (
 )
 from ckpt.box import whole
 from ckpt.collector import collector_paused
-from ckpt.dtypes import contiguous, torch_dtype
-from ckpt.manifest import PLAIN_NAME, Index, Piece, digest_of, encode_key, index_name
+from ckpt.dtypes import contiguous, item_bytes, torch_dtype
+from ckpt.manifest import Index, Piece, digest_of, index_name
+from ckpt.names import PLAIN_NAME, encode_key
 from ckpt.plan import ChunkTask, PackTask, RankPlan, SavePlan, SliverTask
 from ckpt.sharing import OWN_COPIES, StateComponent, holders_of, prefix_of
 from ckpt.topology import Topology
@@ -164,6 +166,17 @@ class Share:
         if topology.is_lead:
             self.groups = {folder.removesuffix("/") for folder in folders_of(plan.arrays, components)}
         self.sliver_starts = _sliver_starts(tasks.chunks, plan)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all items, as they are stored."""
+        return sum(map(self.item_bytes, self.items))
+
+    def item_bytes(self, item: Item) -> int:
+        """Of one item."""
+        if isinstance(item, Pack):
+            return item.num_elements * item_bytes(item.dtype)
+        return math.prod(self.stored_shape(item)) * item_bytes(self.arrays[item.name].dtype)
 
     def stored_shape(self, task: ChunkTask) -> tuple[int, ...]:
         """The shape in which a chunk is stored."""

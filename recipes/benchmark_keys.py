@@ -11,7 +11,8 @@ from omegaconf import MISSING
 from ckpt.errors import ConfigurationError
 from recipes.benchmarking import require_counts, typed_keys
 
-BACKENDS = ("zarr", "tensorstore", "tensorstore-file")
+BACKENDS = ("zarr", "tensorstore", "tensorstore-file", "kimi-engine", "kimi-engine-disk")
+"""The last keeps nothing of a save in host memory, so that loads go by its files."""
 STRATEGIES = ("direct", "two-stage")
 PEERS = ("dcp", "safetensors", "safetensors-one-file")
 RAW = ("raw", "raw-direct")

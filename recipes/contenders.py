@@ -28,6 +28,8 @@ _BACKENDS: dict[str, Callable[[], Backend]] = {
     "zarr": ZarrBackend,
     "tensorstore": lambda: TensorStoreBackend(kvstore="ocdbt"),
     "tensorstore-file": lambda: TensorStoreBackend(kvstore="file"),
+    "kimi-engine": lambda: _kimi_engine(pool=True),
+    "kimi-engine-disk": lambda: _kimi_engine(pool=False),
 }
 _OTHERS: dict[str, Callable[[Workload], Contender]] = {
     "dcp": Dcp,
@@ -43,6 +45,7 @@ _STRATEGIES = {
     "two-stage": "ckpt.reading.two_stage.TwoStageLoad",
 }
 _ON_HOST = ("raw", "raw-direct", "memcpy")
+_OF_SAFETENSORS = ("safetensors", "kimi-engine")
 
 
 class Ours(Contender):
@@ -98,7 +101,7 @@ def contenders_of(
 
 def _obstacle(name: str, workload: Workload, scratch: Path) -> str:
     """Return why a contender cannot take part here, or ""."""
-    if name.startswith("safetensors") and importlib.util.find_spec("safetensors") is None:
+    if name.startswith(_OF_SAFETENSORS) and importlib.util.find_spec("safetensors") is None:
         return f"the package safetensors is not installed: {EXTRA}"
     device = workload.saved.device.torch_device.type
     if name in _ON_HOST and device != "cpu":
@@ -138,6 +141,12 @@ def _coordinator(
         config_text=OmegaConf.to_yaml(OmegaConf.create(dict(cfg))),
     )
     return made_of
+
+
+def _kimi_engine(*, pool: bool) -> Backend:
+    from ckpt.backends.kimi_engine import KimiEngineBackend  # of a package that not everybody has
+
+    return KimiEngineBackend(pool=pool)
 
 
 def _strategy(cfg: Mapping[str, Any], state: State, name: str, keywords: Mapping[str, Any]) -> LoadingStrategy:

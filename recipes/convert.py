@@ -1,4 +1,4 @@
-"""python -m recipes.convert src=<Megatron-Core zarr checkpoint> dst=<new folder>: make one of ours of it."""
+"""python -m recipes.convert src=<checkpoint> dst=<new folder> to=<format>: write it in another format."""
 
 if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
     import sys

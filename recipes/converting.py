@@ -1,49 +1,39 @@
-"""What `convert` does: the tensors, objects and common state that Megatron-Core's zarr strategy wrote go into a checkpoint of ours.
-
-One process does it. Tensors are saved out of their mapped files, chunk by chunk, so that memory is needed for what is under way.
-"""
+"""What `convert` does: it finds out what `src` is, and has it written as what `to` says. One process does it."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import secrets
-import shutil
-import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import math
+import re
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import Path
+from typing import Protocol
 
-import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.filesize import decimal
 
-from ckpt.backends.files import make_durable
-from ckpt.box import Box, whole
-from ckpt.dtypes import torch_dtype
-from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigurationError, StorageError
-from ckpt.flatten import to_json
-from ckpt.job import use_topology
-from ckpt.mapping import ShardedObject, ShardedTensor
-from ckpt.megatron.layout import headless
-from ckpt.megatron.zarr import (
-    MegatronZarr,
-    is_megatron_zarr,
-    load_megatron_common,
-    load_megatron_object,
-    megatron_objects,
-)
-from ckpt.serialization import save
-from ckpt.topology import Topology
-from ckpt.unpickling import UnknownObject
-from ckpt.verify import examine
+from ckpt.appearing import require_free
+from ckpt.backends.base import Backend
+from ckpt.backends.tensorstore import TensorStoreBackend
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.dtypes import item_bytes
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.exporting import Selection, export, select, select_of_megatron
+from ckpt.manifest import MANIFEST_NAME, ArrayEntry
+from ckpt.megatron.zarr import is_megatron_zarr
+from ckpt.rewriting import rewrite
+from recipes.converting_megatron import convert_megatron
 from recipes.reading import printable
 
-_NAMED = 8
-_STRATEGIES = {"zarr": ("zarr", 1), "tensorstore": ("tensorstore", 1)}
+SAFETENSORS = "safetensors"
+_FORMATS = ("zarr", "tensorstore", "kimi-engine")
+_OF_SHARDED = ("zarr", "tensorstore")
+"""What Megatron-Core's zarr checkpoints can become: those of a sharded state dict."""
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{unit}B": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for unit, base in (("", 1000), ("i", 1024))
+}
 
 
 @dataclass
@@ -60,268 +50,227 @@ class ConvertKeys:
     src: str = MISSING
     dst: str = MISSING
     to: str = "zarr"
+    component: str | None = "model"
+    max_shard_size: str | None = "5GB"
     load: LoadKeys = field(default_factory=LoadKeys)
     leave_out_unknown: bool = False
     json: bool = False
 
 
-@dataclass
-class Notes:
-    """What does not go over as it was.
+class Outcome(Protocol):
+    """What went over, and what did not; a dataclass of plain values.
 
     Attributes:
-        left_out: one text each: where, and of which class.
-        changed: where, and what it is now.
-    """
-
-    left_out: list[str] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Converted:
-    """What went over.
-
-    Attributes:
-        array_bytes: of all elements.
-        common: the outermost entries of the common state.
-        num_files, num_bytes: of the new checkpoint, read back after it was written.
+        num_files, num_bytes: of what was written, and read back.
     """
 
     src: str
     dst: str
     to: str
+    num_files: int
+    num_bytes: int
+
+    def lines(self) -> list[str]:
+        """What a person reads of it, beside these."""
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """A checkpoint of ours in another format.
+
+    Attributes:
+        array_bytes: of all elements.
+    """
+
+    src: str
+    dst: str
+    to: str
+    components: list[str]
     arrays: int
     array_bytes: int
-    objects: int
-    common: list[str]
+    num_files: int
+    num_bytes: int
+
+    def lines(self) -> list[str]:
+        return [
+            f"  components {', '.join(self.components)}",
+            f"  arrays     {self.arrays}, {decimal(self.array_bytes)}",
+        ]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Tensors in plain safetensors files.
+
+    Attributes:
+        left_out: one text each.
+        changed: which tensor, and what it is now.
+    """
+
+    src: str
+    dst: str
+    to: str
+    component: str | None
+    tensors: int
+    tensor_bytes: int
+    files: list[str]
     left_out: list[str]
     changed: list[str]
     num_files: int
     num_bytes: int
+
+    def lines(self) -> list[str]:
+        of = "of everything" if self.component is None else f"of component={self.component}"
+        return [
+            f"  tensors  {self.tensors}, {decimal(self.tensor_bytes)}, {of}",
+            *(f"  changed  {text}" for text in self.changed),
+            *(f"  left out {text}" for text in self.left_out),
+        ]
 
 
 def keys_of(cfg: DictConfig) -> ConvertKeys:
     """Return the config of the command, its types checked.
 
     Raises:
-        ConfigurationError: src or dst is not given, or there is no such `to`.
+        ConfigurationError: src or dst is not given, there is no such `to`, or `max_shard_size` is no size.
     """
     for name, what in (("src", "the old checkpoint"), ("dst", "a folder for the new one")):
         if OmegaConf.is_missing(cfg, name):
             raise ConfigurationError(f"no {name} is given; add {name}=<{what}>")
     keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ConvertKeys), cfg))
     assert isinstance(keys, ConvertKeys)
-    if keys.to not in _STRATEGIES:
-        raise ConfigurationError(f"to={keys.to} is not known; choose {' or '.join(_STRATEGIES)}")
+    if keys.to not in (*_FORMATS, SAFETENSORS):
+        raise ConfigurationError(f"to={keys.to} is not known; choose {', '.join(_FORMATS)} or {SAFETENSORS}")
+    shard_bytes(keys.max_shard_size)
     return keys
 
 
-def convert(keys: ConvertKeys) -> Converted:
-    """Write the checkpoint at `src` as one of ours, check it, and only then give it the name `dst`.
+def shard_bytes(size: str | None) -> int:
+    """The bytes that `max_shard_size` stands for, such as "5GB", which is 5 * 10**9, or "5GiB"; None: no limit.
 
     Raises:
-        CheckpointNotFoundError: there is no such checkpoint at `src`.
+        ConfigurationError: it is none.
+    """
+    if size is None:
+        return 1 << 62
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", size)
+    unit = next((unit for unit in _UNITS if match and unit.lower() == match[2].lower()), None)
+    if match is None or unit is None or float(match[1]) * _UNITS[unit] < 1:
+        raise ConfigurationError(
+            f"max_shard_size={size}: expected a size such as 5GB, 500MiB or 1000000 bytes, or null"
+        )
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def convert(keys: ConvertKeys) -> Outcome:
+    """Write what is at `src` as `to` says, read it back, and only then give it the name `dst`.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at `src`.
         CheckpointExistsError: there is something at `dst`.
-        ConfigurationError: pickles are not allowed, or hold values that cannot go over.
+        ConfigurationError: this source does not go over into that, or pickles are not allowed, or hold what cannot go over.
         CorruptCheckpointError: something of the old checkpoint is missing or damaged.
         StorageError: what was written is not what is read back.
     """
     src, dst = Path(keys.src), Path(keys.dst)
-    _require_source(src)
-    _require_free(dst)
-    stored = MegatronZarr(src)
-    if stored.layout.headless:
-        raise headless(src, stored.layout.headless[0])
-    notes = Notes([f"{path} (of no known meaning)" for path in stored.layout.others])
-    unknown = Notes()
-    common = _common(src, keys.load.allow_pickle, unknown)
-    objects = _objects(src, keys.load.allow_pickle, unknown)
-    if unknown.left_out and not keys.leave_out_unknown:
+    is_megatron = _is_megatron(src)
+    require_free(dst)
+    if keys.to == SAFETENSORS:
+        return _export(keys, (select_of_megatron if is_megatron else select)(src, keys.component))
+    if not is_megatron:
+        return _cross(keys)
+    if keys.to not in _OF_SHARDED:
         raise ConfigurationError(
-            f"{src} holds values of classes that are not built here: {_listed(unknown.left_out)}. Go on without them with "
-            "leave_out_unknown=true, which says which they were."
+            f"{src} is a checkpoint of Megatron-Core's, a sharded state dict, which is not kept as {keys.to}: choose "
+            f"to={' or to='.join(_OF_SHARDED)}, or to={SAFETENSORS} for the tensors alone"
         )
-    state = _state(common, objects, _tensors(stored))
-    with _new_folder(dst) as folder:
-        with use_topology(Topology.alone()):
-            save(state, folder, _STRATEGIES[keys.to])
-        examined = examine(folder)
-        if examined.problems:
-            raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
-    return Converted(
-        src=str(src),
-        dst=str(dst),
-        to=keys.to,
-        arrays=len(stored.arrays),
-        array_bytes=sum(array.num_bytes for array in stored.arrays.values()),
-        objects=len(objects),
-        common=[str(key) for key in common],
-        left_out=notes.left_out + unknown.left_out,
-        changed=unknown.changed,
-        num_files=examined.num_files,
-        num_bytes=examined.num_bytes,
-    )
+    allow_pickle = keys.load.allow_pickle
+    return convert_megatron(src, dst, keys.to, allow_pickle=allow_pickle, leave_out_unknown=keys.leave_out_unknown)
 
 
-def show(found: Converted, keys: ConvertKeys) -> None:
+def show(found: Outcome, keys: ConvertKeys) -> None:
     """Print what went over, and what did not."""
     if keys.json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(asdict(found), indent=2))  # type: ignore[call-overload]
         return
-    lines = [
-        f"{found.src} is now {found.dst}, for to={found.to}; {found.num_files} files, {decimal(found.num_bytes)}, read back and right",
-        f"  arrays   {found.arrays}, {decimal(found.array_bytes)}",
-        f"  objects  {found.objects}",
-        f"  common   {', '.join(found.common) or 'nothing'}",
-        *(f"  changed  {text}" for text in found.changed),
-        *(f"  left out {text}" for text in found.left_out),
-    ]
-    print("\n".join(printable(line) for line in lines))
+    files = f"{found.num_files} file{'' if found.num_files == 1 else 's'}"
+    first = (
+        f"{found.src} is now {found.dst}, for to={found.to}; {files}, {decimal(found.num_bytes)}, read back and right"
+    )
+    print("\n".join(printable(line) for line in (first, *found.lines())))
 
 
-def _require_source(src: Path) -> None:
+def _is_megatron(src: Path) -> bool:
+    """Whether this is Megatron-Core's, and not one of ours.
+
+    Raises:
+        CheckpointNotFoundError: it is neither.
+    """
     if not src.exists():
         raise CheckpointNotFoundError(f"src={src} does not exist")
-    if is_megatron_zarr(src):
-        return
-    below = (
-        [path.name for path in sorted(src.iterdir()) if path.is_dir() and is_megatron_zarr(path)]
-        if src.is_dir()
-        else []
-    )
-    hint = f"; below it there is src={src / below[-1]}" if below else ""
+    if _is_checkpoint(src):
+        return not (src / MANIFEST_NAME).is_file()
+    below = sorted(path for path in src.iterdir() if _is_checkpoint(path)) if src.is_dir() else []
+    hint = f"; below it there is src={below[-1]}" if below else ""
     raise CheckpointNotFoundError(
-        f"src={src} is no checkpoint that Megatron-Core's zarr strategy wrote: it has no metadata.json with sharded_backend zarr, or it "
-        f"is one of ours{hint}"
+        f"src={src} is no checkpoint: it has neither a {MANIFEST_NAME}, as ours have, nor a metadata.json with sharded_backend zarr, as "
+        f"those that Megatron-Core's zarr strategy wrote{hint}"
     )
 
 
-def _require_free(dst: Path) -> None:
-    if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
-        raise CheckpointExistsError(f"dst={dst} exists and is not empty; choose another, nothing is ever written over")
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and ((path / MANIFEST_NAME).is_file() or is_megatron_zarr(path))
 
 
-@contextmanager
-def _new_folder(dst: Path) -> Iterator[Path]:
-    """A folder that becomes `dst` if the block ends well, and otherwise nothing."""
-    dst = dst.absolute()
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    around = dst.parent / f".converting-{dst.name}-{secrets.token_hex(4)}"
-    folder = around / dst.name  # under its own name, by which the manifest calls it
-    folder.mkdir(parents=True)
+def _cross(keys: ConvertKeys) -> Crossed:
+    done = rewrite(Path(keys.src), Path(keys.dst), _backend(keys.to))
+    arrays = [entry for entry in done.manifest.arrays.values() if entry.alias_of is None]
+    return Crossed(
+        src=keys.src,
+        dst=keys.dst,
+        to=keys.to,
+        components=list(done.manifest.components),
+        arrays=len(arrays),
+        array_bytes=sum(map(_num_bytes, arrays)),
+        num_files=done.num_files,
+        num_bytes=done.num_bytes,
+    )
+
+
+def _backend(to: str) -> Backend:
+    """What writes this format. It keeps nothing in memory: the process ends when it is done."""
+    if to == "zarr":
+        return ZarrBackend()
+    if to == "tensorstore":
+        return TensorStoreBackend()
     try:
-        yield folder
-        os.rename(folder, dst)
-        make_durable(dst.parent, {}, [dst.parent], lambda num_bytes: None)
-    finally:
-        shutil.rmtree(around)
+        from ckpt.backends.kimi_engine import KimiEngineBackend
+    except ImportError as error:
+        raise ConfigurationError(
+            f"to={to} needs the package {error.name}, which is not installed: pip install {error.name}"
+        ) from error
+    return KimiEngineBackend(pool=False)
 
 
-def _common(src: Path, allow_pickle: bool, notes: Notes) -> dict[Any, Any]:
-    common = load_megatron_common(src, allow_pickle=allow_pickle, unknown="keep")
-    return _Carry(notes, "common.pt").entries(common, "")
+def _num_bytes(entry: ArrayEntry) -> int:
+    return math.prod(entry.shape) * item_bytes(entry.dtype)
 
 
-def _objects(src: Path, allow_pickle: bool, notes: Notes) -> list[ShardedObject]:
-    found = []
-    for unique_key, one in megatron_objects(src).items():
-        data = load_megatron_object(src, unique_key, allow_pickle=allow_pickle, unknown="keep")
-        one.data = _Carry(notes, unique_key)(data, "")
-        found += [] if one.data is _LEFT_OUT else [one]
-    return found
-
-
-def _tensors(stored: MegatronZarr) -> dict[str, list[ShardedTensor]]:
-    return {
-        key: [ShardedTensor.at(key, values, array.shape, box.offsets) for box, values in _pieces(stored, key)]
-        for key, array in stored.arrays.items()
-    }
-
-
-def _pieces(stored: MegatronZarr, key: str) -> list[tuple[Box, torch.Tensor]]:
-    """A tensor's chunks. Megatron-Core wrote them raw; if somebody encoded them since, the tensor is read into memory."""
-    mapped = stored.mapped(key)
-    if mapped:
-        return mapped
-    array = stored.arrays[key]
-    values = torch.empty(array.shape, dtype=torch_dtype(array.dtype))
-    stored.read(key, whole(array.shape), values)
-    return [(whole(array.shape), values)]
-
-
-def _state(
-    common: dict[Any, Any], objects: list[ShardedObject], tensors: Mapping[str, list[ShardedTensor]]
-) -> dict[Any, Any]:
-    """The sharded state dict to save. Tensors and objects go by their own keys, so where they stand in it means nothing."""
-    name = "sharded"
-    while name in common:
-        name += "_"
-    sharded = {key: part for key, part in (("tensors", dict(tensors)), ("objects", objects)) if part}
-    return common | ({name: sharded} if sharded else {})  # an empty one would be a common value
-
-
-_LEFT_OUT = object()
-
-
-class _Carry:
-    """Makes of what a pickle held what a checkpoint of ours can hold, and notes what cannot go over.
-
-    What cannot is left out with the entry of a dictionary, or the attribute, that it is in, for in a list the rest would move up.
-    """
-
-    def __init__(self, notes: Notes, file: str) -> None:
-        self._notes = notes
-        self._file = file
-
-    def __call__(self, value: Any, path: str) -> Any:
-        """The value to save, or `_LEFT_OUT`."""
-        if isinstance(value, torch.Tensor):
-            return value.detach()
-        if isinstance(value, dict):
-            return self.entries(value, path)
-        if type(value) in (argparse.Namespace, types.SimpleNamespace):
-            return type(value)(**self.entries(vars(value), path))
-        if type(value) in (list, tuple, set, frozenset):
-            items = [self(item, f"{path}[{at}]") for at, item in enumerate(value)]
-            if any(item is _LEFT_OUT for item in items):
-                self._notes.left_out.append(f"{self._place(path)} (all of this {type(value).__name__})")
-                return _LEFT_OUT
-            return type(value)(items)
-        if isinstance(value, PurePath | torch.device):
-            self._notes.changed.append(f"{self._place(path)}: the text {str(value)!r}, was a {type(value).__name__}")
-            return str(value)
-        return self._leaf(value, path)
-
-    def entries(self, value: dict[Any, Any], path: str) -> dict[Any, Any]:
-        """A dictionary without what cannot go over."""
-        carried = {}
-        for key, item in value.items():
-            below = f"{path}.{key}" if path else str(key)
-            if self._leaf(key, f"{path} (a key)") is _LEFT_OUT:
-                continue
-            made = self(item, below)
-            if made is not _LEFT_OUT:
-                carried[key] = made
-        return carried
-
-    def _leaf(self, value: Any, path: str) -> Any:
-        try:
-            to_json(value, path)
-        except ConfigurationError:
-            kind = (
-                value.name
-                if isinstance(value, UnknownObject)
-                else f"{type(value).__module__}.{type(value).__qualname__}"
-            )
-            self._notes.left_out.append(f"{self._place(path)} ({kind})")
-            return _LEFT_OUT
-        return value
-
-    def _place(self, path: str) -> str:
-        return f"{self._file}: {path}" if path else self._file
-
-
-def _listed(texts: list[str]) -> str:
-    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
-    return "; ".join(texts[:_NAMED]) + more
+def _export(keys: ConvertKeys, selection: Selection) -> Plain:
+    done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size))
+    return Plain(
+        src=keys.src,
+        dst=keys.dst,
+        to=keys.to,
+        component=keys.component,
+        tensors=len(selection.tensors),
+        tensor_bytes=sum(tensor.num_bytes for tensor in selection.tensors),
+        files=list(done.files),
+        left_out=[f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()],
+        changed=[
+            *(f"{name}: called {theirs}, for the format cannot call it so" for name, theirs in done.renamed.items()),
+            *(f"{name}: float64 in a dimension more, for the format has no complex128" for name in done.as_pairs),
+        ],
+        num_files=len(done.files) + (1 if len(done.files) > 1 else 0),
+        num_bytes=done.num_bytes,
+    )

@@ -25,7 +25,8 @@ from ckpt.box import Box, num_chunks, whole
 from ckpt.collect import Contribution, exchange_tables, settle_plain
 from ckpt.dtypes import item_bytes
 from ckpt.errors import ConfigurationError
-from ckpt.manifest import ArrayEntry, CheckpointManifest, encode_key
+from ckpt.manifest import ArrayEntry, CheckpointManifest
+from ckpt.names import encode_key
 from ckpt.plan import PlannedArray, SavePlan, plan_save
 from ckpt.sharing import StateComponent
 from ckpt.tables import Table, TablePart

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from omegaconf import MISSING
+from torch._C._distributed_c10d import Store
 
 from ckpt.engine import MasterMetadata
+from ckpt.engine.elastic import ElasticEngine, meeting, reached_store
+from ckpt.engine.membership import Rendezvous
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
 from ckpt.topology import Topology
@@ -26,15 +29,18 @@ class AgreeKeys:
     grace_s: float = MISSING
 
 
-def check_roles(run: Mapping[str, Any]) -> None:
+def check_roles(run: Mapping[str, Any], *, least_rollouts: int = 1) -> None:
     """Refuse roles without ranks, and ranks without patience.
+
+    Args:
+        least_rollouts: 0 where they may come later.
 
     Raises:
         ConfigurationError: it is so.
     """
-    for name in ("trainer", "rollout"):
-        if run["roles"][name] < 1:
-            raise ConfigurationError(f"roles.{name}={run['roles'][name]}: expected at least 1")
+    for name, least in (("trainer", 1), ("rollout", least_rollouts)):
+        if run["roles"][name] < least:
+            raise ConfigurationError(f"roles.{name}={run['roles'][name]}: expected at least {least}")
     if not run["agree"]["timeout_s"] > 0:
         raise ConfigurationError(f"agree.timeout_s={run['agree']['timeout_s']}: expected more than 0 seconds")
 
@@ -50,6 +56,35 @@ def require_ranks(roles: Mapping[str, Any], num_ranks: int, topology: Topology) 
             f"roles.trainer={roles['trainer']} and roles.rollout={roles['rollout']} take {num_ranks} ranks, but there are "
             f"{topology.world_size}"
         )
+
+
+def found_job(
+    make: Callable[[], VersionedEngine], topology: Topology, roles: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[ElasticEngine, Rendezvous]:
+    """Make this rank's engine and join the others', such that rollouts can come and go. Collective.
+
+    Args:
+        config: what a rollout that comes has to know of the job's.
+
+    Returns:
+        the engine, and where such a rollout finds the job.
+    """
+    store: Store | None = None
+    with topology.operation("the set-up of the run"), topology.phase("prepare the engine") as phase:
+        engine = make()
+        if topology.is_lead:
+            store, rendezvous = meeting(engine.timeout_s, config)
+            phase.payload = asdict(rendezvous)
+    rendezvous = Rendezvous(**phase.payloads[0])
+    member = ElasticEngine.found(
+        engine,
+        store or reached_store(rendezvous),
+        rank=topology.rank,
+        num_trainers=roles["trainer"],
+        num_rollouts=roles["rollout"],
+        host=f"host-{topology.node_rank}",
+    )
+    return member, rendezvous
 
 
 def join_engine(make: Callable[[], Any], topology: Topology, roles: Mapping[str, Any]) -> VersionedEngine:

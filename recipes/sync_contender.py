@@ -35,6 +35,7 @@ class Ends:
         live: what a rollout holds; None on a trainer.
         rows: of both.
         trainers, rollouts: ranks of the topology.
+        frozen: the share of the weights that does not change.
     """
 
     topology: Topology
@@ -46,6 +47,7 @@ class Ends:
     rollouts: range
     bucket_bytes: int
     timeout_s: float
+    frozen: float
 
 
 class Contender(ABC):
@@ -53,9 +55,11 @@ class Contender(ABC):
 
     Attributes:
         num_buckets: that travel in one update; None: they are none.
+        sent_bytes: that the last update brought to the rollouts, once; None: all.
     """
 
     num_buckets: int | None = None
+    sent_bytes: int | None = None
 
     def __init__(self, ends: Ends) -> None:
         self.ends = ends
@@ -63,7 +67,7 @@ class Contender(ABC):
     def get_ready(self) -> None:
         """Change what the trainers hold, and spoil what the rollouts do. Not timed."""
         if self.ends.source is not None:
-            self.ends.source.change()
+            self.ends.source.change(self.ends.frozen)
         if self.ends.live is not None:
             self.ends.live.spoil()
         wait_for(self.ends.device.torch_device)

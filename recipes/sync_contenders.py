@@ -46,7 +46,7 @@ class Ours(Contender):
         else:
             assert self.ends.source is not None, "who does not receive sends"
             report = asyncio.run(self._engine.send_weights(self.ends.source.tensors.items(), step))
-        self.num_buckets = report["num_buckets"]
+        self.num_buckets, self.sent_bytes = report["num_buckets"], report["sent_bytes"]
         return {name: report[name] for name in ("offload_s", "gather_s", "transfer_s", "reload_s")}
 
     def close(self) -> None:

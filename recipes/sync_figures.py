@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from recipes.comparison import wide_console
-from recipes.sync_keys import OURS, RAW, RAW_ALL, REFERENCE, TUNED
+from recipes.sync_keys import DELTA, OURS, RAW, RAW_ALL, REFERENCE, TUNED, WITHOUT_DELTA
 
 Seconds = Mapping[str, float]
 
@@ -27,6 +27,7 @@ def compared(first: Mapping[str, Seconds], rounds: Mapping[str, Sequence[Seconds
     - `of_raw`, `of_raw_all`: the bandwidth of our transfer over that of bare broadcasts; 1 is the limit.
     - `reference`, `tuned`: how many times as long as our whole update each takes.
     - `offload`: our median offload over the first one.
+    - `full`: of who sends what has changed: how many times as long as its whole update one takes that sends everything.
     """
     medians = {name: _over(rows, statistics.median) for name, rows in rounds.items()}
     return {
@@ -59,7 +60,8 @@ def title_of(result: Mapping[str, Any]) -> str:
     ranks = f"{_count(result['trainers'], 'trainer')}, {_count(result['rollouts'], 'rollout')}"
     return (
         f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors, buckets of {result['bucket_bytes'] / 2**20:.0f} MiB, {ranks}, "
-        f"{result['device']} by {result['collectives']}, {result['machine']['cores']} cores, {rounds}; seconds (GB/s)"
+        f"{result['device']} by {result['collectives']}, {result['machine']['cores']} cores, {result['frozen']:.0%} frozen, {rounds}; "
+        "seconds (GB/s)"
     )
 
 
@@ -70,16 +72,21 @@ def _count(number: int, what: str) -> str:
 def _figures(result: Mapping[str, Any]) -> Table:
     table = Table(title=title_of(result))
     table.add_column("", no_wrap=True)
-    for heading in ("buckets", "first offload", *PARTS.values(), "whole update", "least .. most"):
+    for heading in ("buckets", "sent", "first offload", *PARTS.values(), "whole update", "least .. most"):
         table.add_column(heading, justify="right")
     for name, medians in result["medians"].items():
         first = result["first"][name].get("offload_s")
         speeds = result["gb_s"][name]
         cells = [_cell(medians.get(part), speeds.get(part)) for part in (*PARTS, UPDATE)]
         least, most = result["ranges"][name][UPDATE]
-        buckets = result["buckets"][name]
+        buckets, sent = result["buckets"][name], result["sent_bytes"][name]
         table.add_row(
-            name, "" if buckets is None else str(buckets), _cell(first, None), *cells, f"{least:.2f} .. {most:.2f}"
+            name,
+            "" if buckets is None else str(buckets),
+            "" if sent is None else f"{sent / result['bytes']:.0%}",
+            _cell(first, None),
+            *cells,
+            f"{least:.2f} .. {most:.2f}",
         )
     return table
 
@@ -96,6 +103,7 @@ _RATIOS = {
     "offload": "later offloads\n/ first",
     "reference": "reference\n/ ours",
     "tuned": "reference/tuned\n/ ours",
+    "full": "everything\n/ changes",
 }
 
 
@@ -116,8 +124,9 @@ def _ratios(name: str, first: Mapping[str, Seconds], rounds: Mapping[str, Sequen
         ("of_raw_all", RAW_ALL, "transfer_s"),
         ("reference", REFERENCE, UPDATE),
         ("tuned", TUNED, UPDATE),
+        ("full", WITHOUT_DELTA, UPDATE),
     ):
-        if other in rounds:
+        if other in rounds and (ratio != "full" or name == DELTA):
             pairs = zip(rounds[other], rounds[name], strict=True)
             found[ratio] = statistics.median(theirs[part] / ours[part] for theirs, ours in pairs)
     found["offload"] = statistics.median(row["offload_s"] for row in rounds[name]) / first[name]["offload_s"]

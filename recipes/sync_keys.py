@@ -20,8 +20,10 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi": ("kimi_ckpt_engine", {"transport": "pipelined"}),
     "kimi/update": ("kimi_ckpt_engine", {"transport": "update"}),
     "broadcast": ("broadcast", {}),
+    "kimi/delta": ("kimi_ckpt_engine", {"delta": True}),
 }
 """Engine and its settings, by contender."""
+DELTA, WITHOUT_DELTA = "kimi/delta", "kimi"
 RAW = "raw"
 RAW_ALL = "raw-all"
 REFERENCE = "reference"
@@ -29,7 +31,7 @@ TUNED = "reference/tuned"
 PER_TENSOR = "per-tensor"
 OTHERS = (RAW, RAW_ALL, REFERENCE, TUNED, PER_TENSOR)
 
-_NEEDS_PACKAGE = ("kimi", "kimi/update", REFERENCE, TUNED)
+_NEEDS_PACKAGE = ("kimi", "kimi/update", DELTA, REFERENCE, TUNED)
 
 
 @dataclass
@@ -49,6 +51,7 @@ class SyncBenchmarkKeys:
     dtypes: list[str]
     bucket_mib: int
     repeats: int
+    frozen: float
     contenders: list[str]
 
 
@@ -82,6 +85,8 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     """
     keys = typed_keys(SyncBenchmarkKeys, wanted)
     require_counts({name: keys[name] for name in ("mib", "width", "bucket_mib", "repeats")})
+    if not 0 <= keys["frozen"] <= 1:
+        raise ConfigurationError(f"benchmark.frozen={keys['frozen']}: expected a share from 0 to 1")
     _check_dtypes(keys["dtypes"])
     _check_contenders(keys["contenders"])
     return keys

@@ -35,10 +35,16 @@ class Weights:
         for name, tensor in self.tensors.items():
             tensor.copy_(state_dict[name])
 
-    def change(self) -> None:
-        """Give every byte another value, the same on all that held equal ones; none that it had in the last 200 changes."""
+    def change(self, frozen: float = 0.0) -> None:
+        """Give every byte another value, the same on all that held equal ones; none that it had in the last 200 changes.
+
+        Args:
+            frozen: the first tensors stay as they are, and of the last of these a part: this share of all bytes.
+        """
+        kept = int(frozen * self.num_bytes)
         for tensor in self.tensors.values():
-            raw_bytes(tensor).add_(1)
+            raw_bytes(tensor)[min(kept, tensor.nbytes) :].add_(1)
+            kept = max(kept - tensor.nbytes, 0)
 
     def spoil(self) -> None:
         """Give every byte a value that tells nothing of what it was."""

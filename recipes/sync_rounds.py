@@ -64,7 +64,8 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
                 number = f"round {step - 1}/{keys['repeats']}" if step > 1 else "first"
                 _tell(f"{number} {name}: {line(seconds)}", topology)
         buckets = {name: contender.num_buckets for name, contender in contenders.items()}
-    result = _facts(cfg, ends) | {"buckets": buckets, "first": first, "rounds": rounds}
+        sent = {name: contender.sent_bytes for name, contender in contenders.items()}
+    result = _facts(cfg, ends) | {"buckets": buckets, "sent_bytes": sent, "first": first, "rounds": rounds}
     result |= compared(first, rounds, result["bytes"])
     if topology.is_lead:
         where = Path(cfg["run_dir"]) / LEFT
@@ -95,6 +96,7 @@ def _ends(cfg: Mapping[str, Any], topology: Topology) -> Ends:
         rollouts=rollouts,
         bucket_bytes=keys["bucket_mib"] * MIB,
         timeout_s=cfg["agree"]["timeout_s"],
+        frozen=keys["frozen"],
     )
 
 
@@ -134,6 +136,7 @@ def _facts(cfg: Mapping[str, Any], ends: Ends) -> dict[str, Any]:
         "dtypes": described(ends.rows),
         "bucket_bytes": ends.bucket_bytes,
         "repeats": keys["repeats"],
+        "frozen": keys["frozen"],
         "device": _device_name(ends.device),
         "collectives": ends.device.collectives,
         "machine": {

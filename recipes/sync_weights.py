@@ -14,9 +14,12 @@ from recipes.cli import recipe
 @recipe("sync_weights")
 def main(cfg: DictConfig) -> None:
     from recipes.launch import launch
-    from recipes.syncing import checked_sync, sync_weights
+    from recipes.sync_config import checked_sync
+    from recipes.syncing import sync_weights
+    from recipes.training import settle_start
 
-    launch(sync_weights, checked_sync(cfg))
+    run = checked_sync(cfg)
+    launch(sync_weights, run if run["ckpt"] is None else settle_start(run))
 
 
 if __name__ == "__main__":

@@ -5,180 +5,223 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from omegaconf import MISSING, DictConfig, OmegaConf
-from rich.console import Console
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
+from ckpt import CheckpointCoordinator
 from ckpt.device import Device
 from ckpt.digest import state_digest
+from ckpt.durable import replace_durably
 from ckpt.engine import LiveModel, WholeWeights
+from ckpt.engine.elastic import ElasticEngine
+from ckpt.engine.membership import Rendezvous
 from ckpt.engine.versioned import VersionedEngine
-from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.errors import CorruptCheckpointError
 from ckpt.statefuls import ModelState
 from ckpt.topology import Topology
-from recipes.config import AT_RUN_TIME, TrainKeys, bind, check_batch, made
-from recipes.report import Summary, write_summary
-from recipes.roles import AgreeKeys, RoleKeys, check_roles, join_engine, require_ranks
-from recipes.training import Training
+from recipes.config import made
+from recipes.report import Report, Summary, write_summary
+from recipes.roles import found_job, join_engine, require_ranks
+from recipes.rollout import held_by, live_model
+from recipes.sync_config import num_ranks
+from recipes.training import Training, resume
+
+RENDEZVOUS_NAME = "rendezvous.json"
+"""The file of a run that says where rollouts find it, as long as it runs."""
+_TOLD_TO_ROLLOUTS = ("engine", "model", "train", "checkpoint_root")
 
 
-@dataclass
-class ColocatedRoleKeys(RoleKeys):
-    colocated: bool = MISSING
-
-
-@dataclass
-class SyncKeys:
-    run_name: str = MISSING
-    output_dir: str = MISSING
-    run_dir: str = MISSING
-    roles: ColocatedRoleKeys = field(default_factory=ColocatedRoleKeys)
-    train: TrainKeys = field(default_factory=TrainKeys)
-    agree: AgreeKeys = field(default_factory=AgreeKeys)
-    engine: dict[str, Any] = MISSING
-    device: dict[str, Any] = MISSING
-    parallel: dict[str, Any] = MISSING
-    model: dict[str, Any] = MISSING
-    data: dict[str, Any] = MISSING
-    optimizer: dict[str, Any] = MISSING
-
-
-def checked_sync(cfg: DictConfig) -> dict[str, Any]:
-    """Return the run's config as a plain dictionary, resolved, with right types. Costs next to nothing; no rank has started.
-
-    Raises:
-        ConfigurationError, OmegaConfBaseException: naming the key, what was found and the way out.
-        DeviceUnavailableError: this machine does not have the device.
-    """
-    typed = OmegaConf.merge(OmegaConf.structured(SyncKeys), cfg)
-    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    run["run_dir"] = str(Path(run["run_dir"]).absolute())
-    for name in ("device", "parallel", "model", "data", "optimizer"):
-        bind(run[name], name, AT_RUN_TIME[name])
-    bind(run["engine"], "engine", ("device", "colocated", "is_master"))
-    _check_numbers(run)
-    made(run["device"]).require()
-    made(run["data"])
-    engine: VersionedEngine = made(run["engine"], colocated=run["roles"]["colocated"])
-    if engine.colocated != run["roles"]["colocated"]:
-        raise ConfigurationError("engine=naive has trainer and rollout in one process: give roles.colocated=true")
-    layout = made(run["parallel"])
-    layout.check(run["roles"]["trainer"])
-    check_batch(run, layout, run["roles"]["trainer"])
-    roles = run["roles"]
-    # Torch's default group is that of training; rollouts are none of its business.
-    return run | {
-        "components": {},
-        "launch": {"nproc_per_node": _num_ranks(roles), "in_process_group": roles["trainer"]},
-    }
-
-
-def sync_weights(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
-    """Train `train.steps` steps, each ending with an update of all rollouts; return the summary. Every rank calls it."""
+def sync_weights(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | None:
+    """Train up to step `train.steps`, each ending with an update of all rollouts; return the summary on rank 0. Every rank calls it."""
     roles = cfg["roles"]
-    require_ranks(roles, _num_ranks(roles), topology)
+    require_ranks(roles, num_ranks(roles), topology)
     run_dir = Path(cfg["run_dir"])
     if topology.is_lead:
         run_dir.mkdir(parents=True, exist_ok=True)
         Summary.remove(run_dir)
+        (run_dir / RENDEZVOUS_NAME).unlink(missing_ok=True)
     device: Device = made(cfg["device"])
     device.use(topology.local_rank)
-    make = partial(made, cfg["engine"], device=device, colocated=roles["colocated"], is_master=topology.is_lead)
-    with join_engine(make, topology, roles) as engine:
-        return _Run(cfg, topology, device, engine).run(run_dir)
+    make = partial(made, cfg["engine"], device=device, colocated=roles["colocated"])
+    with ExitStack() as open_engines:
+        if roles["colocated"]:
+            engine = join_engine(partial(make, is_master=topology.is_lead), topology, roles)
+            open_engines.enter_context(engine)
+            trainer = _Trainer(cfg, topology, device, _Colocated(cfg, topology, device, engine))
+            return trainer.run(run_dir)
+        member, rendezvous = found_job(make, topology, roles, {name: cfg[name] for name in _TOLD_TO_ROLLOUTS})
+        open_engines.enter_context(member)
+        if topology.rank < roles["trainer"]:
+            return _Trainer(cfg, topology, device, _Separate(topology, member, rendezvous)).run(run_dir)
+        _roll_out(cfg, topology, device, member)
+        return None
 
 
-class _Run:
-    """One rank of the run, whose roles it has."""
+def _roll_out(cfg: Mapping[str, Any], topology: Topology, device: Device, member: ElasticEngine) -> None:
+    """A rollout that the job starts with."""
+    with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
+        live = live_model(cfg["model"], member.engine, device, seed=cfg["train"]["seed"] + 1 + topology.rank)
+    while asyncio.run(member.receive_into(live)) is not None:
+        continue
+    asyncio.run(member.reply(held_by(live, topology.rank, Topology.alone(topology.progress))))
+    with topology.operation("the digests of the weights"), topology.phase("digest"):
+        pass  # the lead holds them against what it published, and all raise what it raises
 
-    def __init__(self, cfg: dict[str, Any], topology: Topology, device: Device, engine: VersionedEngine) -> None:
+
+class _Colocated:
+    """Updates of a rollout that is this trainer."""
+
+    def __init__(self, cfg: Mapping[str, Any], topology: Topology, device: Device, engine: VersionedEngine) -> None:
+        self.engine = engine
+        self.sender = self
+        self._cfg, self._topology, self._device = cfg, topology, device
+        self._live: LiveModel | None = None
+
+    def build(self) -> None:
+        seed = self._cfg["train"]["seed"] + 1 + self._topology.rank
+        self._live = live_model(self._cfg["model"], self.engine, self._device, seed=seed)
+
+    def open(self, run_dir: Path) -> None:
+        """Nobody can come."""
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, Any]:
+        assert self._live is not None
+        await self.engine.send_weights(weights, global_steps)
+        return await self.engine.receive_into(self._live, global_steps)
+
+    def end(self, run_dir: Path, published: dict[str, Any]) -> list[dict[str, Any]]:
+        assert self._live is not None
+        with self._topology.operation("the digests of the weights"), self._topology.phase("gather") as phase:
+            phase.payload = held_by(self._live, self._topology.rank, Topology.alone(self._topology.progress))
+        return phase.payloads
+
+
+class _Separate:
+    """Updates of rollouts that come and go, as a trainer sees them."""
+
+    def __init__(self, topology: Topology, member: ElasticEngine, rendezvous: Rendezvous) -> None:
+        self.engine = member.engine
+        self.sender = member
+        self._topology = topology
+        self._rendezvous = rendezvous
+
+    def build(self) -> None:
+        """The rollouts do."""
+
+    def open(self, run_dir: Path) -> None:
+        """From now on rollouts can come."""
+        if self._topology.is_lead:
+            replace_durably(run_dir / RENDEZVOUS_NAME, self._rendezvous.encode())
+
+    def end(self, run_dir: Path, published: dict[str, Any]) -> list[dict[str, Any]]:
+        """What all rollouts hold, on the lead."""
+        if not self._topology.is_lead:
+            return []
+        (run_dir / RENDEZVOUS_NAME).unlink(missing_ok=True)
+        replies = asyncio.run(self.sender.end(published))
+        return [replies[number] for number in sorted(replies)]
+
+
+class _Trainer:
+    """One trainer's part of the run."""
+
+    def __init__(
+        self, cfg: dict[str, Any], topology: Topology, device: Device, updates: _Colocated | _Separate
+    ) -> None:
         self.cfg = cfg
         self.topology = topology
-        self.engine = engine
-        self.training: Training | None = None
-        self.live: LiveModel | None = None
+        self.updates = updates
+        self.report = Report(cfg, shown=topology.is_lead)
+        self.coordinator: CheckpointCoordinator | None = None
+        self.summary = Summary(world_size=topology.world_size)
+        self.reports: list[dict[str, Any]] = []
         with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
-            if topology.rank in engine.trainers:
-                self.trainers = topology.part("trainers", engine.trainers)
-                self.training = Training(cfg, self.trainers, device)
-                self.training.join()
-                self.weights = WholeWeights(self.training.model_state, self.trainers)
-            if topology.rank in engine.rollouts:
-                # Of another seed: what it ends with, it has received.
-                model: torch.nn.Module = made(cfg["model"], seed=cfg["train"]["seed"] + 1 + topology.rank)
-                self.live = LiveModel(ModelState(_of_types(model, engine).to(device.torch_device)))
-
-    def run(self, run_dir: Path) -> dict[str, Any]:
-        steps = self.cfg["train"]["steps"]
-        console = Console(quiet=not self.topology.is_lead, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        losses: list[float | None] = []
-        updates = []
-        began = time.monotonic()
-        for step in range(1, steps + 1):
-            loss = self.training.step() if self.training is not None else None
-            report = self._update(step)
-            losses.append(loss)
-            updates.append(report)
-            if loss is not None and (step in (1, steps) or step % max(1, steps // 12) == 0):
-                console.print(f"step {step:>6}/{steps}  {_told(loss, report)}")
-        holders = self._holders()
-        summary = {
-            "world_size": self.topology.world_size,
-            "first_step": 1,
-            "final_step": steps,
-            "losses": losses,
-            "updates": updates,
-            **holders,
-        }
-        if self.topology.is_lead:
-            path = write_summary(run_dir, summary)
-            console.print(
-                f"{len(holders['rollouts'])} rollouts hold version {steps} with the trainers' digest {holders['trainer']['digest']}, "
-                f"after {time.monotonic() - began:.1f} s; summary in {path}"
+            self.trainers = topology.part("trainers", range(cfg["roles"]["trainer"]))
+            self.training = Training(cfg, self.trainers, device)
+            self.training.join()
+            self.weights = WholeWeights(self.training.model_state, self.trainers)
+            updates.build()
+        if cfg["ckpt"] is not None:
+            self.coordinator = instantiate(cfg["coordinator"])(
+                state_components=self.training.components(),
+                process_groups=self.training.layout.process_groups(self.trainers),
+                topology=self.trainers,
+                config_text=OmegaConf.to_yaml(OmegaConf.create(cfg)),
             )
+
+    def run(self, run_dir: Path) -> dict[str, Any] | None:
+        began = time.monotonic()
+        with ExitStack() as context:
+            if self.coordinator is not None:
+                context.enter_context(self.coordinator)
+            if self.coordinator is not None and self.cfg["resume"] is not None:
+                resume(self.training, self.coordinator, self.summary, self.report)
+            self.updates.open(run_dir)
+            if self.summary.final_step:  # the rollouts get what was resumed, before the next step
+                self._publish(self.summary.final_step)
+            for step in range(self.summary.first_step, self.cfg["train"]["steps"] + 1):
+                self._step(step)
+            if self.coordinator is not None:
+                self.coordinator.wait()
+                self.report.saved(self.summary.add_saves(self.coordinator.reports))
+                self.summary.state_digest = self.training.digest()
+        holders = self._holders(run_dir)
+        if not self.topology.is_lead:
+            return None
+        summary = self.summary.as_dict() | {"updates": self.reports, **holders}
+        path = write_summary(run_dir, summary)
+        self.report.console.print(
+            f"{len(holders['rollouts'])} rollouts hold version {holders['trainer']['version']} with the trainers' digest "
+            f"{holders['trainer']['digest']}, after {time.monotonic() - began:.1f} s; summary in {path}"
+        )
         return summary
 
-    def _update(self, step: int) -> dict[str, Any]:
-        """Publish what this rank trains, and receive what it rolls out with."""
-        report: dict[str, Any] = {}
-        if self.training is not None:
-            report = asyncio.run(self.engine.send_weights(self.weights, step))
-        if self.live is not None:
-            report = asyncio.run(self.engine.receive_into(self.live, step))
+    def _step(self, step: int) -> None:
+        """Train, save if it is time to, and update the rollouts."""
+        steps = self.cfg["train"]["steps"]
+        loss = self.training.step()
+        self.summary.add_step(step, loss)
+        is_saved = self.coordinator is not None and (step % self.cfg["save"]["every"] == 0 or step == steps)
+        if self.coordinator is not None:
+            if is_saved:
+                self.coordinator.save_checkpoint(checkpoint_id=f"{step:08d}")
+            self.report.saved(self.summary.add_saves(self.coordinator.reports))
+        told = self._publish(step, saved=is_saved)
+        if step in (1, steps) or step % max(1, steps // 12) == 0:
+            self.report.console.print(f"step {step:>6}/{steps}  loss {loss:.4f}  {_told(told)}")
+
+    def _publish(self, step: int, *, saved: bool = False) -> dict[str, Any]:
+        """Give the rollouts the weights of a step, those that have just been saved, or those of the live model."""
+        sender = self.updates.sender
+        if saved and self.cfg["publish"] == "saved":
+            assert self.coordinator is not None
+            report = asyncio.run(self.coordinator.publish(sender, step))
+        else:
+            report = asyncio.run(sender.send_weights(self.weights, step))
+        self.reports.append({"step": step} | report)
         return report
 
-    def _holders(self) -> dict[str, Any]:
+    def _holders(self, run_dir: Path) -> dict[str, Any]:
         """What every trainer and rollout holds, by digests of its own tensors.
 
         Raises:
-            CorruptCheckpointError: a rollout holds other bits than the trainers.
+            CorruptCheckpointError: a rollout holds other bits than the trainers; on all ranks of the job.
         """
-        with self.topology.operation("the digests of the weights"), self.topology.phase("digest") as phase:
-            said: dict[str, Any] = {}
-            if self.training is not None:
-                published = _Published(self.training.model_state, self.engine)
-                said["trainer"] = {
-                    "version": self.engine.version.step if self.engine.version else None,
-                    "digest": state_digest({"model": published}, self.trainers),
-                }
-            if self.live is not None:
-                with self.live.reading() as version:
-                    said["rollout"] = {
-                        "rank": self.topology.rank,
-                        "version": version.step if version else None,
-                        "digest": state_digest({"model": self.live}, Topology.alone(self.topology.progress)),
-                    }
-            phase.payload = said
-        trainer = phase.payloads[0]["trainer"]
-        rollouts = [one["rollout"] for one in phase.payloads if "rollout" in one]
-        for rollout in rollouts:
-            if (rollout["version"], rollout["digest"]) != (trainer["version"], trainer["digest"]):
-                raise CorruptCheckpointError(f"rank {rollout['rank']} holds {rollout}, the trainers hold {trainer}")
+        engine = self.updates.engine
+        published = _Published(self.training.model_state, engine)
+        with self.trainers.operation("the digest of the weights"):
+            digest = state_digest({"model": published}, self.trainers)
+        trainer = {"version": self.summary.final_step, "digest": digest}
+        rollouts = self.updates.end(run_dir, trainer)
+        with self.topology.operation("the digests of the weights"), self.topology.phase("digest"):
+            for rollout in rollouts:
+                if (rollout["version"], rollout["digest"]) != (trainer["version"], trainer["digest"]):
+                    raise CorruptCheckpointError(f"rank {rollout['rank']} holds {rollout}, the trainers hold {trainer}")
         return {"trainer": trainer, "rollouts": rollouts}
 
 
@@ -198,34 +241,8 @@ class _Published:
         raise NotImplementedError("what is published is read only")
 
 
-def _of_types(model: torch.nn.Module, engine: VersionedEngine) -> torch.nn.Module:
-    """A model to generate with, in the types in which its weights come."""
-    for name, parameter in model.eval().requires_grad_(False).named_parameters():
-        parameter.data = parameter.to(engine.travels_as(name, parameter.dtype))
-    return model
-
-
-def _check_numbers(run: Mapping[str, Any]) -> None:
-    roles, train = run["roles"], run["train"]
-    check_roles(run)
-    for key, value, least in (
-        ("train.steps", train["steps"], 1),
-        ("train.seed", train["seed"], 0),
-        ("train.batch_size", train["batch_size"], 1),
-    ):
-        if value < least:
-            raise ConfigurationError(f"{key}={value}: expected at least {least}")
-    if roles["colocated"] and roles["trainer"] != roles["rollout"]:
-        raise ConfigurationError(
-            f"roles.colocated=true: each of the {roles['trainer']} trainers is a rollout; give roles.rollout={roles['trainer']}"
-        )
-
-
-def _num_ranks(roles: Mapping[str, Any]) -> int:
-    num: int = roles["trainer"] if roles["colocated"] else roles["trainer"] + roles["rollout"]
-    return num
-
-
-def _told(loss: float, report: Mapping[str, Any]) -> str:
+def _told(report: Mapping[str, Any]) -> str:
+    if not report.get("num_bytes"):
+        return "published to nobody: no rollout has come"
     seconds = "  ".join(f"{part} {report[f'{part}_s']:.3f}" for part in ("offload", "gather", "transfer", "reload"))
-    return f"loss {loss:.4f}  published {report['num_bytes'] / 1e6:.1f} MB in {report['blocked_s']:.3f} s ({seconds})"
+    return f"published {report['num_bytes'] / 1e6:.1f} MB in {report['blocked_s']:.3f} s ({seconds})"

@@ -74,7 +74,7 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     summary = Summary(world_size=topology.world_size)
     with coordinator:
         if cfg["resume"] is not None:
-            _resume(training, coordinator, summary, report)
+            resume(training, coordinator, summary, report)
         with report.running(summary.first_step):
             for step in range(summary.first_step, cfg["train"]["steps"] + 1):
                 summary.add_step(step, training.step())
@@ -221,7 +221,7 @@ def learning_rate_factor(step: int) -> float:
     return min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
 
 
-def _resume(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:
+def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:
     """Load what `resume` names. Nothing after it draws a random number before the next step does."""
     cfg = training.cfg
     path = None if cfg["resume"] == "latest" else cfg["resume"]

@@ -19,12 +19,11 @@ import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.base import ArraySpec, Writer
-from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError
 from ckpt.ledger import Ledger
 from ckpt.save_settings import SaveSettings
 from ckpt.topology import Topology
-from tests.states import Held, coordinator
+from tests.states import Held, backend_named, coordinator
 from tests.values import same_values
 
 WRITERS = ("thread", "process")
@@ -72,8 +71,8 @@ def until(is_so: Callable[[], object], what: str = "what was waited for", second
 # What may befall what writes
 
 
-class Troubled(ZarrBackend):
-    """Writes as zarr does, but in one save, on one rank, something happens at a chunk. Goes by pickle to where bytes are written.
+class Troubled:
+    """Writes as another one does, but in one save, on one rank, something happens at a chunk. Goes by pickle to where bytes are written.
 
     Args:
         trouble: what happens, a name in TROUBLES.
@@ -81,16 +80,26 @@ class Troubled(ZarrBackend):
         checkpoint_id: of the save; None: every save.
         rank: None: every rank.
         at: the how-manyth chunk of the rank it happens at, from 1.
+        backend: the other one, by its name in BACKENDS.
     """
 
     def __init__(
-        self, trouble: str, folder: Path, *, checkpoint_id: str | None = "1", rank: int | None = None, at: int = 1
+        self,
+        trouble: str,
+        folder: Path,
+        *,
+        checkpoint_id: str | None = "1",
+        rank: int | None = None,
+        at: int = 1,
+        backend: str = "zarr",
     ) -> None:
-        super().__init__()
+        self._inner = backend_named(backend)
+        self.store, self.join, self.read = self._inner.store, self._inner.join, self._inner.read
+        self.list_arrays, self.remove = self._inner.list_arrays, self._inner.remove
         self._trouble, self._folder, self._id, self._rank, self._at = trouble, folder, checkpoint_id, rank, at
 
     def writer(self, root: Path, rank: int, *args: Any, **named: Any) -> Any:
-        inner = super().writer(root, rank, *args, **named)
+        inner = self._inner.writer(root, rank, *args, **named)
         is_meant = self._id is None or root.name.startswith(f".unpublished-{self._id}-")
         if not is_meant or self._rank not in (None, rank):
             return inner

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
+from ckpt.backends.base import Backend
+from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.errors import CheckpointError
 from ckpt.mailbox import Mailbox
 from ckpt.reading.direct import DirectLoad
@@ -209,12 +212,15 @@ class ThroughStore:
         self._number = topology.made = getattr(topology, "made", 0) + 1  # type: ignore[attr-defined]  # all ranks make as many
         self._spread: Counter[int] = Counter()
 
-    def spread(self, buffer: torch.Tensor, source: int, to: Sequence[int]) -> None:
+    def begin(self, buffer: torch.Tensor, source: int, to: Sequence[int]) -> Callable[[], None]:
         self._spread[source] += 1
         key = f"parcel/{self._number}/{source}/{self._spread[source]}"
         if self._rank == source:
             self._mailbox.put(key, buffer.numpy().tobytes(), compress=False)
-            return
+            return lambda: None
+        return partial(self._fill, buffer, key, source)
+
+    def _fill(self, buffer: torch.Tensor, key: str, source: int) -> None:
         deadline = time.monotonic() + _PATIENCE_S
         while (data := self._mailbox.peek(key)) is None:
             if time.monotonic() > deadline:
@@ -225,6 +231,14 @@ class ThroughStore:
 
 TWO_STAGE = ("replicated", "per_node")
 """Patterns whose loads are spread, within hosts and between them; all others load directly."""
+
+
+BY_BACKEND: dict[str, Callable[[], str | Backend]] = {
+    "global": lambda: "safetensors",
+    "per_rank": KimiEngineBackend,  # which keeps what it saves in memory
+    "sharded": lambda: "ocdbt",
+}
+"""What patterns are saved by; all others by zarr."""
 
 
 class State:
@@ -243,7 +257,14 @@ class State:
         groups = groups_of(topology) if pattern == "per_group" else None
         strategy = TwoStageLoad(transport=ThroughStore(topology)) if pattern in TWO_STAGE else DirectLoad()
         self.coordinator: CheckpointCoordinator = coordinator(
-            topology, root, [component], process_groups=groups, keep_last=2, strategy=strategy, **options
+            topology,
+            root,
+            [component],
+            backend=BY_BACKEND.get(pattern, lambda: "zarr")(),
+            process_groups=groups,
+            keep_last=2,
+            strategy=strategy,
+            **options,
         )
 
     def is_whole(self, saved_by: int) -> bool:

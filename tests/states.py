@@ -10,6 +10,7 @@ import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.base import Backend
+from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.device import Device
@@ -18,7 +19,7 @@ from ckpt.reading.base import LoadingStrategy
 from ckpt.reading.direct import DirectLoad
 from ckpt.topology import Topology
 
-BACKENDS = ("zarr", "ocdbt", "file")
+BACKENDS = ("zarr", "ocdbt", "file", "safetensors")
 ALL_DTYPES = (
     torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
     torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
@@ -41,6 +42,8 @@ class Held:
 
 
 def backend_named(name: str) -> Backend:
+    if name == "safetensors":
+        return KimiEngineBackend(pool=False)  # so that a load in the same process goes by the files
     return ZarrBackend() if name == "zarr" else TensorStoreBackend(kvstore=name)
 
 

@@ -250,4 +250,4 @@ class Backend(Protocol):
         """Return every array below `root` as the format's own library sees it, by path."""
 
     def remove(self, root: Path, paths: Collection[str]) -> None:
-        """Remove the arrays at these paths, and no others, without looking at the rest. One that is gone already is no error."""
+        """Remove the arrays at these paths, and no others. One that is gone is no error; others may move in files that they share."""

@@ -1,43 +1,53 @@
 """Safetensors on a shared file system: of each rank one file per folder and data type, which any tool opens by tensor name.
 
-The files lie on disk as the bytes lay in the host memory of the rank that wrote them, and that memory is kept (ckpt/pool/): what the
+The files lie on disk as the bytes lay in the host memory of the rank that wrote them, and that memory is kept (pool.py): what the
 newest save holds can be loaded, or sent to rollouts, without a file being read.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
 
 import torch
 import xxhash
-from safetensors import safe_open
 
-from ckpt.backends.base import BLOCK_BYTES, ArraySpec, ChunkExtent, Content, Expected, FileRecord, Previous, Written
-from ckpt.backends.files import make_durable, padded_pieces
+from ckpt.backends.base import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord, Previous, Written
+from ckpt.backends.files import make_durable, naming, padded_pieces
 from ckpt.backends.linked_values import LinkedValues
-from ckpt.backends.outlet import Buffers, Outlet, OutletWriter, Stream
+from ckpt.backends.outlet import DIRECT_BYTES, Buffers, Outlet, OutletWriter, Stream
 from ckpt.backends.pieces import Pieces
+from ckpt.backends.pool import Memories, has_pool_memory
 from ckpt.backends.safetensors_format import (
     INDEX_NAME,
+    MOST_HEADER_BYTES,
+    SUFFIX,
     Entry,
+    Header,
+    Shard,
     entries_of,
-    header_bytes,
-    index_document,
-    read_header,
-    room_for_header,
+    index_bytes,
+    read_shard,
 )
+from ckpt.backends.safetensors_removal import remove_from_files
 from ckpt.box import Box, chunk_box, overlap
 from ckpt.dtypes import torch_dtype
-from ckpt.errors import CorruptCheckpointError
-from ckpt.manifest import encode_key
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
+from ckpt.names import encode_key
 
-_SUFFIX = ".safetensors"
+_FULL_HEADER_BYTES = MOST_HEADER_BYTES // 2
+"""From here on the entries of one folder and type go on in another file."""
+
+_Kind = tuple[str, str]
+"""Folder and data type."""
+
+_Place = tuple[str, int]
+"""Path of an array, and number of a chunk."""
 
 
 class KimiEngineBackend:
@@ -45,28 +55,42 @@ class KimiEngineBackend:
 
     Args:
         direct_io, buffer_mib: see `ckpt.backends.zarr.ZarrBackend`.
+        pool: each rank keeps what it writes in host memory, until the next save (ckpt/backends/pool.py).
+
+    Attributes:
+        memories: where the writers of saves that are kept find their memory; None: nothing is kept.
     """
 
     store = "safetensors"
+    transport = "engine"
 
-    def __init__(self, *, direct_io: bool = True, buffer_mib: int = 32) -> None:
+    def __init__(self, *, direct_io: bool = True, buffer_mib: int = 32, pool: bool = True) -> None:
         self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
+        self.memories = Memories() if pool and has_pool_memory() else None
 
     def writer(
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> SafetensorsWriter:
         """Return this rank's writer below the unpublished folder `root`."""
-        return SafetensorsWriter(root, rank, Outlet(root, rank, progress, self._buffers), previous)
+        memory = self.memories.take(root, rank) if self.memories is not None else None
+        return SafetensorsWriter(root, rank, Outlet(root, rank, progress, self._buffers, memory), previous)
+
+    def places(self, rank: int, chunks: Iterable[Expected]) -> Mapping[_Place, tuple[str, int]]:
+        """Where this rank's writer will put chunks that come in this order, if it links none: file, and first byte in it."""
+        writer = SafetensorsWriter(Path(), rank, Outlet(Path(), rank, lambda _: None, self._buffers))
+        writer.expect(chunks)
+        return writer.places()
 
     def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None] = lambda _: None) -> list[str]:
-        """Say, in every folder, which tensor lies in which file."""
+        """Say, in every folder, which tensor lies in which file. What is read for that are headers."""
         made = {}
         for folder, files in _files_below(root, writers).items():
-            document = index_document({name: read_header(root / folder / name) for name in files})
-            path = root / folder / INDEX_NAME
-            path.write_text(json.dumps(document))
-            made[f"{folder}/{INDEX_NAME}"] = path.stat().st_size
-            progress(made[f"{folder}/{INDEX_NAME}"])
+            name = f"{folder}/{INDEX_NAME}"
+            data = index_bytes(root / folder, files, progress)
+            with naming(root / name):
+                (root / name).write_bytes(data)
+            made[name] = len(data)
+            progress(len(data))
         make_durable(root, made, {(root / name).parent for name in made}, progress)
         return list(made)
 
@@ -74,25 +98,24 @@ class KimiEngineBackend:
         """Fill `out` (host, shape box.shape) through the safetensors library.
 
         Raises:
-            CorruptCheckpointError: the array, or a part of it that `box` meets, is missing.
+            CorruptCheckpointError: the array, or a part of it that `box` meets, is missing or cannot be read.
         """
         folder, _, name = array.path.rpartition("/")
-        found = 0
-        for file in sorted((root / folder).glob(f"*{_SUFFIX}")):
-            for entry in read_header(file):
-                meeting = overlap(entry.content.box, box) if encode_key(entry.content.key) == name else None
-                if meeting is None:
+        is_known, found = False, 0
+        for file in sorted((root / folder).glob(f"*{SUFFIX}")):
+            for entry in read_shard(file).entries:
+                if encode_key(entry.content.key) != name:
                     continue
-                with safe_open(file, "pt") as opened:
-                    values = (
-                        opened.get_tensor(entry.name).view(torch_dtype(entry.dtype)).reshape(entry.content.box.shape)
-                    )
-                out[meeting.relative_to(box).slices] = values[meeting.relative_to(entry.content.box).slices]
-                found += meeting.num_elements
-        if found != box.num_elements:
+                is_known = True
+                meeting = overlap(entry.content.box, box) if box.shape else box
+                if meeting is not None:
+                    values = _values(file, entry)
+                    out[meeting.relative_to(box).slices] = values[meeting.relative_to(entry.content.box).slices]
+                    found += meeting.num_elements
+        if not is_known or found != box.num_elements:
             raise CorruptCheckpointError(
-                f"{array.path}: the files of {root / folder} hold {found} of the {box.num_elements} elements of {box}. "
-                "Load an earlier checkpoint."
+                f"{array.path}: the safetensors files in {root / folder} have {found} of the {box.num_elements} elements that "
+                "are asked for. Load an earlier checkpoint."
             )
 
     def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
@@ -102,55 +125,85 @@ class KimiEngineBackend:
             CorruptCheckpointError: a file is not what it should be.
         """
         arrays: dict[str, ArraySpec] = {}
-        for file in sorted(root.rglob(f"*{_SUFFIX}")):
-            folder = file.parent.relative_to(root).as_posix()
-            for entry in read_header(file):
+        for folder, files in _files_below(root).items():
+            for entry in (entry for file in files for entry in read_shard(root / folder / file).entries):
                 key, shape, box = entry.content
                 path = f"{folder}/{encode_key(key)}"
                 grid = tuple(max(side, 1) for side in box.shape)
                 known = arrays.get(path)
                 if known is None or math.prod(known.grid) < math.prod(grid):
                     arrays[path] = ArraySpec(path, entry.dtype, shape, grid)
-        return arrays
+        return dict(sorted(arrays.items()))
 
     def remove(self, root: Path, paths: Collection[str]) -> None:
-        raise NotImplementedError  # H1
+        """Remove the arrays at these paths, from files and indexes. Other arrays move in their files."""
+        remove_from_files(root, paths)
+
+
+def _values(file: Path, entry: Entry) -> torch.Tensor:
+    """The elements of an entry, as the safetensors library reads them."""
+    try:
+        from safetensors import SafetensorError, safe_open  # which nothing else needs
+    except ImportError as error:
+        raise ConfigurationError(
+            f"reading {file} needs safetensors, which is not installed: pip install safetensors"
+        ) from error
+    try:
+        with safe_open(file, "pt") as opened:
+            stored: torch.Tensor = opened.get_tensor(entry.name)
+    except (SafetensorError, OSError) as error:
+        raise CorruptCheckpointError(f"{entry.content.key}: safetensors cannot read {file}: {error}") from error
+    return stored.view(torch_dtype(entry.dtype)).reshape(entry.content.box.shape)
 
 
 class _ShardFile:
-    """A file that grows; its header comes last, into room that was left for it."""
+    """A file that grows; its header comes last, into room that was left for it.
 
-    def __init__(self, outlet: Outlet, path: str, dtype: str, room: int) -> None:
+    Args:
+        num_bytes: of all tensors in it; None: many, or nobody knows how many.
+    """
+
+    def __init__(self, outlet: Outlet, path: str, header: Header, num_bytes: int | None) -> None:
         self.path = path
-        self.dtype = dtype
-        self.room = room
-        self.entries: list[Entry] = []
         self._outlet = outlet
+        self._header = header
+        self._num_bytes = num_bytes
+        self._placed: list[tuple[int, Sequence[Entry]]] = []
         self._stream: Stream | None = None
 
     @property
     def size(self) -> int:
         return self._stream.size if self._stream is not None else 0
 
-    def append(self, contents: Sequence[Content], pieces: Iterable[memoryview]) -> int:
+    @property
+    def data_start(self) -> int:
+        """The first byte behind the header."""
+        return self._header.num_bytes
+
+    def append(self, entries: Sequence[Entry], pieces: Iterable[memoryview]) -> int:
         """Put a chunk behind the others; return where it begins in the file."""
         if self._stream is None:
-            self._stream = self._outlet.open(self.path)
-            self._stream.append([memoryview(bytes(self.room))])
+            all_bytes = self._header.num_bytes + self._num_bytes if self._num_bytes is not None else None
+            self._stream = self._outlet.open(self.path, all_bytes)
+            self._stream.append([memoryview(bytes(self._header.num_bytes))])
         at = self._stream.size
         self._stream.append(pieces)
-        self.entries += entries_of(self.dtype, contents, at - self.room)
+        self._placed.append((at - self._header.num_bytes, entries))
         return at
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        assert self._stream is not None
+        self._stream.close()
 
     def finish(self) -> FileRecord:
         """Write the header. All other bytes have been flushed."""
-        header = header_bytes(self.entries, self.room)
+        header = self._header.to_bytes(self._placed)
         self._outlet.overwrite(self.path, header)
         return FileRecord(self.size, xxhash.xxh3_128_hexdigest(header))
+
+
+_Files = tuple[_ShardFile, _ShardFile]
+"""For what is new, and for what has not changed and must be written again."""
 
 
 class SafetensorsWriter(OutletWriter):
@@ -163,33 +216,49 @@ class SafetensorsWriter(OutletWriter):
     def __init__(self, root: Path, rank: int, outlet: Outlet, previous: Previous | None = None) -> None:
         super().__init__(outlet)
         self._rank = rank
-        self._previous = previous
-        self._contents: dict[tuple[str, int], Sequence[Content]] = {}
-        self._files: dict[tuple[str, str], tuple[_ShardFile, ...]] = {}
-        self._dtype_of: dict[str, str] = {}
+        self._before = _Before(previous) if previous is not None else None
         self._linked: LinkedValues | None = None
-        self._old_entries: dict[str, dict[int, Entry]] = {}
         if previous is not None:
-            self._linked = LinkedValues(replace(previous, min_live=math.inf), outlet, root, "")
+            self._linked = LinkedValues(previous, outlet, root, "", whole=True)
+        self._entries: dict[_Place, Sequence[Entry]] = {}
+        self._files: dict[_Place, _Files] = {}
+        self._empty: dict[_Kind, tuple[Collection[Entry], _Files]] = {}
         self._written = Written()
 
     def expect(self, chunks: Iterable[Expected]) -> None:
-        """See `Writer.expect`: the header is as long as it needs to be for all of it."""
-        entries: dict[tuple[str, str], list[Entry]] = defaultdict(list)
-        empty: dict[tuple[str, str], list[Content]] = defaultdict(list)
+        """See `Writer.expect`: a header is as long as it needs to be for all of it.
+
+        Raises:
+            StorageError: a chunk is made of so many tensors that no header holds their names.
+        """
+        by_kind: dict[_Kind, dict[_Place | None, list[Entry]]] = defaultdict(lambda: {None: []})
         for array, chunk, contents in ((one.array, one.chunk, one.contents) for one in chunks):
-            kind = array.path.rpartition("/")[0], array.dtype
-            self._dtype_of[array.path] = array.dtype
-            entries[kind] += entries_of(array.dtype, contents, 0)
-            if chunk is None:
-                empty[kind] += contents
-            else:
-                self._contents[array.path, chunk] = contents
-        for kind, some in entries.items():
-            room = room_for_header(some)
-            self._files[kind] = tuple(_ShardFile(self._outlet, name, kind[1], room) for name in self._new_names(*kind))
-        for kind, contents in empty.items():
-            self._files[kind][0].append(contents, ())
+            expected = by_kind[array.path.rpartition("/")[0], array.dtype]
+            entries = entries_of(array.dtype, contents, 0)
+            expected[None] += [entry._replace(start=0) for entry in entries if 0 in entry.content.shape]
+            if chunk is not None:
+                expected[array.path, chunk] = [entry for entry in entries if entry.num_bytes]
+        for kind, expected in by_kind.items():
+            names = self._new_names(*kind)
+            for header, some in _filling_headers(list(expected.items())):
+                most = sum(entry.num_bytes for _, entries in some for entry in entries)
+                known = most if self._before is None or most < DIRECT_BYTES else None
+                main, unchanged = (_ShardFile(self._outlet, name, header, known) for name in islice(names, 2))
+                for place, entries in some:
+                    if place is None:
+                        self._empty[kind] = dict.fromkeys(entries), (main, unchanged)
+                    else:
+                        self._entries[place], self._files[place] = entries, (main, unchanged)
+
+    def places(self) -> dict[_Place, tuple[str, int]]:
+        """File and first byte of every chunk that is expected, if all are written, in the order in which they were named."""
+        places: dict[_Place, tuple[str, int]] = {}
+        ends: dict[_ShardFile, int] = {}
+        for place, (main, _) in self._files.items():
+            start = ends.get(main, main.data_start)
+            places[place] = main.path, start
+            ends[main] = start + sum(entry.num_bytes for entry in self._entries[place])
+        return places
 
     def write(self, array: ArraySpec, chunk: int, host: torch.Tensor, digests: tuple[int, ...] | None = None) -> None:
         """Write or link chunk number `chunk` of `array`; `host` is contiguous and has the chunk's clipped shape."""
@@ -197,7 +266,7 @@ class SafetensorsWriter(OutletWriter):
         assert tuple(host.shape) == box.shape and host.is_contiguous(), f"{array.path}: {host.shape} for {box}"
         source = Pieces(padded_pieces(host, box.shape), digests)
         if not self._take(array, chunk, source, host.nbytes):
-            self._put(self._file_of(array.path, 0), array.path, chunk, source)
+            self._put(array.path, chunk, source, 0)
 
     def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
         """Nothing: a file's header describes what is in it."""
@@ -206,9 +275,10 @@ class SafetensorsWriter(OutletWriter):
         """Hand all bytes to the file system, headers last, and say where the chunks lie."""
         if self._linked is not None:
             for path, chunk, _, source in self._linked.settle():
-                self._put(self._file_of(path, 1), path, chunk, source)
+                self._put(path, chunk, source, 1)
             self._add_linked(self._linked)
-        files = [file for both in self._files.values() for file in both if file.size]
+        self._put_empty()
+        files = [file for both in self._all_files() for file in both if file.size]
         for file in files:
             file.close()
         self._outlet.flush()
@@ -218,38 +288,28 @@ class SafetensorsWriter(OutletWriter):
 
     def _take(self, array: ArraySpec, chunk: int, source: Pieces, size: int) -> bool:
         """Whether the chunk stays in a file of the checkpoint before, which has it under the same names."""
-        if self._linked is None or not self._is_named_alike(array, chunk):
+        if self._linked is None or self._before is None:
+            return False
+        kind = array.path.rpartition("/")[0], array.dtype
+        if not self._before.has(array.path, chunk, self._entries[array.path, chunk], self._empty[kind][0]):
             return False
         return self._linked.take(array.path, chunk, array.dtype, source, size)
 
-    def _is_named_alike(self, array: ArraySpec, chunk: int) -> bool:
-        assert self._previous is not None
-        old = self._previous.chunks.get(array.path, {}).get(chunk)
-        if old is None or not old.file.endswith(_SUFFIX):
-            return False
-        if old.file not in self._old_entries:
-            self._old_entries[old.file] = _by_place(self._previous.folder / old.file)
-        wanted = entries_of(array.dtype, self._contents[array.path, chunk], old.offset)
-        return all(self._old_entries[old.file].get(one.start) == one for one in wanted if one.num_bytes)
-
-    def _file_of(self, path: str, which: int) -> _ShardFile:
-        """The file that takes a chunk of the array at `path`: 0, the main one, or 1, that of what has not changed."""
-        return self._files[path.rpartition("/")[0], self._dtype_of[path]][which]
-
-    def _new_names(self, folder: str, dtype: str) -> tuple[str, str]:
-        """Two names that no file of the checkpoint before has, which may become a file of this one."""
-        taken = self._previous.files if self._previous is not None else {}
-        base = f"{folder}/rank-{self._rank:05d}-{dtype}"
-        numbered = (f"{base}{f'-{number}' if number else ''}{_SUFFIX}" for number in count())
-        first, second = islice((name for name in numbered if name not in taken), 2)
-        return first, second
-
-    def _put(self, file: _ShardFile, path: str, chunk: int, source: Pieces) -> None:
-        """Put a chunk behind the others in a file."""
-        at = file.append(self._contents[path, chunk], source.digested())
+    def _put(self, path: str, chunk: int, source: Pieces, which: int) -> None:
+        """Put a chunk behind the others in a file: 0, the main one, or 1, that of what has not changed."""
+        file = self._files[path, chunk][which]
+        at = file.append(self._entries[path, chunk], source.digested())
         self._written.chunks[path, chunk] = ChunkExtent(
             file.path, at, file.size - at, source.written(path), BLOCK_BYTES
         )
+
+    def _put_empty(self) -> None:
+        """Name the tensors without elements that no linked file names."""
+        there = self._before.empty_in(self._written.files) if self._before is not None else set()
+        for (folder, _), (entries, (main, _)) in self._empty.items():
+            missing = [entry for entry in entries if (folder, entry) not in there]
+            if missing:
+                main.append(missing, ())
 
     def _add_linked(self, linked: LinkedValues) -> None:
         """Refer to what stays where it is."""
@@ -258,23 +318,88 @@ class SafetensorsWriter(OutletWriter):
         self._written.files |= linked.files
         self._written.linked_bytes = sum(record.size for record in linked.files.values())
 
+    def _all_files(self) -> Collection[_Files]:
+        return dict.fromkeys([*self._files.values(), *(files for _, files in self._empty.values())])
 
-def _by_place(file: Path) -> dict[int, Entry]:
-    """First byte in the file -> entry; nothing of a file that is none, which `take` will find out."""
-    try:
-        with file.open("rb") as stream:
-            behind = 8 + int.from_bytes(stream.read(8), "little")
-        entries = [replace(entry, start=behind + entry.start) for entry in read_header(file)]
-    except (OSError, CorruptCheckpointError):
-        return {}
-    return {entry.start: entry for entry in entries if entry.num_bytes}
+    def _new_names(self, folder: str, dtype: str) -> Iterator[str]:
+        """Names that no file of the checkpoint before has, which may become a file of this one."""
+        taken = self._before.files if self._before is not None else ()
+        base = f"{folder}/rank-{self._rank:05d}-{dtype}"
+        numbered = (f"{base}{f'-{number}' if number else ''}{SUFFIX}" for number in count())
+        return (name for name in numbered if name not in taken)
 
 
-def _files_below(root: Path, writers: Sequence[int]) -> dict[str, list[str]]:
-    """Folder -> the names of the safetensors files in it that these ranks wrote or linked."""
-    wanted = {f"rank-{rank:05d}" for rank in writers}
-    found: dict[str, list[str]] = defaultdict(list)
-    for file in sorted(root.rglob(f"*{_SUFFIX}")):
-        if file.name[: len("rank-00000")] in wanted:
-            found[file.parent.relative_to(root).as_posix()].append(file.name)
+class _Before:
+    """What is in this rank's files of the checkpoint before, by name."""
+
+    def __init__(self, previous: Previous) -> None:
+        self.files = previous.files
+        self._previous = previous
+        self._shards: dict[str, _OldShard | None] = {}
+
+    def has(self, path: str, chunk: int, entries: Sequence[Entry], empty: Collection[Entry]) -> bool:
+        """Whether the chunk lies in a file under the same names, beside no empty tensor that there is not any more."""
+        old = self._previous.chunks.get(path, {}).get(chunk)
+        shard = self._shard(old.file) if old is not None else None
+        if old is None or shard is None or not all(entry in empty for entry in shard.empty):
+            return False
+        at = old.offset - shard.data_start
+        return all(shard.by_start.get(at + entry.start) == entry._replace(start=at + entry.start) for entry in entries)
+
+    def empty_in(self, files: Iterable[str]) -> set[tuple[str, Entry]]:
+        """Folder and entry of the empty tensors that these files name."""
+        shards = ((file.rpartition("/")[0], self._shards.get(file)) for file in files)
+        return {(folder, entry) for folder, shard in shards if shard is not None for entry in shard.empty}
+
+    def _shard(self, file: str) -> _OldShard | None:
+        """None of a file that is none, or is damaged: nothing in it is linked then."""
+        if file not in self._shards:
+            self._shards[file] = None
+            if file.endswith(SUFFIX):
+                with suppress(CorruptCheckpointError):
+                    self._shards[file] = _OldShard(read_shard(self._previous.folder / file))
+        return self._shards[file]
+
+
+class _OldShard:
+    """A header, to be looked up in."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.data_start = shard.data_start
+        self.by_start = {entry.start: entry for entry in shard.entries if entry.num_bytes}
+        self.empty = [entry._replace(start=0) for entry in shard.entries if entry.num_bytes == 0]
+
+
+def _filling_headers(
+    expected: Sequence[tuple[_Place | None, list[Entry]]],
+) -> Iterator[tuple[Header, Sequence[tuple[_Place | None, list[Entry]]]]]:
+    """Deal what is expected out to files, so that tools can read their headers: to one, unless there is very much."""
+    header = Header(entry for _, entries in expected for entry in entries)
+    if len(expected) > 1 and header.num_bytes > _FULL_HEADER_BYTES:
+        half = len(expected) // 2
+        yield from _filling_headers(expected[:half])
+        yield from _filling_headers(expected[half:])
+    elif header.num_bytes > MOST_HEADER_BYTES:
+        raise StorageError(
+            f"{len(expected[0][1])} tensors, of which {expected[0][1][0].content.key!r} is one, would lie in one safetensors file "
+            f"whose header takes {header.num_bytes} bytes, and readers take {MOST_HEADER_BYTES}. Save with ckpt=zarr or ckpt=tensorstore."
+        )
+    else:
+        yield header, expected
+
+
+def _files_below(root: Path, writers: Collection[int] | None = None) -> dict[str, list[str]]:
+    """Folder -> the names of the safetensors files in it, in order; those that these ranks wrote or linked, if any are named.
+
+    Each folder is listed once; by a rank that has listed none of them before, so that nothing it knows of them can be outdated.
+    """
+    wanted = {f"{rank:05d}" for rank in writers} if writers is not None else None
+    found = {}
+    for inside, folders, names in os.walk(root):
+        folders.sort()
+        shards = [name for name in sorted(names) if name.endswith(SUFFIX)]
+        if wanted is not None:
+            shards = [name for name in shards if name.startswith("rank-") and name.split("-")[1] in wanted]
+        if shards:
+            found[Path(inside).relative_to(root).as_posix()] = shards
     return found

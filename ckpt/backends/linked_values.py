@@ -19,7 +19,7 @@ from ckpt.backends.pieces import Pieces
 from ckpt.errors import CorruptCheckpointError
 
 MOST_FILES = 32
-"""Linked files of one rank. When there are more, those with the least in them become one, until half as many are left."""
+"""Linked files of one rank that could be one. When there are more, those with the least in them become one, until half as many are left."""
 
 
 class LinkedValues:
@@ -28,6 +28,8 @@ class LinkedValues:
     Args:
         outlet: makes the links, below `root`.
         below: path of the folder of this rank's data files.
+        whole: link only files in which nothing has died, because other tools would find what is dead; and all of those. There is one
+            for each folder and key, which is the data type then.
 
     Attributes:
         kept: (array path, chunk) -> key and extent of each value that stays where it is.
@@ -35,12 +37,14 @@ class LinkedValues:
         dead: what else lies in those.
     """
 
-    def __init__(self, previous: Previous, outlet: Outlet, root: Path, below: str) -> None:
+    def __init__(self, previous: Previous, outlet: Outlet, root: Path, below: str, *, whole: bool = False) -> None:
         self._previous = previous
         self._outlet = outlet
         self._root = root
         self._below = below
+        self._whole = whole
         self._is_linked: dict[str, bool] = {}
+        self._kind_of: dict[str, tuple[str, str]] = {}
         self.kept: dict[tuple[str, int], tuple[str, ChunkExtent]] = {}
         self.files: dict[str, FileRecord] = {}
         self.dead: dict[str, list[ChunkExtent]] = {}
@@ -56,6 +60,7 @@ class LinkedValues:
             record = self._previous.files[old.file]
             self._is_linked[old.file] = self._outlet.link(old.file, self._previous.folder / old.file, record.size)
         if self._is_linked[old.file]:
+            self._kind_of[old.file] = path.rpartition("/")[0], key
             self.kept[path, chunk] = key, old
         return self._is_linked[old.file]
 
@@ -81,13 +86,22 @@ class LinkedValues:
         self.dead = {file: dead[file] for file in sorted(worth) if dead[file]}
 
     def _worth_linking(self, live_bytes: Mapping[str, int], dead: Mapping[str, Sequence[ChunkExtent]]) -> set[str]:
-        """The files of which enough is used; one in which no value has died, if that is most of it, whatever the nodes take."""
-        worth = []
-        for file in sorted(live_bytes, key=lambda file: (-live_bytes[file], file)):
-            fraction = live_bytes[file] / self._previous.files[file].size
-            if fraction >= self._previous.min_live or (not dead[file] and fraction >= 0.5):
-                worth.append(file)
-        return set(worth if len(worth) <= MOST_FILES else worth[: MOST_FILES // 2])
+        worth = [
+            file
+            for file in sorted(live_bytes, key=lambda file: (-live_bytes[file], file))
+            if self._is_worth_linking(live_bytes[file] / self._previous.files[file].size, bool(dead[file]))
+        ]
+        by_kind: dict[object, list[str]] = defaultdict(list)
+        for file in worth:
+            by_kind[self._kind_of[file] if self._whole else None].append(file)
+        few = (alike if len(alike) <= MOST_FILES else alike[: MOST_FILES // 2] for alike in by_kind.values())
+        return {file for alike in few for file in alike}
+
+    def _is_worth_linking(self, fraction: float, has_dead: bool) -> bool:
+        """Whether enough of a file is used; if no value has died, that is most of it, whatever a database's nodes take."""
+        if self._whole:
+            return not has_dead
+        return fraction >= self._previous.min_live or (not has_dead and fraction >= 0.5)
 
     def _dead_in(self, files: Collection[str]) -> dict[str, list[ChunkExtent]]:
         """File -> what was a chunk once and is none now, in order."""

@@ -5,7 +5,8 @@ What lies in an earlier checkpoint already gets a second name instead, by a hard
 Bytes that go through the page cache are copied by the kernel, page by page, on cores that the other ranks and the training need too,
 and drive out what had been cached. Direct I/O takes them from memory that is aligned: each piece is copied there, while it is
 still in the processor's cache from having been digested, and written by a thread while the next one is copied. The aligned
-memory is small, bounds what a save takes, and is used again by the next save.
+memory is small, bounds what a save takes, and is used again by the next save. Where the files of a save are kept in memory (pool.py),
+that is where each piece is copied to, and what is written from.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from ckpt.backends.base import Expected
 from ckpt.backends.files import Folders, make_durable, naming, reserve, start_writeback, write_all
+from ckpt.backends.pool import PooledSave, PoolFile
 from ckpt.errors import ConfigurationError
 
 DIRECT_BYTES = 1 << 20
@@ -121,10 +123,19 @@ class Outlet:
         root: the files lie below it.
         rank: whose they are; rank 0 alone says what holds for all.
         progress: called, from any thread, with the number of bytes that have just been written or become durable.
+        memory: keeps all files, those that are linked if it has kept them before; None: nothing is kept.
     """
 
-    def __init__(self, root: Path, rank: int, progress: Callable[[int], None], buffers: Buffers) -> None:
+    def __init__(
+        self,
+        root: Path,
+        rank: int,
+        progress: Callable[[int], None],
+        buffers: Buffers,
+        memory: PooledSave | None = None,
+    ) -> None:
         self._root = root
+        self._memory = memory
         self._tells = rank == 0
         self._progress = progress
         self._buffers = buffers
@@ -157,8 +168,10 @@ class Outlet:
         path = self._root / name
         self._folders.make(path.parent)
         is_large = num_bytes is None or num_bytes >= DIRECT_BYTES
-        file = self._open_direct(path, num_bytes) if is_large and self._buffers.direct_io else None
-        self._growing[name] = Stream(_Paged(path, self._progress) if file is None else file, partial(self._close, name))
+        memory = self._memory.file(name) if self._memory is not None else None
+        direct = self._open_direct(path, num_bytes, memory) if is_large and self._buffers.direct_io else None
+        file = _Paged(path, self._progress, memory) if direct is None else direct
+        self._growing[name] = Stream(file, partial(self._close, name))
         return self._growing[name]
 
     def link(self, name: str, there: Path, size: int) -> bool:
@@ -182,6 +195,8 @@ class Outlet:
         except OSError as error:
             self._buffers.tell_of_links(there, error, tell=self._tells)
             return False
+        if self._memory is not None:
+            self._memory.link(name, there)
         self._progress(1)
         return True
 
@@ -198,11 +213,15 @@ class Outlet:
                 write_all(fd, memoryview(data))
             finally:
                 os.close(fd)
+        if self._memory is not None:
+            self._memory.file(name).overwrite(data)
 
     def unlink(self, name: str) -> None:
         """Take the name away again that `link` gave."""
         with naming(self._root / name):
             os.unlink(self._root / name)
+        if self._memory is not None:
+            self._memory.unlink(name)
 
     def flush(self) -> None:
         """Return when the file system has all bytes.
@@ -237,7 +256,7 @@ class Outlet:
         del self._growing[name]
         self._sizes[name] = size
 
-    def _open_direct(self, path: Path, num_bytes: int | None) -> _Direct | None:
+    def _open_direct(self, path: Path, num_bytes: int | None, memory: PoolFile | None) -> _Direct | _Kept | None:
         """Open a new file past the page cache, or say why that cannot be, and return None."""
         try:
             fd = os.open(path, _NEW | _O_DIRECT, 0o666)
@@ -248,7 +267,8 @@ class Outlet:
             return None
         if self._pump is None:
             self._pump = _Pump(self._buffers, self._tells, self._progress)
-        return _Direct(self._pump, _File(path, fd), num_bytes)
+        file = _File(path, fd, num_bytes)
+        return _Direct(self._pump, file) if memory is None else _Kept(self._pump, file, memory)
 
 
 class OutletWriter:
@@ -280,7 +300,7 @@ class Stream:
         size: bytes that have been appended.
     """
 
-    def __init__(self, file: _Direct | _Paged, closed: Callable[[int], None]) -> None:
+    def __init__(self, file: _Direct | _Kept | _Paged, closed: Callable[[int], None]) -> None:
         self._file = file
         self._closed = closed
         self.size = 0
@@ -302,11 +322,16 @@ class Stream:
 
 
 class _Paged:
-    """A file that is written through the page cache, and from there, large pieces at least, on to the disk at once."""
+    """A file that is written through the page cache, and from there, large pieces at least, on to the disk at once.
 
-    def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
+    Args:
+        memory: keeps it, too.
+    """
+
+    def __init__(self, path: Path, progress: Callable[[int], None], memory: PoolFile | None) -> None:
         self._path = path
         self._progress = progress
+        self._memory = memory
         self._size = 0
         self._fd = os.open(path, _NEW, 0o666)
 
@@ -314,6 +339,8 @@ class _Paged:
         with naming(self._path):
             write_all(self._fd, piece)
             start_writeback(self._fd, self._size, len(piece))
+            if self._memory is not None:
+                self._memory.append(piece)
         self._size += len(piece)
         self._progress(len(piece))
 
@@ -324,19 +351,19 @@ class _Paged:
 class _Direct:
     """A file whose bytes are gathered in aligned buffers, which a pump writes past the page cache."""
 
-    def __init__(self, pump: _Pump, file: _File, num_bytes: int | None) -> None:
+    def __init__(self, pump: _Pump, file: _File) -> None:
         self._pump = pump
         self._file = file
-        self._step = num_bytes or RESERVED_BYTES
-        self._reserved = 0
         self._buffer: memoryview | None = None
         self._fill = 0
         self._at = 0
+        self._rest = b""
 
     def append(self, piece: memoryview) -> None:
         while piece:
             if self._buffer is None:
-                self._buffer = self._pump.next_buffer()
+                self._take_buffer()
+                assert self._buffer is not None
             count = min(len(piece), len(self._buffer) - self._fill)
             self._buffer[self._fill : self._fill + count] = piece[:count]
             self._fill += count
@@ -344,34 +371,88 @@ class _Direct:
             if self._fill == len(self._buffer):
                 self._hand_over()
 
-    def close(self) -> None:
+    def give_way(self) -> None:
+        """Let another file have the buffer: whole blocks are written, what is left is kept aside, so that the next ones are whole, too."""
+        assert self._buffer is not None
+        end = self._fill // ALIGNED * ALIGNED
+        self._rest = bytes(self._buffer[end : self._fill])
+        self._fill = end
         self._hand_over()
-        self._file.size = self._at if self._reserved > self._at else None
-        self._file.release()
+
+    def close(self) -> None:
+        if self._rest and self._pump.is_well:  # else nobody wants the bytes, and whoever asks for a buffer is told why
+            self._take_buffer()
+        self._hand_over()
+        self._file.end_at(self._at)
+
+    def _take_buffer(self) -> None:
+        self._buffer = self._pump.buffer_for(self)
+        self._fill = len(self._rest)
+        self._buffer[: self._fill] = self._rest
+        self._rest = b""
 
     def _hand_over(self) -> None:
         if self._buffer is not None:
-            while self._step and self._at + self._fill > self._reserved:
-                if not reserve(self._file.fd, self._reserved, self._step):
-                    self._step = 0  # asked once, and refused: the file grows as it is written
-                self._reserved += self._step
-            self._pump.put(self._file, self._buffer, self._fill, self._at)
+            self._file.reserve(self._at + self._fill)
+            self._pump.put(self._file, self._buffer[: self._fill], self._at, free=self._buffer)
+            self._pump.filling.pop(self)
             self._at, self._fill, self._buffer = self._at + self._fill, 0, None
+
+
+class _Kept:
+    """A file whose bytes are gathered in memory that is kept, from which a pump writes them past the page cache."""
+
+    def __init__(self, pump: _Pump, file: _File, memory: PoolFile) -> None:
+        self._pump = pump
+        self._file = file
+        self._memory = memory
+        self._at = 0
+
+    def append(self, piece: memoryview) -> None:
+        self._pump.require_well()
+        with naming(self._file.path):
+            self._memory.append(piece)
+        while self._memory.size - self._at >= self._pump.step:
+            self._hand_over(self._at + self._pump.step)
+
+    def close(self) -> None:
+        if self._memory.size > self._at:
+            self._hand_over(self._memory.size)
+        self._file.end_at(self._at)
+
+    def _hand_over(self, end: int) -> None:
+        self._file.reserve(end)
+        self._pump.put(self._file, self._memory.view(self._at, end), self._at)
+        self._at = end
 
 
 class _File:
     """An open file, closed when the last of those who hold it lets it go.
 
-    Attributes:
-        size: cut off there when it is closed, so that no room stays reserved behind it; None: there is none.
+    Args:
+        num_bytes: that it will have; None: many.
     """
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, fd: int, num_bytes: int | None) -> None:
         self.path = path
         self.fd = fd
-        self.size: int | None = None
+        self._step = num_bytes or RESERVED_BYTES
+        self._reserved = 0
+        self._size: int | None = None
         self._lock = threading.Lock()
         self._holders = 1
+
+    def reserve(self, end: int) -> None:
+        """Find room on the disk for what will be written up to a byte."""
+        while self._step and end > self._reserved:
+            if not reserve(self.fd, self._reserved, self._step):
+                self._step = 0  # asked once, and refused: the file grows as it is written
+            self._reserved += self._step
+
+    def end_at(self, size: int) -> None:
+        """Nothing follows, and no room stays reserved behind it. Called by who opened it, who lets it go."""
+        self._size = size if self._reserved > size else None
+        self.release()
 
     def hold(self) -> None:
         with self._lock:
@@ -383,25 +464,32 @@ class _File:
             is_last = self._holders == 0
         if is_last:
             try:
-                if self.size is not None:
+                if self._size is not None:
                     with naming(self.path):
-                        os.ftruncate(self.fd, self.size)
+                        os.ftruncate(self.fd, self._size)
             finally:
                 os.close(self.fd)
 
 
 class _Pump:
-    """Aligned buffers, and a few threads that write them."""
+    """Aligned buffers, and a few threads that write them, or aligned memory that is kept.
+
+    Attributes:
+        step: bytes that are written at once.
+        filling: the files that have a buffer, in the order in which they took it.
+    """
 
     def __init__(self, buffers: Buffers, tells: bool, progress: Callable[[int], None]) -> None:
         self._buffers = buffers
         self._tells = tells
         self._progress = progress
         self._taken = buffers.take()
+        self.step = len(self._taken[0]) // ALIGNED * ALIGNED
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for buffer in self._taken:
             self._free.put(buffer)
-        self._jobs: queue.SimpleQueue[tuple[_File, memoryview, int, int] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[_File, memoryview, int, memoryview | None] | None] = queue.SimpleQueue()
+        self.filling: dict[_Direct, None] = {}
         self._error: BaseException | None = None
         self._threads = [
             threading.Thread(target=self._run, name=f"writer {number}", daemon=True) for number in range(NUM_THREADS)
@@ -409,28 +497,44 @@ class _Pump:
         for thread in self._threads:
             thread.start()
 
-    def next_buffer(self) -> memoryview:
-        """Return a buffer that nobody uses, as soon as there is one.
+    def buffer_for(self, file: _Direct) -> memoryview:
+        """Return a buffer that nobody uses, as soon as there is one. However many files grow, most buffers can become free.
 
         Raises:
             OSError: a write has failed.
         """
+        if len(self.filling) >= NUM_BUFFERS // 2:
+            next(iter(self.filling)).give_way()
         buffer = self._free.get()
         if self._error is not None:
             self._free.put(buffer)
-            raise self._error
+        self.require_well()
+        self.filling[file] = None
         return buffer
 
-    def put(self, file: _File, buffer: memoryview, length: int, at: int) -> None:
-        """Have a buffer written, and be free again."""
+    @property
+    def is_well(self) -> bool:
+        """Whether no write has failed, and the save has not been given up."""
+        return self._error is None
+
+    def require_well(self) -> None:
+        """Raise if a write has failed.
+
+        Raises:
+            OSError: of that write.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def put(self, file: _File, data: memoryview, at: int, *, free: memoryview | None = None) -> None:
+        """Have bytes written to an aligned offset; then the buffer that they are in, if they are in one, is free again."""
         file.hold()
-        self._jobs.put((file, buffer, length, at))
+        self._jobs.put((file, data, at, free))
 
     def finish(self) -> None:
         """Wait for the writes, all of them, and raise what one of them met."""
         self.stop()
-        if self._error is not None:
-            raise self._error
+        self.require_well()
 
     def give_up(self) -> None:
         """Drop what has not begun to be written."""
@@ -448,19 +552,20 @@ class _Pump:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            file, buffer, length, at = job
+            file, data, at, free = job
             try:
                 if self._error is None:
                     with naming(file.path):
-                        self._write(file, buffer[:length], at)
-                    self._progress(length)
+                        self._write(file, data, at)
+                    self._progress(len(data))
             except BaseException as error:  # raised by whoever waits for the bytes
                 self._error = self._error or error
             try:
                 file.release()
             except OSError as error:
                 self._error = self._error or error
-            self._free.put(buffer)
+            if free is not None:
+                self._free.put(free)
 
     def _write(self, file: _File, data: memoryview, at: int) -> None:
         """Write at an aligned offset: whole blocks directly, what is left, or is refused, through the page cache."""

@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.backends.base import Content
 from ckpt.box import Box, whole
+from ckpt.collector import collector_paused
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CorruptCheckpointError
+from ckpt.names import encode_key
 
+SUFFIX = ".safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 """Beside the files of a folder, as Hugging Face's loaders look for it."""
+
+MOST_HEADER_BYTES = 100_000_000
+"""The longest header that the safetensors library reads."""
 
 _ALIGNED = 64
 _METADATA = "__metadata__"
@@ -44,11 +55,11 @@ _NAMES = {
     "complex64": "C64",
     _COMPLEX128: "F64",  # which the format does not know: pairs of these, in a dimension more
 }
-_MOST_DIGITS = 20
+_TYPES = {name: ours for ours, name in reversed(_NAMES.items())}
+_LIKE_A_PART = re.compile(r"\[(\d+:\d+(, \d+:\d+)*)?\]\??\Z")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor of a file, or a part of one that lies in several.
 
     Attributes:
@@ -67,120 +78,240 @@ class Entry:
     def num_bytes(self) -> int:
         return math.prod(self.content.box.shape) * item_bytes(self.dtype)
 
-    @property
-    def is_part(self) -> bool:
-        return self.content.box.shape != self.content.shape
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A safetensors file, as its header has it.
+
+    Attributes:
+        data_start: length of the header: where the first byte of a tensor lies in the file.
+    """
+
+    data_start: int
+    entries: Sequence[Entry]
 
 
 def entries_of(dtype: str, contents: Iterable[Content], start: int) -> list[Entry]:
     """The entries of tensors, or parts, that lie end to end from a byte on."""
+    width = item_bytes(dtype)
     entries = []
     for content in contents:
-        entries.append(Entry(_name_of(content), dtype, content, start))
-        start += entries[-1].num_bytes
+        entries.append(Entry(name_of(content), dtype, content, start))
+        start += math.prod(content.box.shape) * width
     return entries
 
 
-def _name_of(content: Content) -> str:
-    """A tensor goes by its key, a part by key and box. The one name that the format keeps for itself goes as a part."""
-    if content.box.shape == content.shape and content.key != _METADATA:
-        return content.key
-    return f"{content.key}[{', '.join(f'{side.start}:{side.stop}' for side in content.box.slices)}]"
+def name_of(content: Content) -> str:
+    """The name of a tensor, or of a part of one, in a file: no two contents share one.
+
+    A tensor goes by its key, a part of it by key and box. A tensor also goes by key and box if its key looks as if it were a part,
+    and if the format keeps the name for itself. A key that is no text in UTF-8 is encoded, and a question mark says so.
+
+    Example:
+        >>> name_of(Content("w", (4, 8), Box((0, 0), (4, 8)))), name_of(Content("w", (4, 8), Box((2, 0), (2, 8))))
+        ('w', 'w[2:4, 0:8]')
+    """
+    key, shape, box = content
+    is_text = key.isascii() or _is_text(key)
+    if box.shape == shape and is_text and key != _METADATA and not (key[-1:] in "]?" and _LIKE_A_PART.search(key)):
+        return key
+    place = f"[{', '.join(f'{o}:{o + n}' for o, n in zip(box.offsets, box.shape, strict=True))}]"
+    return f"{key}{place}" if is_text else f"{encode_key(key)}{place}?"
 
 
-def room_for_header(entries: Iterable[Entry]) -> int:
-    """Bytes that are enough for the 8 of the length and the header, wherever these entries will lie."""
-    digits = 2 * _MOST_DIGITS
-    return _padded(len(_document(entries)) + 8 + digits * sum(1 for _ in entries))
+def _is_text(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
-def header_bytes(entries: Iterable[Entry], room: int) -> bytes:
-    """The first `room` bytes of a file."""
-    document = _document(entries)
-    assert len(document) + 8 <= room, (len(document), room)
-    return (room - 8).to_bytes(8, "little") + document.ljust(room - 8)
+class Header:
+    """The header of a file that is being written, so long that it holds the rows of all entries it may get, wherever they lie.
+
+    Args:
+        entries: all that there may be, in any order; their `start` does not matter.
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        entries = list(entries)
+        last = sum(entry.num_bytes for entry in entries)
+        self.num_bytes = _padded(8 + len(_document((entry, last, last) for entry in entries)))
+
+    def to_bytes(self, placed: Iterable[tuple[int, Sequence[Entry]]]) -> bytes:
+        """The first bytes of the file.
+
+        Args:
+            placed: (first byte behind the header, entries that lie end to end from there, as `entries_of` gives them with start 0).
+        """
+        rows = (
+            (entry, at + entry.start, at + entry.start + entry.num_bytes) for at, entries in placed for entry in entries
+        )
+        document = _document(rows)
+        assert len(document) + 8 <= self.num_bytes, (len(document), self.num_bytes)
+        return (self.num_bytes - 8).to_bytes(8, "little") + document.ljust(self.num_bytes - 8)
 
 
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
-def _document(entries: Iterable[Entry]) -> bytes:
-    metadata: dict[str, str] = {"format": "pt"}
-    rows: dict[str, Any] = {_METADATA: metadata}
-    parts: dict[str, Any] = {}
-    pairs = []
-    for entry in entries:
-        key, shape, box = entry.content
-        stored = list(box.shape)
-        if entry.dtype == _COMPLEX128:
-            stored.append(2)
-            pairs.append(entry.name)
-        if entry.name != key:
-            parts[entry.name] = [key, list(shape), list(box.offsets)]
-        ends = [entry.start, entry.start + entry.num_bytes]
-        rows[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": stored, "data_offsets": ends}
+def _document(rows: Iterable[tuple[Entry, int, int]]) -> bytes:
+    """The JSON of a header; of each entry, where it begins and ends."""
+    texts = []
+    parts: list[str] = []
+    pairs: list[str] = []
+    for (name, dtype, content, _), begin, end in rows:
+        key, shape, box = content
+        quoted = _quoted(name)
+        if name != key:
+            parts.append(f"{quoted}:[{_quoted(key)},{_numbers(shape)},{_numbers(box.offsets)}]")
+        if dtype == _COMPLEX128:
+            pairs.append(quoted)
+        texts.append(f'{quoted}:{{{_kind(dtype, box.shape)},"data_offsets":[{begin},{end}]}}')
+    metadata = {"format": "pt"}
     if parts:
-        metadata[_PARTS] = json.dumps(parts)
+        metadata[_PARTS] = f"{{{','.join(parts)}}}"
     if pairs:
-        metadata[_COMPLEX128] = json.dumps(pairs)
-    return json.dumps(rows).encode()
+        metadata[_COMPLEX128] = f"[{','.join(pairs)}]"
+    document = ",".join([f"{_quoted(_METADATA)}:{json.dumps(metadata)}", *texts])
+    return f"{{{document}}}".encode()
+
+
+@lru_cache(maxsize=4096)
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    """Data type and shape as they are stored. The tensors of a model have few."""
+    stored = (*shape, 2) if dtype == _COMPLEX128 else shape
+    return f'"dtype":"{_NAMES[dtype]}","shape":{_numbers(stored)}'
+
+
+@lru_cache(maxsize=4096)
+def _numbers(numbers: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, numbers))}]"
 
 
 def read_header(path: Path) -> list[Entry]:
+    """The entries of a file; see `read_shard`."""
+    return list(read_shard(path).entries)
+
+
+@collector_paused()
+def read_shard(path: Path) -> Shard:
     """What a file of ours, or any other safetensors file, holds.
 
     Raises:
-        CorruptCheckpointError: it is missing, or no such file.
+        CorruptCheckpointError: it is missing, or no such file, or ends before its last tensor.
     """
+    data_start, rows, size = _read_rows(path)
+    with _refusing(path):
+        return Shard(data_start, _entries(rows, size - data_start))
+
+
+def _read_rows(path: Path) -> tuple[int, dict[str, Any], int]:
+    """Length of the header, the header, length of the file."""
+    with _refusing(path), path.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"it has {size} bytes, and its header should have {length}")
+        rows = json.loads(stream.read(length))
+        if not isinstance(rows, dict):
+            raise ValueError("its header is no object")
+        return 8 + length, rows, size
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Make a `CorruptCheckpointError` that names the file of what goes wrong when a header is read."""
     try:
-        with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            data = stream.read(length)
-        if len(data) != length:
-            raise ValueError(f"its header has {len(data)} of {length} bytes")
-        return list(_parsed(json.loads(data)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{path} is no safetensors file: {error}. Load an earlier checkpoint.") from error
+        yield
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"its header has {error}" if isinstance(error, KeyError) else str(error)
+        raise CorruptCheckpointError(f"{path} is no safetensors file: {what}") from error
 
 
-def _parsed(rows: Mapping[str, Any]) -> Iterable[Entry]:
+def _entries(rows: Mapping[str, Any], num_bytes: int) -> list[Entry]:
     metadata = rows.get(_METADATA, {})
     parts = json.loads(metadata.get(_PARTS, "{}"))
     pairs = set(json.loads(metadata.get(_COMPLEX128, "[]")))
-    types = {name: ours for ours, name in reversed(_NAMES.items())}
+    entries = []
     for name, row in rows.items():
         if name == _METADATA:
             continue
         stored = tuple(row["shape"])
-        dtype = types[row["dtype"]]
+        dtype = _TYPES[row["dtype"]]
         if name in pairs:
             dtype, stored = _COMPLEX128, stored[:-1]
         content = Content(name, stored, whole(stored))
         if name in parts:
             key, shape, offsets = parts[name]
             content = Content(key, tuple(shape), Box(tuple(offsets), stored))
-        yield Entry(name, dtype, content, int(row["data_offsets"][0]))
+        begin, end = row["data_offsets"]
+        entries.append(Entry(name, dtype, content, begin))
+        if end - begin != entries[-1].num_bytes or not 0 <= begin <= end <= num_bytes:
+            raise ValueError(f"bytes {begin} to {end} of {num_bytes} cannot be {name!r} of shape {list(stored)}")
+    return entries
 
 
-def index_document(files: Mapping[str, Iterable[Entry]]) -> dict[str, Any]:
+@collector_paused()
+def index_bytes(folder: Path, files: Iterable[str], progress: Callable[[int], None]) -> bytes:
     """What lies where in a folder: whole tensors by name, as Hugging Face has it, and those in parts, which that does not know.
 
     Args:
-        files: name of the file -> its entries.
+        files: the names of the safetensors files in it, in order.
+        progress: called with the bytes of each header.
+
+    Raises:
+        CorruptCheckpointError: one of them is missing, or is none.
     """
-    total = 0
-    weight_map: dict[str, str] = {}
-    parts: dict[str, dict[str, Any]] = {}
-    for file, entries in files.items():
-        for entry in entries:
-            total += entry.num_bytes
-            key, shape, box = entry.content
-            if not entry.is_part and entry.name == key:
-                weight_map[key] = file
+    index = _FolderIndex()
+    for file in files:
+        data_start, rows, _ = _read_rows(folder / file)
+        with _refusing(folder / file):
+            index.add(file, rows)
+        progress(data_start)
+    return index.to_bytes()
+
+
+class _FolderIndex:
+    """An index in the making: text, for there may be very many rows."""
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._whole: list[str] = []
+        self._parted: dict[str, tuple[str, list[str]]] = {}
+
+    def add(self, file: str, rows: Mapping[str, Any]) -> None:
+        """Take in the header of a file."""
+        metadata = rows.get(_METADATA, {})
+        parts = json.loads(metadata.get(_PARTS, "{}"))
+        pairs = set(json.loads(metadata.get(_COMPLEX128, "[]")))
+        there = _quoted(file)
+        for name, row in rows.items():
+            if name == _METADATA:
                 continue
-            form = {"dtype": entry.dtype, "shape": list(shape), "parts": []}
-            where = {"file": file, "name": entry.name, "offset": list(box.offsets), "shape": list(box.shape)}
-            parts.setdefault(key, form)["parts"].append(where)
-    document: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return document | ({"parts": parts} if parts else {})
+            begin, end = row["data_offsets"]
+            self._total += end - begin
+            if name not in parts:
+                self._whole.append(f"{_quoted(name)}: {there}")
+                continue
+            key, shape, offsets = parts[name]
+            if key not in self._parted:
+                dtype = _COMPLEX128 if name in pairs else _TYPES[row["dtype"]]
+                self._parted[key] = f'{_quoted(key)}: {{"dtype": "{dtype}", "shape": {shape}', []
+            place = f'"offset": {offsets}, "shape": {row["shape"][: len(shape)]}'
+            self._parted[key][1].append(f'{{"file": {there}, "name": {_quoted(name)}, {place}}}')
+
+    def to_bytes(self) -> bytes:
+        head = f'{{"metadata": {{"total_size": {self._total}}},\n"weight_map": {_lines(self._whole)}'
+        parted = [f'{form}, "parts": [{", ".join(parts)}]}}' for form, parts in self._parted.values()]
+        rest = f',\n"parts": {_lines(parted)}' if parted else ""
+        return f"{head}{rest}}}\n".encode()
+
+
+def _lines(rows: Iterable[str]) -> str:
+    """An object of JSON, a row on each line."""
+    return "{\n" + ",\n".join(rows) + "\n}"

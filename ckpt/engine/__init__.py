@@ -9,6 +9,7 @@ from ckpt.engine.base import (
     WeightVersion,
 )
 from ckpt.engine.broadcast import BroadcastCheckpointEngine
+from ckpt.engine.elastic import ElasticEngine
 from ckpt.engine.export import WholeWeights
 from ckpt.engine.live import LiveModel
 from ckpt.engine.naive import NaiveCheckpointEngine
@@ -18,6 +19,7 @@ __all__ = [
     "CheckpointEngine",
     "CheckpointEngineRegistry",
     "CheckpointEngineWithCache",
+    "ElasticEngine",
     "LiveModel",
     "MasterMetadata",
     "NaiveCheckpointEngine",

@@ -49,6 +49,7 @@ class SyncReport:
 
     Attributes:
         num_bytes: of the weights once, whatever the number of ranks.
+        sent_bytes: what of them was brought to rollouts, once: all, padding included, or what had changed.
         offload_s: trainers, weights to the host.
         gather_s: all ranks, agreeing on what travels and whether the rollouts can take it.
         transfer_s: all ranks, trainers' hosts to rollouts' hosts, every bucket verified.
@@ -59,6 +60,7 @@ class SyncReport:
     step: int
     num_tensors: int
     num_bytes: int
+    sent_bytes: int
     num_buckets: int
     offload_s: float
     gather_s: float

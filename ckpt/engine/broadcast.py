@@ -10,8 +10,9 @@ from torch._C._distributed_c10d import Store
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.engine.group import OwnGroup
 from ckpt.engine.layout import WeightLayout
+from ckpt.engine.parts import Messages
 from ckpt.engine.pool import HostPool, Landing
-from ckpt.engine.transfer import DeviceBuffers, Network, Transfer
+from ckpt.engine.transfer import IN_FLIGHT, DeviceBuffers, Network, Transfer
 from ckpt.engine.versioned import Update, VersionedEngine
 from ckpt.errors import RankLeftError
 
@@ -29,6 +30,12 @@ class BroadcastCheckpointEngine(VersionedEngine):
         super().__init__(bucket_size, **settings)
         self._groups: dict[str, OwnGroup] = {}
         self._network: Network | None = None
+        self._messages = Messages(IN_FLIGHT)
+
+    def close(self) -> None:
+        """Leave the other ranks and let go of all memory."""
+        super().close()
+        self._messages = Messages(IN_FLIGHT)
 
     def _join_transport(self, store: Store) -> None:
         self._groups = {}
@@ -74,7 +81,11 @@ class BroadcastCheckpointEngine(VersionedEngine):
             receivers=self.rollouts,
             digests=update.digests,
             buffers=buffers,
+            messages=self._messages,
             timeout_s=self.timeout_s,
+            block_bytes=self._block_bytes,
+            changes=update.changes,
+            before=self._before(landing) if update.changes is not None else None,
         )
         self._network = transfer.start()
         transfer.finish(self._network)
@@ -87,3 +98,4 @@ class BroadcastCheckpointEngine(VersionedEngine):
         if self._network is not None:
             self._network.end()
         self._landings[0].let_go()
+        self._messages = Messages(IN_FLIGHT)

@@ -27,6 +27,8 @@ from ckpt.topology import Topology
 Result = TypeVar("Result")
 
 _NEVER = ConfigurationError("the engine has not joined any ranks: call init_process_group first")
+TOPOLOGY = "topology"
+"""Where in an engine's store its ranks agree."""
 _LINGER_S = 1.0
 _LEAVE_S = 5.0
 
@@ -96,6 +98,11 @@ class JoinedEngine(CheckpointEngineWithCache):
         self._cancelled = threading.Event()
         self._num_ended = 0
 
+    @property
+    def peers(self) -> Any:
+        """JSON that tells a process that has not joined where it can read the newest version; None: nowhere."""
+        return None
+
     def prepare(self) -> MasterMetadata | None:
         """See `CheckpointEngine.prepare`. The master's store is there from now on."""
         if not self.is_master:
@@ -104,7 +111,7 @@ class JoinedEngine(CheckpointEngineWithCache):
             store = TCPStore(
                 "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self.timeout_s)
             )
-            self._meeting = store, MasterMetadata(_own_address().strip("[]"), store.port)
+            self._meeting = store, MasterMetadata(own_address().strip("[]"), store.port)
         return self._meeting[1]
 
     @classmethod
@@ -223,7 +230,7 @@ class JoinedEngine(CheckpointEngineWithCache):
         self._cancelled.clear()
         self._num_ended = 0
         self.topology = Topology.join(
-            PrefixStore("topology", store), self.rank, world_size, host=host, timeout_s=self.timeout_s
+            PrefixStore(TOPOLOGY, store), self.rank, world_size, host=host, timeout_s=self.timeout_s
         )
         with self.topology.operation("the join of trainers and rollouts"):
             with self.topology.phase("agree on the buckets") as phase:
@@ -318,7 +325,7 @@ class JoinedEngine(CheckpointEngineWithCache):
         """Run in the engine's thread, while the event loop goes on. A caller that is cancelled fails the update at its next phase."""
         future = self._submit(call, *args)
         try:
-            return await _done(future)
+            return await done(future)
         except asyncio.CancelledError:
             self._cancelled.set()
             self._submit(self._settle)
@@ -328,27 +335,27 @@ class JoinedEngine(CheckpointEngineWithCache):
         """The same for what the others count on: a caller that is cancelled is so when it is done."""
         future = self._submit(call, *args)
         try:
-            return await _done(future)
+            return await done(future)
         except asyncio.CancelledError:
             with suppress(Exception):
-                await _done(future)
+                await done(future)
             raise
 
 
-async def _done(future: Future[Result]) -> Result:
+async def done(future: Future[Result]) -> Result:
     """Wait for another thread, which goes on if this task is cancelled."""
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def tell(_: Future[Result]) -> None:
         with suppress(RuntimeError):  # the loop is closed, and nobody waits
-            loop.call_soon_threadsafe(done.set)
+            loop.call_soon_threadsafe(ended.set)
 
     future.add_done_callback(tell)
-    await done.wait()
+    await ended.wait()
     return future.result()
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """An address under which other hosts reach this one; its name, if that cannot be known."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -15,7 +15,7 @@ from ckpt.device import wait_for
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.engine.broadcast import BroadcastCheckpointEngine
 from ckpt.engine.layout import WeightLayout
-from ckpt.engine.parameter_server import BucketServer
+from ckpt.engine.parameter_server import BucketServer, Peers
 from ckpt.engine.pool import HostPool, Landing
 from ckpt.engine.transfer import Network, Verifier
 from ckpt.engine.versioned import Update
@@ -38,9 +38,20 @@ class KimiCheckpointEngine(BroadcastCheckpointEngine):
     def __init__(self, bucket_size: int | None = None, *, transport: str = "pipelined", **settings: Any) -> None:
         if transport not in _TRANSPORTS:
             raise ConfigurationError(f"transport={transport}: expected one of {', '.join(_TRANSPORTS)}")
+        if transport == "update" and settings.get("delta"):
+            raise ConfigurationError(
+                "delta=true: checkpoint-engine's own update sends whole buckets; choose transport=pipelined, or delta=false"
+            )
         super().__init__(bucket_size, **settings)
         self._transport = transport
         self._server: BucketServer | None = None
+
+    @property
+    def peers(self) -> Peers | None:
+        """Where `ckpt.engine.parameter_server.read_from_peers` finds the newest version; None: there is none, or no P2P store."""
+        if self._server is None or self.version is None:
+            return None
+        return self._server.peers()
 
     def _join_transport(self, store: Store) -> None:
         super()._join_transport(store)

@@ -10,7 +10,7 @@ from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.engine.layout import WeightLayout
 from ckpt.engine.pool import HostPool, Landing, digest_of_bucket
 from ckpt.engine.versioned import Update, VersionedEngine
-from ckpt.errors import CorruptCheckpointError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.topology import Topology
 
 
@@ -19,9 +19,16 @@ class NaiveCheckpointEngine(VersionedEngine):
     """Every rank takes the weights from its own trainer, through its host memory; only verdicts and digests travel.
 
     Args: see `VersionedEngine`; it is always colocated.
+
+    Raises:
+        ConfigurationError: `delta`, where no byte leaves its process.
     """
 
     def __init__(self, bucket_size: int | None = None, **settings: Any) -> None:
+        if settings.get("delta"):
+            raise ConfigurationError(
+                "delta=true: with the naive engine nothing travels that could be left out; leave it out, or choose another engine"
+            )
         super().__init__(bucket_size, **(settings | {"colocated": True}))
 
     def _owners(self, topology: Topology) -> list[int]:

@@ -69,6 +69,9 @@ PRIVATE = (
     "_zmq_ctx",
 )
 
+Peers = list[tuple[str, list[tuple[int, int, int]]]]
+"""Of each trainer its address, and of each of its buckets the number, the address in its memory, and the bytes."""
+
 _CHECKPOINT = "weights"
 _NAME = "bucket-{:05d}"
 
@@ -117,6 +120,16 @@ class BucketServer:
         metas: Mapping[int, Any] = self._server.get_metas()
         return metas
 
+    def peers(self) -> Peers | None:
+        """Where `read_from_peers` finds what is registered; None: nothing is, or the package has no P2P store here."""
+        found: Peers = []
+        for items in self.metas().values():
+            if items.p2p_store_addr is None:
+                return None
+            buffers = [(_number(of.metas[0].name), of.ptr, of.size) for of in items.memory_buffer_metas_list]
+            found.append((items.p2p_store_addr, buffers))
+        return found or None
+
     def update(
         self, group: OwnGroup, bucket_bytes: int, timeout_s: float, take: Callable[[int, torch.Tensor], None]
     ) -> None:
@@ -134,7 +147,7 @@ class BucketServer:
 
         def run(batch: Sequence[tuple[str, torch.Tensor]]) -> None:
             for name, bucket in batch:
-                take(int(name.removeprefix(_NAME.format(0)[:-5])), bucket)
+                take(_number(name), bucket)
 
         def consume(handles: Sequence[tuple[str, str]]) -> None:
             path = handles[self._topology.rank][1]
@@ -168,6 +181,76 @@ class BucketServer:
                 names.enter_context(_ps_device.meaning(_HostDeviceManager))
                 names.enter_context(_worker_device.meaning(_HostDeviceManager))
             yield
+
+
+def worker_name(device_index: int) -> str:
+    """The name under which the worker of an inference engine on this device looks for its weights, as the package makes it.
+
+    "GPU-<uuid>" on cuda, for any device that this process sees; "NPU-<address>-<chip>" on npu, for the one that it works on.
+
+    Raises:
+        ConfigurationError: it cannot be known.
+    """
+    try:
+        return str(ce_ps._get_physical_gpu_id(ce_ps.DeviceManager(), device_index))
+    except (AssertionError, ValueError, TypeError, OSError) as error:
+        raise ConfigurationError(
+            f"the name of device {device_index} for the workers of an inference engine cannot be known here: {error}; give it yourself"
+        ) from error
+
+
+def read_from_peers(
+    peers: Sequence[Sequence[Any]], buckets: Mapping[int, torch.Tensor], *, device_type: str, device_index: int = 0
+) -> None:
+    """Pull buckets out of the trainers' host memory, through the package's P2P store, into that of a process that is in no group.
+
+    Nothing keeps the trainers from changing them meanwhile: what came is to be held against its digests.
+
+    Args:
+        peers: what `BucketServer.peers` returned on a trainer, through JSON or not.
+        buckets: flat host memory by number.
+
+    Raises:
+        ConfigurationError: mooncake, which the package needs for it, is not installed or does not work here.
+        RankLeftError: a trainer is gone, or has no such bucket.
+    """
+    where = {number: (address, pointer, size) for address, of in peers for number, pointer, size in of}
+    missing = buckets.keys() - where.keys()
+    if missing or any(where[number][2] != len(host) for number, host in buckets.items()):
+        raise RankLeftError(f"the trainers have other buckets than the {len(buckets)} that are to be read from them")
+    with ExitStack() as names:
+        if device_type == "cpu":
+            names.enter_context(_ps_device.meaning(_HostDeviceManager))
+        store = _p2p_store(device_index)
+    own = {f"bucket {number}": host for number, host in buckets.items()}
+    try:
+        store.register_named_tensors(own)
+        for address in dict.fromkeys(where[number][0] for number in buckets):
+            there = [number for number in buckets if where[number][0] == address]
+            store.batch_transfer_sync_read(
+                address,
+                [buckets[number].data_ptr() for number in there],
+                [where[number][1] for number in there],
+                [len(buckets[number]) for number in there],
+            )
+    except (AssertionError, RuntimeError) as error:  # the package asserts that the transfer engine returns 0
+        raise RankLeftError(
+            "weights could not be read from a trainer's memory: it is gone, or does not answer"
+        ) from error
+    finally:
+        with suppress(AssertionError, KeyError):
+            store.unregister_named_tensors([*own])
+
+
+def _p2p_store(device_index: int) -> Any:
+    try:
+        with _environment({"RANK": str(device_index)}):  # by which it chooses a network device
+            return ce_ps.P2PStore(ce_ps.DeviceManager())
+    except ImportError as error:
+        raise ConfigurationError(
+            f"weights are read from trainers' memory by the package mooncake, which could not be imported: {error}; see "
+            "checkpoint-engine's p2p extra"
+        ) from error
 
 
 class _PooledServer(ce_ps.ParameterServer):  # type: ignore[misc]
@@ -219,6 +302,10 @@ class _PooledServer(ce_ps.ParameterServer):  # type: ignore[misc]
         """In place of a limit in the environment."""
         size, in_place = super()._detect_bucket_size(*args, **named)
         return min(size, self.bucket_bytes), in_place
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix(_NAME.format(0)[:-5]))
 
 
 def _memory_buffer(number: int, host: torch.Tensor) -> MemoryBuffer:

@@ -11,6 +11,7 @@ import xxhash
 from ckpt.box import flat_boxes
 from ckpt.device import pinned, uses_accelerator, wait_for
 from ckpt.dtypes import as_integers, contiguous, raw_bytes
+from ckpt.engine.delta import BlockHistory, digested
 from ckpt.engine.layout import Weight, WeightLayout, aligned
 from ckpt.memory import HostMemory, staging_memory
 
@@ -22,11 +23,17 @@ class HostPool:
 
     Args:
         rank: the owner.
+        block_bytes: of what is compared with the version before; None: nothing is.
+
+    Attributes:
+        history: what has been sent; None: nobody remembers.
     """
 
-    def __init__(self, rank: int, bucket_bytes: int) -> None:
+    def __init__(self, rank: int, bucket_bytes: int, *, block_bytes: int | None = None) -> None:
+        self.history = None if block_bytes is None else BlockHistory()
         self._rank = rank
         self._bucket_bytes = bucket_bytes
+        self._block_bytes = block_bytes
         self._segments: dict[int, torch.Tensor] = {}
         self._pageable = HostMemory()  # one for all, lest each small bucket take a huge page
         self._devices: set[torch.device] = set()  # with copies that nobody has waited for
@@ -34,6 +41,10 @@ class HostPool:
     @property
     def num_bytes(self) -> int:
         return len(self._segments) * self._bucket_bytes
+
+    def is_of(self, rank: int, bucket_bytes: int) -> bool:
+        """Whether it is as one of these arguments would be, but for the memory that it has."""
+        return (self._rank, self._bucket_bytes) == (rank, bucket_bytes)
 
     def put(self, layout: WeightLayout, weight: Weight, tensor: torch.Tensor) -> None:
         """Queue the copy of what this rank owns of a tensor, cast to the type in which it travels. Nothing, if it owns none.
@@ -64,7 +75,11 @@ class HostPool:
         mine = self.buckets(layout)
         for bucket in self._segments.keys() - mine.keys():
             del self._segments[bucket]
-        return {bucket: digest_of_bucket(host) for bucket, host in mine.items()}
+        if self.history is None or self._block_bytes is None:
+            return {bucket: digest_of_bucket(host) for bucket, host in mine.items()}
+        found = {bucket: digested(raw_bytes(host).numpy().data, self._block_bytes) for bucket, host in mine.items()}
+        self.history.take(layout, {bucket: one.blocks for bucket, one in found.items()})
+        return {bucket: one.whole for bucket, one in found.items()}
 
     def buckets(self, layout: WeightLayout) -> dict[int, torch.Tensor]:
         """All buckets of this rank by number."""
@@ -92,9 +107,14 @@ class HostPool:
 
 
 class Landing:
-    """The whole stream at one rollout, in the order of the stream."""
+    """The whole stream at one rollout, in the order of the stream.
+
+    Attributes:
+        holds: the digest of the version that is there, whole and verified; None: none is, or nobody can say.
+    """
 
     def __init__(self) -> None:
+        self.holds: str | None = None
         self._lock = threading.Lock()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._layout: WeightLayout | None = None
@@ -144,11 +164,13 @@ class Landing:
 
     def _forget(self) -> None:
         self._memory, self._layout, self._readers = torch.empty(0, dtype=torch.uint8), None, []
+        self.holds = None
 
 
-def digest_of_bucket(host: torch.Tensor) -> str:
-    """The xxh3-128 of flat bytes."""
-    return xxhash.xxh3_128_hexdigest(raw_bytes(host).numpy().data)
+def digest_of_bucket(host: torch.Tensor, block_bytes: int | None = None) -> str:
+    """The xxh3-128 of flat bytes, or that of the digests of their blocks."""
+    data = raw_bytes(host).numpy().data
+    return xxhash.xxh3_128_hexdigest(data) if block_bytes is None else digested(data, block_bytes).whole
 
 
 def _pieces(tensor: torch.Tensor, first: int, last: int) -> Iterator[tuple[torch.Tensor, int]]:

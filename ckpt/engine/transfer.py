@@ -3,7 +3,8 @@
     owner    host pool --copy stream--> half of a device buffer --broadcast-->
     rollout                      --broadcast--> half of a device buffer --copy stream--> landing, digest
 
-Where the collectives take host memory there is nothing between: a bucket leaves the pool and lands where it belongs.
+Where the collectives take host memory there is nothing between: a bucket leaves the pool and lands where it belongs. Of a bucket that
+has changed in parts, these parts travel as one message, and what they are put into is digested like any other bucket.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from queue import Empty, SimpleQueue
 import torch
 
 from ckpt.device import SideStream, device_memory, same_device
+from ckpt.engine.delta import Changes, Runs, bytes_of, without
 from ckpt.engine.group import OwnGroup
 from ckpt.engine.layout import WeightLayout
+from ckpt.engine.parts import Messages, copy_parts, gather, scatter
 from ckpt.engine.pool import HostPool, Landing, digest_of_bucket
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, RankLeftError, sentence
 from ckpt.topology import Topology
@@ -107,7 +110,11 @@ class Transfer:
         receivers: the rollouts.
         digests: of every bucket.
         buffers: memory for the collectives; None: they take host memory.
+        messages: host memory for parts of buckets, where they do.
         timeout_s: that may pass without a bucket.
+        block_bytes: of what buckets are digested by; None: as one.
+        changes: what travels; None: everything.
+        before: where a rollout has the version that `changes` begins from; None: where the buckets land.
     """
 
     rank: int
@@ -119,7 +126,11 @@ class Transfer:
     receivers: Sequence[int]
     digests: Mapping[int, str]
     buffers: DeviceBuffers | None
+    messages: Messages
     timeout_s: float
+    block_bytes: int | None = None
+    changes: Changes | None = None
+    before: Landing | None = None
 
     def start(self) -> Network:
         """Begin to carry everything that this rank sends or receives. All owners and rollouts call it, then `finish`."""
@@ -127,6 +138,8 @@ class Transfer:
         self._mine = [bucket for bucket in every if self.rank in (self.layout.owner(bucket), *self.receivers)]
         self._ours = self.pool.buckets(self.layout) if self.pool is not None else {}
         self._there = {bucket: self.landing.bucket(bucket) for bucket in every} if self.landing is not None else {}
+        self._old = {bucket: self.before.bucket(bucket) for bucket in every} if self.before is not None else {}
+        self._runs = self.changes.runs if self.changes is not None else {}
         return Network(self._carry)
 
     def finish(self, network: Network) -> None:
@@ -136,7 +149,7 @@ class Transfer:
             CorruptCheckpointError: a bucket is not what its owner sent; naming it and the weights in it.
             RankLeftError: see `Network.buckets`.
         """
-        verifier = Verifier(self.rank, self.layout, self.digests)
+        verifier = Verifier(self.rank, self.layout, self.digests, self.block_bytes)
         try:
             for bucket in network.buckets(self.topology, self.timeout_s):
                 if bucket in self._there and verifier.failure is None:
@@ -162,17 +175,22 @@ class Transfer:
     def _start(self, bucket: int, groups: Mapping[int, OwnGroup]) -> Callable[[], None]:
         """Begin to move a bucket; return what waits until it is where it belongs."""
         owner = self.layout.owner(bucket)
-        ours, there = self._ours.get(bucket), self._there.get(bucket)
-        if ours is not None and there is not None:
-            there.copy_(ours)
+        ours, there, old = self._ours.get(bucket), self._there.get(bucket), self._old.get(bucket)
+        host = ours if ours is not None else there
+        assert host is not None, "an owner has a pool, and all others receive"
+        runs = self._runs.get(bucket, [(0, len(host))])
+        if there is not None and old is not None:
+            copy_parts(there, old, without(runs, len(host)))
+        if there is not None and ours is not None:
+            copy_parts(there, ours, runs)
         group = groups.get(owner)
-        if group is None:
+        if group is None or not runs:
             return lambda: None
-        if self.buffers is None:
-            buffer = ours if ours is not None else there
-            assert buffer is not None, "an owner has a pool, and all others receive"
-            return group.broadcast(buffer, owner)
-        return self.buffers.broadcast(group, owner, ours, there)
+        if self.buffers is not None:
+            return self.buffers.broadcast(group, owner, ours, there, runs)
+        if bytes_of(runs) == len(host):
+            return group.broadcast(host, owner)
+        return self.messages.broadcast(group, owner, ours, there, runs)
 
 
 def _land(bucket: int, wait: Callable[[], None], tell: Callable[[int], None]) -> None:
@@ -183,14 +201,20 @@ def _land(bucket: int, wait: Callable[[], None], tell: Callable[[int], None]) ->
 class Verifier:
     """Holds what comes against what was sent.
 
+    Args:
+        block_bytes: of what buckets are digested by; None: as one.
+
     Attributes:
         failure: the first that was found.
     """
 
-    def __init__(self, rank: int, layout: WeightLayout, digests: Mapping[int, str]) -> None:
+    def __init__(
+        self, rank: int, layout: WeightLayout, digests: Mapping[int, str], block_bytes: int | None = None
+    ) -> None:
         self._rank = rank
         self._layout = layout
         self._digests = digests
+        self._block_bytes = block_bytes
         self.failure: CorruptCheckpointError | None = None
 
     def check(self, bucket: int, host: torch.Tensor) -> None:
@@ -199,7 +223,7 @@ class Verifier:
         Raises:
             CorruptCheckpointError: naming bucket, weights, sender.
         """
-        if digest_of_bucket(host) == self._digests[bucket]:
+        if digest_of_bucket(host, self._block_bytes) == self._digests[bucket]:
             return
         names = self._layout.weights_in(bucket)
         of = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -228,36 +252,37 @@ class DeviceBuffers:
         self._count = 0
 
     def broadcast(
-        self, group: OwnGroup, owner: int, ours: torch.Tensor | None, there: torch.Tensor | None
+        self, group: OwnGroup, owner: int, ours: torch.Tensor | None, there: torch.Tensor | None, runs: Runs
     ) -> Callable[[], None]:
         """Begin to move a bucket; return what waits until it has left, or is in host memory.
 
         Args:
             ours: what to send, on the host; None: it is received.
             there: where it shall land, on the host.
+            runs: what of it travels.
         """
         number = self._count % len(self._halves)
         self._count += 1
         if (taken := self._taken[number]) is not None:
             taken()  # nothing is sent from this half, and nothing is copied from it, any more
-        host = ours if ours is not None else there
-        assert host is not None, "it is sent or received"
-        half = self._halves[number][: len(host)]
+        half = self._halves[number][: bytes_of(runs)]
         side = self._out if ours is not None else self._in
         with side:
             if ours is not None:
-                half.copy_(ours, non_blocking=True)
+                gather(half, ours, runs)
             wait = group.broadcast(half, owner)  # comes after what is queued on the side stream
-        done = _once(lambda: _finish(side, wait, half, there if ours is None else None))
+        done = _once(lambda: _finish(side, wait, half, there if ours is None else None, runs))
         self._taken[number] = done
         return done
 
 
-def _finish(side: SideStream, wait: Callable[[], None], half: torch.Tensor, there: torch.Tensor | None) -> None:
+def _finish(
+    side: SideStream, wait: Callable[[], None], half: torch.Tensor, there: torch.Tensor | None, runs: Runs
+) -> None:
     with side:
         wait()  # some collectives make the stream wait, and not us
         if there is not None:
-            there.copy_(half, non_blocking=True)
+            scatter(there, half, runs)
     side.wait()
 
 

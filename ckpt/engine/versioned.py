@@ -25,9 +25,10 @@ from torch._C._distributed_c10d import Store
 from ckpt.dtypes import is_dtensor
 from ckpt.engine.agreed import WHAT, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
 from ckpt.engine.base import CASTABLE, NamedTensor, SyncReport, WeightVersion
+from ckpt.engine.delta import BLOCK_KIB, Changes, agreed_changes, require_one_block
 from ckpt.engine.joined import JoinedEngine
 from ckpt.engine.layout import WeightLayout, take_turns
-from ckpt.engine.pool import HostPool, Landing
+from ckpt.engine.pool import HostPool, Landing, digest_of_bucket
 from ckpt.engine.ring import on_device
 from ckpt.engine.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
@@ -38,13 +39,13 @@ _PAUSE_EVERY = 16  # tensors after which a sender's event loop may do something 
 
 
 class Sink(Protocol):
-    """What takes weights that have come: `ckpt.engine.live.LiveModel`, or another of its kind."""
+    """What takes weights that have come: `ckpt.engine.live.LiveModel`, `ckpt.engine.inference.InferenceOutlet`, or another of its kind."""
 
     def check(self, layout: WeightLayout) -> None:
         """Refuse what does not fit, before a byte moves."""
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
-        """Take whole tensors on the host, all at once. Does not fail for what `check` has passed."""
+        """Take whole tensors on the host, all at once. Does not fail for what `check` has passed, as far as that is in its hands."""
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Update:
 
     Attributes:
         layout, version: of what comes.
+        changes: what of it travels; None: everything.
         topology, context: the operation, open until the weights are loaded.
         seconds: of this rank, by the field of `SyncReport`.
     """
@@ -76,9 +78,14 @@ class Update:
     layout: WeightLayout
     version: WeightVersion
     digests: dict[int, str]
+    changes: Changes | None
     topology: Topology
     context: ExitStack = field(default_factory=ExitStack)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.layout.num_bytes if self.changes is None else self.changes.num_bytes
 
 
 class VersionedEngine(JoinedEngine):
@@ -92,10 +99,16 @@ class VersionedEngine(JoinedEngine):
         rollout_dtype: floating point weights travel as this type, except float8; None: as they are. Other types always do.
         keep_dtype: patterns such as "*.router.weight" of names that travel as they are all the same.
         cached: keep the newest version while the next one comes, for `get_weights`; takes its size once more in host memory.
+        delta: send what has changed since the last update, where all ranks hold that, and everything where not, as at first, for other
+            layouts, and behind an update that failed. Rollouts verify all bytes all the same. What `receive_weights` yields on the
+            host is then what the next update builds upon, and is not to be written to. Takes up to 4/3 of a bucket more host memory.
+            Alike on all ranks.
+        delta_block_kib: what is compared and sent as one; alike on all ranks, and digests of versions depend on it.
         settings: see `JoinedEngine`.
 
     Attributes:
         version: the newest that all ranks have; None before the first.
+        layout, bucket_digests: of that version; `digest_of` makes such digests.
         report: figures of the last update.
 
     Raises:
@@ -109,13 +122,20 @@ class VersionedEngine(JoinedEngine):
         rollout_dtype: str | torch.dtype | None = None,
         keep_dtype: Sequence[str] = (),
         cached: bool = False,
+        delta: bool = False,
+        delta_block_kib: int = BLOCK_KIB,
         **settings: Any,
     ) -> None:
         super().__init__(bucket_size, **settings)
         self.version: WeightVersion | None = None
         self.report: SyncReport | None = None
+        self.layout: WeightLayout | None = None
+        self.bucket_digests: Mapping[int, str] = {}
         self._rollout_dtype = _float_type(rollout_dtype)
         self._keep_dtype = tuple(keep_dtype)
+        if delta_block_kib < 1:
+            raise ConfigurationError(f"delta_block_kib={delta_block_kib}: expected at least 1")
+        self._block_bytes = delta_block_kib << 10 if delta else None
         self._landings = [Landing() for _ in range(1 + cached)]
         self._held: WeightVersion | None = None  # of the weights in the second landing
         self._pool: HostPool | None = None
@@ -130,13 +150,19 @@ class VersionedEngine(JoinedEngine):
         for landing in self._landings:
             landing.let_go()
 
+    def digest_of(self, bucket: torch.Tensor) -> str:
+        """The digest that `bucket_digests` has for these bytes, flat, on the host."""
+        return digest_of_bucket(bucket, self._block_bytes)
+
     # Joining
 
     def _join_update(self, topology: Topology, store: Store) -> None:
         self._generation = 0
-        self._known = self._pool = None
+        self._known = None
         self._sends_as = self.rank
         self._turns = self._owners(topology)
+        if self._pool is not None and not self._pool.is_of(self._sends_as, self._bucket_bytes):
+            self._pool = None
         self._join_transport(store)
 
     def _leave_update(self) -> None:
@@ -213,7 +239,8 @@ class VersionedEngine(JoinedEngine):
     ) -> _Offloaded:
         """Take all weights; copy those parts to the host that this rank owns. What goes wrong is told to all ranks afterwards."""
         began = time.perf_counter()
-        pool = self._pool = self._pool or HostPool(self._sends_as, self._bucket_bytes)
+        pool = self._pool or HostPool(self._sends_as, self._bucket_bytes, block_bytes=self._block_bytes)
+        self._pool = pool
         layout = WeightLayout(self._bucket_bytes, self._turns, getattr(weights, "tied_names", {}))
         found = _Offloaded(layout, began)
         try:
@@ -347,6 +374,7 @@ class VersionedEngine(JoinedEngine):
             with topology.phase(PHASE):
                 self._require_wanted(topology)
                 update = update or self._agreed(phase.payloads)
+                self._require_base(update, landing)
                 self._carry(update, pool, landing)
             carried = time.perf_counter()
             update.seconds = {"gather_s": gathered - began, "transfer_s": carried - gathered}
@@ -356,9 +384,12 @@ class VersionedEngine(JoinedEngine):
             self._update = update
 
     def _forget_layout(self, kind: object, *_: object) -> None:
-        """After a failure, on all ranks: the next update tells its layout anew, and through new connections."""
+        """After a failure, on all ranks: the next update tells its layout anew, sends everything, and through new connections."""
         if kind is not None:
             self._known = None
+            self._landings[0].holds = None
+            if self._pool is not None and self._pool.history is not None:
+                self._pool.history.forget()
             self._generation += 1
             self._reset_transport()
 
@@ -377,9 +408,14 @@ class VersionedEngine(JoinedEngine):
         said: dict[str, Any] = {"step": step, "held": self.version.step if self.version else None}
         said |= {"fits": self._fits(landing, sink), "generation": self._generation}
         said["known"] = self._known.digest() if self._known is not None else None
+        said["block_bytes"] = self._block_bytes
+        if landing is not None:  # behind `fits`, which may have let go of it
+            said["holds"] = self._landings[-1].holds
         if offloaded is None:
             return said
         layout = offloaded.layout
+        if self._pool is not None and (history := self._pool.history) is not None:
+            said |= {"base": history.base, "changed": history.changed()}
         return said | {
             "layout": layout.digest(),
             "size": [len(layout.weights), layout.payload_bytes],
@@ -428,12 +464,30 @@ class VersionedEngine(JoinedEngine):
     def _agreed(self, said: Sequence[Mapping[str, Any]]) -> Update:
         """What comes, from what all have said; the same on all ranks, errors too."""
         step = agreed_step(said)
+        require_one_block(said)
         require_one_layout([said[rank] for rank in self.trainers])
         layout = self._known
         assert layout is not None, "whoever does not know it is told"
         digests = agreed_digests([said[rank]["digests"] for rank in self.trainers], layout)
         version = WeightVersion(step, version_digest(layout, digests))
-        return Update(layout, version, digests, self._topology())
+        changes = None
+        if self._block_bytes is not None:
+            changes = agreed_changes(said, layout, self.rollouts, self._block_bytes)
+        return Update(layout, version, digests, changes, self._topology())
+
+    def _before(self, landing: Landing | None) -> Landing | None:
+        """Where a rollout has the version before the one that comes to `landing`; None: there."""
+        return self._landings[-1] if landing is not None and len(self._landings) > 1 else None
+
+    def _require_base(self, update: Update, landing: Landing | None) -> None:
+        """What comes takes the place of what is there, or is put into it."""
+        if landing is None:
+            return
+        if update.changes is not None and self._landings[-1].holds != update.changes.base:
+            raise CheckpointError(
+                "the weights that the changes are of have been let go of; the next update sends everything"
+            )
+        landing.holds = None
 
     def _load(self, sink: Sink, landing: Landing, began: float) -> SyncReport:
         update = self._update
@@ -460,10 +514,8 @@ class VersionedEngine(JoinedEngine):
             self._close_update(update, error)
             raise
         self._close_update(update, None)
-        self.version = update.version
-        if len(self._landings) > 1 and self.rank in self.rollouts:
-            self._landings.reverse()
-            self._held = update.version
+        self.version, self.layout, self.bucket_digests = update.version, update.layout, update.digests
+        self._keep(update.version)
         slowest = {
             name: max(said.get(name, 0.0) for said in phase.payloads)
             for name in ("offload_s", "gather_s", "transfer_s", "reload_s", "blocked_s")
@@ -472,10 +524,21 @@ class VersionedEngine(JoinedEngine):
             step=update.version.step,
             num_tensors=len(update.layout.weights),
             num_bytes=update.layout.payload_bytes,
+            sent_bytes=update.sent_bytes,
             num_buckets=update.layout.num_buckets,
             **slowest,
         )
         return self.report
+
+    def _keep(self, version: WeightVersion) -> None:
+        """All ranks hold what this one has sent or received."""
+        if self._pool is not None and self._pool.history is not None and self.rank in self.trainers:
+            self._pool.history.commit(version.digest)
+        if self.rank in self.rollouts:
+            self._landings[0].holds = version.digest
+        if len(self._landings) > 1 and self.rank in self.rollouts:
+            self._landings.reverse()
+            self._held = version
 
     def _fail(self, update: Update | None, error: Exception) -> NoReturn:
         """Fail an update that all have received, for it could not be loaded here. Collective; raises what all ranks raise."""

@@ -9,6 +9,7 @@ import torch
 from ckpt.backends.base import ArraySpec, ChunkExtent
 from ckpt.box import Box
 from ckpt.extents import Part
+from ckpt.held import NOTHING_HELD
 from ckpt.megatron.zarr import MegatronZarr
 from ckpt.plan import needed_chunks
 from ckpt.reading.base import ReadRequest, StoredPart
@@ -18,6 +19,7 @@ class MegatronChunks:
     """See `ckpt.reading.base.Stored`. Chunks have no digests; one that is missing or cut off is found."""
 
     has_digests = False
+    held = NOTHING_HELD
 
     def __init__(self, arrays: MegatronZarr) -> None:
         self.root = arrays.folder

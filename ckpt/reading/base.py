@@ -17,6 +17,7 @@ from ckpt.device import Device
 from ckpt.dtypes import item_bytes
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.extents import Part
+from ckpt.held import NOTHING_HELD, HeldFiles
 from ckpt.manifest import ArrayEntry, CheckpointManifest, Index
 from ckpt.plan import needed_chunks
 from ckpt.stored import read_index
@@ -64,10 +65,12 @@ class Stored(Protocol):
     Attributes:
         root: its folder, to which all paths are relative.
         has_digests: whether its chunks can be checked.
+        held: what of it is in memory, too.
     """
 
     root: Path
     has_digests: bool
+    held: HeldFiles
 
     def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
         """Yield where the wanted box lies, part by part, in storage order.
@@ -85,8 +88,9 @@ class StoredCheckpoint:
 
     has_digests = True
 
-    def __init__(self, root: Path, manifest: CheckpointManifest) -> None:
+    def __init__(self, root: Path, manifest: CheckpointManifest, held: HeldFiles = NOTHING_HELD) -> None:
         self.root = root
+        self.held = held
         self.manifest = manifest
         self._indexes: dict[int, Index] = {}
         self._packed: dict[str, tuple[ArraySpec, ChunkExtent, int]] = {}
@@ -98,7 +102,7 @@ class StoredCheckpoint:
             CorruptCheckpointError: it is missing or not as it was written.
         """
         if rank not in self._indexes:
-            self._indexes[rank] = read_index(self.root, self.manifest, rank)
+            self._indexes[rank] = read_index(self.root, self.manifest, rank, self.held)
         return self._indexes[rank]
 
     def parts(self, request: ReadRequest) -> Iterator[StoredPart]:

@@ -69,6 +69,7 @@ class DirectReading:
                 read_at=self.read_at,
                 slab_bytes=self.slab_bytes,
                 landing=filling,
+                held=self.checkpoint.held,
             ) as reader,
         ):
             for parts in chunks[start:] + chunks[:start]:

@@ -49,8 +49,11 @@ class RankEnds:
             read_at=read_at,
             slab_bytes=slab_bytes,
             landing=self._own_filling,
+            held=checkpoint.held,
         )
         chunks = by_chunk(requests, checkpoint)
+        self._held = [parts for parts in chunks if parts[0].chunk.file in checkpoint.held]
+        chunks = [parts for parts in chunks if parts[0].chunk.file not in checkpoint.held]
         self._stored = {_key_of(parts[0].chunk): parts for parts in chunks}
         self._wanted = {key: Wanted(_delivered(parts[0]), _parts_of(parts)) for key, parts in self._stored.items()}
         self._decoded: tuple[ChunkKey, torch.Tensor] | None = None
@@ -61,7 +64,7 @@ class RankEnds:
         return self._reader.bytes_read + self._bytes_unchecked
 
     def wants(self) -> list[Want]:
-        """What this rank wants, for the others to know."""
+        """What this rank wants, for the others to know; not what is in memory that it can read itself."""
         rows = []
         for key, parts in self._stored.items():
             chunk = parts[0].chunk
@@ -74,8 +77,14 @@ class RankEnds:
     def begin(self) -> None:
         """Wait for what is queued on the devices of what this rank wants: later that could mean waiting for other ranks."""
         devices = {device for wanted in self._wanted.values() for device in wanted.devices}
+        devices |= {stored.part.out.device for parts in self._held for stored in parts}
         self._own_filling.begin(devices)
         self._filling.begin(devices)
+
+    def read_held(self) -> None:
+        """Read what is in memory of this host to where it belongs."""
+        for parts in self._held:
+            read_chunk(parts, self._reader, self._checkpoint, self._own_filling)
 
     def fetch(self, piece: Piece, memory: torch.Tensor) -> None:
         """See `Ends.fetch`."""

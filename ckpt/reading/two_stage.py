@@ -2,6 +2,8 @@
 
     wants -> parcels (who reads what for whom) -> storage -> slots -> tensors of all ranks that want it
 
+What ranks of a host hold in its memory since they saved it, each of its ranks takes from there.
+
 Within a host the slots are memory that all its ranks see; between hosts torch.distributed carries them, once per host. Ranks
 read different parts at the same time, each as many bytes as the others, while the parts before are spread and put in place.
 """
@@ -11,13 +13,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import uuid
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,9 @@ from ckpt.spread.parcels import PIECE_ALIGNMENT, Want, plan_spread
 from ckpt.spread.slots import DeviceSlots, Slots
 from ckpt.spread.timing import Timers, summarize, timed
 from ckpt.topology import Topology, first_difference, group_of
+
+if TYPE_CHECKING:
+    from ckpt.engine.transport import EngineTransport
 
 SLOT_BYTES = 4 << 20
 """A parcel's most usual size: large enough to cost few messages, small enough to stay in the processor's cache."""
@@ -57,14 +63,15 @@ class TwoStageLoad:
             where they travel in device memory. Besides, what a rank alone wants, and cannot read into tensors as it is, passes
             through one block (4 MiB), and an encoded chunk is decoded whole; what goes to a device passes through 16 MiB of page-locked
             memory, and up to 8 MiB on the device.
-        transport: carries parcels between hosts; None: torch.distributed.
+        transport: carries parcels between hosts. "torch": torch.distributed, in groups of its default one. "engine": what carries
+            weights to rollouts (ckpt/engine), which needs none. None: "engine" where the coordinator's backend says so, else "torch".
         read_at: how bytes come from an open file.
 
     Attributes:
         timers: seconds of this rank: `prepare`; then `storage`, `network` and `place`, which run beside each other, and `wait`.
 
     Raises:
-        ConfigurationError: `max_in_flight_mib` is not positive.
+        ConfigurationError: `max_in_flight_mib` is not positive, or there is no such transport.
     """
 
     def __init__(
@@ -73,16 +80,21 @@ class TwoStageLoad:
         group: str | Sequence[int] | None = None,
         cpu_transfer: bool = True,
         max_in_flight_mib: int = 16,
-        transport: Transport | None = None,
+        transport: Transport | str | None = None,
         read_at: ReadAt = os.preadv,
     ) -> None:
         self._group = group
         self._cpu_transfer = cpu_transfer
         self._in_flight_bytes = in_flight_bytes(max_in_flight_mib)
-        self._transport = transport
+        self._transport = _checked(transport)
         self._read_at = read_at
+        self._engine_transport: EngineTransport | None = None
         self._torch_groups: dict[Any, dict[int, dist.ProcessGroup]] = {}
         self.timers: Timers = defaultdict(list)
+
+    def go_with(self, backend: Any) -> None:
+        """Take the transport that goes with a backend, if none has been chosen."""
+        self._transport = self._transport or getattr(backend, "transport", None)
 
     @timed()
     def prepare(
@@ -124,7 +136,7 @@ class TwoStageLoad:
             }
             here = hosts[mates]
             wants = _wants_of(mates, [one.wants for one in said], [rows for rows, _ in phase.payloads])
-            groups = self._make_groups(topology, device, [one for one in instances if len(hosts[one]) > 1])
+            transport = self._meet_others(topology, device, [one for one in instances if len(hosts[one]) > 1])
             with topology.phase("plan the read"):
                 shared = link if len(here) < len(mates) else None
                 slots = self._slots(shared, wants, between_hosts=len(here) > 1, alone=len(mates) == 1, device=device)
@@ -135,7 +147,7 @@ class TwoStageLoad:
                     slots=slots,
                     ends=mine,
                     link=shared,
-                    transport=self._transport or (TorchTransport(groups[topology.rank]) if len(here) > 1 else None),
+                    transport=transport if len(here) > 1 else None,
                     topology=topology,
                 )
             unless_prepared.pop_all()
@@ -158,6 +170,12 @@ class TwoStageLoad:
         self.timers.clear()
         return summary
 
+    def close(self) -> None:
+        """Let go of what is kept from load to load; nothing is under way."""
+        engine, self._engine_transport = self._engine_transport, None
+        if engine is not None:
+            engine.close()
+
     def _members(self, topology: Topology) -> list[int]:
         if self._group is None:
             return list(range(topology.world_size))
@@ -170,13 +188,44 @@ class TwoStageLoad:
             )
         return list(topology.groups[self._group].members)
 
+    def _meet_others(self, topology: Topology, device: Device, instances: Sequence[Sequence[int]]) -> Transport | None:
+        """What carries this rank's parcels between hosts, where any rank's have to be."""
+        if not instances:
+            return None
+        if self._transport == "engine":
+            return self._make_engine(topology, device)
+        if self._transport in (None, "torch"):
+            groups = self._make_groups(topology, device, instances)
+            return TorchTransport(groups[topology.rank]) if topology.rank in groups else None
+        assert not isinstance(self._transport, str | None)
+        return self._transport
+
+    def _make_engine(self, topology: Topology, device: Device) -> Transport:
+        """The engine's transport: that of the load before, if all ranks have it still."""
+        from ckpt.engine.transport import EngineTransport  # with it come all engines, which few loads need
+
+        with topology.phase("look for the engine's groups") as phase:
+            known = self._engine_transport.name if self._engine_transport is not None else None
+            phase.payload = [known, uuid.uuid4().hex]
+        if any(name is None or name != phase.payloads[0][0] for name, _ in phase.payloads):
+            self._forget_groups(topology.rank)
+            store = topology.store_for("ckpt-two-stage")
+            assert store is not None, "a rank that is alone meets nobody"
+            self._engine_transport = EngineTransport(
+                store,
+                phase.payloads[0][1],
+                topology.rank,
+                device=Device(type="cpu", collectives="gloo") if self._cpu_transfer else device,
+                timeout_s=topology.timeout_s,
+            )
+        assert self._engine_transport is not None
+        return self._engine_transport
+
     def _make_groups(
         self, topology: Topology, device: Device, instances: Sequence[Sequence[int]]
     ) -> dict[int, dist.ProcessGroup]:
         """The process groups that carry bytes between hosts, made once, and again after a load that failed; all ranks make all of them,
         in one order."""
-        if not instances or self._transport is not None:
-            return {}
         world = dist.group.WORLD  # all groups go with it, and the next one may lie where it lay
         key = world and weakref.ref(world), tuple(tuple(instance) for instance in instances)
         with topology.phase("look for process groups") as phase:
@@ -194,6 +243,9 @@ class TwoStageLoad:
             with suppress(RuntimeError):  # collectives that cannot be aborted
                 group.abort()
         self._torch_groups = {}
+        engine, self._engine_transport = self._engine_transport, None
+        if engine is not None:
+            engine.give_up()
 
     def _slots(
         self,
@@ -245,6 +297,12 @@ def _device_slots(slot_bytes: int, count: int, least: int, device: torch.device)
     return memory
 
 
+def _checked(transport: Transport | str | None) -> Transport | str | None:
+    if isinstance(transport, str) and transport not in ("torch", "engine"):
+        raise ConfigurationError(f"strategy.transport={transport}: expected torch, engine or null")
+    return transport
+
+
 class _Said(NamedTuple):
     """What a rank tells all others first.
 
@@ -289,6 +347,7 @@ class TwoStageReading:
         assert courier is not None, "a reading runs once"
         try:
             self.ends.begin()
+            self.ends.read_held()
             if courier.link is not None:
                 courier.link.join(courier.hosts.neighbours(courier.rank), courier.topology)
             courier.run()

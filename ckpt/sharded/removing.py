@@ -26,6 +26,7 @@ from ckpt.manifest import (
 )
 from ckpt.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.sharded.destination import BESIDE_FILES, INDEX_FILES, holds_array
+from ckpt.sharded.removing_shards import copy_shards, list_shards, require_sound_shards, sweep_shards
 from ckpt.stored import read_index, read_listed_file, read_manifest, rest_digest
 from ckpt.topology import Topology
 from ckpt.writing import checksums_of, joined_checksum
@@ -45,6 +46,10 @@ def remove_tensors(checkpoint_dir: Path, key_prefix: str, topology: Topology) ->
     before the manifest. Whoever is killed in between leaves it without names that the manifest still has; `verify` says that its
     `manifest.ocdbt` does not match. The next call, again whatever it is asked to remove, puts the database on record as it is;
     other readers find those names no more, loads find them until they are removed.
+
+    A safetensors file is written anew, by another name, without what goes, and then stands in the manifest instead of the old one. The
+    file that names its neighbours for other tools changes just after the manifest. Whoever is killed in between leaves the old one;
+    `verify` says that it does not match, and the next call puts it right.
 
     Raises:
         CheckpointNotFoundError: the folder is no checkpoint.
@@ -96,6 +101,9 @@ def _take_out(
         topology.progress()
         indexes[rank] = read_index(checkpoint_dir, manifest, rank)
     for index in indexes.values():
+        require_sound_shards(index, checkpoint_dir, topology)
+    for index in indexes.values():
+        copy_shards(index, gone, checkpoint_dir, topology)
         _forget(index, gone, checkpoint_dir, topology)
     for rank, path in old_indexes.items():
         topology.progress()
@@ -108,6 +116,7 @@ def _take_out(
         del manifest.arrays[name]
         manifest.files.pop(f"{entry.path}/{DOCUMENT}", None)
     _correct_component(manifest, indexes, gone)
+    list_shards(manifest, indexes.values(), checkpoint_dir, topology)
     named = [entry.path for entry in gone.values() if entry.store == "ocdbt" and entry.path is not None]
     if named:
         topology.progress()
@@ -125,6 +134,7 @@ def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topolog
     for rank in manifest.index_ranks():
         topology.progress()
         listed.update(read_index(checkpoint_dir, manifest, rank).files)
+    sweep_shards(checkpoint_dir, manifest, listed, topology)
     for folder in (checkpoint_dir / SHARDED).glob("*/"):
         topology.progress()
         if f"{SHARDED}/{folder.name}/{DOCUMENT}" not in listed and holds_array(folder):

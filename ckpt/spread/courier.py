@@ -14,7 +14,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +32,9 @@ from ckpt.spread.network import Transport
 from ckpt.spread.parcels import Parcel, Piece, Spread
 from ckpt.spread.slots import Slots
 from ckpt.topology import Topology
+
+IN_FLIGHT = 2
+"""Parcels that are on the network at a time."""
 
 
 class Ends(Protocol):
@@ -354,26 +357,44 @@ class Courier:
         self.times.storage += time.perf_counter() - started
 
     def _carry(self, begin: Callable[[], None]) -> None:
-        """The network thread."""
-        assert self.transport is not None
+        """The network thread. Two parcels are on their way at a time: one is sent while the next is being met."""
+        coming: deque[tuple[Parcel, int, Callable[[], None]]] = deque()
         try:
             begin()
             for number, to in self._on_network.items():
+                if len(coming) == IN_FLIGHT:
+                    self._finish(*coming.popleft())
                 parcel = self.spread.parcels[number]
-                ours = parcel.reader == self.rank
-                slot = (self._to_send if ours else self._free_landing).get()
+                slots = self._to_send if parcel.reader == self.rank else self._free_landing
+                while coming and slots.empty():  # which what is on its way may keep, or hold up
+                    self._finish(*coming.popleft())
+                slot = slots.get()
                 if slot is None:
                     return
-                started = time.perf_counter()
-                with self.slots.carrying():
-                    self.transport.spread(self.slots.memory(slot)[: parcel.room], parcel.reader, to)
-                self.times.network += time.perf_counter() - started
-                if ours:
-                    self._tell(self._is_sent, number)
-                else:
-                    self._tell(self._is_there, parcel, slot)
+                coming.append((parcel, slot, self._begin(parcel, slot, to)))
+            while coming:
+                self._finish(*coming.popleft())
         except BaseException as error:  # as above
             self._tell(self._raise, error)
+
+    def _begin(self, parcel: Parcel, slot: int, to: Sequence[int]) -> Callable[[], None]:
+        """Put a parcel on its way; return what waits for the end of that."""
+        assert self.transport is not None
+        started = time.perf_counter()
+        memory = self.slots.memory(slot)[: parcel.room]
+        wait = self.slots.carry(partial(self.transport.begin, memory, parcel.reader, to))
+        self.times.network += time.perf_counter() - started
+        return wait
+
+    def _finish(self, parcel: Parcel, slot: int, wait: Callable[[], None]) -> None:
+        """Wait until a parcel has gone, or has come."""
+        started = time.perf_counter()
+        wait()
+        self.times.network += time.perf_counter() - started
+        if parcel.reader == self.rank:
+            self._tell(self._is_sent, parcel.number)
+        else:
+            self._tell(self._is_there, parcel, slot)
 
 
 def _left(rank: int) -> RankLeftError:

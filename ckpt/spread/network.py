@@ -1,10 +1,10 @@
-"""Between hosts: torch.distributed carries a parcel from the rank that has it to one rank on every host that wants it."""
+"""Between hosts: something carries a parcel from the rank that has it to one rank on every host that wants it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,11 @@ from ckpt.errors import ConfigurationError
 class Transport(Protocol):
     """Carries bytes between ranks of one group. Used by one thread; who takes part in a call makes it in the same order."""
 
-    def spread(self, buffer: torch.Tensor, source: int, to: Sequence[int]) -> None:
-        """Fill `buffer` on the ranks in `to` with that of `source`. Called by these ranks; global numbers."""
+    def begin(self, buffer: torch.Tensor, source: int, to: Sequence[int]) -> Callable[[], None]:
+        """Begin to fill `buffer` on the ranks in `to` with that of `source`; return what waits until it is filled, or has been sent.
+
+        Called by these ranks; global numbers. Others may be begun before this one is waited for; all are waited for in order.
+        """
 
 
 class TorchTransport:
@@ -30,21 +33,40 @@ class TorchTransport:
         self._group = group
         self._members = set(dist.get_process_group_ranks(group))
 
-    def spread(self, buffer: torch.Tensor, source: int, to: Sequence[int]) -> None:
-        """See `Transport.spread`."""
+    def begin(self, buffer: torch.Tensor, source: int, to: Sequence[int]) -> Callable[[], None]:
+        """See `Transport.begin`."""
         order = [source, *(rank for rank in to if rank != source)]
         if set(order) == self._members:
-            dist.broadcast(buffer, source, group=self._group)
-            return
-        me = order.index(dist.get_rank())
-        # Who has the bytes doubles with every round: in the one of width w, ranks below w send to those w above them.
-        width = 1
-        while width < len(order):
-            if me < width and me + width < len(order):
-                dist.send(buffer, order[me + width], group=self._group)
-            elif width <= me < 2 * width:
-                dist.recv(buffer, order[me - width], group=self._group)
-            width *= 2
+            work: Any = dist.broadcast(buffer, source, group=self._group, async_op=True)
+            return lambda: _wait_for([work])
+        above, below = _in_tree(order.index(dist.get_rank()), len(order))
+        if above is None:
+            sent = [dist.isend(buffer, order[one], group=self._group) for one in below]
+            return lambda: _wait_for(sent)
+        received = dist.irecv(buffer, order[above], group=self._group)
+
+        def pass_on() -> None:
+            _wait_for([received])
+            _wait_for([dist.isend(buffer, order[one], group=self._group) for one in below])
+
+        return pass_on
+
+
+def _in_tree(me: int, count: int) -> tuple[int | None, list[int]]:
+    """From whom the me-th of so many gets a parcel, and to whom it passes it on. Who has it doubles with every round."""
+    above, below, width = None, [], 1
+    while width < count:
+        if me < width and me + width < count:
+            below.append(me + width)
+        elif width <= me < 2 * width:
+            above = me - width
+        width *= 2
+    return above, below
+
+
+def _wait_for(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
 
 
 def make_groups(instances: Sequence[Sequence[int]], backend: str, timeout_s: float) -> dict[int, dist.ProcessGroup]:
@@ -58,7 +80,7 @@ def make_groups(instances: Sequence[Sequence[int]], backend: str, timeout_s: flo
     if not dist.is_initialized():
         raise ConfigurationError(
             "strategy=two-stage sends over the network through torch.distributed, which is not initialized; call "
-            "init_process_group first, or use strategy=direct"
+            "init_process_group first, or use strategy.transport=engine, or strategy=direct"
         )
     made: dict[int, dist.ProcessGroup] = {}
     for ranks in sorted(tuple(sorted(instance)) for instance in instances):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,9 +43,13 @@ class Slots:
             there = self.cut(self.on_device.memory, slot)[:num_bytes]
             self.on_device.bring(slot, self.read_into(slot)[:num_bytes], there)
 
-    def carrying(self) -> AbstractContextManager[None]:
-        """Around what sends or receives: when it is over, the bytes have gone, or have come."""
-        return nullcontext() if self.on_device is None else self.on_device.carrying()
+    def carry(self, begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """Begin to send or receive; return what waits until the bytes have gone, or have come.
+
+        Args:
+            begin: does so, and returns what waits for it.
+        """
+        return begin() if self.on_device is None else self.on_device.carry(begin)
 
     def close(self) -> None:
         """The memory may be let go of when this returns."""
@@ -80,12 +83,18 @@ class DeviceSlots:
         if slot in self._there:
             self._there[slot].wait()
 
-    @contextmanager
-    def carrying(self) -> Iterator[None]:
-        """See `Slots.carrying`."""
+    def carry(self, begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """See `Slots.carry`."""
         with self._network:
-            yield
-            self._network.wait()
+            wait = begin()
+
+        def finish() -> None:
+            with self._network:
+                wait()  # makes the stream wait, and not us
+                done = self._network.mark()
+            done.wait()
+
+        return finish
 
     def close(self) -> None:
         """Wait until nothing is copied to the memory any more, which may then be let go of."""

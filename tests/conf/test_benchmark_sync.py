@@ -26,6 +26,7 @@ KEYS: dict[str, Any] = {
     "dtypes": ["bfloat16"],
     "bucket_mib": 1,
     "repeats": 1,
+    "frozen": 0.0,
     "contenders": ["kimi", "raw"],
 }
 EVERYBODY = [*OURS, *OTHERS]
@@ -84,6 +85,7 @@ def test_a_run_that_cannot_be_is_one_sentence(override: str, sentence: str, tmp_
     [
         ({"mib": 0}, "benchmark.mib=0: expected at least 1"),
         ({"repeats": 0}, "benchmark.repeats=0: expected at least 1"),
+        ({"frozen": 1.1}, "benchmark.frozen=1.1: expected a share from 0 to 1"),
         ({"bucket_gb": 2}, "'bucket_gb'.*the benchmark has benchmark.mib, benchmark.width, "),
         ({"dtypes": []}, r"benchmark.dtypes=\[\]: expected some of bfloat16, "),
         ({"dtypes": ["int8"]}, r"benchmark.dtypes=\['int8'\]: expected some of bfloat16, .*float8_e4m3fn"),
@@ -115,6 +117,11 @@ def test_weights_are_a_transformers_as_large_as_asked_for_and_change_in_every_by
         assert not torch.any(tensor.reshape(-1).view(torch.uint8) == before[name].reshape(-1).view(torch.uint8)), name
     same.change()
     assert weights.fingerprint() == same.fingerprint()
+    before = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+    weights.change(0.9)
+    pairs = [(one.reshape(-1).view(torch.uint8), weights.tensors[name]) for name, one in before.items()]
+    same_bytes = sum(int((one == now.reshape(-1).view(torch.uint8)).sum()) for one, now in pairs)
+    assert same_bytes == int(0.9 * weights.num_bytes)
     weights.spoil()
     other.spoil()
     assert weights.fingerprint() == other.fingerprint(), "nothing is left of what was there"
@@ -158,6 +165,8 @@ def test_a_small_one_measures_everybody_and_finds_every_bit_at_every_rollout(
         assert result["buckets"][name] == (None if name == "per-tensor" else 4)
     assert set(result["ratios"]) == set(OURS)
     assert set(result["ratios"]["kimi"]) == {"of_raw", "of_raw_all", "reference", "tuned", "offload"}
+    assert set(result["ratios"]["kimi/delta"]) == {*result["ratios"]["kimi"], "full"}
+    assert result["sent_bytes"]["kimi"] == result["sent_bytes"]["kimi/delta"] >= result["bytes"], "everything changes"
     printed = capfd.readouterr().err
     assert "first kimi: update " in printed and "round 1/1 per-tensor: update " in printed
     show(result)
@@ -165,6 +174,14 @@ def test_a_small_one_measures_everybody_and_finds_every_bit_at_every_rollout(
     assert all(
         word in table for word in ("reference/tuned", "first offload", "later offloads", "2 trainers, 1 rollout")
     )
+
+
+def test_of_weights_that_are_frozen_nothing_is_sent(tmp_path: Path) -> None:
+    cfg = small(tmp_path, ["kimi", "kimi/delta"], "roles.trainer=1", "roles.rollout=1", "benchmark.frozen=0.9")
+    result = run_ranks(2, _benchmark, cfg, process_group=True, timeout_s=60)[0]
+    assert result["frozen"] == 0.9 and result["ratios"]["kimi/delta"]["full"] > 0
+    assert result["sent_bytes"]["kimi"] >= result["bytes"]
+    assert 0.1 * result["bytes"] <= result["sent_bytes"]["kimi/delta"] < 0.2 * result["bytes"]
 
 
 @pytest.mark.full

@@ -42,9 +42,9 @@ def test_without_a_word_it_is_gpt2_data_parallel_on_four_ranks_beside_all_others
     keys = run["benchmark"]
     assert keys["workload"] == "gpt2_ddp"
     assert (run["model"]["size"], run["launch"]["nproc_per_node"]) == ("gpt2", 4)
-    assert {*PEERS, *LIMITS, "zarr", "zarr/two-stage", "tensorstore", "tensorstore/two-stage"} == set(
-        keys["contenders"]
-    )
+    backends = ("zarr", "tensorstore", "kimi-engine", "kimi-engine-disk")
+    own = {name for backend in backends for name in (backend, f"{backend}/two-stage")}
+    assert {*PEERS, *LIMITS, *own} == set(keys["contenders"])
 
 
 def test_what_the_command_line_says_wins_over_the_workload(tmp_path: Path) -> None:

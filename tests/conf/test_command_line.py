@@ -260,7 +260,9 @@ def test_a_recipe_can_be_run_by_its_path_from_anywhere(tmp_path: Path) -> None:
 def test_help_shows_choices_and_keys_to_a_newcomer(tmp_path: Path) -> None:
     done = python("-m", "recipes.train", "--help", cwd=tmp_path)
     assert done.returncode == 0 and not list(tmp_path.iterdir())
-    assert all(line in done.stdout for line in ("ckpt: kimi-engine, tensorstore, zarr", "device: cpu, cuda, npu", "  steps: "))
+    assert all(
+        line in done.stdout for line in ("ckpt: kimi-engine, tensorstore, zarr", "device: cpu, cuda, npu", "  steps: ")
+    )
 
 
 @pytest.mark.parametrize("device", ["npu", pytest.param("cpu", marks=pytest.mark.full)])

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from ckpt.engine import BroadcastCheckpointEngine, KimiCheckpointEngine, NaiveCheckpointEngine
 from ckpt.errors import ConfigurationError
+from recipes.cli import CONF
 from recipes.config import made
-from recipes.syncing import checked_sync
+from recipes.sync_config import checked_join, checked_sync
 from tests.conf.configs import composed
 
 
@@ -40,7 +42,17 @@ def test_the_number_of_ranks_follows_from_the_roles(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["roles.rollout=0"], "roles.rollout=0: expected at least 1"),
+        (["roles.rollout=-1"], "roles.rollout=-1: expected at least 0"),
+        (["roles.trainer=0"], "roles.trainer=0: expected at least 1"),
+        (["roles.rollout=0", "roles.colocated=true"], "roles.colocated=true: each of the 1 trainers is a rollout"),
+        (["resume=latest"], "resume=latest: this run has no checkpoints; give ckpt=kimi-engine, or another backend"),
+        (["overwrite=true"], "overwrite=true: this run has no checkpoints"),
+        (["publish=saved"], "publish=saved: this run has no checkpoints"),
+        (["publish=perhaps"], "publish=perhaps: expected one of live, saved"),
+        (["ckpt=zarr", "save.every=0"], "save.every=0: expected at least 1"),
+        (["ckpt=zarr", "save.mode=perhaps"], "perhaps"),
+        (["ckpt=zarr", "resume=latest", "overwrite=true"], "resume=latest goes on from a checkpoint and overwrite=true"),
+        (["ckpt=kimi-engine", "+ckpt.compressors=3"], "ckpt.compressors: ckpt.backends.kimi_engine.KimiEngineBackend takes no"),
         (["roles.trainer=2", "roles.colocated=true"], "roles.colocated=true: each of the 2 trainers is a rollout; give roles.rollout=2"),
         (["engine=naive"], "engine=naive has trainer and rollout in one process: give roles.colocated=true"),
         (["engine.transport=carrier_pigeon"], "transport=carrier_pigeon: expected one of pipelined, update"),
@@ -90,3 +102,46 @@ def test_kimi_with_another_version_of_its_package_says_which_it_wants(
 def _forget_kimi(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ckpt.engine.kimi", "ckpt.engine.parameter_server"):
         monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.parametrize("backend", ["kimi-engine", "zarr", "tensorstore"])
+@pytest.mark.parametrize("strategy", ["direct", "two-stage"])
+def test_trainers_save_by_every_backend_and_load_by_every_strategy(backend: str, strategy: str, tmp_path: Path) -> None:
+    run = config(
+        tmp_path, f"ckpt={backend}", f"strategy={strategy}", "roles.trainer=2", "parallel=fsdp", "agree.grace_s=7"
+    )
+    assert run["components"]["model"]["sharing_pattern"] == "sharded"
+    assert run["launch"] == {"nproc_per_node": 3, "in_process_group": 2}
+    assert (run["agree"]["grace_s"], run["save"]["grace_s"]) == (7.0, 7.0)
+    assert run["coordinator"]["backend"] == run["ckpt"]
+    assert run["checkpoint_root"] == str(tmp_path / "checkpoints")
+
+
+def test_without_a_backend_nothing_of_checkpoints_is_asked_for(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    assert (run["ckpt"], run["components"]) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["updates=0"], "updates=0: expected at least 1, or null to stay until the run ends"),
+        (["wait_s=-1"], "wait_s=-1.0: expected at least 0"),
+        (["local_rank=-1"], "local_rank=-1: expected at least 0"),
+        (["device=cuda", "+device.kind=3"], "device.kind"),
+    ],
+)
+def test_a_mistake_of_a_rollout_that_comes_is_one_sentence(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigurationError) as told:
+        joining(*overrides)
+    assert said in str(told.value)
+
+
+def test_a_rollout_that_comes_needs_to_know_of_what_run(tmp_path: Path) -> None:
+    assert joining(f"run={tmp_path}")["run"] == str(tmp_path)
+
+
+def joining(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        given = [] if any(one.startswith("run=") for one in overrides) else ["run=somewhere"]
+        return checked_join(compose("join_rollout", [*given, *overrides]))

@@ -9,23 +9,15 @@ from typing import Any
 import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
-from ckpt.backends.base import Backend
-from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.reading.base import LoadingStrategy
 from ckpt.reading.direct import DirectLoad
 from ckpt.topology import Topology
 from tests.device.devices import made
 from tests.device.memory import Kind, require_same, values_of
-from tests.states import Held
+from tests.states import Held, backend_named
 
 ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
-
-
-def backend_named(name: str) -> Backend:
-    if name == "zstd":
-        return ZarrBackend(compressors=ZSTD)
-    return ZarrBackend() if name == "zarr" else TensorStoreBackend(kvstore=name)
 
 
 def coordinator(
@@ -49,7 +41,7 @@ def coordinator(
         {},
         topology,
         root,
-        backend=backend_named(backend),
+        backend=ZarrBackend(compressors=ZSTD) if backend == "zstd" else backend_named(backend),
         strategy=strategy or DirectLoad(max_in_flight_mib=1),
         device=on,
         **options,

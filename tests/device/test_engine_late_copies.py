@@ -27,6 +27,9 @@ from tests.states import Held
 
 MIXED = {name: Kind(kind.dtype, kind.num_elements, kind.lay) for name, kind in KINDS.items()}
 """Of most data types, tiny and larger than a bucket, dense and strided."""
+LEARNED = {f"learned {n}": Kind(torch.float32, BUCKET_BYTES // 16, lambda flat: flat) for n in range(9)}
+FROZEN = {f"frozen {n}": Kind(torch.float32, 5 * BUCKET_BYTES // 32, lambda flat: flat.view(32, -1)) for n in range(9)}
+"""A quarter, and five eighths, of a bucket: in turn, there is something of both in every bucket."""
 EQUAL = {f"w{n}": Kind(torch.float32, 5 * BUCKET_BYTES // 16, lambda flat: flat.view(16, -1)) for n in range(7)}
 """Each larger than a bucket: a rollout's memory on the device holds one at a time."""
 
@@ -84,6 +87,47 @@ def _three_updates(
                 receive(engine, live, step)
                 target.require_filled(values_of(MIXED, step), around=60 + step)
                 assert live.version is not None and live.version.step == step
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("name", "staging", "cached", "colocated"),
+    [
+        ("broadcast", True, False, False),
+        pytest.param("kimi_ckpt_engine", False, True, False, marks=pytest.mark.full),
+        pytest.param("broadcast", True, False, True, marks=pytest.mark.full),
+    ],
+)
+def test_updates_of_which_parts_of_buckets_travel_hold_what_was_on_its_way_and_what_was_there(
+    device: str, name: str, staging: bool, cached: bool, colocated: bool
+) -> None:
+    settings = {"staging": staging, "cached": cached, "colocated": colocated}
+    run_ranks(2, _parts, name, device, settings, device=device, environment=ADVERSARY)
+
+
+def _parts(topology: Topology, name: str, device: str, settings: dict[str, Any]) -> None:
+    num = 2 if settings["colocated"] else 1
+    where = torch_device(device, topology)
+    source, frozen = Memory(LEARNED, 50, where), Memory(FROZEN, 40, where)
+    target, beside = Memory(LEARNED, 60, where), Memory(FROZEN, 70, where)
+    weights = _in_turn(source.tensors(), frozen.tensors())
+    live = LiveModel(Held(_in_turn(target.tensors(), beside.tensors())))
+    with joined(topology, num, num, name, device, delta=True, delta_block_kib=4, **settings) as engine:
+        for step in (1, 2, 3, 4):
+            if engine.rank in engine.trainers:
+                source.change(step)
+            if engine.rank in engine.rollouts:
+                target.change(60 + step, on_new_streams=step == 2)
+                beside.change(70 + step, on_new_streams=step == 3)
+            report = update(engine, step, live, weights.items())
+            assert (report["sent_bytes"] < report["num_bytes"] / 2) == (step > 1), report
+            if engine.rank in engine.rollouts:
+                target.require_filled(values_of(LEARNED, step), around=60 + step)
+                beside.require_filled(values_of(FROZEN, 40), around=70 + step)
+
+
+def _in_turn(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: one for pair in zip(some.items(), others.items(), strict=True) for name, one in pair}
 
 
 # Tensors of a generator, which are its own again as soon as the next one is asked for
@@ -222,6 +266,29 @@ def _read_late(topology: Topology, device: str) -> None:
 
 
 # Buckets on their way
+
+
+@pytest.mark.parametrize("late", ["trainer", "rollout"])
+def test_parts_of_buckets_on_the_host_are_taken_when_they_have_come_and_replaced_when_they_have_left(late: str) -> None:
+    """What comes late is not put in place before; and a trainer is several messages ahead of a rollout, if it does not wait."""
+    run_ranks(2, _slow_parts, late)
+
+
+def _slow_parts(topology: Topology, late: str) -> None:
+    host = torch.device("cpu")
+    source, frozen = Memory(LEARNED, 50, host), Memory(FROZEN, 40, host)
+    target, beside = Memory(LEARNED, 60, host), Memory(FROZEN, 70, host)
+    weights = _in_turn(source.tensors(), frozen.tensors())
+    live = LiveModel(Held(_in_turn(target.tensors(), beside.tensors())))
+    with joined(topology, 1, 1, "broadcast", delta=True, delta_block_kib=4) as engine:
+        for step in (1, 2):
+            source.change(step)
+            if step == 2 and (topology.rank == 0) == (late == "trainer"):
+                _begin_late(0.05)
+            update(engine, step, live, weights.items())
+            if engine.rank in engine.rollouts:
+                target.require_filled(values_of(LEARNED, step), around=60)
+                beside.require_filled(values_of(FROZEN, 40), around=70)
 
 
 @on_devices

@@ -13,6 +13,8 @@ LATE = "tests/device/test_engine_late_copies.py"
 THREE_UPDATES = f"{LATE}::test_three_updates_hold_what_was_on_its_way_when_each_began_and_nothing_else"
 BROADCAST, ONE_BUCKET = f"{THREE_UPDATES}[broadcast-2-2-True-npu]", f"{THREE_UPDATES}[broadcast-1-1-False-npu]"
 NAIVE, BY_THE_PACKAGE = f"{THREE_UPDATES}[naive-1-1-True-npu]", f"{THREE_UPDATES}[kimi_ckpt_engine:update-2-1-True-npu]"
+PARTS = f"{LATE}::test_updates_of_which_parts_of_buckets_travel_hold_what_was_on_its_way_and_what_was_there[broadcast-True-False-False-npu]"
+ON_TIME = f"{LATE}::test_parts_of_buckets_on_the_host_are_taken_when_they_have_come_and_replaced_when_they_have_left"
 ANY_STREAM = f"{LATE}::test_what_is_yielded_to_a_rollout_may_be_copied_on_any_stream"
 SLOW = f"{LATE}::test_memory_on_the_device_is_used_again_only_when_the_others_have_what_was_in_it"
 
@@ -102,6 +104,20 @@ ON_DEVICE = [
         (BROADCAST,),
     ),
     Mutant(
+        "blocks are compared before they are on the trainer's host",
+        "ckpt/engine/pool.py",
+        "        self._settle()\n        layout",
+        "        layout",
+        (PARTS,),
+    ),
+    Mutant(
+        "parts of a bucket are put in place before they are on the host",
+        "ckpt/engine/transfer.py",
+        "    side.wait()\n",
+        "",
+        (PARTS,),
+    ),
+    Mutant(
         "what the package brings is digested before it is on the host",
         "ckpt/engine/kimi.py",
         "                    wait_for(bucket.device)\n",
@@ -109,13 +125,46 @@ ON_DEVICE = [
         (BY_THE_PACKAGE,),
     ),
 ]
+INFERENCE = (
+    "tests/distributed/test_engine_inference.py::test_the_packages_own_extension_loads_every_bit_of_three_updates"
+)
+ON_DEVICE.append(
+    Mutant(
+        "workers of an inference engine are told of tensors that have not arrived in their buffer",
+        "ckpt/engine/inference.py",
+        "            wait_for(device)\n\n    def _let_go",
+        "            pass\n\n    def _let_go",
+        (f"{INFERENCE}[npu]",),
+    )
+)
 ON_HOST = [
+    Mutant(
+        "what workers of an inference engine are loading is overwritten",
+        "ckpt/engine/inference.py",
+        "start = number % 2 * self._half",
+        "start = 0",
+        (f"{INFERENCE}[cpu]",),
+    ),
     Mutant(
         "a bucket is looked at before it has come",
         "ckpt/engine/transfer.py",
         "    wait()\n    tell(bucket)\n",
         "    tell(bucket)\n",
         (f"{LATE}::test_broadcast_on_the_host_looks_at_a_bucket_when_it_has_come_and_not_before",),
+    ),
+    Mutant(
+        "parts of a bucket are put in place before they have come",
+        "ckpt/engine/parts.py",
+        "            wait()\n            if ours is None and there",
+        "            if ours is None and there",
+        (f"{ON_TIME}[trainer]",),
+    ),
+    Mutant(
+        "two messages on their way share their memory",
+        "ckpt/engine/parts.py",
+        "self._count % len(self._memory), bytes_of",
+        "0, bytes_of",
+        (f"{ON_TIME}[rollout]",),
     ),
 ]
 

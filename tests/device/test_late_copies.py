@@ -70,7 +70,9 @@ class Undisturbed:
 # Saves
 
 
-@pytest.mark.parametrize("backend", ["zarr", pytest.param("ocdbt", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "backend", ["zarr", *(pytest.param(name, marks=pytest.mark.full) for name in ("ocdbt", "safetensors"))]
+)
 @pytest.mark.parametrize("pinned_mib", [32, 1], ids=["through much pinned memory", "through little"])
 def test_a_save_holds_what_was_on_its_way_when_it_began_and_nothing_later(
     tmp_path: Path, device: str, backend: str, pinned_mib: int
@@ -157,7 +159,9 @@ def _digest(topology: Topology, device: str) -> str:
 # Loads
 
 
-@pytest.mark.parametrize("backend", ["zarr", "zstd", pytest.param("ocdbt", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "backend", ["zarr", "zstd", *(pytest.param(name, marks=pytest.mark.full) for name in ("ocdbt", "safetensors"))]
+)
 def test_a_direct_load_comes_after_all_that_was_queued_and_is_over_when_it_returns(
     saved: Saved, device: str, backend: str
 ) -> None:
@@ -378,7 +382,9 @@ class Pieces:
         }
 
 
-@pytest.mark.parametrize("backend", ["zarr", pytest.param("ocdbt", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "backend", ["zarr", *(pytest.param(name, marks=pytest.mark.full) for name in ("ocdbt", "safetensors"))]
+)
 @pytest.mark.parametrize("strategy", ["direct", *TWO_STAGE])
 def test_every_cut_of_a_tensor_is_loaded_into_device_memory(
     tmp_path: Path, device: str, backend: str, strategy: str

@@ -34,7 +34,12 @@ LAYOUTS = {
 }
 """Layout -> ranks."""
 
-BACKENDS = {"zarr": ["ckpt=zarr"], "ocdbt": ["ckpt=tensorstore"], "file": ["ckpt=tensorstore", "ckpt.kvstore=file"]}
+BACKENDS = {
+    "zarr": ["ckpt=zarr"],
+    "ocdbt": ["ckpt=tensorstore"],
+    "file": ["ckpt=tensorstore", "ckpt.kvstore=file"],
+    "safetensors": ["ckpt=kimi-engine"],
+}
 STRATEGIES = {
     "direct": ["strategy=direct"],
     "two-stage by the host": ["strategy=two-stage"],

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import ckpt.planner
 from ckpt import ShardedTensor, StateComponent
 from ckpt.box import Box, num_chunks, whole
-from ckpt.dtypes import item_bytes, torch_dtype
+from ckpt.dtypes import item_bytes, torch_dtype, zarr_name
 from ckpt.errors import ReplicationError, ShardingError
 from ckpt.flatten import flatten, to_json
 from ckpt.manifest import ArrayEntry, CheckpointManifest, Index, digest_of
@@ -33,6 +33,7 @@ from ckpt.plan import plan_save
 from ckpt.stored import read_index, read_listed_file, read_manifest
 from ckpt.topology import Topology
 from recipes.made_up import MadeUp
+from tests import plain_safetensors
 from tests.ranks import run_threads
 from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, random_bits, same_bits
 from tests.tilings import held
@@ -323,6 +324,26 @@ def _require_well_stored(checkpoint: Path, example: Example) -> None:
         plain = sum(len(_plain_bytes(checkpoint, manifest, key, prefix)) for prefix in component.plain_in)
         unique = sum(math.prod(entry.shape) * item_bytes(entry.dtype) for entry in manifest.arrays_of(key).values())
         assert component.size_bytes == unique + plain, "what was written is what there is, once"
+    if example.backend == "safetensors":
+        _require_open_to_others(checkpoint, manifest, example)
+
+
+def _require_open_to_others(checkpoint: Path, manifest: CheckpointManifest, example: Example) -> None:
+    """The safetensors library finds every tensor by its key, and no others, whole or in parts that make it up."""
+    own = {one.key for one in example.components if one.pattern in OWN}
+    found: dict[Path, dict[str, ArrayEntry]] = {}
+    for name, entry in manifest.arrays.items():
+        component, _, key = name.partition("/")
+        prefix, _, rest = key.partition("/")
+        folder, key = (checkpoint / component / prefix, rest) if component in own else (checkpoint / component, key)
+        found.setdefault(folder, {})[key] = entry
+    assert {file.parent for file in checkpoint.rglob("*.safetensors")} == found.keys()
+    for folder, entries in found.items():
+        plain_safetensors.names_in(folder)
+        assert plain_safetensors.keys_in(folder) == entries.keys()
+        for key, entry in entries.items():
+            tensor = plain_safetensors.read(folder, key)
+            assert (zarr_name(tensor.dtype), tuple(tensor.shape)) == (entry.dtype, entry.shape)
 
 
 def _plain_bytes(checkpoint: Path, manifest: CheckpointManifest, key: str, prefix: str) -> bytes:

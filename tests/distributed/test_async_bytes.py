@@ -43,6 +43,7 @@ from tests.states import ALL_DTYPES, Held, coordinator, random_bits
 from tests.values import same_values
 
 AGREE_S = 10.0
+BY_WRITER = {"thread": "zarr", "process": "safetensors"}
 THREAD = ["thread", pytest.param("process", marks=pytest.mark.full)]
 
 
@@ -62,7 +63,7 @@ def held_back(
         Topology.alone(),
         root,
         [StateComponent("model", held, "replicated")],
-        backend=Troubled("waits", folder),
+        backend=Troubled("waits", folder, backend=BY_WRITER[writer]),
         saves=settings(writer=writer, **options),
     )
     try:
@@ -297,7 +298,7 @@ def test_a_bit_that_turns_between_the_snapshot_and_the_disk_is_refused_with_the_
 ) -> None:
     state = {"one": random_bits(SHAPE, torch.float32, 1), "two": random_bits(SHAPE, torch.float32, 2)}
     state |= {f"small {n}": random_bits((5,), torch.float32, n) for n in range(9)}
-    backend = Troubled("flips", tmp_path, at=2 if at == "a chunk" else 3)
+    backend = Troubled("flips", tmp_path, at=2 if at == "a chunk" else 3, backend=BY_WRITER[writer])
     made = coordinator(
         Topology.alone(),
         tmp_path / "root",

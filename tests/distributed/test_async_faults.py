@@ -81,6 +81,7 @@ def require_sound(root: Path, names: list[str]) -> None:
 # A rank's write error
 
 
+BY_WRITER = {"thread": "zarr", "process": "safetensors"}
 CALLS = ("save", "load", "maybe_finalize", "wait", "close")
 
 
@@ -88,7 +89,7 @@ def _fail(topology: Topology, root: Path, notes: Path, trouble: str, writer: str
     """Checkpoint 1 is there, 2 fails, the call says so, 3 is well."""
     left = Left()
     numbered = Numbered()
-    backend = Troubled(trouble, notes, checkpoint_id="2", rank=rank, at=2)
+    backend = Troubled(trouble, notes, checkpoint_id="2", rank=rank, at=2, backend=BY_WRITER[writer])
     made = numbered.coordinator(topology, root, backend=backend, saves=settings(writer=writer))
     said = []
     for number in (1, 2):
@@ -311,7 +312,7 @@ def test_a_writer_that_is_killed_at_any_moment_fails_its_save_on_all_ranks_and_t
 
 def _die_in_a_save(topology: Topology, root: Path, notes: Path, writer: str, victim: int, call: str) -> tuple[Any, ...]:
     numbered = Numbered()
-    backend = Troubled("waits", notes, checkpoint_id="2", rank=victim)
+    backend = Troubled("waits", notes, checkpoint_id="2", rank=victim, backend=BY_WRITER[writer])
     made = numbered.coordinator(topology, root, backend=backend, saves=settings(writer=writer))
     numbered.become(1)
     made.save_checkpoint(checkpoint_id="1")

@@ -18,10 +18,10 @@ SMALL = ["train.batch_size=12", "model.dropout=0.1"]
 
 TOGETHER = {
     1: [("single", "thread, overlap", "zarr")],
-    2: [("pipeline 2", "thread, overlap", "tensorstore"), ("accelerate 2", "thread", "zarr")],
-    3: [("ddp 3", "thread", "tensorstore"), ("fsdp 3", "process, overlap", "zarr")],
+    2: [("pipeline 2", "thread, overlap", "tensorstore"), ("accelerate 2", "thread", "kimi-engine")],
+    3: [("ddp 3", "thread", "tensorstore"), ("fsdp 3", "process, overlap", "kimi-engine")],
     4: [("hsdp 4", "thread", "zarr"), ("tp_fsdp 4", "thread, overlap", "tensorstore"),
-        ("ddp_tp 4", "thread, overlap", "zarr"), ("ddp_pipeline 4", "process", "tensorstore")],
+        ("ddp_tp 4", "thread, overlap", "kimi-engine"), ("ddp_pipeline 4", "process", "tensorstore")],
 }  # fmt: skip
 """Number of ranks -> every layout once, with ways to save in the background and backends spread over them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpt import ShardedTensor, StateComponent
-from ckpt.backends.base import ArraySpec, Previous, Writer, Written
+from ckpt.backends.base import ArraySpec, Previous, Writer
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.topology import Phase, Topology
 from tests.ranks import run_ranks, run_threads
@@ -73,20 +73,8 @@ class _TracedWriter:
         self.inner.write(array, chunk, host, digests)
         self.backend.trace.append(Write(self.rank, component, begin, time.monotonic()))
 
-    def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
-        self.inner.describe(arrays, groups)
-
-    def finish(self) -> Written:
-        return self.inner.finish()
-
-    def add(self, file: str, data: bytes) -> None:
-        self.inner.add(file, data)
-
-    def make_durable(self) -> None:
-        self.inner.make_durable()
-
-    def abort(self) -> None:
-        self.inner.abort()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def _word(self, rank: int, component: str) -> Path:
         return self.backend.folder / f"{rank}-{component}"

@@ -407,6 +407,7 @@ def _load_damaged(topology: Topology, folder: Path) -> tuple[type[CheckpointErro
     return None
 
 
+@pytest.mark.full
 @both_formats
 def test_whichever_file_is_damaged_verify_names_it_and_a_load_that_reads_it_refuses(tmp_path: Path, save: Any) -> None:
     """S1.66, S1.75, S1.76: one byte in the middle, or the whole file gone: chunks, plain values, objects, indexes, manifests."""

@@ -240,6 +240,9 @@ ONLY_WHERE_COPIES_DIFFER = {"values", "distances"}  # and are compared number by
 OF_OTHER_CALLS = {
     "look for links",  # where a damaged file is met in the search for the newest checkpoint: test_incremental_ranks.py
     "report",  # of a save in the background: test_async_faults.py
+    "look into memory",
+    "open the memory",  # of a publication: test_publish.py
+    "look for the engine's groups",  # of a load between hosts through them: test_engine_transport.py
 }
 BY_TORCH = {
     "name the data-parallel groups",

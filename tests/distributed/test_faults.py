@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ import pytest
 import torch
 
 from ckpt import StateComponent
-from ckpt.backends.base import ArraySpec, Previous, Writer, Written
-from ckpt.backends.zarr import ZarrBackend
+from ckpt.backends.base import ArraySpec, Previous, Writer
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, StorageError
 from ckpt.topology import Topology
 from tests.ranks import Dead, run_ranks
@@ -24,17 +24,20 @@ from tests.states import Held, backend_named, coordinator, global_index, same_bi
 SHAPE = (64, 1000)
 
 
-class Faulty(ZarrBackend):
-    """Writes like zarr until the second chunk, where the fault happens."""
+class Faulty:
+    """Writes as another one does until the second chunk, where the fault happens."""
 
-    def __init__(self, fault: Callable[[], None]) -> None:
-        super().__init__()
+    def __init__(self, fault: Callable[[], None], backend: str = "zarr") -> None:
         self.fault = fault
+        self._inner = backend_named(backend)
 
     def writer(
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> Writer:
-        return _FaultyWriter(super().writer(root, rank, progress, previous), self.fault)
+        return _FaultyWriter(self._inner.writer(root, rank, progress, previous), self.fault)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 class _FaultyWriter:
@@ -49,20 +52,8 @@ class _FaultyWriter:
             self._fault()
         self._inner.write(array, chunk, host, digests)
 
-    def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
-        self._inner.describe(arrays, groups)
-
-    def finish(self) -> Written:
-        return self._inner.finish()
-
-    def add(self, file: str, data: bytes) -> None:
-        self._inner.add(file, data)
-
-    def make_durable(self) -> None:
-        self._inner.make_durable()
-
-    def abort(self) -> None:
-        self._inner.abort()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def full_disk() -> None:
@@ -84,16 +75,19 @@ def hung() -> None:
 FAULTS: dict[str, Callable[[], None]] = {"raises": full_disk, "killed": killed, "stopped": stopped, "hung": hung}
 
 
+SOME = (("raises", 2, "safetensors"), ("killed", 0, "zarr"), ("hung", 2, "zarr"))
+
+
 def components(value: float) -> tuple[Held, list[StateComponent]]:
     held = Held({f"w{i}": global_index(SHAPE) + value for i in range(8)})
     return held, [StateComponent("model", held, "replicated")]
 
 
-def _save_with_one_faulty_rank(topology: Topology, root: Path, fault: str, rank: int) -> tuple[str, str]:
+def _save_with_one_faulty_rank(topology: Topology, root: Path, fault: str, rank: int, backend: str) -> tuple[str, str]:
     _, parts = components(0)
-    coordinator(topology, root, parts).save_checkpoint(checkpoint_id="1")
-    backend = Faulty(FAULTS[fault]) if topology.rank == rank else ZarrBackend()
-    made = coordinator(topology, root, parts, backend=backend)
+    coordinator(topology, root, parts, backend=backend).save_checkpoint(checkpoint_id="1")
+    faulty = Faulty(FAULTS[fault], backend) if topology.rank == rank else backend
+    made = coordinator(topology, root, parts, backend=faulty)
     with pytest.raises(CheckpointError) as caught:
         made.save_checkpoint(checkpoint_id="2")
     assert caught.value.rank == rank
@@ -113,18 +107,17 @@ def _load_and_compare(topology: Topology, root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "rank"),
-    [("raises", 2), ("killed", 0), ("hung", 2)]
-    + [
-        pytest.param(fault, rank, marks=pytest.mark.full)
-        for fault, rank in [("raises", 0), ("killed", 2), ("stopped", 0), ("stopped", 2), ("hung", 0)]
+    ("fault", "rank", "backend"),
+    [
+        pytest.param(*case, marks=() if case in SOME else pytest.mark.full)
+        for case in itertools.product(FAULTS, (0, 2), ("zarr", "safetensors"))
     ],
 )
 def test_one_faulty_rank_fails_the_save_on_all_others_and_nothing_is_committed(
-    tmp_path: Path, fault: str, rank: int
+    tmp_path: Path, fault: str, rank: int, backend: str
 ) -> None:
     dead = () if fault == "raises" else {rank}
-    outcomes = run_ranks(3, _save_with_one_faulty_rank, tmp_path, fault, rank, expect_dead=dead, agree_s=2.0)
+    outcomes = run_ranks(3, _save_with_one_faulty_rank, tmp_path, fault, rank, backend, expect_dead=dead, agree_s=2.0)
     said = [outcome for outcome in outcomes if not isinstance(outcome, Dead)]
     assert len(said) == 3 - len(dead)
     assert len(set(said)) == 1, "every rank raises the same error"
@@ -142,7 +135,7 @@ def test_one_faulty_rank_fails_the_save_on_all_others_and_nothing_is_committed(
 
 def _slow_save(topology: Topology, root: Path) -> None:
     _, parts = components(0)
-    backend = Faulty(lambda: _move_slowly(topology)) if topology.rank == 1 else ZarrBackend()
+    backend = Faulty(lambda: _move_slowly(topology)) if topology.rank == 1 else "zarr"
     coordinator(topology, root, parts, backend=backend).save_checkpoint(checkpoint_id="1")
 
 
@@ -157,9 +150,9 @@ def test_a_save_that_is_merely_slow_is_not_taken_for_a_hang(tmp_path: Path) -> N
     assert (tmp_path / "checkpoint-1" / "checkpoint_manifest.json").exists()
 
 
-def _fails_then_works(topology: Topology, root: Path) -> None:
+def _fails_then_works(topology: Topology, root: Path, name: str) -> None:
     _, parts = components(0)
-    backend = Faulty(full_disk) if topology.rank == 1 else ZarrBackend()
+    backend = Faulty(full_disk, name) if topology.rank == 1 else backend_named(name)
     made = coordinator(topology, root, parts, backend=backend)
     for _ in range(3):
         with pytest.raises(StorageError, match="No space left"):
@@ -172,8 +165,9 @@ def _fails_then_works(topology: Topology, root: Path) -> None:
     made.load_checkpoint()
 
 
-def test_after_a_failed_save_the_same_coordinator_saves_again(tmp_path: Path) -> None:
-    run_ranks(2, _fails_then_works, tmp_path)
+@pytest.mark.parametrize("backend", ["zarr", "safetensors"])
+def test_after_a_failed_save_the_same_coordinator_saves_again(tmp_path: Path, backend: str) -> None:
+    run_ranks(2, _fails_then_works, tmp_path, backend)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1"]
 
 
@@ -211,7 +205,7 @@ def _load_damaged(topology: Topology, root: Path) -> tuple[str, list[Any]]:
     return str(caught.value), list(made.last_load.fell_back_from)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("zarr", marks=pytest.mark.full), "ocdbt"])
+@pytest.mark.parametrize("backend", [pytest.param("zarr", marks=pytest.mark.full), "ocdbt", "safetensors"])
 def test_damage_that_only_one_rank_meets_is_refused_by_all_and_passed_over_by_all(tmp_path: Path, backend: str) -> None:
     run_ranks(2, _save_twice, tmp_path, backend)
     largest = max((tmp_path / "checkpoint-2").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)

@@ -9,6 +9,7 @@ import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.base import Backend
+from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.reading.direct import DirectLoad
@@ -25,6 +26,8 @@ MIB = 1 << 20
 def _backend(name: str) -> Backend:
     if name == "zarr":
         return ZarrBackend(buffer_mib=BUFFER_MIB)
+    if name == "safetensors":
+        return KimiEngineBackend(buffer_mib=BUFFER_MIB, pool=False)
     return TensorStoreBackend(kvstore=name, buffer_mib=BUFFER_MIB)
 
 
@@ -56,9 +59,11 @@ def _coordinator(topology: Topology, root: Path, state: dict[str, torch.Tensor],
     )
 
 
-@pytest.mark.parametrize("backend", ["zarr", "ocdbt"])
+@pytest.mark.parametrize("backend", ["zarr", pytest.param("ocdbt", marks=pytest.mark.full), "safetensors"])
 def test_a_save_takes_its_buffers_and_a_load_its_slab(tmp_path: Path, backend: str) -> None:
     for saving, loading in run_ranks(2, _grown, tmp_path, backend):
-        # Of tensors that are not contiguous, 16 MiB each, one is being copied; malloc may keep what it had of two more.
-        assert saving <= BUFFER_MIB + 2 * 8 + 3 * 16 + SLACK_MIB
+        # Of tensors that are not contiguous, 16 MiB each, one is being copied; malloc may keep what it had of two more, and of a
+        # pack, where names that are kept for a header lie behind it.
+        kept = 8 if backend == "safetensors" else 0
+        assert saving <= BUFFER_MIB + 2 * 8 + 3 * 16 + kept + SLACK_MIB
         assert loading <= 8 + SLACK_MIB

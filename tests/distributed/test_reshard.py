@@ -71,7 +71,9 @@ def _load_cuts(topology: Topology, root: Path, seeds: range) -> None:
         assert made.last_load.bytes_needed == 8 * sum(torch.Size(shape).numel() for shape in SHAPES)
 
 
-@pytest.mark.parametrize(("backend", "saved_by", "loaded_by"), [("zarr", 3, 2), ("ocdbt", 2, 4), ("file", 4, 1)])
+@pytest.mark.parametrize(
+    ("backend", "saved_by", "loaded_by"), [("zarr", 3, 2), ("ocdbt", 2, 4), ("file", 4, 1), ("safetensors", 3, 4)]
+)
 def test_every_element_survives_any_uneven_change_of_shards(
     tmp_path: Path, backend: str, saved_by: int, loaded_by: int
 ) -> None:

@@ -24,7 +24,9 @@ ELEMENTS = 8
 RANKS = 2
 
 
-@pytest.mark.parametrize(("pattern", "backend"), [("replicated", "zarr"), ("sharded", "ocdbt")])
+@pytest.mark.parametrize(
+    ("pattern", "backend"), [("replicated", "zarr"), ("sharded", "ocdbt"), ("sharded", "safetensors")]
+)
 def test_20000_tensors_cost_neither_20000_files_nor_20000_opens(tmp_path: Path, pattern: str, backend: str) -> None:
     opened = run_ranks(RANKS, _save_and_load_all, tmp_path, pattern, backend, MANY, timeout_s=180)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -146,7 +146,7 @@ def test_every_pattern_backend_and_way_to_spread(
     )
 
 
-@pytest.mark.parametrize("backend", ["ocdbt", "file"])
+@pytest.mark.parametrize("backend", ["ocdbt", "file", "safetensors"])
 def test_other_backends_and_collectives_of_the_device(tmp_path: Path, backend: str) -> None:
     options = {"cpu_transfer": backend == "file", "max_in_flight_mib": 8}
     outcomes = run_ranks(3, saved_and_loaded, tmp_path, "replicated", backend, options, process_group=True)

@@ -31,7 +31,17 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="session")
 def in_ocdbt(tmp_path_factory: pytest.TempPathFactory, straight: Run) -> Run:
     """The same run from step 4 on, saved by TensorStore after steps 5 and 6."""
-    run_dir = tmp_path_factory.mktemp("ocdbt") / "run"
+    return _last_steps(tmp_path_factory, straight, "ocdbt")
+
+
+@pytest.fixture(scope="session")
+def in_safetensors(tmp_path_factory: pytest.TempPathFactory, straight: Run) -> Run:
+    """The same, saved as safetensors."""
+    return _last_steps(tmp_path_factory, straight, "safetensors")
+
+
+def _last_steps(tmp_path_factory: pytest.TempPathFactory, straight: Run, backend: str) -> Run:
+    run_dir = tmp_path_factory.mktemp(backend) / "run"
     path = checkpoint(straight.dir, STEPS - 2)
-    overrides = [f"train.steps={STEPS}", "save.every=1", f"resume={path}", *BACKENDS["ocdbt"]]
+    overrides = [f"train.steps={STEPS}", "save.every=1", f"resume={path}", *BACKENDS[backend]]
     return Run(run_dir, run(run_dir, *overrides, ranks=2))

@@ -6,14 +6,14 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 
-from ckpt.backends.base import ArraySpec, Previous, Writer, Written
+from ckpt.backends.base import ArraySpec, Previous, Writer
 from ckpt.backends.zarr import ZarrBackend
 
 RANK = 1
@@ -91,17 +91,5 @@ class _FaultyWriter:
             self._fault()
         self._inner.write(array, chunk, host, digests)
 
-    def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
-        self._inner.describe(arrays, groups)
-
-    def finish(self) -> Written:
-        return self._inner.finish()
-
-    def add(self, file: str, data: bytes) -> None:
-        self._inner.add(file, data)
-
-    def make_durable(self) -> None:
-        self._inner.make_durable()
-
-    def abort(self) -> None:
-        self._inner.abort()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -27,6 +27,7 @@ BACKENDS = {
     "zarr": ["ckpt=zarr"],
     "ocdbt": ["ckpt=tensorstore"],
     "file": ["ckpt=tensorstore", "ckpt.kvstore=file"],
+    "safetensors": ["ckpt=kimi-engine"],
 }
 
 Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]

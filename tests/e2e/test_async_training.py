@@ -168,11 +168,8 @@ def _goes_on(run_dir: Path, straight: dict[str, Any]) -> None:
     assert left == []
 
 
-@pytest.mark.parametrize(
-    ("moment", "setting"),
-    [(0, "process, overlap")]
-    + [pytest.param(moment, [*SETTINGS][moment % 4], marks=pytest.mark.full) for moment in range(1, 21)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("moment", "setting"), [(moment, [*SETTINGS][moment % 4]) for moment in range(21)])
 def test_a_run_told_to_end_at_any_moment_ends_by_that_signal_and_goes_on(
     tmp_path: Path, straight: Run, moment: int, setting: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""`recipes.convert`: what Megatron-Core's zarr strategy wrote becomes a checkpoint of ours, or nothing is left of the attempt."""
+"""`recipes.convert`: a checkpoint, ours or Megatron-Core's, goes over into another format, or nothing is left of the attempt."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zarr
+from safetensors.torch import load_file
 
 import ckpt.serialization
 import recipes.convert
@@ -22,6 +24,10 @@ import recipes.verify
 from ckpt.errors import StorageError
 from ckpt.mapping import ShardedObject, ShardedTensor
 from ckpt.serialization import load, load_common_state_dict, load_plain_tensors, load_sharded_metadata
+from ckpt.stored import read_manifest
+from recipes.converting import shard_bytes
+from tests.e2e.conftest import STEPS, Run
+from tests.e2e.runs import checkpoint, run
 from tests.golden.megatron.truth import Truth, truth
 from tests.states import same_bits
 from tests.values import same_values
@@ -171,9 +177,28 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
             "{src}/common.pt is a pickle, which is read only where that is asked for: load with allow_pickle=True, or "
             "load.allow_pickle=true",
         ),
-        (["src={src}", "dst={dst}", "to=npz"], "to=npz is not known; choose zarr or tensorstore"),
+        (
+            ["src={src}", "dst={dst}", "to=npz"],
+            "to=npz is not known; choose zarr, tensorstore, kimi-engine or safetensors",
+        ),
         (["src={src}/no", "dst={dst}"], "src={src}/no does not exist"),
-        (["src={src}/..", "dst={dst}"], "src={src}/.. is no checkpoint that Megatron-Core's zarr strategy wrote: "),
+        (
+            ["src={src}/..", "dst={dst}"],
+            "src={src}/.. is no checkpoint: it has neither a checkpoint_manifest.json, as ours have, ",
+        ),
+        (
+            ["src={src}", "dst={dst}", "to=kimi-engine"],
+            "{src} is a checkpoint of Megatron-Core's, a sharded state dict, which ",
+        ),
+        (
+            ["src={src}", "dst={dst}", "to=safetensors", "component=decoder"],
+            "{src} holds no tensor of component=decoder; it has bits, folder/of/weight, model, ",
+        ),
+        (
+            ["src={src}", "dst={dst}", "max_shard_size=5XB"],
+            "max_shard_size=5XB: expected a size such as 5GB, 500MiB or ",
+        ),
+        (["src={src}", "dst={dst}", "max_shard_size=0"], "max_shard_size=0: expected a size such as 5GB, 500MiB or "),
         (["src={src}", "dst={src}", "load.allow_pickle=true"], "dst={src} exists and is not empty; choose another, "),
         (["src={src}", "dst={src}/common.pt", "load.allow_pickle=true"], "dst={src}/common.pt exists and is not empty"),
         (["src={src}", "dst={dst}", "load.pickle=true"], "load.pickle: there is no such key"),
@@ -191,13 +216,17 @@ def test_a_mistake_is_one_sentence_and_makes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_one_of_ours_is_no_source_and_an_empty_folder_is_a_free_destination(
+def test_an_empty_folder_is_a_free_destination_and_what_came_of_it_goes_on_into_other_formats(
     convert: Command, tp2: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "new").mkdir()
     assert convert(*overrides_of(tp2, tmp_path / "new"))[0] == 0
-    said = convert.refused(*overrides_of(tmp_path / "new", tmp_path / "newer"))
-    assert "is no checkpoint that Megatron-Core's zarr strategy wrote" in said and "or it is one of ours" in said
+    code, out, err = convert(f"src={tmp_path / 'new'}", f"dst={tmp_path / 'newer'}", "to=tensorstore", "json=true")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["components"] == ["sharded"]
+    require_all_of(truth("tp2"), tmp_path / "newer", truth("tp2").common)
+    said = convert.refused(f"src={tmp_path / 'new'}", f"dst={tmp_path / 'no'}", "to=kimi-engine")
+    assert said.endswith("which ckpt.load knows as zarr or tensorstore alone, not as safetensors; choose one of these")
 
 
 @pytest.mark.parametrize("damage", ["chunk", "metadata", "object", "common", "full disk", "wrong bytes", "Ctrl-C"])
@@ -214,7 +243,7 @@ def test_a_conversion_that_fails_leaves_nothing(
         "Ctrl-C": "interrupted",
     }[damage]
     if damage in ("full disk", "wrong bytes", "Ctrl-C"):
-        monkeypatch.setattr("recipes.converting.save", _broken_save(damage))
+        monkeypatch.setattr("recipes.converting_megatron.save", _broken_save(damage))
     else:
         names = {"chunk": "types.int16/1.0", "metadata": "types.int16/.zarray", "common": "common.pt"}
         (tp2 / names.get(damage, "bytes/shard_0_1.pt")).unlink()
@@ -246,9 +275,94 @@ def _broken_save(how: str) -> Any:
 def test_help_says_what_it_does_and_names_every_key(convert: Command) -> None:
     code, shown, err = convert("--help")
     assert (code, err) == (0, "")
-    assert shown.startswith("python -m recipes.convert reads a checkpoint that Megatron-Core wrote")
-    for key in ("src: ???", "dst: ???", "to: zarr", "allow_pickle: false", "leave_out_unknown: false", "json: false"):
+    assert shown.startswith("python -m recipes.convert writes a checkpoint in another format")
+    for key in (
+        "src: ???",
+        "dst: ???",
+        "to: zarr",
+        "component: model",
+        "max_shard_size: 5GB",
+        "allow_pickle: false",
+        "leave_out_unknown: false",
+        "json: false",
+    ):
         assert key in shown
+
+
+def test_a_run_goes_on_to_the_bit_from_a_checkpoint_that_went_through_all_formats(
+    convert: Command, tmp_path: Path, straight: Run
+) -> None:
+    path = checkpoint(straight.dir, STEPS - 2)
+    for to in ("kimi-engine", "tensorstore", "zarr", "kimi-engine"):
+        code, out, err = convert(f"src={path}", f"dst={tmp_path / to / path.name}", f"to={to}", "json=true")
+        assert (code, err) == (0, "")
+        said, path = json.loads(out), tmp_path / to / path.name
+        assert said["components"] == list(read_manifest(path).components)
+        assert said["num_files"] == sum(file.is_file() for file in path.rglob("*"))
+        if to == "zarr":
+            shutil.rmtree(tmp_path / "kimi-engine")
+    assert convert(f"path={path}", recipe=recipes.verify)[0] == 0
+    resumed = run(tmp_path / "run", f"train.steps={STEPS}", f"resume={path}", "ckpt=zarr", ranks=2)
+    assert resumed["losses"] == straight.summary["losses"][-2:]
+    assert resumed["state_digest"] == straight.summary["state_digest"]
+
+
+def test_a_model_becomes_a_plain_file_that_a_model_is_made_of(convert: Command, tmp_path: Path, straight: Run) -> None:
+    src, dst = checkpoint(straight.dir, STEPS), tmp_path / "plain"
+    code, out, err = convert(f"src={src}", f"dst={dst}", "to=safetensors")
+    assert (code, err) == (0, "")
+    first, tensors, *others = out.splitlines()
+    assert first.startswith(f"{src} is now {dst}, for to=safetensors; 1 file, ") and first.endswith(
+        ", read back and right"
+    )
+    assert tensors.startswith("  tensors  ") and tensors.endswith(", of component=model")
+    assert others == []
+    found = load_file(dst / "model.safetensors")
+    for name, entry in read_manifest(src).arrays_of("model").items():
+        assert (name in found) == (entry.alias_of is None)
+        if name in found and entry.path is not None:
+            values = zarr.open_array(src / entry.path, mode="r")[...]
+            assert np.asarray(values).tobytes() == found[name].numpy().tobytes()
+    code, out, _ = convert(f"src={src}", f"dst={tmp_path / 'cut'}", "to=safetensors", "max_shard_size=1MB", "json=true")
+    names = json.loads(out)["files"]
+    assert code == 0 and len(names) > 2
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == sorted(
+        [*names, "model.safetensors.index.json"]
+    )
+    cut = {key: value for name in names for key, value in load_file(tmp_path / "cut" / name).items()}
+    assert cut.keys() == found.keys() and all(same_bits(cut[key], found[key]) for key in cut)
+
+
+def test_tensors_of_megatron_core_become_a_plain_file_and_its_pickles_are_not_read(
+    convert: Command, tp2: Path, tmp_path: Path
+) -> None:
+    for pickled in tp2.rglob("*.pt"):
+        pickled.write_bytes(b"?")
+    command = f"src={tp2}", f"dst={tmp_path / 'plain'}", "to=safetensors", "json=true"
+    code, out, err = convert(*command, "component=optimizer")
+    assert (code, err) == (0, "")
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    wanted = {
+        key.removeprefix("optimizer."): one for key, one in truth("tp2").tensors.items() if key.startswith("optimizer.")
+    }
+    assert found.keys() == wanted.keys() and json.loads(out)["tensors"] == len(wanted) > 0
+    assert all(same_bits(found[key], value) for key, value in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [
+        ("5GB", 5_000_000_000),
+        ("1.5GiB", 3 << 29),
+        ("20 kb", 20_000),
+        ("7", 7),
+        ("3B", 3),
+        ("2TiB", 2 << 40),
+        (None, 1 << 62),
+    ],
+)
+def test_a_size_is_read_as_hugging_face_does(size: str | None, num_bytes: int) -> None:
+    assert shard_bytes(size) == num_bytes
 
 
 _MEASURED = """

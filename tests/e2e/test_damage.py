@@ -44,6 +44,12 @@ SAMPLES = {
         ("arrays.ocdbt/rank-00001/manifest.ocdbt", "truncated"),
         ("arrays.ocdbt/rank-00001/d/*", "removed"),
     ],
+    "in_safetensors": [
+        ("model/rank-00000-float32.safetensors", "flipped"),
+        ("optimizer/rank-00001-float32.safetensors", "truncated"),
+        ("optimizer/rank-00000-float32.safetensors", "removed"),
+        ("model/model.safetensors.index.json", "flipped"),
+    ],
 }
 
 
@@ -93,7 +99,7 @@ def everything(folder: Path) -> list[Damage]:
     return [Damage(file, how) for file in files_of(folder) for how in DAMAGES]
 
 
-@pytest.fixture(params=["straight", "in_ocdbt"], ids=["zarr", "ocdbt"])
+@pytest.fixture(params=["straight", "in_ocdbt", "in_safetensors"], ids=["zarr", "ocdbt", "safetensors"])
 def source(request: pytest.FixtureRequest) -> tuple[str, Run]:
     return request.param, request.getfixturevalue(request.param)
 

@@ -34,13 +34,22 @@ FORBIDDEN_CALLS = {
 OLD_FILES = {"unpickling.py": {"torch.load"}}
 """What may be called where, behind load.allow_pickle: with weights_only, as the test below makes sure."""
 BETWEEN_OWN_PROCESSES = {
-    name: {"pickle"} for name in ("channel.py", "told_errors.py", "writer_child.py", "writer_process.py")
+    name: {"pickle"}
+    for name in ("channel.py", "told_errors.py", "writer_child.py", "writer_process.py", "worker_line.py")
 }
-"""What a rank and the writer that it started say to each other, over a socket that nobody else has. Nothing of it is stored."""
+"""What a rank and the writer that it started say to each other, over a socket that nobody else has; and what a rollout says, and never
+reads, to workers of an inference engine, in checkpoint-engine's words. Nothing of it is stored."""
 
 
-@pytest.mark.parametrize("source", ["straight", "in_ocdbt"], ids=["zarr", "ocdbt"])
-def test_every_byte_of_a_checkpoint_is_json_yaml_ocdbt_or_a_listed_chunk(
+KINDS = {
+    "straight": {"json", "yaml", "chunks"},
+    "in_ocdbt": {"json", "yaml", "ocdbt", "ocdbt and chunks"},
+    "in_safetensors": {"json", "yaml", "safetensors"},
+}
+
+
+@pytest.mark.parametrize("source", KINDS, ids=["zarr", "ocdbt", "safetensors"])
+def test_every_byte_of_a_checkpoint_is_json_yaml_ocdbt_a_header_or_a_listed_chunk(
     source: str, request: pytest.FixtureRequest
 ) -> None:
     folder = checkpoint(request.getfixturevalue(source).dir, STEPS)
@@ -51,9 +60,10 @@ def test_every_byte_of_a_checkpoint_is_json_yaml_ocdbt_or_a_listed_chunk(
         kind = _kind_of(name, path.read_bytes(), chunks.pop(name, []))
         kinds[kind] = kinds.get(kind, 0) + 1
     assert not chunks, "a chunk in a file that is not there"
-    assert kinds["json"] > 10 if source == "straight" else kinds["json"] == 8
+    indexed = {path.parent for path in folder.rglob("*.safetensors")}
+    assert kinds["json"] > 10 if source == "straight" else kinds["json"] == 8 + len(indexed)
     assert kinds["yaml"] == 1
-    assert set(kinds) - {"json", "yaml"} == ({"chunks"} if source == "straight" else {"ocdbt", "ocdbt and chunks"})
+    assert set(kinds) == KINDS[source]
 
 
 def test_what_a_run_writes_beside_its_checkpoints_is_text(straight: Run) -> None:
@@ -63,7 +73,9 @@ def test_what_a_run_writes_beside_its_checkpoints_is_text(straight: Run) -> None
 
 
 @pytest.mark.parametrize(
-    "source", [pytest.param("straight", marks=pytest.mark.full), "in_ocdbt"], ids=["zarr", "ocdbt"]
+    "source",
+    [pytest.param("straight", marks=pytest.mark.full), "in_ocdbt", "in_safetensors"],
+    ids=["zarr", "ocdbt", "safetensors"],
 )
 def test_a_run_resumes_and_saves_where_nothing_can_be_pickled(
     tmp_path: Path, straight: Run, source: str, request: pytest.FixtureRequest
@@ -126,6 +138,10 @@ def _kind_of(name: str, data: bytes, chunks: list[tuple[int, int, int, tuple[int
     if name == CONFIG_NAME:
         assert isinstance(yaml.safe_load(bytes(rest)), dict)
         return "yaml"
+    if name.endswith(".safetensors"):
+        assert int.from_bytes(rest[:8], "little") == len(rest) - 8
+        assert json.loads(rest[8:])["__metadata__"]["format"] == "pt"
+        return "safetensors"
     assert name.startswith("arrays.ocdbt/"), f"{name} is of no known kind"
     assert name != MANIFEST_NAME
     _parse_ocdbt(bytes(rest), name)

@@ -15,6 +15,7 @@ from ckpt.verify import verify_checkpoint
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import REPO, Command, checkpoint, committed, start, summary_of
 
+BACKENDS = ("zarr", "tensorstore", "kimi-engine")
 LIMITED = """
 import resource, runpy, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write fails, as it does on a full disk
@@ -29,7 +30,7 @@ runpy.run_module("recipes.train", run_name="__main__", alter_sys=True)
     ("override", "sentence"),
     [
         ("device=npu", r"device=npu: .*torch_npu.*"),
-        ("ckpt=nope", r"ckpt=nope: there is no such choice; ckpt is one of tensorstore, zarr"),
+        ("ckpt=nope", r"ckpt=nope: there is no such choice; ckpt is one of kimi-engine, tensorstore, zarr"),
         ("train.steps=-1", r"train\.steps=-1: expected at least 1"),
         ("trian.steps=3", r"trian\.steps: there is no such key; did you mean train\.steps\?"),
         ("components.model.sharing_pattern=per_group", r"component model: .*per_group needs process_group_name.*"),
@@ -66,7 +67,7 @@ def test_the_same_command_run_twice_is_refused_in_one_sentence_with_three_ways_o
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("backend", ["zarr", pytest.param("tensorstore", marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", ["zarr", *(pytest.param(name, marks=pytest.mark.full) for name in BACKENDS[1:])])
 def test_a_file_that_may_not_grow_further_fails_the_save_in_one_sentence(
     tmp_path: Path, ranks: int, backend: str
 ) -> None:
@@ -99,7 +100,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("backend", ["zarr", "tensorstore"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_full_disk_fails_the_save_in_one_sentence_and_leaves_the_checkpoint_before(
     tmp_path: Path, small_disk: Path, ranks: int, backend: str
 ) -> None:

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, RankAbsentError
 from ckpt.topology import Topology
+from recipes import syncing
+from recipes.cli import CONF
+from recipes.joining import join_rollout
 from recipes.launch import launch
-from recipes.syncing import checked_sync, sync_weights
+from recipes.sync_config import checked_join, checked_sync
+from recipes.syncing import sync_weights
+from recipes.training import settle_start
+from tests.async_runs import until
 from tests.conf.configs import composed
-from tests.e2e.runs import TEXT, Command
+from tests.e2e.runs import TEXT, Command, checkpoint, committed
 
 STEPS = 3
 
 
 def sync(run_dir: Path, *overrides: str, job: Any = sync_weights) -> dict[str, Any]:
-    cfg = composed(run_dir, f"data.path={TEXT}", f"train.steps={STEPS}", *overrides, root="sync_weights")
-    summary = launch(job, checked_sync(cfg))
+    cfg = checked_sync(composed(run_dir, f"data.path={TEXT}", f"train.steps={STEPS}", *overrides, root="sync_weights"))
+    summary = launch(job, cfg if cfg["ckpt"] is None else settle_start(cfg, quiet=True))
     assert summary is not None
     return summary
 
@@ -72,6 +80,145 @@ def test_what_rollouts_get_does_not_depend_on_how_it_comes(tmp_path: Path) -> No
 def test_every_layout_of_the_trainers_publishes_the_whole_model(overrides: list[str], tmp_path: Path) -> None:
     summary = sync(tmp_path, "roles.trainer=2", *overrides)
     assert len(digests(summary)) == 1
+
+
+# Checkpoints
+
+SAVING = ["ckpt=kimi-engine", "save.every=2", "roles.trainer=2", "strategy=two-stage", "engine=broadcast"]
+
+
+def test_a_run_that_is_killed_goes_on_to_the_bit_with_its_rollouts(tmp_path: Path) -> None:
+    """They get the version of the checkpoint before the next step. What all trainers together read of it is one checkpoint."""
+    run_dir = tmp_path / "killed"
+    command = Command(
+        ["-m", "recipes.sync_weights", f"output_dir={run_dir}", f"data.path={TEXT}", "train.steps=100000"],
+        tuple(SAVING),
+        tmp_path,
+        {},
+    )
+    until(lambda: len(committed(run_dir)) > 1 or command.process.poll() is not None, seconds=90.0)
+    os.killpg(command.process.pid, signal.SIGKILL)
+    command.ended()
+    assert command.code == -signal.SIGKILL, command.err
+    newest = committed(run_dir)[-1]
+    step = int(newest.name.removeprefix("checkpoint-"))
+    more = f"train.steps={step + 2}"
+    summary = sync(run_dir, *SAVING, more, "resume=latest")
+    assert summary["resumed_from"] == str(newest)
+    assert [one["step"] for one in summary["updates"]] == [step, step + 1, step + 2]
+    assert len(digests(summary)) == 1
+    assert [one["version"] for one in summary["rollouts"]] == [step + 2]
+    straight = sync(tmp_path / "straight", "roles.trainer=2", more)
+    assert summary["trainer"] == straight["trainer"]
+    assert summary["losses"] == straight["losses"][step:]
+
+    resumed = f"resume={newest}"
+    alone = sync(tmp_path / "alone", "ckpt=zarr", resumed, f"train.steps={step}", "roles.rollout=2")
+    assert alone["bytes_read"] == alone["bytes_needed"] == summary["bytes_read"] == summary["bytes_needed"] // 2
+    assert {one["version"] for one in alone["rollouts"]} == {step}
+    assert len(digests(alone)) == 1
+
+
+@pytest.mark.full
+def test_trainers_of_any_number_read_one_checkpoint(tmp_path: Path) -> None:
+    own = ["ckpt=kimi-engine", "strategy=two-stage", "engine=broadcast", "train.steps=2"]
+    sync(tmp_path / "saved", *own, "roles.trainer=2")
+    resumed = f"resume={checkpoint(tmp_path / 'saved', 2)}"
+    found = [sync(tmp_path / f"{n}", *own, resumed, f"roles.trainer={n}") for n in (1, 2, 3, 4)]
+    assert len({one["bytes_read"] for one in found}) == 1
+    assert len(set.union(*map(digests, found))) == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["publish=saved", "save.mode=async"],
+        pytest.param(["publish=saved", "parallel=fsdp"], marks=pytest.mark.full),
+        pytest.param(["publish=saved", "parallel=pipeline", "model.tie_embeddings=true"], marks=pytest.mark.full),
+        pytest.param(["ckpt=zarr", "save.incremental=true"], marks=pytest.mark.full),
+        pytest.param(["ckpt=tensorstore", "save.mode=async", "save.writer=process"], marks=pytest.mark.full),
+    ],
+)
+def test_what_rollouts_hold_is_the_same_however_it_is_saved_and_published(overrides: list[str], tmp_path: Path) -> None:
+    own = [one for one in overrides if not one.startswith(("ckpt", "save", "publish"))]
+    saved = sync(tmp_path / "saved", *SAVING, *overrides)
+    assert digests(saved) == digests(sync(tmp_path / "not", "roles.trainer=2", "engine=broadcast", *own))
+    assert [one["step"] for one in saved["checkpoints"]] == [2, 3]
+
+
+@pytest.mark.full
+def test_colocated_trainers_save_and_resume_too(tmp_path: Path) -> None:
+    own = ["engine=naive", "roles.colocated=true", "ckpt=kimi-engine", "save.every=2"]
+    sync(tmp_path, *own, "train.steps=2")
+    summary = sync(tmp_path, *own, "train.steps=3", "resume=latest")
+    assert digests(summary) == digests(sync(tmp_path / "straight", *own))
+    assert [one["step"] for one in summary["updates"]] == [2, 3]
+
+
+# Rollouts that come to a running job, each a command of its own
+
+OPENED, WENT = 4, 6
+"""Steps: before the first all comers have come; before the second some are told to go."""
+
+
+def _with_comers(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | None:
+    """The run, which rollouts find when some versions are out, and which waits for them."""
+    open_, step_ = syncing._Separate.open, syncing._Trainer._step
+    victims = json.loads((Path(cfg["run_dir"]) / "victims.json").read_text())
+
+    def step(trainer: syncing._Trainer, number: int) -> None:
+        assert isinstance(trainer.updates, syncing._Separate)
+        if number == OPENED:
+            open_(trainer.updates, Path(cfg["run_dir"]))
+            until(lambda: trainer.updates.sender._board.num_words() == 4, "four rollouts", seconds=100.0)  # type: ignore[union-attr]
+        if number == WENT:
+            for pid, signum in victims:
+                os.kill(pid, signum)
+        step_(trainer, number)
+
+    syncing._Separate.open = lambda *_: None  # type: ignore[method-assign]
+    syncing._Trainer._step = step  # type: ignore[method-assign]
+    return sync_weights(cfg, topology)
+
+
+def test_rollouts_come_to_a_running_job_and_leave_it_in_any_way(tmp_path: Path) -> None:
+    start = ["-m", "recipes.join_rollout", f"run={tmp_path}"]
+    stays, leaves, told, killed = (
+        Command(start, more, tmp_path, {"OMP_NUM_THREADS": "1"})
+        for more in ((), ("updates=2",), (), ("catch_up=false",))
+    )
+    victims = [[told.process.pid, signal.SIGTERM], [killed.process.pid, signal.SIGKILL]]
+    (tmp_path / "victims.json").write_text(json.dumps(victims))
+    summary = sync(tmp_path, "train.steps=10", "ckpt=kimi-engine", "save.every=3", job=_with_comers)
+    for one in (stays, leaves, told):
+        one.ended()
+        assert (one.code, one.err) == (0, ""), one.err
+        assert f"caught up with version 3 from {checkpoint(tmp_path, 3)}" in one.out
+        assert "has version 4, one of 5 rollouts" in one.out
+    assert killed.ended().code == -signal.SIGKILL
+    assert "caught up" not in killed.out
+    assert "has left with version 5 after 2 updates" in leaves.out
+    assert "has left with version" in told.out and "version 10" not in told.out
+    digest = summary["trainer"]["digest"]
+    assert f"holds version 10 with the trainers' digest {digest}, after 7 updates" in stays.out
+    assert [one["version"] for one in summary["rollouts"]] == [10, 10]
+    assert digests(summary) == {digest}
+    assert [one["num_rollouts"] for one in summary["updates"]][:5] == [1, 1, 1, 5, 5]
+    assert [one["num_rollouts"] for one in summary["updates"]][7:] == [2, 2, 2]
+    assert not (tmp_path / "rendezvous.json").exists()
+
+
+def test_a_rollout_of_a_run_that_is_not_there_says_so_in_a_sentence(tmp_path: Path) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = checked_join(compose("join_rollout", [f"run={tmp_path}", "wait_s=0"]))
+    with pytest.raises(RankAbsentError) as told:
+        join_rollout(cfg)
+    assert str(told.value).startswith(
+        f"there is no {tmp_path / 'rendezvous.json'}: recipes.sync_weights is not running"
+    )
+
+
+# A launcher ends what it has started when one of that ends
 
 
 def _dies(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from ckpt.box import Box, chunk_box, num_chunks
 from ckpt.dtypes import item_bytes, torch_dtype
 from ckpt.errors import CorruptCheckpointError, RankLeftError
 from ckpt.extents import ALIGNMENT, Part
+from ckpt.held import NOTHING_HELD
 from ckpt.plan import needed_chunks
 from ckpt.reading.base import ReadRequest, StoredPart
 from ckpt.reading.ends import RankEnds
@@ -57,6 +58,7 @@ class Stock:
     """One file of chunks with something between them. See `ckpt.reading.base.Stored`. Encoded ones are inverted bytes."""
 
     has_digests = True
+    held = NOTHING_HELD
 
     def __init__(self, root: Path, arrays: Sequence[Array], block_bytes: int) -> None:
         self.root = root
@@ -143,15 +145,22 @@ class Wire:
     wires: dict[tuple[int, int], SimpleQueue[Any]]
     rank: int
 
-    def spread(self, buffer: torch.Tensor, source: int, to: Sequence[int]) -> None:
-        """See `ckpt.spread.network.Transport`."""
+    def begin(self, buffer: torch.Tensor, source: int, to: Sequence[int]) -> Callable[[], None]:
+        """See `ckpt.spread.network.Transport`. Nothing has come, and nothing has gone, before it is waited for."""
         if self.rank == source:
             taken = threading.Barrier(len(to) + 1)
             for rank in to:
                 self.wires[source, rank].put((buffer, taken))
-        else:
-            sent, taken = self.wires[source, self.rank].get(timeout=PATIENCE_S)
+            return lambda: self._over(taken)
+
+        def receive() -> None:
+            sent, all_taken = self.wires[source, self.rank].get(timeout=PATIENCE_S)
             buffer.copy_(sent)
+            self._over(all_taken)
+
+        return receive
+
+    def _over(self, taken: threading.Barrier) -> None:
         taken.wait(PATIENCE_S)
 
 

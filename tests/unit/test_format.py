@@ -12,12 +12,14 @@ import pytest
 import tensorstore
 import torch
 import zarr
+from safetensors import safe_open
 
 from ckpt import StateComponent, zarr_dtypes
 from ckpt.dtypes import raw_bytes, zarr_name
 from ckpt.errors import ConfigurationError
 from ckpt.topology import Topology
-from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits
+from tests import plain_safetensors
+from tests.states import ALL_DTYPES, Held, coordinator, global_index, random_bits
 
 NEED_REGISTERING = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 LARGE = (300, 500)
@@ -46,7 +48,7 @@ def test_plain_zarr_opens_every_array(tmp_path: Path, backend: str) -> None:
         assert np.ascontiguousarray(array[:]).tobytes() == bits(tensor), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["zarr", "file", "ocdbt"])
 def test_tensorstore_opens_every_array(tmp_path: Path, backend: str) -> None:
     state = {zarr_name(d): random_bits(LARGE, d, seed) for seed, d in enumerate(ALL_DTYPES)}
     path, manifest = written(tmp_path, backend, state)
@@ -63,6 +65,21 @@ def test_tensorstore_opens_every_array(tmp_path: Path, backend: str) -> None:
         array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}).result()
         assert array.dtype.name == name
         assert np.ascontiguousarray(array.read().result()).tobytes() == bits(tensor), name
+
+
+@pytest.mark.parametrize("shape", [LARGE, (7,), (), (0, 3)], ids=str)
+def test_plain_safetensors_opens_every_tensor_by_its_name(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Of every size: small ones are not packed under a name of their own."""
+    state = {zarr_name(d): random_bits(shape, d, seed) for seed, d in enumerate(ALL_DTYPES)}
+    path, _ = written(tmp_path, "safetensors", {**state, "größe/β": random_bits(shape, torch.float32, 99)})
+    assert plain_safetensors.keys_in(path / "model") == {*state, "größe/β"}
+    assert set(plain_safetensors.names_in(path / "model")) == {*state, "größe/β"}
+    for name, tensor in state.items():
+        with safe_open(path / "model" / f"rank-00000-{name}.safetensors", "pt") as file:
+            found = file.get_tensor(name)
+        assert bits(found) == bits(tensor), name
+        wanted = torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
 
 
 @pytest.mark.parametrize("backend", ["zarr", "file"])

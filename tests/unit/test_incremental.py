@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from ckpt.backends import files as files_module
 from ckpt.backends import linked_values
-from ckpt.backends.base import BLOCK_BYTES, ArraySpec, Backend, Previous, staged_digests
+from ckpt.backends.base import BLOCK_BYTES, ArraySpec, Backend, Previous, staged_digests, stored_shape
 from ckpt.backends.pieces import Pieces
-from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.blocks import BlockDigests
 from ckpt.box import chunk_box, num_chunks, whole
@@ -32,19 +31,21 @@ from ckpt.ledger import Ledger
 from ckpt.manifest import Index
 from ckpt.stored import check_file, read_index, read_manifest
 from ckpt.verify import examine, verify_checkpoint
-from tests.arrays import array, read_by_extents
+from tests import plain_safetensors
+from tests.arrays import array, expected, read_by_extents
 from tests.incremental_saves import Shelf, as_saved, bytes_on_disk
+from tests.states import BACKENDS, backend_named
 
 ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
-STORES = ("zarr", "zstd", "file", "ocdbt")
-RAW = ("zarr", "file", "ocdbt")
+STORES = (*BACKENDS, "zstd")
+RAW = BACKENDS
+WHOLE_FILES = ("safetensors",)
+"""Stores of which a file is linked whole or not at all: where something in it has changed, the rest moves once to a file of its own."""
 FRESH = itertools.count(1000)
 
 
 def made(name: str) -> Backend:
-    if name in ("zarr", "zstd"):
-        return ZarrBackend(compressors=ZSTD if name == "zstd" else None)
-    return TensorStoreBackend(kvstore=name)
+    return ZarrBackend(compressors=ZSTD) if name == "zstd" else backend_named(name)
 
 
 def state() -> dict[ArraySpec, torch.Tensor]:
@@ -160,10 +161,11 @@ def test_where_nine_tenths_are_frozen_a_tenth_is_written(tmp_path: Path, store: 
         arrays[frozen[0][0]].data.set_(arrays[frozen[0][0]].clone())  # other memory, the same values
         next(reversed(arrays.values())).uniform_()
         shelf.save(str(step), arrays, previous=str(step - 1))
-        assert shelf.written_bytes(str(step)) <= 0.15 * shelf.written_bytes("0")
-        assert shelf.linked_bytes(str(step)) > 0.85 * shelf.written_bytes("0")
+        moves = 0.4 if store in WHOLE_FILES and step == 1 else 0
+        assert shelf.written_bytes(str(step)) <= (0.15 + moves) * shelf.written_bytes("0")
+        assert shelf.linked_bytes(str(step)) > (0.85 - moves) * shelf.written_bytes("0")
         require_sound(shelf, str(step))
-    assert bytes_on_disk(tmp_path) < 1.45 * bytes_on_disk(shelf.folder("0"))
+    assert bytes_on_disk(tmp_path) < (1.85 if store in WHOLE_FILES else 1.45) * bytes_on_disk(shelf.folder("0"))
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -198,7 +200,7 @@ def test_retention_frees_what_no_checkpoint_uses_any_more(tmp_path: Path, store:
         assert [one.id for one in Ledger(tmp_path, run_id="test").committed()] == [str(step)]
         assert bytes_on_disk(tmp_path) <= full / 0.5 * 1.1
         if store != "ocdbt":  # a file a chunk: nothing is kept that is not used
-            assert bytes_on_disk(tmp_path) <= full * 1.01
+            assert bytes_on_disk(tmp_path) <= full * (1.03 if store in WHOLE_FILES else 1.01)
     require_sound(shelf, "12")
 
 
@@ -296,6 +298,54 @@ def test_the_number_of_data_files_stays_bounded_where_every_save_leaves_a_little
     assert sum(shelf.written_bytes(str(step)) for step in range(1, 31)) < 5 * shelf.written_bytes("0")
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_no_safetensors_file_names_a_tensor_that_is_not_of_its_checkpoint(tmp_path: Path, seed: int) -> None:
+    """Whatever comes, goes, changes, or gets another type or shape between two saves; tensors without elements, too."""
+    dice = random.Random(seed)
+    shelf = Shelf(tmp_path, made("safetensors"), min_live=0.01)
+    arrays: dict[ArraySpec, torch.Tensor] = {}
+    for step in range(8):
+        for spec in list(arrays):
+            fate = dice.random()
+            if fate < 0.1:
+                del arrays[spec]
+            elif fate < 0.2:
+                arrays[spec] = torch.rand(spec.shape).to(arrays[spec].dtype)
+        for number in range(dice.randrange(4) if step else 12):
+            shape = dice.choice([(0,), (5, 0), (30,), (6, 7)])
+            kind = dice.choice([torch.float32, torch.float16])
+            name = f"model/{dice.choice('abcdefgh')}{number % 3}"
+            for spec in [spec for spec in arrays if spec.path == name]:
+                del arrays[spec]
+            arrays |= dict([array(name, torch.rand(shape).to(kind), *dice.choice([(), (3,) * len(shape)]))])
+        shelf.save(str(step), arrays, previous=str(step - 1) if step else None)
+        folder = shelf.folder(str(step)) / "model"
+        assert plain_safetensors.keys_in(folder) == {spec.path.removeprefix("model/") for spec in arrays}
+        plain_safetensors.names_in(folder)
+        require_sound(shelf, str(step))
+    shelf.save("same", arrays, previous="7")
+    shelf.save("again", arrays, previous="same")
+    before, after = ([one.chunks for one in shelf.written[name]] for name in ("same", "again"))
+    assert after == before, "all of it lies in files of its own since the save before"
+    plain_safetensors.names_in(shelf.folder("again") / "model")
+    require_sound(shelf, "again")
+
+
+def test_files_that_cannot_become_one_do_not_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linked_values, "MOST_FILES", 2)
+    shelf = Shelf(tmp_path, made("safetensors"), ranks=(0,))
+    arrays = dict(
+        array(f"{folder}/{kind}", torch.arange(9).to(kind))
+        for folder in ("model", "optimizer")
+        for kind in (torch.float32, torch.float16, torch.int8)
+    )
+    shelf.save("0", arrays)
+    shelf.save("1", arrays, previous="0")
+    assert shelf.written_bytes("1") == 0 < shelf.linked_bytes("1")
+    assert shelf.written["1"][0].chunks == shelf.written["0"][0].chunks
+    require_sound(shelf, "1")
+
+
 @pytest.fixture(params=[errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
 def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A file system that refuses links, and what it was asked for."""
@@ -319,7 +369,7 @@ def test_where_links_do_not_work_the_same_checkpoint_is_written(
     change(arrays, *all_chunks(arrays)[2])
     with caplog.at_level(logging.WARNING, "ckpt"):
         shelf.save("1", arrays, previous="0")
-    assert len(refused) == (14 if store != "ocdbt" else 2)
+    assert len(refused) == {"ocdbt": 2, "safetensors": 8}.get(store, 14)
     (told,) = caplog.messages
     assert "cannot be linked to" in told and "is written again" in told
     assert shelf.linked_bytes("1") == 0
@@ -338,6 +388,7 @@ def test_a_name_that_is_taken_is_an_error_and_nothing_is_written_through_it(tmp_
     extent = before.chunks["model/w"][0]
     (tmp_path / "again" / extent.file).parent.mkdir(parents=True)
     os.link(shelf.folder("0") / extent.file, tmp_path / "again" / extent.file)
+    writer.expect([expected(spec, 0)])
     with pytest.raises(FileExistsError):
         writer.write(spec, 0, value)
     writer.abort()
@@ -379,8 +430,9 @@ def test_bytes_that_are_not_those_of_the_snapshot_are_refused_with_the_name(
     before = previous_of(shelf.folder("0"), 0, 0.5) if linked_before else None
     writer = shelf.backend.writer(tmp_path / "new", 0, lambda num_bytes: None, before)
     host = value[:4, 4:].clone() + 1
-    digests = staged_digests(host, (4, 4))
+    digests = staged_digests(host, stored_shape(shelf.backend.store, (4, 4), (4, 3)))
     host[-1, -1] += 1
+    writer.expect([expected(spec, 1)])
     with pytest.raises(StorageError, match="model/h.0.weight was changed in memory between the snapshot and the disk"):
         writer.write(spec, 1, host, digests)
         writer.finish()
@@ -398,6 +450,7 @@ def test_a_chunk_that_is_linked_on_account_of_its_digests_is_not_looked_at_again
     monkeypatch.setattr(BlockDigests, "update", lambda *_: pytest.fail("the bytes were read"))
     (tmp_path / "new").mkdir()
     writer = shelf.backend.writer(tmp_path / "new", 0, lambda num_bytes: None, previous_of(shelf.folder("0"), 0, 0.01))
+    writer.expect(expected(spec, number) for number in range(3))
     for number in range(3):
         writer.write(spec, number, torch.full((20,), -1.0), digests[number])
     assert set(writer.finish().chunks) == {("model/w", n) for n in range(3)}
@@ -453,7 +506,7 @@ def test_large_chunks_are_linked_and_written_past_the_page_cache_alike(tmp_path:
     for value in list(arrays.values())[:2]:
         value[-1] = 7.0
     shelf.save("1", arrays, previous="0")
-    linked = 2 * (12 << 20) if store != "ocdbt" else 2 * (24 << 20)
+    linked = {"ocdbt": 2 * (24 << 20), "safetensors": 0}.get(store, 2 * (12 << 20))
     assert 0 <= shelf.linked_bytes("1") - linked < 20_000
     require_sound(shelf, "1")
     saved = as_saved(shelf, "1", (0, 3))
@@ -484,7 +537,8 @@ def test_an_array_of_another_shape_type_or_grid_is_written_again_and_one_that_is
     )
     require_sound(shelf, "1")
     (written,) = shelf.written["1"]
-    assert sum(extent in shelf.written["0"][0].chunks.values() for extent in written.chunks.values()) == 1
+    linked = sum(extent in shelf.written["0"][0].chunks.values() for extent in written.chunks.values())
+    assert linked == (0 if store in WHOLE_FILES else 1)
 
 
 @pytest.mark.parametrize("store", RAW)
@@ -500,13 +554,20 @@ def test_a_chunk_of_the_same_number_and_bytes_is_not_linked_under_the_name_that_
     shelf.save("1", dict([array("model/w", tall, 2, 2)]), previous="0")
     require_sound(shelf, "1")
     linked = sum(extent in shelf.written["0"][0].chunks.values() for extent in shelf.written["1"][0].chunks.values())
-    assert linked == (
-        6 if store == "ocdbt" else 2
-    )  # a key names a value wherever it lies; a file is named by its chunk
+    # A key names a value wherever it lies; a file is named by its chunk; parts are named by their boxes.
+    assert linked == {"ocdbt": 6, "safetensors": 0}.get(store, 2)
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("zarr", "ocdbt"), ("ocdbt", "file"), ("zstd", "zarr"), ("zarr", "zstd")]
+    ("before", "after"),
+    [
+        ("zarr", "ocdbt"),
+        ("ocdbt", "file"),
+        ("zstd", "zarr"),
+        ("zarr", "zstd"),
+        ("safetensors", "zarr"),
+        ("ocdbt", "safetensors"),
+    ],
 )
 def test_nothing_is_linked_from_a_checkpoint_that_is_stored_otherwise(tmp_path: Path, before: str, after: str) -> None:
     shelf = Shelf(tmp_path, made(before))
@@ -558,15 +619,18 @@ def test_a_damaged_file_condemns_every_checkpoint_that_links_it_and_no_other(tmp
     for step in (1, 2):
         arrays[specs[0]].uniform_()
         shelf.save(str(step), arrays, previous=str(step - 1))
-    file = shelf.written["0"][0].chunks["model/2", 0].file
-    flip(shelf.folder("1") / file, shelf.written["0"][0].chunks["model/2", 0].offset + 11)
-    for one in "012":
+    extent = shelf.written["1"][0].chunks["model/2", 0]
+    file = extent.file
+    flip(shelf.folder("1") / file, extent.offset + 11)
+    sharers = "12" if store in WHOLE_FILES else "012"
+    for one in sharers:
         found = examine(shelf.folder(one))
         assert found.damaged == {file}
         assert len(found.problems) == 1 and found.problems[0].startswith("model: 2: bytes ")
-    require_sound(shelf, "before")
-    for one in "012":
-        others = [shelf.folder(other) for other in "012" if other != one]
+    for one in {"before", "0", "1", "2"} - {*sharers}:
+        require_sound(shelf, one)
+    for one in sharers:
+        others = [shelf.folder(other) for other in sharers if other != one]
         assert linked_with(tmp_path, shelf.folder(one), [file]) == others
     own = shelf.written["2"][0].chunks["model/0", 0].file
     assert linked_with(tmp_path, shelf.folder("2"), [own, "no/such"]) == []

@@ -21,8 +21,8 @@ from ckpt.manifest import (
     Index,
     Piece,
     digest_of,
-    encode_key,
 )
+from ckpt.names import encode_key
 from ckpt.stored import check_file, read_index, read_manifest
 
 

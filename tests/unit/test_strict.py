@@ -210,6 +210,8 @@ def cut(path: Path) -> None:
 
 
 def chunk_of(root: Path, component: str, backend: str) -> Path:
+    if backend == "safetensors":
+        return root / "checkpoint-1" / component / "rank-00000-float32.safetensors"
     if backend != "ocdbt":
         return root / "checkpoint-1" / component / "w" / "c" / "0" / "0"
     return max((root / "checkpoint-1" / "arrays.ocdbt").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
@@ -238,13 +240,16 @@ def test_a_damaged_component_is_an_error_if_required_and_otherwise_reported_and_
 
 
 @pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
-@pytest.mark.parametrize("file", ["ema/plain.json", "ema/w/zarr.json", "ema/w/c/0/0"])
+@pytest.mark.parametrize(
+    "file", ["ema/plain.json", "ema/w/zarr.json", "ema/w/c/0/0", "ema/rank-00000-float32.safetensors"]
+)
 @pytest.mark.parametrize("rank_1_has_it", [False, True])
 def test_damage_in_any_file_of_an_optional_component_is_that_components(
     tmp_path: Path, damage: Callable[[Path], None], file: str, rank_1_has_it: bool
 ) -> None:
     state = {"w": global_index(LARGE), "n": 1}
-    save(tmp_path, ema=state, model={"w": global_index((3,))})
+    backend = "safetensors" if file.endswith("safetensors") else "zarr"
+    save(tmp_path, ema=state, model={"w": global_index((3,))}, backend=backend)
     damage(tmp_path / "checkpoint-1" / file)
 
     def load_on(topology: Topology) -> tuple[str, bool]:

@@ -23,6 +23,7 @@ import pytest
 import tensorstore as ts
 import torch
 import zarr
+from safetensors import safe_open
 
 from ckpt import StateComponent, writer_process
 from ckpt.arena import Arena
@@ -35,7 +36,7 @@ from ckpt.topology import Topology
 from ckpt.writer_process import WriterProcess
 from ckpt.writing import Share, Staged
 from tests.stand_in_shares import NoBackend, StandIn
-from tests.states import ALL_DTYPES, Held, backend_named, cpu, random_bits
+from tests.states import ALL_DTYPES, BACKENDS, Held, backend_named, cpu, random_bits
 
 BACKEND: Any = NoBackend()
 ENDS_S = 2.0
@@ -124,7 +125,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {name if "/d/" not in name else f"data of {name.partition('/d/')[0]}": data for name, data in found.items()}
 
 
-@pytest.mark.parametrize("store", ["zarr", "ocdbt", "file"])
+@pytest.mark.parametrize("store", BACKENDS)
 def test_the_process_writes_what_the_thread_writes(writer: WriterProcess, tmp_path: Path, store: str) -> None:
     arena = Arena(shared_memory)
     for seed in (1, 2):  # a share that is not known, and one that is, in memory that is used again
@@ -155,6 +156,9 @@ def _require_readable(folder: Path, store: str, seed: int) -> None:
         ours = folder / "arrays.ocdbt" / "rank-00000"
         kvstore = {"driver": "ocdbt", "base": f"file://{ours}/", "path": "model/large/"}
         got = ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result().read().result()
+    elif store == "safetensors":
+        with safe_open(folder / "model" / "rank-00000-float32.safetensors", "np") as file:
+            got = file.get_tensor("large")
     else:
         got = zarr.open_array(str(folder / "model" / "large"), mode="r")[...]
     assert got.tobytes() == want

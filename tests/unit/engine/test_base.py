@@ -222,11 +222,14 @@ def test_an_engine_without_cache_and_one_with_an_empty_cache_give_nothing() -> N
 
 def test_a_report_says_what_it_measured_and_cannot_be_changed() -> None:
     seconds = {"offload_s": 1.0, "gather_s": 0.5, "transfer_s": 2.0, "reload_s": 0.25, "blocked_s": 4.0}
-    report = SyncReport(step=7, num_tensors=3, num_bytes=4_000_000_000, num_buckets=2, **seconds)
+    report = SyncReport(step=7, num_tensors=3, num_bytes=4_000_000_000, sent_bytes=5, num_buckets=2, **seconds)
     assert report.as_dict() == {
-        "step": 7, "num_tensors": 3, "num_bytes": 4_000_000_000, "num_buckets": 2, **seconds, "bandwidth_gb_s": 2.0
+        "step": 7, "num_tensors": 3, "num_bytes": 4_000_000_000, "sent_bytes": 5, "num_buckets": 2, **seconds,
+        "bandwidth_gb_s": 2.0,
     }  # fmt: skip
     with pytest.raises(FrozenInstanceError):
         report.step = 8  # type: ignore[misc]
-    at_once = SyncReport(step=1, num_tensors=0, num_bytes=0, num_buckets=0, **{**seconds, "transfer_s": 0.0})
+    at_once = SyncReport(
+        step=1, num_tensors=0, num_bytes=0, sent_bytes=0, num_buckets=0, **{**seconds, "transfer_s": 0.0}
+    )
     assert at_once.as_dict()["bandwidth_gb_s"] is None

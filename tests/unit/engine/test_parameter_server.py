@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,7 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ckpt.engine import CheckpointEngineRegistry, LiveModel
-from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.engine.layout import WeightLayout
+from ckpt.engine.pool import digest_of_bucket
+from ckpt.errors import CheckpointError, ConfigurationError, RankLeftError
+from ckpt.topology import Topology
+from tests.ranks import run_ranks
 from tests.states import Held, global_index
 
 parameter_server = pytest.importorskip("ckpt.engine.parameter_server")
@@ -85,6 +92,7 @@ def test_kimi_every_name_of_the_package_that_is_re_bound_or_private_is_there() -
         "store_based_barrier",
     ):
         assert callable(getattr(server, name)), name
+    assert callable(parameter_server.ce_ps.P2PStore) and callable(parameter_server.ce_ps._get_physical_gpu_id)
     assert "torch.distributed.TCPStore(" in made, "which is replaced by a store of ours"
     assert list(inspect.signature(parameter_server.ce_worker.update_weights_from_ipc).parameters)[:3] == [
         "zmq_ctx",
@@ -238,3 +246,121 @@ def test_kimi_refuses_another_version_of_the_package_in_one_sentence(monkeypatch
         "before 0.5, is needed: pip install 'checkpoint-engine>=0.4.2,<0.5'",
     ):
         CheckpointEngineRegistry.get("kimi_ckpt_engine")
+
+
+# Weights that are read from the trainers' memory by who is in no group
+
+
+class _PeersOfThisProcess:
+    """The package's P2P store, as far as it is used, where all peers are this process."""
+
+    addr = "127.0.0.1:17"
+    device = ""
+    answers = True
+
+    def __init__(self, manager: Any) -> None:
+        self.registered: dict[str, torch.Tensor] = {}
+
+    def register_named_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.registered.update(tensors)
+
+    def unregister_named_tensors(self, names: list[str]) -> int:
+        return len([self.registered.pop(name) for name in names])
+
+    def batch_transfer_sync_read(self, address: str, to: list[int], come_from: list[int], sizes: list[int]) -> None:
+        assert self.answers and address == self.addr
+        ours = [(one.data_ptr(), one.nbytes) for one in self.registered.values()]
+        for there, here, size in zip(to, come_from, sizes, strict=True):
+            assert any(start <= there and there + size <= start + length for start, length in ours), "not registered"
+            ctypes.memmove(there, here, size)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_kimi_buckets_are_read_from_the_memory_of_trainers_and_are_what_their_digests_say(
+    monkeypatch: pytest.MonkeyPatch, delta: bool
+) -> None:
+    monkeypatch.setattr(parameter_server.ce_ps, "P2PStore", _PeersOfThisProcess)
+    with KimiCheckpointEngine(4096, colocated=True, timeout_s=20.0, delta=delta, delta_block_kib=1) as engine:
+        engine.init_process_group(0, 1, 1, store=dist.HashStore())
+        assert engine.peers is None and engine.layout is None and engine.bucket_digests == {}
+        sink = _Sink()
+        for step in (1, 2):
+            update(engine, step, sink)
+            peers = json.loads(json.dumps(engine.peers))
+            assert engine.layout is not None
+            sizes = {bucket: engine.layout.extent(bucket) for bucket in range(engine.layout.num_buckets)}
+            buckets = {bucket: torch.zeros(stop - start, dtype=torch.uint8) for bucket, (start, stop) in sizes.items()}
+            parameter_server.read_from_peers(peers, buckets, device_type="cpu")
+            assert {bucket: engine.digest_of(host) for bucket, host in buckets.items()} == engine.bucket_digests
+            assert engine.version is not None and engine.version.step == step
+        with pytest.raises(RankLeftError, match="the trainers have other buckets than the 1 that are to be read"):
+            parameter_server.read_from_peers(peers, {99: buckets[0]}, device_type="cpu")
+        with pytest.raises(RankLeftError, match="the trainers have other buckets"):
+            parameter_server.read_from_peers(peers, {0: buckets[0][1:]}, device_type="cpu")
+        monkeypatch.setattr(_PeersOfThisProcess, "answers", False)
+        with pytest.raises(RankLeftError, match="could not be read from a trainer's memory: it is gone"):
+            parameter_server.read_from_peers(peers, buckets, device_type="cpu")
+
+
+def test_kimi_without_mooncake_has_no_peers_and_reading_from_some_says_what_is_missing(
+    engine: KimiCheckpointEngine,
+) -> None:
+    if find_spec("mooncake") is not None:
+        pytest.skip("mooncake is installed here")
+    update(engine, 1, _Sink())
+    assert engine.peers is None
+    buckets = {0: torch.zeros(4, dtype=torch.uint8)}
+    with pytest.raises(ConfigurationError, match="by the package mooncake, which could not be imported: No module"):
+        parameter_server.read_from_peers([["here", [[0, 1, 4]]]], buckets, device_type="cpu")
+
+
+def test_kimi_the_name_of_a_worker_is_told_or_asked_for() -> None:
+    with pytest.raises(ConfigurationError, match="the name of device 0 .* cannot be known here: .*; give it yourself"):
+        parameter_server.worker_name(0)
+
+
+@pytest.mark.npu
+def test_kimi_the_name_of_a_worker_is_the_packages_own_for_this_device() -> None:
+    (name,) = run_ranks(1, _worker_name, device="npu")
+    assert re.fullmatch(r"NPU-.+-\d+", name), name
+
+
+def _worker_name(topology: Topology) -> str:
+    torch.zeros(1, device="npu")
+    from ckpt.engine.parameter_server import worker_name
+
+    return worker_name(0)
+
+
+@pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")
+def test_kimi_buckets_are_read_through_mooncake_itself_and_a_trainer_that_is_gone_is_told() -> None:
+    *_, (read, gone) = run_ranks(3, _read_through_mooncake)
+    assert read is True
+    assert gone == "weights could not be read from a trainer's memory: it is gone, or does not answer"
+
+
+def _read_through_mooncake(topology: Topology) -> Any:
+    """Two trainers that are rollouts, too, and a rank that is in no group."""
+    store = dist.PrefixStore("p2p", topology._store)  # type: ignore[arg-type]
+    if topology.rank < 2:
+        with KimiCheckpointEngine(4096, colocated=True, timeout_s=20.0) as engine:
+            engine.init_process_group(topology.rank, 2, 2, store=dist.PrefixStore("engine", topology._store))  # type: ignore[arg-type]
+            for step in (1, 2):
+                update(engine, step, _Sink())
+            assert engine.layout is not None
+            if topology.rank == 0:
+                said = {"peers": engine.peers, "rows": engine.layout.as_rows(), "digests": engine.bucket_digests}
+                store.set("said", json.dumps(said))
+            store.get("read")
+        return None
+    said = json.loads(store.get("said"))
+    layout = WeightLayout.from_rows(said["rows"])
+    stream = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    buckets = {bucket: stream[slice(*layout.extent(bucket))] for bucket in range(layout.num_buckets)}
+    parameter_server.read_from_peers(said["peers"], buckets, device_type="cpu")
+    read = {str(bucket): digest_of_bucket(host) for bucket, host in buckets.items()} == said["digests"]
+    store.set("read", "")
+    with pytest.raises(RankLeftError) as gone:
+        elsewhere = [["127.0.0.1:1", of] for _, of in said["peers"]]
+        parameter_server.read_from_peers(elsewhere, buckets, device_type="cpu")
+    return read, str(gone.value)

@@ -1,0 +1,65 @@
+"""How the servers of inference engines are asked to take weights, in the words of each.
+
+Source: the examples of checkpoint-engine for vLLM, and SGLang's `UpdateWeightsFromIPCReqInput`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.engine.base import WeightVersion
+from ckpt.errors import CheckpointError, sentence
+
+
+@dataclass(frozen=True)
+class VllmRequest:
+    """Asks a vLLM server, whose `worker_extension_cls` is `checkpoint_engine.worker.VllmColocateWorkerExtension`.
+
+    Args:
+        url: such as "http://localhost:8000".
+        uds: a Unix socket in place of the address in `url`.
+    """
+
+    url: str
+    uds: str | None = None
+    timeout_s: float = 300.0
+
+    def __call__(self, handles: Mapping[str, str], version: WeightVersion) -> None:
+        body = {"method": "update_weights_from_ipc", "args": [dict(handles)], "timeout": self.timeout_s}
+        _post(f"{self.url}/collective_rpc", body, self.uds, self.timeout_s)
+
+
+@dataclass(frozen=True)
+class SglangRequest:
+    """Asks an SGLang server, which is told the step as its `weight_version`.
+
+    Args:
+        url: such as "http://localhost:30000".
+        uds: a Unix socket in place of the address in `url`.
+        flush_cache: forget what has been computed by the weights before.
+    """
+
+    url: str
+    uds: str | None = None
+    timeout_s: float = 300.0
+    flush_cache: bool = True
+
+    def __call__(self, handles: Mapping[str, str], version: WeightVersion) -> None:
+        body = {"zmq_handles": dict(handles), "flush_cache": self.flush_cache, "weight_version": str(version.step)}
+        _post(f"{self.url}/update_weights_from_ipc", body, self.uds, self.timeout_s)
+
+
+def _post(url: str, body: Mapping[str, Any], uds: str | None, timeout_s: float) -> None:
+    import httpx  # which checkpoint-engine brings, and takes a while
+
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=uds), timeout=timeout_s) as client:
+            said = client.post(url, json=body)
+    except httpx.HTTPError as error:
+        raise CheckpointError(f"the inference engine at {url} could not be asked: {sentence(error)}") from error
+    if said.is_error:
+        raise CheckpointError(
+            f"the inference engine at {url} refused ({said.status_code}): {' '.join(said.text.split())[:300]}"
+        )

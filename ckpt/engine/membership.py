@@ -1,0 +1,162 @@
+"""Who takes part in updates while rollouts come and go: epochs, the lead's calls, and where a job is found. Pure.
+
+An epoch is the time between two changes of members. Trainers are the same in all of them; every rollout has a number that no other one
+of the job ever had, and in each epoch a rank of the engine: trainers first, then rollouts in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError
+
+
+class Epoch(NamedTuple):
+    """The members, from one change to the next.
+
+    Attributes:
+        number: of the epoch; 1 is that of the founders.
+        rollouts: their numbers, by rank of the engine.
+        newcomers: those of them that have not ended an update with the others before.
+    """
+
+    number: int
+    num_trainers: int
+    rollouts: tuple[int, ...]
+    newcomers: tuple[int, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.num_trainers + len(self.rollouts)
+
+    def rank_of(self, rollout: int) -> int:
+        """The rank of the engine that a rollout has in this epoch."""
+        return self.num_trainers + self.rollouts.index(rollout)
+
+    def rollout_at(self, rank: int | None) -> int | None:
+        """The number of the rollout with this rank; None: it is a trainer's, or nobody's."""
+        if rank is None or not self.num_trainers <= rank < self.world_size:
+            return None
+        return self.rollouts[rank - self.num_trainers]
+
+
+def next_epoch(
+    now: Epoch, *, proven: bool, ready: Collection[int], leaving: Collection[int], gone: Collection[int]
+) -> Epoch:
+    """Return the epoch behind this one; this one itself, if nobody comes or goes.
+
+    Args:
+        proven: an update of this epoch has ended well, so nobody in it is new any more.
+        ready: numbers of rollouts that wait to come in.
+        leaving: those that want to go.
+        gone: those that have died, or that an update failed of.
+    """
+    out = {*leaving, *gone}
+    staying = tuple(one for one in now.rollouts if one not in out)
+    coming = tuple(sorted({*ready} - {*now.rollouts} - out))
+    if staying + coming == now.rollouts:
+        return now
+    new = () if proven else tuple(one for one in now.newcomers if one in staying)
+    return Epoch(now.number + 1, now.num_trainers, staying + coming, new + coming)
+
+
+def goes_on_after(error: CheckpointError, epoch: Epoch, *, proven: bool) -> bool:
+    """Whether an update that failed so may be made again, without the rollout that it failed of. Alike on all ranks, as the error is.
+
+    It may where somebody is gone, and where the first update of a newcomer failed of that one, whatever it is that it cannot do.
+    """
+    if isinstance(error, RankAbsentError):
+        return True
+    return not proven and epoch.rollout_at(error.rank) in epoch.newcomers
+
+
+def culprit(error: CheckpointError, epoch: Epoch) -> int | None:
+    """The number of the rollout that an update failed of, as far as the error says."""
+    return epoch.rollout_at(error.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the lead says before each update: who makes it, or that there is none any more.
+
+    Attributes:
+        number: calls are made, and answered, one behind the other.
+        last_words: there are no further updates; what the lead has to tell, as JSON, such as the digest of what it holds.
+        failure: what ended the job, as `ckpt.errors.describe` gives it.
+    """
+
+    number: int
+    epoch: Epoch
+    is_last: bool = False
+    last_words: Any = None
+    failure: dict[str, Any] | None = None
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self) | {"epoch": self.epoch}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Call:
+        said = json.loads(data)
+        number, num_trainers, rollouts, newcomers = said.pop("epoch")
+        return cls(**said, epoch=Epoch(number, num_trainers, tuple(rollouts), tuple(newcomers)))
+
+
+@dataclass(frozen=True)
+class News:
+    """What a job's lead tells of the newest version that all rollouts have.
+
+    Attributes:
+        step, digest: see `ckpt.engine.base.WeightVersion`.
+        layout: digest of the layout in which it travelled.
+        buckets: the digest of each of its buckets.
+        peers: where another process could read the buckets, as the engine says it; None: nowhere.
+    """
+
+    step: int
+    digest: str
+    layout: str
+    buckets: dict[int, str]
+    peers: Any = None
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> News:
+        said = json.loads(data)
+        return cls(**said | {"buckets": {int(bucket): digest for bucket, digest in said["buckets"].items()}})
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where a job that takes rollouts is to be found, as a file of its run says.
+
+    Attributes:
+        address, port: of the first trainer's store.
+        job: hex digits that no other job has.
+        config: what of the job's configuration a rollout has to know to have the same model.
+    """
+
+    address: str
+    port: int
+    job: str
+    config: Mapping[str, Any]
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), indent=2).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Rendezvous:
+        """
+        Raises:
+            ConfigurationError: it is not what `encode` makes.
+        """
+        try:
+            return cls(**json.loads(data))
+        except (ValueError, TypeError) as error:
+            raise ConfigurationError(
+                f"{where} is no rendezvous of a job that gives weights to rollouts: {error}"
+            ) from error

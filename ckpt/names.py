@@ -1,0 +1,32 @@
+"""Names of files and folders in a checkpoint that are made of names of tensors, which may be anything. Pure."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import xxhash
+
+PLAIN_NAME = "plain.json"
+MAX_NAME_CHARS = 150
+_OURS = (PLAIN_NAME, "zarr.json")
+
+
+def encode_key(key: str) -> str:
+    """Return the folder name of an array: a tensor's name is data, so nothing in it may act as a path.
+
+    Every UTF-8 byte outside `[A-Za-z0-9_.-]` is percent-encoded, so is a leading `.`, and the first letter of a name that is
+    ours: `packed-...`, `plain.json`, `zarr.json`. A name that grows too long for a file system is cut and ends in its own
+    digest. Never decoded: manifest and index hold the key itself.
+
+    Example:
+        >>> encode_key("h.0.attn/weight"), encode_key(".."), encode_key("packed-x"), encode_key("")
+        ('h.0.attn%2Fweight', '%2E.', '%70acked-x', '%')
+    """
+    encoded = quote(key, safe="", errors="surrogatepass").replace("~", "%7E")
+    if encoded.startswith("."):
+        encoded = "%2E" + encoded[1:]
+    if encoded.startswith("packed-") or encoded in _OURS:
+        encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
+    if len(encoded) > MAX_NAME_CHARS:
+        return f"{encoded[:100]}~{xxhash.xxh3_128_hexdigest(key.encode(errors='surrogatepass'))}"
+    return encoded or "%"

@@ -1,0 +1,23 @@
+"""Join a running weight sync as one more rollout: python -m recipes.join_rollout run=<its folder>"""
+
+if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+    import sys
+    from os.path import abspath, dirname
+
+    sys.path[0] = dirname(dirname(abspath(__file__)))
+
+from omegaconf import DictConfig
+
+from recipes.cli import recipe
+
+
+@recipe("join_rollout", writes=False)
+def main(cfg: DictConfig) -> None:
+    from recipes.joining import join_rollout
+    from recipes.sync_config import checked_join
+
+    join_rollout(checked_join(cfg))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Two-stage loads between hosts through the engine's own groups: without torch's default one, two parcels at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.backends.kimi_engine import KimiEngineBackend
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.engine.transport import EngineTransport
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.reading.two_stage import TwoStageLoad
+from ckpt.topology import Topology
+from tests.ranks import run_ranks
+from tests.states import Held, coordinator, cpu, random_bits, same_bits
+
+SHAPES = {f"w{number}": (257, 4001 + number) for number in range(12)}
+
+
+def state(seed: int) -> dict[str, torch.Tensor]:
+    return {name: random_bits(shape, torch.float32, seed + n) for n, (name, shape) in enumerate(SHAPES.items())}
+
+
+def made(topology: Topology, root: Path, held: dict[str, torch.Tensor], **options: Any) -> CheckpointCoordinator:
+    components = [StateComponent("model", Held(held), "replicated")]
+    return coordinator(topology, root, components, pattern_check="off", **options)
+
+
+def saved(topology: Topology, root: Path, seed: int) -> int:
+    """A checkpoint that nobody holds in memory; returns the bytes of its tensors."""
+    with made(topology, root, state(seed), backend=KimiEngineBackend(pool=False)) as checkpoints:
+        checkpoints.save_checkpoint(checkpoint_id="1")
+    return sum(tensor.nbytes for tensor in state(seed).values())
+
+
+def load_three_times(topology: Topology, root: Path, options: dict[str, Any]) -> None:
+    assert not torch.distributed.is_initialized()
+    size = saved(topology, root, 5)
+    held = {name: torch.zeros_like(tensor) for name, tensor in state(5).items()}
+    strategy = TwoStageLoad(**options)
+    with made(topology, root, held, backend=KimiEngineBackend(), strategy=strategy) as checkpoints:
+        for _ in range(3):
+            for tensor in held.values():
+                tensor.zero_()
+            checkpoints.load_checkpoint()
+            assert all(same_bits(held[name], tensor) for name, tensor in state(5).items())
+            assert checkpoints.last_load is not None and checkpoints.last_load.bytes_read == size
+
+
+@pytest.mark.parametrize(
+    "nodes", [[2, 1], pytest.param([1, 1], marks=pytest.mark.full), pytest.param([2, 2, 1], marks=pytest.mark.full)]
+)
+def test_a_checkpoint_is_read_once_for_all_hosts_without_a_default_group(tmp_path: Path, nodes: Sequence[int]) -> None:
+    run_ranks(sum(nodes), load_three_times, tmp_path, {"max_in_flight_mib": 8}, nodes=nodes)
+
+
+def fail_and_load_again(topology: Topology, root: Path) -> float:
+    saved(topology, root, 5)
+    held = {name: torch.zeros_like(tensor) for name, tensor in state(5).items()}
+    reads = 0
+
+    def failing(fd: int, buffers: Sequence[memoryview], at: int) -> int:
+        nonlocal reads
+        reads += 1
+        if fails and topology.rank == 1 and reads == 3:
+            raise OSError(5, "Input/output error")
+        return os.preadv(fd, buffers, at)
+
+    strategy = TwoStageLoad(max_in_flight_mib=8, read_at=failing)
+    with made(topology, root, held, backend=KimiEngineBackend(), strategy=strategy) as checkpoints:
+        fails = False
+        checkpoints.load_checkpoint()
+        first = strategy._engine_transport
+        reads, fails = 0, True
+        began = time.monotonic()
+        with pytest.raises(CheckpointError, match=r"rank 1.*Input/output error"):
+            checkpoints.load_checkpoint(root / "checkpoint-1")
+        took = time.monotonic() - began
+        fails = False
+        checkpoints.load_checkpoint()
+        assert all(same_bits(held[name], tensor) for name, tensor in state(5).items())
+        assert isinstance(first, EngineTransport) and strategy._engine_transport is not first
+    return took
+
+
+def test_a_rank_that_fails_ends_the_load_of_all_and_the_next_goes_through_new_groups(tmp_path: Path) -> None:
+    assert max(run_ranks(3, fail_and_load_again, tmp_path, nodes=[1, 1, 1])) < 20
+
+
+def die_in_the_middle(topology: Topology, root: Path) -> float:
+    saved(topology, root, 5)
+    held = {name: torch.zeros_like(tensor) for name, tensor in state(5).items()}
+
+    def dying(fd: int, buffers: Sequence[memoryview], at: int) -> int:
+        if topology.rank == 1 and at > 4_000_000:
+            os._exit(3)
+        return os.preadv(fd, buffers, at)
+
+    strategy = TwoStageLoad(max_in_flight_mib=8, read_at=dying)
+    with made(topology, root, held, backend=KimiEngineBackend(), strategy=strategy) as checkpoints:
+        began = time.monotonic()
+        with pytest.raises(CheckpointError, match="rank 1"):
+            checkpoints.load_checkpoint(root / "checkpoint-1")
+        return time.monotonic() - began
+
+
+def test_a_rank_that_dies_in_the_middle_is_named_and_nobody_hangs(tmp_path: Path) -> None:
+    took = run_ranks(3, die_in_the_middle, tmp_path, nodes=[1, 1, 1], expect_dead=[1], agree_s=10.0)
+    assert max(seconds for seconds in took if isinstance(seconds, float)) < 20
+
+
+class Recorded:
+    """Passes parcels on, and notes when each is begun, and waited for."""
+
+    def __init__(self, transport: EngineTransport) -> None:
+        self.transport = transport
+        self.under_way = self.most = 0
+
+    def begin(self, buffer: torch.Tensor, source: int, to: Sequence[int]) -> Callable[[], None]:
+        wait = self.transport.begin(buffer, source, to)
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+
+        def finish() -> None:
+            wait()
+            self.under_way -= 1
+
+        return finish
+
+
+def count_under_way(topology: Topology, root: Path) -> int:
+    saved(topology, root, 5)
+    held = {name: torch.zeros_like(tensor) for name, tensor in state(5).items()}
+    store = topology.store_for("test")
+    assert store is not None
+    engine = EngineTransport(store, "test", topology.rank, device=cpu(), timeout_s=20.0)
+    recorded = Recorded(engine)
+    strategy = TwoStageLoad(max_in_flight_mib=32, transport=recorded)
+    with made(topology, root, held, backend=ZarrBackend(), strategy=strategy) as checkpoints:
+        checkpoints.load_checkpoint()
+    assert all(same_bits(held[name], tensor) for name, tensor in state(5).items())
+    assert recorded.under_way == 0
+    engine.close()
+    return recorded.most
+
+
+def test_two_parcels_are_on_their_way_at_a_time(tmp_path: Path) -> None:
+    assert run_ranks(2, count_under_way, tmp_path, nodes=[1, 1]) == [2, 2]
+
+
+def test_a_transport_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="strategy.transport=pigeon: expected torch, engine or null"):
+        TwoStageLoad(transport="pigeon")

@@ -1,0 +1,270 @@
+"""What is exported is read, tensor by tensor and bit for bit, by plain safetensors and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import ckpt
+from ckpt import ShardedTensor, StateComponent, exporting
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.dtypes import raw_bytes, zarr_name
+from ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    MissingStateError,
+    StorageError,
+)
+from ckpt.exporting import Exported, Tensor, export, select, select_of_megatron
+from ckpt.job import use_topology
+from ckpt.topology import Topology
+from tests.golden.megatron.truth import truth
+from tests.ranks import run_threads
+from tests.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
+
+LARGE = 1 << 62
+ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
+
+
+def saved(root: Path, state: dict[str, Any], backend: Any = "zarr", key: str = "model") -> Path:
+    """A checkpoint of one rank."""
+    one = StateComponent(key, Held(state), "global")
+    return Path(coordinator(Topology.alone(), root, [one], backend=backend).save_checkpoint(checkpoint_id="1"))
+
+
+def exported(src: Path, dst: Path, most: int = LARGE, component: str | None = "model") -> Exported:
+    return export(select(src, component), dst, most)
+
+
+def as_stored(value: torch.Tensor) -> torch.Tensor:
+    """How a tensor is found in a file: the format knows no complex128."""
+    return torch.view_as_real(value) if value.dtype is torch.complex128 else value
+
+
+@pytest.mark.parametrize("backend", ["zarr", "ocdbt", ZarrBackend(compressors=ZSTD)], ids=["zarr", "ocdbt", "zstd"])
+def test_every_type_and_shape_is_read_by_name_bit_for_bit(tmp_path: Path, backend: Any) -> None:
+    shapes = ((), (0, 3), (7,), (90, 1000))
+    state = {f"{dtype}.{shape}".replace("torch.", ""): random_bits(shape, dtype, at) for dtype in ALL_DTYPES for at, shape in enumerate(shapes)}  # fmt: skip # noqa: E501
+    done = exported(saved(tmp_path, state, backend), tmp_path / "plain")
+    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["model.safetensors"] == list(done.files)
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert all(same_bits(found[name], as_stored(value)) for name, value in state.items())
+    assert sorted(done.as_pairs) == sorted(name for name in state if name.startswith("complex128"))
+    assert done.num_bytes == (tmp_path / "plain" / "model.safetensors").stat().st_size
+    with safe_open(tmp_path / "plain" / "model.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+
+
+def test_what_takes_more_becomes_several_files_and_an_index_as_hugging_face_has_it(tmp_path: Path) -> None:
+    sizes = {"a": 10, "b": 30, "c": 200, "d": 20, "e": 20, "f": 21}
+    state = {name: random_bits((size, 25), torch.float32, size) for name, size in sizes.items()}
+    done = exported(saved(tmp_path, state), tmp_path / "plain", 4000)
+    names = [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)]
+    assert list(done.files) == names
+    index = json.loads((tmp_path / "plain" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(value.nbytes for value in state.values())}
+    assert index["weight_map"] == dict(
+        zip(state, [names[0]] * 2 + [names[1]] + [names[2]] * 2 + [names[3]], strict=True)
+    )
+    assert index.keys() == {"metadata", "weight_map"}
+    for name, value in state.items():
+        assert same_bits(load_file(tmp_path / "plain" / index["weight_map"][name])[name], value)
+    assert sorted(path.name for path in (tmp_path / "plain").iterdir()) == [*names, "model.safetensors.index.json"]
+    assert done.num_bytes == sum(path.stat().st_size for path in (tmp_path / "plain").iterdir())
+
+
+def test_of_tied_tensors_the_first_is_written_and_the_others_are_told(tmp_path: Path) -> None:
+    wte = random_bits((300, 100), torch.bfloat16, 0)
+    src = saved(tmp_path, {"wte": {"weight": wte}, "lm_head": {"weight": wte}, "bias": torch.arange(5)})
+    selection = select(src, "model")
+    assert selection.aliases == {"lm_head.weight": "wte.weight"}
+    export(selection, tmp_path / "plain", LARGE)
+    assert load_file(tmp_path / "plain" / "model.safetensors").keys() == {"wte.weight", "bias"}
+
+
+def _save_of_ranks(topology: Topology, root: Path) -> None:
+    rows = slice(3 * topology.rank, 3 * topology.rank + 3)
+    tile = ShardedTensor.at(
+        "w", random_bits((12, 5000), torch.float32, 0)[rows].contiguous(), (12, 5000), (rows.start, 0)
+    )
+    small = random_bits((4, 4), torch.float32, 1)[topology.rank]
+    states = {
+        "model": {"w": tile, "small": ShardedTensor.at("small", small[None].clone(), (4, 4), (topology.rank, 0))},
+        "rng": {"state": random_bits((80,), torch.uint8, topology.rank), "seed": topology.rank},
+    }
+    components = [
+        StateComponent("model", Held(states["model"]), "sharded"),
+        StateComponent("rng", Held(states["rng"]), "per_rank"),
+    ]
+    coordinator(topology, root, components, backend="ocdbt").save_checkpoint(checkpoint_id="1")
+
+
+def test_what_four_ranks_hold_together_is_whole_tensors(tmp_path: Path) -> None:
+    run_threads(4, _save_of_ranks, tmp_path, agree_s=60.0)
+    src = tmp_path / "checkpoint-1"
+    exported(src, tmp_path / "plain")
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    assert same_bits(found["w"], random_bits((12, 5000), torch.float32, 0))
+    assert same_bits(found["small"], random_bits((4, 4), torch.float32, 1))
+    copies = "rank-00000, rank-00001, rank-00002, rank-00003"
+    with pytest.raises(
+        ConfigurationError,
+        match=f"rng is per_rank and holds {copies}; choose one copy, such as component=rng/rank-00000$",
+    ):
+        select(src, "rng")
+    exported(src, tmp_path / "rng", component="rng/rank-00002")
+    assert same_bits(load_file(tmp_path / "rng" / "model.safetensors")["state"], random_bits((80,), torch.uint8, 2))
+    exported(src, tmp_path / "all", component=None)
+    names = {"model/w", "model/small", *(f"rng/rank-0000{rank}/state" for rank in range(4))}
+    assert load_file(tmp_path / "all" / "model.safetensors").keys() == names
+
+
+@pytest.mark.parametrize("name", ["tp2", "dp2", "old-names", "zero-dim"])
+def test_tensors_that_megatron_core_wrote_are_exported_without_its_pickles(tmp_path: Path, name: str) -> None:
+    src = shutil.copytree(truth(name).path, tmp_path / "src")
+    for pickled in src.rglob("*.pt"):
+        pickled.write_bytes(b"?")
+    export(select_of_megatron(src, None), tmp_path / "plain", LARGE)
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    assert found.keys() == truth(name).tensors.keys()
+    assert all(same_bits(found[key], as_stored(tensor)) for key, tensor in truth(name).tensors.items())
+
+
+def test_of_a_sharded_state_dict_a_component_is_how_keys_begin(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    tensors = {
+        key: random_bits((5, 4), torch.float32, at)
+        for at, key in enumerate(("model.a", "model.b.c", "optimizer.model.a"))
+    }
+    with use_topology(Topology.alone()):
+        ckpt.save(
+            {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}, tmp_path / "src"
+        )
+    exported(tmp_path / "src", tmp_path / "plain")
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    assert found.keys() == {"a", "b.c"} and same_bits(found["b.c"], tensors["model.b.c"])
+    exported(tmp_path / "src", tmp_path / "all", component=None)
+    assert load_file(tmp_path / "all" / "model.safetensors").keys() == tensors.keys()
+    with pytest.raises(
+        MissingStateError,
+        match="holds no tensor of component=mode; it has model, optimizer. Choose another, or component=null",
+    ):
+        select(tmp_path / "src", "mode")
+
+
+def test_a_name_that_the_format_keeps_for_itself_is_told(tmp_path: Path) -> None:
+    done = exported(saved(tmp_path, {"__metadata__": torch.ones(3), "w": torch.ones(2)}), tmp_path / "plain")
+    assert done.renamed == {"__metadata__": "__metadata__[0:3]"}
+    assert load_file(tmp_path / "plain" / "model.safetensors").keys() == {"__metadata__[0:3]", "w"}
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_tensor_goes_over_in_pieces_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    root = tmp_path_factory.mktemp("pieces")
+    shape = tuple(data.draw(st.lists(st.integers(0, 6), max_size=3)))
+    value = random_bits(shape, data.draw(st.sampled_from(ALL_DTYPES)), 0)
+    most = data.draw(st.integers(16, 200))
+    src = saved(root, {"w": value})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "AT_ONCE_BYTES", most)
+        read = exporting._Read(select(src, "model").stored, lambda _: None)
+        rows = data.draw(st.integers(1, 4))
+        pieces = [bytes(piece) for piece in read(Tensor("w", "model/w", zarr_name(value.dtype), shape, rows))]
+    assert b"".join(pieces) == raw_bytes(value).numpy().tobytes()
+    assert all(len(piece) <= most for piece in pieces)
+    shutil.rmtree(root)
+
+
+def test_damage_is_found_and_nothing_appears(tmp_path: Path) -> None:
+    src = saved(tmp_path / "root", {"w": random_bits((300, 100), torch.float32, 0), "b": torch.ones(3)})
+    chunk = src / "model" / "w" / "c" / "0" / "0"
+    chunk.write_bytes(bytes(chunk.stat().st_size))
+    with pytest.raises(CorruptCheckpointError, match="model: w: bytes 0 to 120000 of .* are not those that were saved"):
+        exported(src, tmp_path / "plain")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["root"]
+
+
+def test_what_is_not_read_back_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    src = saved(tmp_path / "root", {"w": torch.ones(300, 100)})
+    write = exporting._write
+
+    def forgetful(file: Path, *args: Any) -> str:
+        digest = write(file, *args)
+        with file.open("r+b") as stream:
+            stream.seek(-1, os.SEEK_END)
+            stream.write(b"\xff")
+        return digest
+
+    monkeypatch.setattr(exporting, "_write", forgetful)
+    with pytest.raises(StorageError, match="is not what is read back: model.safetensors was changed"):
+        exported(src, tmp_path / "plain")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["root"]
+
+
+def test_mistakes_are_one_sentence_before_a_byte_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    src = saved(tmp_path / "root", {"w": torch.ones(3)})
+    (tmp_path / "taken").touch()
+    with pytest.raises(CheckpointExistsError, match="taken exists and is not empty"):
+        exported(src, tmp_path / "taken")
+    with pytest.raises(MissingStateError, match="holds no tensor of component=other; it has model. Choose another"):
+        select(src, "other")
+    with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
+        select(tmp_path, "model")
+    monkeypatch.setattr(exporting, "MOST_HEADER_BYTES", 100)
+    with pytest.raises(
+        ConfigurationError, match="model.safetensors would hold 1 tensors, .* set a smaller max_shard_size"
+    ):
+        exported(src, tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
+
+
+_MEASURED = """
+import sys, threading
+from pathlib import Path
+from ckpt.exporting import export, select
+
+def anonymous():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def watch():
+    while not ended.wait(0.002):
+        seen.append(anonymous())
+
+ended, seen = threading.Event(), [anonymous()]
+watcher = threading.Thread(target=watch)
+watcher.start()
+export(select(Path(sys.argv[1]), "model"), Path(sys.argv[2]), 300 << 20)
+ended.set()
+watcher.join()
+print(max(seen) - seen[0])
+"""
+
+
+@pytest.mark.full
+def test_memory_is_needed_for_a_piece_of_a_tensor(tmp_path: Path) -> None:
+    """One tensor of 512 MiB, and 64 MiB at once."""
+    src = saved(tmp_path / "root", {"w": random_bits((1 << 22, 32), torch.float32, 0)})
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", _MEASURED, str(src), str(tmp_path / "plain")]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert int(done.stdout) < 110 << 20
