@@ -19,8 +19,9 @@ import xxhash
 
 from ckpt.backends.base import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord, Previous, Written
 from ckpt.backends.files import make_durable, naming, padded_pieces
+from ckpt.backends.growing import Buffers
 from ckpt.backends.linked_values import LinkedValues
-from ckpt.backends.outlet import DIRECT_BYTES, Buffers, Outlet, OutletWriter, Stream
+from ckpt.backends.outlet import DIRECT_BYTES, Outlet, OutletWriter, Stream
 from ckpt.backends.pieces import Pieces
 from ckpt.backends.pool import Memories, has_pool_memory
 from ckpt.backends.safetensors_format import (

@@ -28,9 +28,10 @@ import xxhash
 from ckpt.backends.base import BLOCK_BYTES, DATABASE, ArraySpec, ChunkExtent, FileRecord, Previous, Writer, Written
 from ckpt.backends.directory import DirectoryWriter
 from ckpt.backends.files import make_durable, padded_pieces, remove_arrays
+from ckpt.backends.growing import Buffers
 from ckpt.backends.linked_values import LinkedValues
 from ckpt.backends.ocdbt_format import Value, manifest_of, tree_of
-from ckpt.backends.outlet import Buffers, Outlet, OutletWriter, Stream
+from ckpt.backends.outlet import Outlet, OutletWriter, Stream
 from ckpt.backends.pieces import Pieces
 from ckpt.backends.zarr_format import DOCUMENT, array_document, below, chunk_key, group_document, with_groups_above
 from ckpt.blocks import EMPTY_DIGEST

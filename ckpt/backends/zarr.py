@@ -27,7 +27,8 @@ from ckpt import zarr_dtypes
 from ckpt.backends.base import ArraySpec, Previous
 from ckpt.backends.directory import Describe, DirectoryWriter, Encode
 from ckpt.backends.files import remove_arrays
-from ckpt.backends.outlet import Buffers, Outlet
+from ckpt.backends.growing import Buffers
+from ckpt.backends.outlet import Outlet
 from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key
 from ckpt.box import Box, chunks_meeting
 from ckpt.dtypes import bits_of

@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.backends import outlet as module
-from ckpt.backends.outlet import ALIGNED, DIRECT_BYTES, Buffers, Outlet
+from ckpt.backends import growing
+from ckpt.backends.growing import ALIGNED, Buffers
+from ckpt.backends.outlet import DIRECT_BYTES, Outlet
 from ckpt.errors import ConfigurationError
 
 DATA = bytes(range(251)) * 12_000  # 3 MB, no piece of it like another
@@ -126,7 +127,7 @@ def test_a_file_system_that_refuses_direct_writes_gets_others_and_rank_0_says_so
 
     monkeypatch.setattr(os, call, refuse)
     if call == "pwrite":
-        monkeypatch.setattr(module, "_O_DIRECT", 0)  # so that it is taken on a file system of any kind
+        monkeypatch.setattr(growing, "O_DIRECT", 0)  # so that it is taken on a file system of any kind
     buffers = Buffers(buffer_mib=4, direct_io=True)
     buffers.direct_io = True
     with caplog.at_level(logging.WARNING, logger="ckpt"):

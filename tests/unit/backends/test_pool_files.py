@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt.backends.growing import Buffers
 from ckpt.backends.kimi_engine import KimiEngineBackend
-from ckpt.backends.outlet import Buffers, Outlet
+from ckpt.backends.outlet import Outlet
 from ckpt.backends.pool import Pool, PooledSave, PoolFile, has_pool_memory
 from ckpt.held import HeldFiles
 

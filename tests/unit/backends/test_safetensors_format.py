@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ckpt.backends import kimi_engine, outlet
+from ckpt.backends import growing, kimi_engine
 from ckpt.backends.base import ArraySpec, Content, Expected
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.safetensors_format import Header, entries_of, index_bytes, name_of, read_header, read_shard
@@ -263,7 +263,7 @@ def test_room_on_the_disk_is_asked_for_once_for_a_large_file_and_not_at_all_for_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(outlet, "reserve", lambda fd, offset, num_bytes: asked.append(num_bytes) is None)
+    monkeypatch.setattr(growing, "reserve", lambda fd, offset, num_bytes: asked.append(num_bytes) is None)
     small = [array(f"rng/rank-00000/{dtype}", random_bits((9,), dtype, 1)) for dtype in ALL_DTYPES]
     large = array("model/w", random_bits((600_000,), torch.float32, 1), 200_000)
     saved = save(KimiEngineBackend(pool=False), tmp_path, dict([*small, large]), ranks=(0,))
