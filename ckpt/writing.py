@@ -78,15 +78,16 @@ class Pack:
     Attributes:
         path: of the array.
         dtype: of all of them.
+        num_elements: of all of them together.
     """
 
     path: str
     dtype: str
     tasks: Sequence[PackTask]
+    num_elements: int = field(init=False)
 
-    @property
-    def num_elements(self) -> int:
-        return sum(task.box.num_elements for task in self.tasks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_elements", sum(task.box.num_elements for task in self.tasks))
 
 
 Item = ChunkTask | Pack

@@ -193,6 +193,7 @@ def test_all_contenders_find_every_bit_again_in_the_data_parallel_state(tmp_path
     assert list(result["medians"]) == names
 
 
+@pytest.mark.full
 def test_bytes_that_training_reached_end_the_benchmark(tmp_path: Path) -> None:
     cfg = small(tmp_path, ["sync"])
     sentence = "sync: what was loaded is not what the state was when the save was called"

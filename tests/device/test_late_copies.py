@@ -297,6 +297,7 @@ def _load_and_save_in_a_thread(topology: Topology, path: Path, root: Path, devic
     return str(outcomes[0])
 
 
+@pytest.mark.full
 def test_very_many_small_tensors_travel_together(tmp_path: Path, saved: Saved, device: str) -> None:
     many = tiny(20_000)
     (path,) = run_ranks(

@@ -103,7 +103,7 @@ def require_resumed(straight: dict[str, Any], *resumed: dict[str, Any]) -> None:
         assert one["state_digest"] == straight["state_digest"]
 
 
-# Each layout once, with backends, strategies and hosts spread over them
+# Each layout once, with backends, strategies and hosts spread over them; some in `full` alone, for they take long
 
 
 @pytest.mark.parametrize("device", [NPU, CUDA])
@@ -114,9 +114,9 @@ def require_resumed(straight: dict[str, Any], *resumed: dict[str, Any]) -> None:
         ("ddp", "ocdbt", "two-stage by the host", 1),
         ("accelerate", "zarr", "two-stage by the device", 1),
         ("fsdp", "file", "direct", 1),
-        ("hsdp", "zarr", "two-stage by the host", 2),
-        ("tp_fsdp", "ocdbt", "direct", 1),
-        ("ddp_tp", "zarr", "two-stage by the device", 2),
+        pytest.param("hsdp", "zarr", "two-stage by the host", 2, marks=pytest.mark.full),
+        pytest.param("tp_fsdp", "ocdbt", "direct", 1, marks=pytest.mark.full),
+        pytest.param("ddp_tp", "zarr", "two-stage by the device", 2, marks=pytest.mark.full),
         ("pipeline", "ocdbt", "two-stage by the device", 2),
         ("ddp_pipeline", "file", "two-stage by the host", 1),
     ],

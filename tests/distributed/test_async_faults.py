@@ -298,7 +298,8 @@ def _kill_writers(topology: Topology, root: Path, notes: Path, lives: int) -> li
     return failed
 
 
-@pytest.mark.parametrize("lives", [3, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("lives", [3, 40])
 def test_a_writer_that_is_killed_at_any_moment_fails_its_save_on_all_ranks_and_the_next_has_a_new_one(
     tmp_path: Path, lives: int
 ) -> None:

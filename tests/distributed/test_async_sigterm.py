@@ -68,7 +68,7 @@ def _require_ended(folder: Path, ranks: int, within_s: float) -> None:
 
 @pytest.mark.parametrize(
     ("moment", "setting"),
-    [(0, "thread, overlap"), (1, "process")]
+    [(0, "thread, overlap"), pytest.param(1, "process", marks=pytest.mark.full)]
     + [pytest.param(moment, [*SETTINGS][moment % 4], marks=pytest.mark.full) for moment in range(2, 22)],
 )
 def test_a_run_that_is_told_to_end_at_any_moment_ends_and_goes_on_from_its_newest_checkpoint(

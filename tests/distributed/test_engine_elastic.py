@@ -434,6 +434,7 @@ def _used_up(topology: Topology) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_weights_that_can_be_had_once_only_cannot_be_sent_again() -> None:
     found = run_ranks(3, _used_up, expect_dead=[2], timeout_s=60.0)
     assert found[0] == found[1]

@@ -43,7 +43,7 @@ def _spied(next_batch: Any, given: list[list[int]]) -> Any:
 @pytest.mark.parametrize(
     "dispatched",
     [
-        pytest.param((True, True, True), id="dispatched"),
+        pytest.param((True, True, True), id="dispatched", marks=pytest.mark.full),
         pytest.param((False, False, False), id="each rank its own"),
         pytest.param((True, False, True), id="by turns", marks=pytest.mark.full),
     ],

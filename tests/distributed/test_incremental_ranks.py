@@ -192,7 +192,11 @@ def test_another_number_of_ranks_goes_on_with_whole_checkpoints(
 
 @pytest.mark.parametrize(
     ("backend", "writer"),
-    [("zarr", "process"), ("ocdbt", "thread"), pytest.param("safetensors", "thread", marks=pytest.mark.full)],
+    [
+        pytest.param("zarr", "process", marks=pytest.mark.full),
+        ("ocdbt", "thread"),
+        pytest.param("safetensors", "thread", marks=pytest.mark.full),
+    ],
 )
 def test_saves_in_the_background_link_what_was_copied_unchanged(tmp_path: Path, backend: str, writer: str) -> None:
     (reports, _) = run_ranks(RANKS, _save_in_the_background, tmp_path, backend, writer, process_group=True)

@@ -87,7 +87,7 @@ def straight_and_resumed(folder: Path, backend: str, tied: bool) -> list[tuple[P
     ("layout", "backend", "tied"),
     [
         ("fsdp 3", "zarr", True),
-        ("tp_fsdp 4", "tensorstore", True),
+        pytest.param("tp_fsdp 4", "tensorstore", True, marks=pytest.mark.full),
         ("pipeline 3", "zarr", True),
         ("ddp_pipeline 4", "tensorstore", False),
         ("accelerate 3", "tensorstore", False),

@@ -187,7 +187,7 @@ def _grown(topology: Topology, root: Path, mib: int) -> tuple[float, int]:
     return memory.mib(), sum(tensor.nbytes for tensor in held.state.values()) >> 20
 
 
-@pytest.mark.parametrize("nodes", [[3], [2, 1]])
+@pytest.mark.parametrize("nodes", [pytest.param([3], marks=pytest.mark.full), [2, 1]])
 def test_memory_in_flight_stays_within_its_setting(tmp_path: Path, nodes: list[int]) -> None:
     """S1.48: what is on its way is bounded, however large the state; a rank also sees what its neighbours give."""
     for grown, loaded in run_ranks(3, _grown, tmp_path, 16, nodes=nodes, process_group=True):

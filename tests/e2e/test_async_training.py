@@ -47,10 +47,8 @@ def _require_saves(run_dir: Path, steps: list[int]) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "setting",
-    ["process, overlap", *(pytest.param(one, marks=pytest.mark.full) for one in SETTINGS if one != "process, overlap")],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_the_command_trains_as_without_saves_in_the_background_and_tells_of_each_and_goes_on(
     tmp_path: Path, straight: Run, setting: str
 ) -> None:

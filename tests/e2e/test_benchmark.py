@@ -72,7 +72,8 @@ def test_everybody_takes_part_loads_the_right_bits_and_is_told_of(
     assert all(word in table for word in ("tensorstore/two-stage", "best raw", "direct /", "safetensors-one-file /"))
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("tp_fsdp", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", ["fsdp", "tp_fsdp"])
 def test_what_four_ranks_saved_two_load(parallel: str, tmp_path: Path) -> None:
     names = ["raw", "safetensors", "dcp", "zarr"]
     cfg = config(tmp_path, "workload=reshard", f"parallel={parallel}", ranks=4, names=names)

@@ -49,6 +49,7 @@ def test_two_ranks_train_and_go_on_to_the_bit(tmp_path: Path) -> None:
     assert after["state_digest"] == before["state_digest"]
 
 
+@pytest.mark.full
 def test_kimi_gives_weights_from_one_npu_to_another(tmp_path: Path) -> None:
     """checkpoint-engine asks `npu-smi` which chip a process uses, and takes the stand-in for what it is made for."""
     start = ["-m", "recipes.sync_weights", "device=npu", "engine.bucket_mib=1", f"data.path={TEXT}"]
@@ -123,6 +124,7 @@ def test_the_copies_of_a_device_are_measured_beside_plain_ones(tmp_path: Path) -
 # What cannot be
 
 
+@pytest.mark.full
 def test_more_ranks_than_devices_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
     command = begin(tmp_path / "run", *SMALL, ranks=2, NPU_SIM_DEVICES="1").ended()
     assert re.fullmatch(

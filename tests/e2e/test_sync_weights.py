@@ -236,6 +236,7 @@ def test_a_rollout_that_is_killed_ends_the_run_with_its_name(tmp_path: Path) -> 
     assert not (tmp_path / "summary.json").exists()
 
 
+@pytest.mark.full
 def test_as_a_command_it_says_what_it_does(tmp_path: Path) -> None:
     start = ["-m", "recipes.sync_weights", f"output_dir={tmp_path / 'run'}", f"data.path={TEXT}"]
     command = Command(start, ("train.steps=2",), tmp_path, {}).ended()
