@@ -145,6 +145,7 @@ def test_a_run_tells_its_progress_and_leaves_a_summary(command: Command, tmp_pat
     assert all(save["bytes"] > 12e6 and save["save_s"] >= save["blocked_s"] > 0 for save in found["checkpoints"])
 
 
+@pytest.mark.full
 def test_a_resumed_run_equals_the_straight_one_bit_for_bit_and_says_what_has_changed(command: Command) -> None:
     command(*SMALL, "run_name=straight", "train.steps=6", "save.every=3")
     command(*SMALL, "train.steps=3", "save.every=3")

@@ -117,7 +117,7 @@ def require_resumed(straight: dict[str, Any], *resumed: dict[str, Any]) -> None:
         pytest.param("hsdp", "zarr", "two-stage by the host", 2, marks=pytest.mark.full),
         pytest.param("tp_fsdp", "ocdbt", "direct", 1, marks=pytest.mark.full),
         pytest.param("ddp_tp", "zarr", "two-stage by the device", 2, marks=pytest.mark.full),
-        ("pipeline", "ocdbt", "two-stage by the device", 2),
+        pytest.param("pipeline", "ocdbt", "two-stage by the device", 2, marks=pytest.mark.full),
         ("ddp_pipeline", "file", "two-stage by the host", 1),
     ],
 )

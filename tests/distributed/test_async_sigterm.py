@@ -137,7 +137,8 @@ def test_a_save_that_takes_less_than_the_grace_is_committed_before_the_process_e
     require_sound(root, ["checkpoint-1", "checkpoint-2"])
 
 
-@pytest.mark.parametrize("writer", ["process", pytest.param("thread", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("writer", ["process", "thread"])
 def test_a_save_that_takes_longer_is_given_up_and_the_one_before_stays(tmp_path: Path, writer: str) -> None:
     root = tmp_path / "root"
     arguments = (root, tmp_path, "hangs", writer, 1.0, [0, 1])

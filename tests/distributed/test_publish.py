@@ -256,6 +256,7 @@ def die_before_publishing(topology: Topology, root: Path) -> float:
         return time.monotonic() - began
 
 
+@pytest.mark.full
 def test_a_trainer_that_is_gone_is_named_by_the_others_and_nothing_is_sent(tmp_path: Path) -> None:
     took = run_ranks(3, die_before_publishing, tmp_path, expect_dead=[1], agree_s=5.0)
     assert max(seconds for seconds in took if isinstance(seconds, float)) < 15

@@ -100,6 +100,7 @@ def test_small_tensors_are_held_by_all_or_each_by_one(sharing: str, tmp_path: Pa
     assert result["loaded_bytes"] == 101 * 4096 * (2 if sharing == "replicated" else 1)
 
 
+@pytest.mark.full
 def test_through_a_slow_store_bytes_decide(tmp_path: Path) -> None:
     names = ["zarr", "zarr/two-stage"]
     cfg = config(tmp_path, "workload=slow_store", "benchmark.store_mib_s=20", ranks=2, names=names)

@@ -28,6 +28,7 @@ SUMMARY_KEYS = {
 LAYOUTS = {"single": (1, ["parallel=single"]), "ddp 1": (1, []), "ddp 2": (2, []), "ddp 3": (3, []), "ddp 4": (4, [])}
 
 
+@pytest.mark.full
 def test_three_tied_ranks_saved_by_one_backend_go_on_with_the_other_to_the_bit(tmp_path: Path) -> None:
     tied = "model.tie_embeddings=true"
     straight = run(tmp_path / "straight", "train.steps=5", "save.every=2", tied, ranks=3)
