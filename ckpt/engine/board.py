@@ -206,10 +206,11 @@ class Board:
         waiting, found, until = set(numbers), dict[int, Any](), time.monotonic() + patience_s
         with self._reached():
             while waiting and time.monotonic() < until:
+                dead = self.dead(waiting)  # first: one that has answered, and left since, has answered
                 for number in sorted(waiting):
                     if (said := self._mailbox.peek(f"reply/{number}")) is not None:
                         found[number] = json.loads(said)
-                waiting -= {*found, *(self.dead(waiting) if waiting else ())}
+                waiting -= {*found, *dead}
                 time.sleep(_NAP_S if waiting else 0)
         return found
 
