@@ -23,7 +23,6 @@ from ckpt.overlap import Optimizers
 from ckpt.provider import Provider, components_of, groups_of
 from ckpt.publishing import Publisher, WeightSender
 from ckpt.reading.base import LoadingStrategy
-from ckpt.reading.two_stage import TwoStageLoad
 from ckpt.report import LoadReport, Status
 from ckpt.save_settings import SaveSettings
 from ckpt.saving import Saver, SaveReport, SaveTarget
@@ -128,9 +127,8 @@ class CheckpointCoordinator:
             delete=self._background.delete if self._background is not None else None,
             keeper=self._keeper,
         )
-        self._two_stage = strategy if isinstance(strategy, TwoStageLoad) else None
-        if self._two_stage is not None:
-            self._two_stage.go_with(backend)
+        self._strategy = strategy
+        self._strategy.go_with(backend)
         self._loader = Loader(
             components, topology, strategy, device, verify=verify, allow_pickle=allow_pickle, keeper=self._keeper
         )
@@ -293,8 +291,7 @@ class CheckpointCoordinator:
         self._optimizers.close()
         if self._background is not None:
             self._background.close()
-        if self._two_stage is not None:
-            self._two_stage.close()
+        self._strategy.close()
         if self._publisher is not None:
             self._publisher.close()
         if self._keeper is not None:

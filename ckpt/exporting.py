@@ -37,6 +37,7 @@ from ckpt.manifest import SHARDED, CheckpointManifest
 from ckpt.megatron.chunks import MegatronChunks
 from ckpt.megatron.layout import headless
 from ckpt.megatron.zarr import MegatronZarr
+from ckpt.memory import Scratch
 from ckpt.reading.base import ReadRequest, Stored, StoredCheckpoint
 from ckpt.reading.direct import DirectLoad
 from ckpt.report import some_of
@@ -267,7 +268,7 @@ class _Read:
         self._topology = Topology.alone(progress)
         self._device = Device(type="cpu", collectives="gloo")
         self._strategy = DirectLoad()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = Scratch()
 
     def __call__(self, tensor: Tensor) -> Iterator[memoryview]:
         """Yield the bytes of a tensor, checked, in order; each piece is good until the next."""
@@ -290,9 +291,7 @@ class _Read:
 
     def _memory_for(self, num_elements: int, dtype: str) -> torch.Tensor:
         num_bytes = num_elements * item_bytes(dtype)
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._memory[:num_bytes].view(torch_dtype(dtype))
+        return self._memory.flat(num_bytes).view(torch_dtype(dtype))
 
 
 def _elements_at_once(tensor: Tensor) -> int:

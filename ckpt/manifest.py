@@ -8,6 +8,7 @@ text and back, and refuses text whose digest is wrong; it decides nothing.
 from __future__ import annotations
 
 import json
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ import xxhash
 from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.box import Box
 from ckpt.collector import collector_paused
+from ckpt.dtypes import item_bytes
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 
 FORMAT_VERSION = 1
@@ -72,6 +74,11 @@ class ArrayEntry:
     writers: tuple[tuple[int, int, int], ...] = ()
     packed_in: tuple[int, ...] = ()
     alias_of: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
 
     def writer_of(self, chunk: int) -> int:
         """Return the rank whose index knows where row-major `chunk` lies."""

@@ -46,6 +46,19 @@ def staging_memory(num_bytes: int) -> torch.Tensor:
     return pinned(num_bytes) if uses_accelerator() else HostMemory().empty((num_bytes,), torch.uint8)
 
 
+class Scratch:
+    """Memory for one thing after the other, each in the place of the one before; it grows. One thread."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def flat(self, num_bytes: int) -> torch.Tensor:
+        """So many bytes, flat uint8, with anything in them; those that were given out before are not to be used any more."""
+        if len(self._memory) < num_bytes:
+            self._memory = staging_memory(num_bytes)
+        return self._memory[:num_bytes]
+
+
 def _mapped(num_bytes: int) -> mmap.mmap:
     """Anonymous private memory; whole huge pages, so that what is not touched costs nothing."""
     mapped = mmap.mmap(-1, -(-num_bytes // _PAGE) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

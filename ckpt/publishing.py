@@ -24,7 +24,7 @@ from ckpt.errors import CorruptCheckpointError, MissingStateError
 from ckpt.held import HeldFiles
 from ckpt.keeping import HeldStep, Keeper
 from ckpt.manifest import ArrayEntry, index_name
-from ckpt.memory import staging_memory
+from ckpt.memory import Scratch
 from ckpt.reading.base import ReadRequest, StoredCheckpoint
 from ckpt.sharing import OWN_COPIES, SharingPattern
 from ckpt.topology import Topology
@@ -38,12 +38,16 @@ class WeightSender(Protocol):
 
 
 class HostMemoryMap:
-    """The memory of the ranks of this host, mapped; kept from one publication to the next, for as long as it is used again."""
+    """The memory of the ranks of this host, mapped; kept from one publication to the next, for as long as it is used again.
+
+    Attributes:
+        scratch: for a tensor that is put together.
+    """
 
     def __init__(self) -> None:
         self._mapped: dict[tuple[str, int], torch.Tensor] = {}
         self._used: set[tuple[str, int]] = set()
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self.scratch = Scratch()
 
     def of(self, file: str, held: HeldFiles) -> torch.Tensor | None:
         """The bytes of a file, flat; None: it is not held. They change when the rank that holds it saves again."""
@@ -64,12 +68,6 @@ class HostMemoryMap:
                 os.close(fd)
         self._used.add(key)
         return self._mapped[key]
-
-    def scratch(self, num_bytes: int) -> torch.Tensor:
-        """Memory for a tensor that is put together; always the same."""
-        if len(self._scratch) < num_bytes:
-            self._scratch = staging_memory(num_bytes)
-        return self._scratch[:num_bytes]
 
     def forget_unused(self) -> None:
         """Let go of what nobody has asked for since the last time."""
@@ -118,7 +116,7 @@ class HeldWeights:
 
     def _whole(self, key: str, entry: ArrayEntry) -> torch.Tensor:
         dtype = torch_dtype(entry.dtype)
-        out = self._memory.scratch(math.prod(entry.shape) * dtype.itemsize).view(dtype).view(entry.shape)
+        out = self._memory.scratch.flat(math.prod(entry.shape) * dtype.itemsize).view(dtype).view(entry.shape)
         for stored in self._checkpoint.parts(ReadRequest(self._start + key, key, whole(entry.shape), out)):
             part = stored.part
             region = self._bytes_of(stored.chunk)[part.base :][: math.prod(part.region) * dtype.itemsize]

@@ -38,11 +38,12 @@ from ckpt.manifest import (
     digest_of,
     index_name,
 )
+from ckpt.memory import Scratch
 from ckpt.names import PLAIN_NAME
 from ckpt.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan
 from ckpt.sharded.folder import Given
 from ckpt.sharing import StateComponent
-from ckpt.stored import read_index, read_listed_file, read_manifest
+from ckpt.stored import read_index, read_listed_file, read_manifest, read_plain_file
 from ckpt.topology import Topology
 from ckpt.verify import Names, examine
 from ckpt.version import __version__
@@ -140,7 +141,7 @@ class _Rewriting:
             for key, one in manifest.components.items()
         }
         self._owned = _owned_by_rank(manifest)
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = Scratch()
 
     def run(self) -> CheckpointManifest:
         """Write every rank's files, and the record of them, durably."""
@@ -256,9 +257,7 @@ class _Rewriting:
 
     def _memory_for(self, box: Box, dtype: str) -> torch.Tensor:
         num_bytes = box.num_elements * item_bytes(dtype)
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._memory[:num_bytes].view(torch_dtype(dtype)).view(box.shape)
+        return self._memory.flat(num_bytes).view(torch_dtype(dtype)).view(box.shape)
 
     def _digests(self, one: _Stored, extent: ChunkExtent, clipped: tuple[int, ...]) -> list[tuple[int, ...]] | None:
         """Those that the chunk will have in the new checkpoint, if they are known."""
@@ -280,16 +279,9 @@ class _Rewriting:
             for prefix, writer in one.plain_in.items()
             if writer == index.rank
         }
-        return {path: (key, self._small_file(path, index)) for path, key in paths.items()}
-
-    def _small_file(self, path: str, index: Index) -> bytes:
-        if path in self._manifest.files:
-            return read_listed_file(self._src, self._manifest, path)
-        file, record = self._src / path, index.files.get(path)
-        data = file.read_bytes() if file.is_file() else b""
-        if record is None or (record.size, record.rest) != (len(data), digest_of(data)):
-            raise CorruptCheckpointError(f"{path} is missing or not as rank {index.rank} wrote it", file=path)
-        return data
+        return {
+            path: (key, read_plain_file(self._src, self._manifest, path, lambda: index)) for path, key in paths.items()
+        }
 
     def _lead_files(self, votes: Sequence[Vote]) -> dict[str, tuple[int, str]]:
         """Join the arrays and write what is left; return all files that stand in the manifest."""

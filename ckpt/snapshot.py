@@ -302,7 +302,7 @@ def arena_bytes(share: Share, *, is_pinned: bool, placed: Collection[int] = ()) 
 
 def _bytes_of(share: Share, item: Item) -> list[int]:
     if isinstance(item, Pack):
-        return [item.num_elements * torch_dtype(item.dtype).itemsize]
+        return [share.item_bytes(item)]
     itemsize = torch_dtype(share.arrays[item.name].dtype).itemsize
     return [box.num_elements * itemsize for box in item.own]
 

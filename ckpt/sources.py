@@ -18,7 +18,7 @@ from ckpt.names import PLAIN_NAME
 from ckpt.reading.base import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint
 from ckpt.reading.direct import DirectLoad
 from ckpt.sharing import OWN_COPIES, SharingPattern, StateComponent, copy_prefix
-from ckpt.stored import check_file, read_listed_file
+from ckpt.stored import check_file, read_listed_file, read_plain_file
 from ckpt.topology import Topology
 from ckpt.verify import Names
 
@@ -172,23 +172,16 @@ class CommittedSource:
         if writer is None:
             return {}
         path = f"{component.key}/{prefix}{PLAIN_NAME}"
-        if path in self._manifest.files:
-            data = read_listed_file(self._checkpoint.root, self._manifest, path, self._held)
-        else:
-            data = self._held.or_disk(path, lambda: self._read_plain(path, writer, saved.key))
+        data = read_plain_file(
+            self._checkpoint.root,
+            self._manifest,
+            path,
+            lambda: self._checkpoint.index(writer),
+            self._held,
+            component=saved.key,
+        )
         rows = json.loads(data)
         return {".".join(str(part[0] if isinstance(part, list) else part) for part in row[0]): row for row in rows}
-
-    def _read_plain(self, path: str, writer: int, component: str) -> bytes:
-        """A file of plain values that another rank than the lead wrote."""
-        record = self._checkpoint.index(writer).files.get(path)
-        file = self._checkpoint.root / path
-        data = self._held.read(path)
-        if data is None:
-            data = file.read_bytes() if record is not None and file.is_file() else b""
-        if record is None or len(data) != record.size or digest_of(data) != record.rest:
-            raise CorruptCheckpointError(f"{path} is missing or not as rank {writer} wrote it", component=component)
-        return data
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
         """Check size and loose bytes of the checkpoint's files, each file on one rank; arrays are checked when read.

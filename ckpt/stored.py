@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import xxhash
@@ -76,6 +76,42 @@ def read_index(checkpoint_dir: Path, manifest: CheckpointManifest, rank: int, he
     if path not in manifest.files:  # a later generation, or none
         path = manifest.index_paths().get(rank, path)
     return Index.from_bytes(read_listed_file(checkpoint_dir, manifest, path, held))
+
+
+def read_plain_file(
+    checkpoint_dir: Path,
+    manifest: CheckpointManifest,
+    path: str,
+    index_of: Callable[[], Index],
+    held: HeldFiles = NOTHING_HELD,
+    *,
+    component: str | None = None,
+) -> bytes:
+    """Read a file of plain values, and check it: the lead's stand in the manifest, those of other ranks in their indexes.
+
+    Args:
+        index_of: that of the rank that wrote it, where it is wanted.
+        held: what is in memory.
+        component: whose values they are, for the error.
+
+    Raises:
+        CorruptCheckpointError: it is missing, or not as it was written.
+    """
+    if path in manifest.files:
+        return read_listed_file(checkpoint_dir, manifest, path, held)
+    index = index_of()
+
+    def read() -> bytes:
+        file, record, data = checkpoint_dir / path, index.files.get(path), held.read(path)
+        if data is None:
+            data = file.read_bytes() if record is not None and file.is_file() else b""
+        if record is None or (record.size, record.rest) != (len(data), digest_of(data)):
+            raise CorruptCheckpointError(
+                f"{path} is missing or not as rank {index.rank} wrote it", component=component, file=path
+            )
+        return data
+
+    return held.or_disk(path, read)
 
 
 def check_file(

@@ -153,16 +153,13 @@ class Share:
         }
         self.packed_shapes = {task.name: plan.arrays[task.name].shape for task in tasks.packs}
         # A description of an array is written by who has its first chunk. One without chunks, and the groups, are the lead's.
-        self.described = [
-            ArraySpec(path_of(name, components), array.dtype, array.shape, array.grid)
+        described = {
+            name: ArraySpec(path_of(name, components), array.dtype, array.shape, array.grid)
             for name, array in plan.arrays.items()
             if array.grid is not None and (array.writers[0] if array.writers else 0) == self.rank
-        ]
-        self._key_of = {
-            path_of(name, components): name.removeprefix(folder_of(name, components))
-            for name, array in plan.arrays.items()
-            if name in self.arrays or 0 in array.shape
         }
+        self.described = list(described.values())
+        self._empty = {name: array for name, array in described.items() if 0 in array.shape}
         self.groups: set[str] | None = None
         if topology.is_lead:
             self.groups = {folder.removesuffix("/") for folder in folders_of(plan.arrays, components)}
@@ -198,10 +195,9 @@ class Share:
                 yield Expected(self.array_of(item), 0 if item.num_elements else None, contents)
             else:
                 array = self.arrays[item.name]
-                yield Expected(array, item.number, [Content(self._key_of[array.path], array.shape, item.box)])
-        for array in self.described:
-            if 0 in array.shape:
-                yield Expected(array, None, [Content(self._key_of[array.path], array.shape, whole(array.shape))])
+                yield Expected(array, item.number, [Content(_key_of(item.name, array), array.shape, item.box)])
+        for name, array in self._empty.items():
+            yield Expected(array, None, [Content(_key_of(name, array), array.shape, whole(array.shape))])
 
     @collector_paused()
     def write(
@@ -359,6 +355,11 @@ def plain_files(
         if rows and topology.rank == next(r for r in holders_of(component, topology) if topology.rank in r)[0]:
             files[f"{key}/{prefix_of(component, topology)}{PLAIN_NAME}"] = (key, _plain_to_bytes(rows))
     return files
+
+
+def _key_of(name: str, array: ArraySpec) -> str:
+    """The key of a tensor of its own: what its name has behind the folder of its array."""
+    return name.removeprefix(array.path.rpartition("/")[0] + "/")
 
 
 def _packs(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -14,19 +15,25 @@ from rich.filesize import decimal
 
 from ckpt.appearing import require_free
 from ckpt.backends.base import Backend
+from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.dtypes import item_bytes
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.exporting import Selection, export, select, select_of_megatron
-from ckpt.manifest import MANIFEST_NAME, ArrayEntry
+from ckpt.manifest import MANIFEST_NAME
 from ckpt.megatron.zarr import is_megatron_zarr
 from ckpt.rewriting import rewrite
 from recipes.converting_megatron import convert_megatron
 from recipes.reading import printable
 
 SAFETENSORS = "safetensors"
-_FORMATS = ("zarr", "tensorstore", "kimi-engine")
+_BACKENDS: dict[str, Callable[[], Backend]] = {
+    "zarr": ZarrBackend,
+    "tensorstore": TensorStoreBackend,
+    "kimi-engine": partial(
+        KimiEngineBackend, pool=False
+    ),  # the process ends when it is done: nothing is to be kept in memory
+}
 _OF_SHARDED = ("zarr", "tensorstore")
 """What Megatron-Core's zarr checkpoints can become: those of a sharded state dict."""
 _UNITS = {"": 1, "B": 1} | {
@@ -139,8 +146,8 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
             raise ConfigurationError(f"no {name} is given; add {name}=<{what}>")
     keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ConvertKeys), cfg))
     assert isinstance(keys, ConvertKeys)
-    if keys.to not in (*_FORMATS, SAFETENSORS):
-        raise ConfigurationError(f"to={keys.to} is not known; choose {', '.join(_FORMATS)} or {SAFETENSORS}")
+    if keys.to not in (*_BACKENDS, SAFETENSORS):
+        raise ConfigurationError(f"to={keys.to} is not known; choose {', '.join(_BACKENDS)} or {SAFETENSORS}")
     shard_bytes(keys.max_shard_size)
     return keys
 
@@ -223,7 +230,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _cross(keys: ConvertKeys) -> Crossed:
-    done = rewrite(Path(keys.src), Path(keys.dst), _backend(keys.to))
+    done = rewrite(Path(keys.src), Path(keys.dst), _BACKENDS[keys.to]())
     arrays = [entry for entry in done.manifest.arrays.values() if entry.alias_of is None]
     return Crossed(
         src=keys.src,
@@ -231,29 +238,10 @@ def _cross(keys: ConvertKeys) -> Crossed:
         to=keys.to,
         components=list(done.manifest.components),
         arrays=len(arrays),
-        array_bytes=sum(map(_num_bytes, arrays)),
+        array_bytes=sum(entry.num_bytes for entry in arrays),
         num_files=done.num_files,
         num_bytes=done.num_bytes,
     )
-
-
-def _backend(to: str) -> Backend:
-    """What writes this format. It keeps nothing in memory: the process ends when it is done."""
-    if to == "zarr":
-        return ZarrBackend()
-    if to == "tensorstore":
-        return TensorStoreBackend()
-    try:
-        from ckpt.backends.kimi_engine import KimiEngineBackend
-    except ImportError as error:
-        raise ConfigurationError(
-            f"to={to} needs the package {error.name}, which is not installed: pip install {error.name}"
-        ) from error
-    return KimiEngineBackend(pool=False)
-
-
-def _num_bytes(entry: ArrayEntry) -> int:
-    return math.prod(entry.shape) * item_bytes(entry.dtype)
 
 
 def _export(keys: ConvertKeys, selection: Selection) -> Plain:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,6 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from ckpt.dtypes import item_bytes
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, sentence
 from ckpt.incremental import DiskUse, disk_use, linked_with
 from ckpt.ledger import Committed, Ledger
@@ -184,9 +182,7 @@ def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, A
         "topology": manifest.topology,
         "training_args_hash": manifest.training_args_hash,
         "components": {key: component.to_json() for key, component in manifest.components.items()},
-        "arrays": {
-            name: entry.to_json() | {"size_bytes": _size_bytes(entry)} for name, entry in manifest.arrays.items()
-        },
+        "arrays": {name: entry.to_json() | {"size_bytes": entry.num_bytes} for name, entry in manifest.arrays.items()},
         "below": {folder: _checkpoint_as_json(path / folder, one) for folder, one in _below(path, manifest).items()},
     }
 
@@ -229,7 +225,7 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse) -> 
             num_arrays, size = str(len(one.arrays_of(key))), decimal(component.size_bytes)
             add_row(components, key, *_component_cells(component), num_arrays, size)
         for name, entry in one.arrays.items():
-            add_row(arrays, name, entry.dtype, _shape(entry.shape), decimal(_size_bytes(entry)), _where(entry))
+            add_row(arrays, name, entry.dtype, _shape(entry.shape), decimal(entry.num_bytes), _where(entry))
     console().print(Text(printable(head)), components, arrays, sep="\n")
 
 
@@ -245,10 +241,6 @@ def _where(entry: ArrayEntry) -> str:
         return f"packed by {_ranks(entry.packed_in)}"
     writers = _ranks(rank for rank, _, _ in entry.writers)
     return f"{entry.store} {entry.path} in chunks of {_shape(entry.grid or ())} by {writers}"
-
-
-def _size_bytes(entry: ArrayEntry) -> int:
-    return math.prod(entry.shape) * item_bytes(entry.dtype)
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from ckpt.engine.membership import Rendezvous
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
 from ckpt.topology import Topology
+from recipes.config import AgreeKeys
 
 
 @dataclass
@@ -24,8 +25,9 @@ class RoleKeys:
 
 
 @dataclass
-class AgreeKeys:
-    timeout_s: float = MISSING
+class AgreeWithGraceKeys(AgreeKeys):
+    """Those of a run that saves nothing, or not always: `save.grace_s` goes by this."""
+
     grace_s: float = MISSING
 
 

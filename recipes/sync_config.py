@@ -12,7 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
 from recipes.config import AT_RUN_TIME, LaunchKeys, LoadKeys, RunKeys, bind, check_batch, checked, made
-from recipes.roles import AgreeKeys, RoleKeys, check_roles
+from recipes.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 
 PUBLISH = ("live", "saved")
 
@@ -27,7 +27,7 @@ class SyncKeys(RunKeys):
     """Those of a training run, and those of giving its weights away."""
 
     roles: ColocatedRoleKeys = field(default_factory=ColocatedRoleKeys)
-    agree: AgreeKeys = field(default_factory=AgreeKeys)  # type: ignore[assignment]  # one key more than training's
+    agree: AgreeWithGraceKeys = field(default_factory=AgreeWithGraceKeys)  # one key more than training's
     engine: dict[str, Any] = MISSING
     publish: str = MISSING
     ckpt: dict[str, Any] | None = None  # type: ignore[assignment]  # a run that saves nothing

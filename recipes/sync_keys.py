@@ -14,7 +14,7 @@ from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.errors import CheckpointError, ConfigurationError
 from recipes.benchmarking import require_counts, typed_keys
 from recipes.config import AT_RUN_TIME, bind, made
-from recipes.roles import AgreeKeys, RoleKeys, check_roles
+from recipes.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi": ("kimi_ckpt_engine", {"transport": "pipelined"}),
@@ -40,7 +40,7 @@ class RunKeys:
     output_dir: str = MISSING
     run_dir: str = MISSING
     roles: RoleKeys = field(default_factory=RoleKeys)
-    agree: AgreeKeys = field(default_factory=AgreeKeys)
+    agree: AgreeWithGraceKeys = field(default_factory=AgreeWithGraceKeys)
     device: dict[str, Any] = MISSING
 
 

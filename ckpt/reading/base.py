@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ckpt.backends.base import ArraySpec, ChunkExtent, stored_shape
+from ckpt.backends.base import ArraySpec, Backend, ChunkExtent, stored_shape
 from ckpt.backends.registry import backend_of_store
 from ckpt.box import Box, overlap, whole
 from ckpt.device import Device
@@ -205,6 +205,12 @@ class LoadingStrategy(Protocol):
         verify: bool,
     ) -> Reading:
         """Work out who reads what. All ranks call it, outside of a phase, each with its own requests, which may be none."""
+
+    def go_with(self, backend: Backend) -> None:
+        """Take from a run's backend what loads spread by, where it brings something and nothing else has been chosen."""
+
+    def close(self) -> None:
+        """Let go of what is kept from load to load; nothing is under way."""
 
 
 def in_flight_bytes(max_in_flight_mib: int) -> int:

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import torch
 
+from ckpt.backends.base import Backend
 from ckpt.collector import collector_paused
 from ckpt.copies import Filling
 from ckpt.device import Device
@@ -40,6 +41,12 @@ class DirectLoad:
     ) -> DirectReading:
         """See `LoadingStrategy.prepare`; there is nothing to agree on, so any rank may call it, anywhere."""
         return DirectReading(requests, checkpoint, topology, verify, self._slab_bytes, self._read_at)
+
+    def go_with(self, backend: Backend) -> None:
+        """See `LoadingStrategy.go_with`: nothing travels between ranks."""
+
+    def close(self) -> None:
+        """See `LoadingStrategy.close`: nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)

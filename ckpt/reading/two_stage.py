@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from ckpt.backends.base import Backend
 from ckpt.device import Device, device_memory_within, pinned
 from ckpt.errors import ConfigurationError
 from ckpt.extents import ALIGNMENT, ReadAt
@@ -92,8 +93,8 @@ class TwoStageLoad:
         self._torch_groups: dict[Any, dict[int, dist.ProcessGroup]] = {}
         self.timers: Timers = defaultdict(list)
 
-    def go_with(self, backend: Any) -> None:
-        """Take the transport that goes with a backend, if none has been chosen."""
+    def go_with(self, backend: Backend) -> None:
+        """See `LoadingStrategy.go_with`: the transport."""
         self._transport = self._transport or getattr(backend, "transport", None)
 
     @timed()
@@ -171,7 +172,7 @@ class TwoStageLoad:
         return summary
 
     def close(self) -> None:
-        """Let go of what is kept from load to load; nothing is under way."""
+        """See `LoadingStrategy.close`."""
         engine, self._engine_transport = self._engine_transport, None
         if engine is not None:
             engine.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from ckpt.backends.base import DATABASE, FileRecord
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr_format import DOCUMENT
-from ckpt.dtypes import item_bytes
 from ckpt.durable import replace_durably, write_durably
 from ckpt.errors import CorruptCheckpointError
 from ckpt.manifest import (
@@ -229,7 +227,7 @@ def _correct_component(
 ) -> None:
     """Say of the component what is true of the rest of it."""
     component = manifest.components[SHARDED]
-    num_bytes = sum(math.prod(entry.shape) * item_bytes(entry.dtype) for entry in gone.values())
+    num_bytes = sum(entry.num_bytes for entry in gone.values())
     wrote = [rank for rank in sorted(indexes) if indexes[rank].chunks]
     checksums = [
         checksums_of(indexes[rank], {}, [SHARDED])[SHARDED] if rank in wrote else ""
