@@ -11,19 +11,36 @@ import json
 import math
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from json.encoder import encode_basestring_ascii as _quoted
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 import xxhash
 
 from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.box import Box
 from ckpt.collector import collector_paused
+from ckpt.consistency import check_extents, check_manifest, check_pieces, checked_place, hex_digits
 from ckpt.dtypes import item_bytes
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.strict_json import (
+    MAX_RANKS,
+    Count,
+    Digest,
+    Rank,
+    Refused,
+    Shape,
+    Side,
+    corrupt,
+    fit,
+    num_keys,
+    parse,
+    refusing,
+)
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "checkpoint_manifest.json"
@@ -67,12 +84,12 @@ class ArrayEntry:
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     store: str | None = None
     path: str | None = None
-    grid: tuple[int, ...] | None = None
-    writers: tuple[tuple[int, int, int], ...] = ()
-    packed_in: tuple[int, ...] = ()
+    grid: tuple[Side, ...] | None = None
+    writers: tuple[tuple[Rank, Count, Side], ...] = ()
+    packed_in: tuple[Rank, ...] = ()
     alias_of: str | None = None
 
     @property
@@ -101,18 +118,9 @@ class ArrayEntry:
             entry["writers"] = [list(run) for run in self.writers]
         return entry
 
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> ArrayEntry:
-        return cls(
-            dtype=entry["dtype"],
-            shape=tuple(entry["shape"]),
-            store=entry.get("store"),
-            path=entry.get("path"),
-            grid=tuple(entry["grid"]) if "grid" in entry else None,
-            writers=tuple((r, first, count) for r, first, count in entry.get("writers", ())),
-            packed_in=tuple(entry.get("packed_in", ())),
-            alias_of=entry.get("alias_of"),
-        )
+
+Pattern = Annotated[str, msgspec.Meta(pattern=r"\A(global|per_rank|replicated|per_group|per_node|sharded)\Z")]
+"""One of the strings of `SharingPattern`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +140,16 @@ class ComponentManifest:
     """
 
     key: str
-    sharing_pattern: str
-    ranks: list[int]
-    replicated_across: list[int] | None = None
+    sharing_pattern: Pattern
+    ranks: list[Rank]
+    replicated_across: list[Rank] | None = None
     group_name: str | None = None
-    size_bytes: int = 0
-    checksum: str | None = None
-    plain_in: dict[str, int] = field(default_factory=dict)
+    size_bytes: Count = 0
+    checksum: Digest | None = None
+    plain_in: dict[str, Rank] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> ComponentManifest:
-        return cls(**{name: entry[name] for name in cls.__slots__})
 
 
 @dataclass(slots=True)
@@ -174,6 +178,7 @@ class CheckpointManifest:
     ckpt_version: str | None = None
     pytorch_version: str | None = None
     format_version: int = FORMAT_VERSION
+    _owned: dict[int, Owned] | None = field(default=None, init=False, repr=False, compare=False)
 
     @collector_paused()
     def to_bytes(self) -> bytes:
@@ -206,43 +211,82 @@ class CheckpointManifest:
         """Check the digest of the raw bytes, then parse. `where` names the file in errors.
 
         Raises:
-            CorruptCheckpointError: the bytes are not the ones that were written.
-            ConfigurationError: they are, by a newer version of this format.
+            CorruptCheckpointError: the bytes are not the ones that were written, or what they say cannot be: see
+                `ckpt.consistency`.
+            ConfigurationError: they are of a newer version of this format.
         """
         require_own_digest(data, where)
-        tree, arrays = _parted(data.decode())
-        if tree["format_version"] != FORMAT_VERSION:
-            raise ConfigurationError(
-                f"{where} has format version {tree['format_version']}; this version of ckpt reads version "
-                f"{FORMAT_VERSION}. Read it with the version that wrote it, ckpt {tree['ckpt_version']}."
-            )
-        return cls(
-            checkpoint_id=tree["checkpoint_id"],
-            timestamp=datetime.fromisoformat(tree["timestamp"]),
-            world_size=tree["world_size"],
+        with refusing(where):
+            text = data.decode()
+        head, rows = _parted(text)
+        tree = parse(head, where)
+        _require_version(tree, where)
+        said = fit(tree, _Document, where)
+        manifest = cls(
+            checkpoint_id=said.checkpoint_id,
+            timestamp=said.timestamp,
+            world_size=said.world_size,
             topology=tree["topology"],
-            components={key: ComponentManifest.from_json(entry) for key, entry in tree["components"].items()},
-            arrays=arrays,
-            files={path: (size, digest) for path, (size, digest) in tree["files"].items()},
-            training_args_hash=tree["training_args_hash"],
-            checkpoint_path=tree["checkpoint_path"],
-            ckpt_version=tree["ckpt_version"],
-            pytorch_version=tree["pytorch_version"],
+            components=said.components,
+            arrays=fit(tree.get("arrays"), dict[str, ArrayEntry], where) if rows is None else _arrays_in(rows, where),
+            files=said.files,
+            training_args_hash=said.training_args_hash,
+            checkpoint_path=said.checkpoint_path,
+            ckpt_version=said.ckpt_version,
+            pytorch_version=said.pytorch_version,
         )
+        with refusing(where):
+            check_manifest(manifest)
+        return manifest
 
     def arrays_of(self, component: str) -> dict[str, ArrayEntry]:
         """The arrays of one component, by the rest of their name: `<prefix><key>`."""
         start = component + "/"
         return {name[len(start) :]: entry for name, entry in self.arrays.items() if name.startswith(start)}
 
+    def owned_by(self, rank: int) -> Owned:
+        """What a rank's index must list. Worked out once for all ranks: `arrays` must not change any more."""
+        if self._owned is None:
+            self._owned = _owned_by_rank(self.arrays.values())
+        return self._owned.get(rank, Owned())
+
     def index_paths(self) -> dict[int, str]:
         """Rank -> file of its index, of the ranks that left one, in order."""
         found = (_INDEX.fullmatch(path) for path in self.files)
         return dict(sorted((int(match["rank"]), match[0]) for match in found if match))
 
+    def listed_indexes(self) -> list[int]:
+        """The rank of every index that is listed, even if one rank has several."""
+        return [int(match["rank"]) for path in self.files if (match := _INDEX.fullmatch(path))]
+
     def index_ranks(self) -> list[int]:
         """The ranks that left an index, in order."""
         return list(self.index_paths())
+
+
+@dataclass(slots=True)
+class Owned:
+    """What one rank wrote, as the manifest has it.
+
+    Attributes:
+        arrays: path -> entry and number of chunks, of the arrays of which it wrote any.
+        num_packed: tensors of which it packed a part.
+    """
+
+    arrays: dict[str, tuple[ArrayEntry, int]] = field(default_factory=dict)
+    num_packed: int = 0
+
+
+def _owned_by_rank(entries: Iterable[ArrayEntry]) -> dict[int, Owned]:
+    found: dict[int, Owned] = defaultdict(Owned)
+    for entry in entries:
+        for rank, _, count in entry.writers:
+            arrays = found[rank].arrays
+            before = arrays.get(entry.path or "")
+            arrays[entry.path or ""] = entry, count + (before[1] if before is not None else 0)
+        for rank in entry.packed_in:
+            found[rank].num_packed += 1
+    return dict(found)
 
 
 class Piece(NamedTuple):
@@ -331,30 +375,82 @@ class Index:
 
     @classmethod
     @collector_paused()
-    def from_bytes(cls, data: bytes) -> Index:
-        tree = json.loads(data)
-        files = list(tree["files"])
-        packed = list(tree["packed"])
-        return cls(
-            rank=tree["rank"],
-            files={path: FileRecord(size, rest) for path, (size, rest) in tree["files"].items()},
-            chunks={
-                path: {
-                    number: ChunkExtent(files[file], offset, length, _unhex(digests), block_bytes, bool(raw))
-                    for number, file, offset, length, block_bytes, digests, raw in rows
-                }
-                for path, rows in tree["chunks"].items()
-            },
-            packed=tree["packed"],
-            pieces=_pieces_from_json(tree["pieces"], packed),
-            dead={
-                file: [
-                    ChunkExtent(file, offset, length, _unhex(digests), block_bytes)
-                    for offset, length, block_bytes, digests in rows
-                ]
-                for file, rows in tree.get("dead", {}).items()
-            },
-        )
+    def from_bytes(cls, data: bytes, where: str = "an index") -> Index:
+        """Parse what `to_bytes` made. `where` names the file in errors. Against its manifest, `stored.read_index` checks it.
+
+        Raises:
+            CorruptCheckpointError: what it says cannot be: see `ckpt.consistency`.
+        """
+        said = _index_document(data, where)
+        with refusing(where):
+            files = list(said.files)
+            index = cls(
+                rank=said.rank,
+                files={path: FileRecord(size, rest) for path, (size, rest) in said.files.items()},
+                chunks={path: _extents_of(rows, files) for path, rows in said.chunks.items()},
+                packed=said.packed,
+                pieces=_pieces_from_json(said.pieces, list(said.packed)),
+                dead={
+                    file: [
+                        ChunkExtent(file, offset, length, _unhex(digests), block_bytes)
+                        for offset, length, block_bytes, digests in rows
+                    ]
+                    for file, rows in said.dead.items()
+                },
+            )
+            check_extents(index)
+            check_pieces(index)
+        return index
+
+
+_ChunkRow = tuple[Count, Count, Count, Count, Side, str, Literal[0, 1]]
+_DeadRow = tuple[Count, Count, Side, str]
+_PieceRow = tuple[Count, Shape, Shape, Shape, Count]
+
+
+class _IndexDocument(msgspec.Struct):
+    """An index as JSON. Digests are looked at later, all at once."""
+
+    rank: Rank
+    files: dict[str, tuple[Count, str]]
+    chunks: dict[str, list[_ChunkRow]]
+    packed: dict[str, Count]
+    pieces: dict[str, list[_PieceRow]]
+    dead: dict[str, list[_DeadRow]] = {}
+
+
+_INDEX_DECODER = msgspec.json.Decoder(_IndexDocument)
+
+
+def _index_document(data: bytes, where: str) -> _IndexDocument:
+    """Decode an index in one go; where msgspec cannot, or may have lost a key that stands twice, more slowly."""
+    try:
+        said = _INDEX_DECODER.decode(data)
+        tables: Iterable[Mapping[str, object]] = (said.files, said.chunks, said.packed, said.pieces, said.dead)
+        is_whole = num_keys(data) == 5 + bool(said.dead) + sum(len(table) for table in tables)
+    except msgspec.MsgspecError:  # names of tensors may be half a surrogate pair, which it does not take
+        is_whole = False
+    if not is_whole:
+        said = fit(parse(data, where), _IndexDocument, where)
+    with refusing(where):
+        hex_digits([rest for _, rest in said.files.values()], 32)
+        hex_digits([row[5] for rows in said.chunks.values() for row in rows])
+        hex_digits([row[3] for rows in said.dead.values() for row in rows])
+    return said
+
+
+def _extents_of(rows: Sequence[_ChunkRow], files: Sequence[str]) -> dict[int, ChunkExtent]:
+    """The chunks of one array, by number."""
+    try:
+        extents = {
+            number: ChunkExtent(files[file], offset, length, _unhex(digests), block_bytes, bool(raw))
+            for number, file, offset, length, block_bytes, digests, raw in rows
+        }
+    except IndexError:
+        raise Refused(f"a chunk lies in file number {max(row[1] for row in rows)} of {len(files)}") from None
+    if len(extents) != len(rows):
+        raise Refused("a chunk is listed twice")
+    return extents
 
 
 def _dead_rows(extents: Iterable[ChunkExtent]) -> list[list[Any]]:
@@ -372,41 +468,101 @@ def require_own_digest(data: bytes, where: str) -> None:
         raise CorruptCheckpointError(f"{where}: the manifest does not match its own digest; it was changed or cut off")
 
 
-def _parted(text: str) -> tuple[dict[str, Any], dict[str, ArrayEntry]]:
-    """A manifest, parsed, without its arrays; and these, of which those that are stored alike share one entry.
+class _Topology(msgspec.Struct):
+    nodes: list[list[Rank]] = []
+    groups: dict[str, list[list[Rank]]] = {}
 
-    Entries that read alike are parsed once, which takes that each stands on a line of its own, as `to_bytes` writes them. (No
-    string of JSON holds an end of line.) A manifest that was laid out by another hand is parsed as any JSON is.
+
+class _Document(msgspec.Struct):
+    """A manifest as JSON, without its arrays, which most of it is."""
+
+    timestamp: datetime
+    checkpoint_id: str
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+    topology: _Topology
+    components: dict[str, ComponentManifest]
+    files: dict[str, tuple[Count, Digest]]
+    checkpoint_path: str = "."
+    training_args_hash: Digest | None = None
+    ckpt_version: str | None = None
+    pytorch_version: str | None = None
+
+
+def _require_version(tree: Any, where: str) -> None:
+    """Refuse a manifest of another version of the format before anything else in it is looked at.
+
+    Raises:
+        CorruptCheckpointError: it says no version.
+        ConfigurationError: it says another one.
     """
+    version = tree.get("format_version") if isinstance(tree, dict) else None
+    if type(version) is not int or version < 1:
+        raise corrupt(where, f"format_version is {version!r:.40}, which no version of ckpt wrote")
+    if version != FORMAT_VERSION:
+        raise ConfigurationError(
+            f"{where} has format version {version}; this version of ckpt reads version "
+            f"{FORMAT_VERSION}. Read it with the version that wrote it, ckpt {tree.get('ckpt_version')}."
+        )
+
+
+def _parted(text: str) -> tuple[str, str | None]:
+    """The text of a manifest without its arrays, and that of these, a line for each; None if another hand laid it out."""
     start = text.find(_ARRAYS)
     stop = text.find(_END_OF_TABLE, start)
     if start < 0 or stop < 0:
-        tree = json.loads(text)
-        return tree, {name: ArrayEntry.from_json(entry) for name, entry in tree.pop("arrays").items()}
+        return text, None
+    return text[:start] + text[stop + len(_END_OF_TABLE) - 1 :], text[start + len(_ARRAYS) : stop]
+
+
+def _arrays_in(rows: str, where: str) -> dict[str, ArrayEntry]:
+    """The arrays of a manifest, of which those that are stored alike share one entry: what reads alike is parsed once.
+
+    That takes that each stands on a line of its own, as `to_bytes` writes them. (No string of JSON holds an end of line.)
+    """
     arrays = {}
     known: dict[str, ArrayEntry] = {}
     name_at = json.JSONDecoder().raw_decode
-    for line in text[start + len(_ARRAYS) : stop].split(",\n"):
-        name, end = name_at(line, 4)
-        entry = known.get(line[end:])
-        if entry is None:
-            entry = known[line[end:]] = ArrayEntry.from_json(json.loads(line[end + 1 :]))
-        arrays[name] = entry
-    return json.loads(text[:start] + text[stop + len(_END_OF_TABLE) - 1 :]), arrays
+    lines = rows.split(",\n")
+    with refusing(where):
+        for line in lines:
+            name, end = name_at(line, 4)
+            entry = known.get(line[end:])
+            if entry is None:
+                entry = known[line[end:]] = _entry_in(line, end, where)
+            arrays[name] = entry
+    if len(arrays) != len(lines) or not all(type(name) is str for name in arrays):
+        raise corrupt(where, "a name stands twice among its arrays, or is none")
+    return arrays
 
 
-def _pieces_from_json(tree: Mapping[str, Any], packed: Sequence[str]) -> dict[str, list[Piece]]:
-    """The pieces of an index. The places of those that are cut alike are made once."""
-    places: dict[tuple[int, ...], tuple[tuple[int, ...], Box]] = {}
+def _entry_in(line: str, end: int, where: str) -> ArrayEntry:
+    """The entry in a line whose name ends at `end`."""
+    if line[:4].strip() or line[end : end + 1] != ":":
+        raise Refused(f"{line!r:.80} is no array")
+    try:
+        return _ENTRY_DECODER.decode(line[end + 1 :])
+    except msgspec.MsgspecError:  # see `_index_document`
+        return fit(parse(line[end + 1 :], where), ArrayEntry, where)
+
+
+_ENTRY_DECODER = msgspec.json.Decoder(ArrayEntry)
+
+
+def _pieces_from_json(tree: Mapping[str, Sequence[_PieceRow]], packed: Sequence[str]) -> dict[str, list[Piece]]:
+    """The pieces of an index. The places of those that are cut alike are made, and checked, once."""
+    places: dict[tuple[Shape, Shape, Shape], tuple[Shape, Box]] = {}
     found: dict[str, list[Piece]] = {}
     for name, rows in tree.items():
         pieces = found[name] = []
         for at, shape, offsets, sides, first in rows:
-            same = (*shape, *offsets, *sides)  # all three are of one length
+            same = shape, offsets, sides
             place = places.get(same)
             if place is None:
-                place = places[same] = tuple(shape), Box(tuple(offsets), tuple(sides))
-            pieces.append(Piece(packed[at], *place, first))
+                place = places[same] = shape, checked_place(shape, offsets, sides)
+            try:
+                pieces.append(Piece(packed[at], *place, first))
+            except IndexError:
+                raise Refused(f"{name!r:.80} lies in packed array number {at} of {len(packed)}") from None
     return found
 
 

@@ -24,7 +24,7 @@ from ckpt.box import Box, chunk_box, whole
 from ckpt.core import CheckpointingConfig, maybe_load_config, save_config
 from ckpt.dtypes import item_bytes, torch_dtype
 from ckpt.durable import replace_durably, write_durably
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
+from ckpt.errors import ConfigurationError, StorageError
 from ckpt.extents import ExtentReader, Part
 from ckpt.manifest import (
     CONFIG_NAME,
@@ -191,7 +191,6 @@ class _Rewriting:
     def _chunks(self, index: Index) -> Iterator[_Stored]:
         """In the order in which they were written, which mostly is that in which they lie in their files."""
         names = {entry.path: name for name, entry in self._owned.get(index.rank, {}).items()}
-        self._require_listed(index)
         for path in index.chunks:
             if path not in names:
                 continue
@@ -201,17 +200,6 @@ class _Rewriting:
             for number, extent in index.chunks[path].items():
                 box = chunk_box(entry.shape, entry.grid, number)
                 yield _Stored(ChunkTask(names[path], number, box, (box,)), array, number, extent)
-
-    def _require_listed(self, index: Index) -> None:
-        """Refuse an index that does not know what the manifest says its rank wrote."""
-        for name, entry in self._owned.get(index.rank, {}).items():
-            known = index.chunks.get(entry.path or "", {})
-            for rank, first, count in entry.writers:
-                missing = [n for n in range(first, first + count) if n not in known] if rank == index.rank else []
-                if missing:
-                    raise CorruptCheckpointError(
-                        f"{name}: the index of rank {rank} does not list chunk {missing[0]}; load an earlier checkpoint"
-                    )
 
     def _packs(self, index: Index) -> Iterator[_Stored]:
         contents: dict[str, list[tuple[str, Piece]]] = {path: [] for path in index.packed}

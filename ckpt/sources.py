@@ -230,12 +230,7 @@ class CommittedSource:
         assert entry.grid is not None and entry.path is not None
         for number in range(math.prod(num_chunks(entry.shape, entry.grid))):
             index = self._checkpoint.index(entry.writer_of(number))
-            chunk = index.chunks.get(entry.path, {}).get(number)
-            if chunk is None:
-                raise CorruptCheckpointError(
-                    f"the index of rank {index.rank} does not list chunk {number} of {entry.path}"
-                )
-            yield chunk.digests
+            yield index.chunks[entry.path][number].digests
 
     def _require_same_group(self, component: StateComponent, then: str | None) -> None:
         """A group of another name will do if it has the same instances; else its members would get different states."""

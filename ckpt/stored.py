@@ -9,9 +9,11 @@ from pathlib import Path
 import xxhash
 
 from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.consistency import MAX_FILE_BYTES, check_index
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.held import NOTHING_HELD, HeldFiles
 from ckpt.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name
+from ckpt.strict_json import refusing
 
 _PIECE_BYTES = 4 << 20
 
@@ -27,13 +29,40 @@ def read_manifest(checkpoint_dir: Path) -> CheckpointManifest:
 
 
 def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
-    """Read the manifest unchecked: the lead reads it once and hands these bytes to all ranks."""
+    """Read the manifest unchecked: the lead reads it once and hands these bytes to all ranks.
+
+    Raises:
+        CheckpointNotFoundError: as `read_manifest`.
+        CorruptCheckpointError: it is longer than any manifest.
+    """
     try:
-        return (checkpoint_dir / MANIFEST_NAME).read_bytes()
+        return read_small_file(checkpoint_dir / MANIFEST_NAME, MANIFEST_NAME)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(
             f"{checkpoint_dir} is not a checkpoint: it has no {MANIFEST_NAME}. Give the folder of a committed checkpoint."
         ) from error
+
+
+def read_small_file(file: Path, path: str, size: int | None = None) -> bytes:
+    """Read a file whole, once its size has been looked at: a file may claim to be longer than any memory.
+
+    Args:
+        path: what messages call it.
+        size: that it must have; None: any up to `MAX_FILE_BYTES`.
+
+    Raises:
+        CorruptCheckpointError: it has another size.
+        OSError: it cannot be read.
+    """
+    with file.open("rb") as stream:
+        found = os.fstat(stream.fileno()).st_size
+        if size is not None and found != size:
+            raise CorruptCheckpointError(f"{path} has {found} bytes, {size} were saved", file=path)
+        if found > MAX_FILE_BYTES:
+            raise CorruptCheckpointError(
+                f"{path} has {found} bytes; of a file that is read whole {MAX_FILE_BYTES} are the most", file=path
+            )
+        return stream.read(found)
 
 
 def read_listed_file(
@@ -54,7 +83,7 @@ def read_listed_file(
     def read() -> bytes:
         data = held.read(path)
         if data is None:
-            data = _read(checkpoint_dir / path, path)
+            data = _read(checkpoint_dir / path, path, size)
         if len(data) != size:
             raise CorruptCheckpointError(f"{path} has {len(data)} bytes, the manifest says {size}")
         if digest_of(data) != digest:
@@ -75,7 +104,19 @@ def read_index(checkpoint_dir: Path, manifest: CheckpointManifest, rank: int, he
     path = index_name(rank)
     if path not in manifest.files:  # a later generation, or none
         path = manifest.index_paths().get(rank, path)
-    return Index.from_bytes(read_listed_file(checkpoint_dir, manifest, path, held))
+    return parse_index(read_listed_file(checkpoint_dir, manifest, path, held), manifest, rank, path)
+
+
+def parse_index(data: bytes, manifest: CheckpointManifest, rank: int, path: str) -> Index:
+    """Parse the index of a rank, whose bytes are as they were written, and hold it against the manifest.
+
+    Raises:
+        CorruptCheckpointError: what it says cannot be: see `ckpt.consistency`.
+    """
+    index = Index.from_bytes(data, path)
+    with refusing(path):
+        check_index(index, manifest, rank)
+    return index
 
 
 def read_plain_file(
@@ -104,7 +145,7 @@ def read_plain_file(
     def read() -> bytes:
         file, record, data = checkpoint_dir / path, index.files.get(path), held.read(path)
         if data is None:
-            data = file.read_bytes() if record is not None and file.is_file() else b""
+            data = read_small_file(file, path, record.size) if record is not None and file.is_file() else b""
         if record is None or (record.size, record.rest) != (len(data), digest_of(data)):
             raise CorruptCheckpointError(
                 f"{path} is missing or not as rank {index.rank} wrote it", component=component, file=path
@@ -178,8 +219,8 @@ def rest_digest(file: Path, size: int, covered: Iterable[ChunkExtent]) -> str:
     return state.hexdigest()
 
 
-def _read(path: Path, name: str) -> bytes:
+def _read(path: Path, name: str, size: int) -> bytes:
     try:
-        return path.read_bytes()
+        return read_small_file(path, name, size)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptCheckpointError(f"{name} is missing from {path.parent}") from error

@@ -13,11 +13,13 @@ from typing import BinaryIO
 import xxhash
 
 from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.consistency import check_whole
 from ckpt.core import CONFIG_FNAME, config_bytes, maybe_load_config
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
 from ckpt.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManifest, Index
-from ckpt.stored import read_listed_file, read_manifest
+from ckpt.stored import parse_index, read_listed_file, read_manifest
+from ckpt.strict_json import Refused
 
 _READ_BYTES = 4 << 20
 _NAMED = 3
@@ -73,7 +75,9 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
             data = read_listed_file(checkpoint_dir, manifest, path)
             result.num_bytes += len(data)
             progress(len(data))
-            indexes |= {rank: Index.from_bytes(data) for rank, name in index_paths.items() if name == path}
+            indexes |= {
+                rank: parse_index(data, manifest, rank, path) for rank, name in index_paths.items() if name == path
+            }
     for rank, index in indexes.items():
         listed.update(index.files)
         with _noting(index_paths[rank], result):
@@ -87,7 +91,7 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
     for folder in below:
         _examine_below(checkpoint_dir, folder, result, progress)
     if len(indexes) == len(index_paths):  # else nobody knows which files and chunks there should be
-        result.problems += _chunks_without_index(manifest, indexes)
+        result.problems += _scattered(manifest, indexes)
         extra = _extra(checkpoint_dir, listed, {str(folder) for folder in below})
         result.problems += [f"{path} does not belong to the checkpoint" for path in extra]
     return result
@@ -270,22 +274,15 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _chunks_without_index(manifest: CheckpointManifest, indexes: Mapping[int, Index]) -> list[str]:
-    """Chunks and packed tensors that, by the manifest, a rank wrote, and that its index does not know."""
-    problems = []
+def _scattered(manifest: CheckpointManifest, indexes: Mapping[int, Index]) -> Iterator[str]:
+    """What is wrong with packed tensors whose pieces lie in several indexes; each index alone has been checked."""
     for name, entry in manifest.arrays.items():
-        whose = _list_names([name])
-        for rank, first, count in entry.writers:
-            known = indexes[rank].chunks.get(entry.path or "", {}) if rank in indexes else {}
-            missing = sum(number not in known for number in range(first, first + count))
-            if missing:
-                problems.append(f"{whose}: the index of rank {rank} lacks {missing} of its {count} chunks")
-        problems += [
-            f"{whose}: the index of rank {rank} lacks its packed elements"
-            for rank in entry.packed_in
-            if rank not in indexes or name not in indexes[rank].pieces
-        ]
-    return problems
+        if len(entry.packed_in) > 1:
+            pieces = [piece for rank in entry.packed_in for piece in indexes[rank].pieces[name]]
+            try:
+                check_whole(name, entry, pieces)
+            except Refused as error:
+                yield str(error)
 
 
 def _extra(checkpoint_dir: Path, listed: set[str], without: set[str]) -> list[str]:

@@ -25,7 +25,7 @@ from ckpt.box import Box, num_chunks, whole
 from ckpt.collect import Contribution, exchange_tables, settle_plain
 from ckpt.dtypes import item_bytes
 from ckpt.errors import ConfigurationError
-from ckpt.manifest import ArrayEntry, CheckpointManifest
+from ckpt.manifest import ArrayEntry, CheckpointManifest, digest_of, index_name
 from ckpt.names import encode_key
 from ckpt.plan import PlannedArray, SavePlan, plan_save
 from ckpt.sharing import StateComponent
@@ -323,7 +323,8 @@ def _manifest_figures(plan: SavePlan, world_size: int) -> dict[str, Any]:
             if array.grid is not None
             else ArrayEntry(array.dtype, array.shape, "zarr", packed_in=tuple(sorted(set(array.packs.values()))))
         )
-    data = CheckpointManifest("1", datetime.now(UTC), world_size, {}, {}, arrays, {}).to_bytes()
+    files = {index_name(rank): (0, digest_of(b"")) for rank in range(world_size)}
+    data = CheckpointManifest("1", datetime.now(UTC), world_size, {}, {}, arrays, files).to_bytes()
     written = time.perf_counter()
     CheckpointManifest.from_bytes(data, "manifest")
     return {

@@ -32,13 +32,17 @@ def manifest() -> CheckpointManifest:
         timestamp=datetime(2026, 3, 4, 5, 6, 7, 890, tzinfo=UTC),
         world_size=2,
         topology={"nodes": [[0, 1]], "groups": {"dp": [[0], [1]]}},
-        components={"model": ComponentManifest("model", "replicated", [0, 1], [0, 1], None, 123, "ab", {"": 0})},
+        components={"model": ComponentManifest("model", "replicated", [0, 1], [0, 1], None, 123, "ab" * 16, {"": 0})},
         arrays={
             "model/w": ArrayEntry("bfloat16", (7, 3), "zarr", "model/w", (4, 3), ((1, 0, 1), (0, 1, 1))),
             "model/ä/b": ArrayEntry("float32", (), "zarr", packed_in=(1,)),
             "model/tied": ArrayEntry("bfloat16", (7, 3), alias_of="model/w"),
         },
-        files={"index-00000.json": (5, digest_of(b"hello")), "model/w/zarr.json": (3, "00")},
+        files={
+            "index-00000.json": (5, digest_of(b"hello")),
+            "index-00001.json": (5, digest_of(b"hello")),
+            "model/w/zarr.json": (3, "00" * 16),
+        },
     )
 
 
@@ -81,25 +85,27 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_index_comes_back_from_its_bytes_and_is_checked_against_the_manifest(tmp_path: Path) -> None:
+    packed = "model/packed-float32-00001"
     index = Index(
-        rank=0,
-        files={"model/w/c/0/0": FileRecord(24, "aa"), "x y": FileRecord(0, "bb")},
-        chunks={"model/w": {0: ChunkExtent("model/w/c/0/0", 0, 24, (1, 2**64 - 1), 16, True), 5: ChunkExtent("x y", 7, 3, (9,), 4, False)}},
-        packed={"model/packed-float32-00000": 10},
-        pieces={"model/ä/b": [Piece("model/packed-float32-00000", (), Box((), ()), 4)]},
+        rank=1,
+        files={"model/w/c/0/0": FileRecord(24, "aa" * 16), "x y": FileRecord(50, "bb" * 16)},
+        chunks={"model/w": {0: ChunkExtent("model/w/c/0/0", 0, 24, (1, 2**64 - 1), 16, True)},
+                packed: {0: ChunkExtent("x y", 7, 3, (9,), 4, False)}},
+        packed={packed: 10},
+        pieces={"model/ä/b": [Piece(packed, (), Box((), ()), 4)]},
     )  # fmt: skip
     data = index.to_bytes()
     assert Index.from_bytes(data) == index
     record = manifest()
-    record.files = {"index-00000.json": (len(data), digest_of(data))}
-    (tmp_path / "index-00000.json").write_bytes(data)
+    record.files["index-00001.json"] = len(data), digest_of(data)
+    (tmp_path / "index-00001.json").write_bytes(data)
     (tmp_path / MANIFEST_NAME).write_bytes(record.to_bytes())
-    assert read_index(tmp_path, read_manifest(tmp_path), 0) == index
-    (tmp_path / "index-00000.json").write_bytes(data.replace(b"24", b"25", 1))
-    with pytest.raises(CorruptCheckpointError, match=r"index-00000\.json does not match"):
-        read_index(tmp_path, record, 0)
-    with pytest.raises(CorruptCheckpointError, match="does not list it"):
+    assert read_index(tmp_path, read_manifest(tmp_path), 1) == index
+    (tmp_path / "index-00001.json").write_bytes(data.replace(b"24", b"25", 1))
+    with pytest.raises(CorruptCheckpointError, match=r"index-00001\.json does not match"):
         read_index(tmp_path, record, 1)
+    with pytest.raises(CorruptCheckpointError, match="does not list it"):
+        read_index(tmp_path, record, 2)
 
 
 def test_bytes_between_the_chunks_of_a_file_are_checked_by_the_files_own_digest(tmp_path: Path) -> None:
@@ -149,15 +155,17 @@ def test_arrays_of_any_name_come_back_and_those_stored_alike_share_one_entry(
     names: list[str], data: st.DataObject
 ) -> None:
     kinds = [
-        ArrayEntry("float32", (3,), "zarr", packed_in=(0, 2)),
+        ArrayEntry("float32", (3,), "zarr", packed_in=(0, 1)),
         ArrayEntry("float32", (), "zarr", packed_in=(1,)),
-        ArrayEntry("int8", (9, 9), "zarr", 'model/"}, {', (9, 9), ((0, 0, 1),)),
         ArrayEntry("int8", (9, 9), alias_of='model/x": {"dtype": 5},\n'),
+        ArrayEntry("int8", (9, 9), alias_of="\ud800"),
     ]
     record = manifest()
     record.arrays = {name: data.draw(st.sampled_from(kinds)) for name in names}
+    record.arrays['model/x": {"dtype": 5},\n'] = ArrayEntry("int8", (9, 9), "zarr", 'model/"}, {', (9, 9), ((0, 0, 1),))
+    record.arrays["\ud800"] = ArrayEntry("int8", (9, 9), "zarr", "\ud800", (9, 9), ((0, 0, 1),))
     back = CheckpointManifest.from_bytes(record.to_bytes(), "m").arrays
-    assert back == record.arrays and list(back) == names
+    assert back == record.arrays and list(back) == list(record.arrays)
     assert len({id(entry) for entry in back.values()}) == len({id(entry) for entry in record.arrays.values()})
 
 
