@@ -21,6 +21,7 @@ import numpy as np
 from ckpt.backends.base import CLIPPED_STORES, stored_shape
 from ckpt.box import Box, chunk_box, num_chunks
 from ckpt.dtypes import item_bytes
+from ckpt.names import PLAIN_NAME
 from ckpt.strict_json import MAX_INT, Refused
 
 if TYPE_CHECKING:
@@ -259,6 +260,11 @@ def check_index(index: Index, manifest: CheckpointManifest, rank: int) -> None:
         raise Refused(f"it is the index of rank {index.rank}, not of rank {rank}")
     _check_chunks(index, manifest)
     _check_packed(index, manifest)
+    for key, component in manifest.components.items():
+        for prefix, writer in component.plain_in.items():
+            path = f"{key}/{prefix}{PLAIN_NAME}"
+            if writer == rank and path not in index.files and path not in manifest.files:
+                raise Refused(f"it does not list {path!r:.80}, which rank {rank} wrote")
 
 
 def _check_chunks(index: Index, manifest: CheckpointManifest) -> None:
@@ -294,8 +300,8 @@ def _check_packed(index: Index, manifest: CheckpointManifest) -> None:
     """Every packed array is one chunk, of one data type; every tensor in it is one that the rank packed, and is all there."""
     owned = manifest.owned_by(index.rank)
     if len(index.pieces) != owned.num_packed:
-        packed = [name for name, entry in manifest.arrays.items() if index.rank in entry.packed_in]
-        differing = sorted({*packed} ^ {*index.pieces})
+        names = [name for name, entry in manifest.arrays.items() if index.rank in entry.packed_in]
+        differing = sorted({*names} ^ {*index.pieces})
         raise Refused(f"it lacks packed elements, or has some that it should not have, of {differing[0]!r:.80}")
     dtype_of: dict[str, str] = {}
     for name, pieces in index.pieces.items():

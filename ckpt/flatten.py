@@ -14,17 +14,21 @@ import io
 import json
 import logging
 import math
+import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 
-from ckpt.errors import ConfigurationError, ShardingError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, ShardingError, sentence
 from ckpt.mapping import ShardedTensor
+from ckpt.strict_json import Refused, Shape, corrupt, fit, parse, refusing
 
 if TYPE_CHECKING:
     from ckpt.unpickling import UnknownObject
@@ -79,11 +83,16 @@ def flatten(state_dict: Mapping[Any, Any], what: str) -> Leaves:
 
 
 def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
-    """Build the nested dict back from leaves and the way to each."""
+    """Build the nested dict back from leaves and the way to each.
+
+    Raises:
+        CorruptCheckpointError: two ways contradict each other, or one is none.
+    """
     root: dict[Any, Any] = {}
-    for key, value in leaves.items():
-        _put(root, paths[key], value)
-    return {key: _close(child) for key, child in root.items()}
+    with _refusing("a path in plain.json"):
+        for key, value in leaves.items():
+            _put(root, paths[key], value)
+        return {key: _close(child) for key, child in root.items()}
 
 
 def path_to_json(path: Path) -> list[Any]:
@@ -93,6 +102,58 @@ def path_to_json(path: Path) -> list[Any]:
 
 def path_from_json(parts: list[Any]) -> Path:
     return tuple(tuple(part) if isinstance(part, list) else part for part in parts)
+
+
+def rows_from_json(data: bytes, where: str) -> dict[str, list[Any]]:
+    """The rows of a file of plain values, [path, value] or [path], by joined key. `where` names the file in errors.
+
+    Raises:
+        CorruptCheckpointError: it holds something else.
+    """
+    rows = fit(parse(data, where), list[list[Any]], where)
+    with refusing(where):
+        found = {_joined_key(row): row for row in rows}
+        if len(found) != len(rows):
+            raise Refused("two of its values have one key")
+    return found
+
+
+def check_plain_file(data: bytes, where: str, tensors: Collection[str]) -> None:
+    """Refuse a file of plain values of which a load could not make a state dict.
+
+    Args:
+        tensors: the keys of those that are saved beside it.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    rows = rows_from_json(data, where)
+    paths = {key: path_from_json(row[0]) for key, row in rows.items()}
+    lost = next((key for key, row in rows.items() if len(row) == 1 and key not in tensors), None)
+    if lost is not None:
+        raise corrupt(where, f"{lost!r:.80} should be a tensor, and the manifest has none of that name")
+    try:
+        unflatten({key: from_json(row[1]) if len(row) == 2 else None for key, row in rows.items()}, paths)
+    except CorruptCheckpointError as error:
+        raise corrupt(where, str(error)) from error
+
+
+def _joined_key(row: list[Any]) -> str:
+    if not 1 <= len(row) <= 2 or type(row[0]) is not list:
+        raise Refused(f"{row!r:.80} is neither a path and a value nor a path")
+    return ".".join([part if type(part) is str else _step_text(part) for part in row[0]])
+
+
+def _step_text(part: Any) -> str:
+    """A step of a path, but for a string, in a joined key."""
+    if type(part) is int:
+        return str(part)
+    match part:
+        case [step, "list" | "tuple"] if type(step) is int:
+            return str(step)
+        case [str() as step, "key"]:
+            return step
+    raise Refused(f"{part!r:.80} is no step into a state dict")
 
 
 def to_json(value: Any, what: str) -> Any:
@@ -173,16 +234,42 @@ def _json(value: Any, what: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The value that `to_json` was given; an `UnknownObject` for an enum member that this process does not have."""
+    """The value that `to_json` was given; an `UnknownObject` for an enum member that this process does not have.
+
+    Raises:
+        CorruptCheckpointError: `to_json` makes no such thing.
+    """
+    if type(value) in _AS_THEY_ARE:
+        return value
+    with _refusing("a plain value"):
+        return _value(value)
+
+
+def _value(value: Any) -> Any:
     if isinstance(value, list):
-        return [from_json(item) for item in value]
+        return [_value(item) for item in value]
     if not isinstance(value, dict):
         return value
-    if len(value) == 1:
-        ((tag, data),) = value.items()
-        if tag.startswith("~"):
-            return _FROM_TAG[tag](data)
-    return {key: from_json(item) for key, item in value.items()}
+    tags = [key for key in value if key[:1] == "~"]
+    if not tags:
+        return {key: _value(item) for key, item in value.items()}
+    if len(value) > 1 or tags[0] not in _FROM_TAG:
+        raise Refused(f"{tags[0]!r:.40} is no kind of plain value")
+    return _FROM_TAG[tags[0]](value[tags[0]])
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Make a `CorruptCheckpointError` of what goes wrong while saved values are put together."""
+    try:
+        yield
+    except RecursionError:
+        raise CorruptCheckpointError(f"{what} is nested too deeply") from None
+    except (msgspec.MsgspecError, *_OF_NONSENSE) as error:
+        if isinstance(error, CorruptCheckpointError):
+            raise
+        reason = str(error) if isinstance(error, Refused) else sentence(error)
+        raise CorruptCheckpointError(f"{what} is none that was saved: {reason}") from error
 
 
 def _enum_to_json(member: enum.Enum, what: str) -> list[Any]:
@@ -197,8 +284,8 @@ def _enum_to_json(member: enum.Enum, what: str) -> list[Any]:
     return [kind.__module__, kind.__qualname__, given]
 
 
-def _enum_from_json(data: list[Any]) -> enum.Enum | UnknownObject:
-    module, qualname, given = data
+def _enum_from_json(data: Any) -> enum.Enum | UnknownObject:
+    module, qualname, given = msgspec.convert(data, tuple[str, str, str | int])
     member = _enum_member(module, qualname, given)
     return _unknown_member(module, qualname, given) if member is None else member
 
@@ -254,29 +341,92 @@ def _reduce_unknown(member: UnknownObject) -> tuple[Any, ...]:
 
 def _namespace(made: Any, data: Any) -> Any:
     """Fill a namespace. Its constructor takes no attribute that is called `self`, or by no string."""
-    vars(made).update(from_json(data))
+    attributes = _value(data)
+    if type(attributes) is not dict:
+        raise Refused("a namespace has attributes")
+    vars(made).update(attributes)
     return made
+
+
+def _items(data: Any) -> list[Any]:
+    """The values in a list."""
+    return [_value(item) for item in _list_of(data)]
+
+
+def _pairs(data: Any) -> dict[Any, Any]:
+    return dict(map(_items, _list_of(data)))
+
+
+def _list_of(data: Any) -> list[Any]:
+    if type(data) is not list:
+        raise Refused(f"{data!r:.40} stands where a list should")
+    return data
+
+
+def _bytes(data: Any) -> bytes:
+    if type(data) is not str:
+        raise Refused(f"{data!r:.40} is no base64")
+    return base64.b64decode(data, validate=True)
+
+
+def _number_type(name: Any) -> np.dtype[Any]:
+    """A NumPy type of plain numbers: others may hold objects, or be as long as one says."""
+    if type(name) is not str or not re.fullmatch(r"[<>|=][biufc]\d{1,2}", name):
+        raise Refused(f"{name!r:.40} is no data type of numbers")
+    return np.dtype(name)
+
+
+def _array(data: Any) -> np.ndarray[Any, Any]:
+    name, shape, text = msgspec.convert(data, tuple[str, Shape, str])
+    return np.frombuffer(_bytes(text), _number_type(name)).reshape(shape).copy()
+
+
+def _scalar(data: Any) -> Any:
+    name, text = msgspec.convert(data, tuple[str, str])
+    [scalar] = np.frombuffer(_bytes(text), _number_type(name))
+    return scalar
+
+
+def _complex(data: Any) -> complex:
+    real, imaginary = msgspec.convert(data, tuple[str, str])
+    return complex(float(real), float(imaginary))
+
+
+def _dtype(name: Any) -> torch.dtype:
+    """By name, from a table: attributes of torch are functions and modules, too."""
+    found = _dtypes().get(name) if type(name) is str else None
+    if found is None:
+        raise Refused(f"{name!r:.40} is no torch.dtype that this version of torch has")
+    return found
+
+
+@functools.cache
+def _dtypes() -> Mapping[str, torch.dtype]:
+    return {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
 _UNKNOWN_ENUMS: dict[type[UnknownObject], tuple[str, str]] = {}
 """What stands in for the enum classes that this process does not have: the class -> (module, class) of the enum."""
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_OF_NONSENSE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
+_AS_THEY_ARE = frozenset((str, int, float, bool, type(None)))
+_NOT_FINITE = {repr(number): number for number in (math.nan, math.inf, -math.inf)}
 _FROM_TAG: dict[str, Callable[[Any], Any]] = {
-    "~float": float,
-    "~tuple": lambda data: tuple(from_json(item) for item in data),
-    "~dict": lambda data: {from_json(key): from_json(item) for key, item in data},
-    "~bytes": base64.b64decode,
-    "~ndarray": lambda data: np.frombuffer(base64.b64decode(data[2]), data[0]).reshape(data[1]).copy(),
-    "~scalar": lambda data: np.frombuffer(base64.b64decode(data[1]), data[0])[0],
-    "~set": lambda data: {from_json(item) for item in data},
-    "~frozenset": lambda data: frozenset(from_json(item) for item in data),
-    "~Size": torch.Size,
+    "~float": lambda data: _NOT_FINITE[data],
+    "~tuple": lambda data: tuple(_items(data)),
+    "~dict": _pairs,
+    "~bytes": _bytes,
+    "~ndarray": _array,
+    "~scalar": _scalar,
+    "~set": lambda data: set(_items(data)),
+    "~frozenset": lambda data: frozenset(_items(data)),
+    "~Size": lambda data: torch.Size(msgspec.convert(data, list[int])),
     "~Namespace": lambda data: _namespace(argparse.Namespace(), data),
     "~SimpleNamespace": lambda data: _namespace(types.SimpleNamespace(), data),
-    "~dtype": lambda data: getattr(torch, data),
+    "~dtype": _dtype,
     "~enum": _enum_from_json,
-    "~BytesIO": lambda data: io.BytesIO(base64.b64decode(data)),
-    "~complex": lambda data: complex(float(data[0]), float(data[1])),
+    "~BytesIO": lambda data: io.BytesIO(_bytes(data)),
+    "~complex": _complex,
 }
 
 

@@ -20,6 +20,7 @@ from ckpt.device import empty_beside
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import (
     CheckpointError,
+    CorruptCheckpointError,
     MissingStateError,
     ShapeMismatchError,
     WorldSizeError,
@@ -28,10 +29,12 @@ from ckpt.errors import (
 )
 from ckpt.flatten import Leaves, Path, flatten, from_json, path_from_json, unflatten
 from ckpt.manifest import ArrayEntry
+from ckpt.names import PLAIN_NAME
 from ckpt.reading.base import ReadRequest
 from ckpt.report import ComponentReport, Misfits, Status
 from ckpt.sharing import SharingPattern, StateComponent, find_aliases
 from ckpt.statefuls import Elastic
+from ckpt.strict_json import corrupt
 
 MISMATCHES = (MissingStateError, WorldSizeError, ShapeMismatchError)
 """What `strict=False` forgives: the checkpoint is sound, and this run asks for something else."""
@@ -55,12 +58,20 @@ class SavedCopy:
 
     @classmethod
     def of(cls, start: str, entries: Mapping[str, ArrayEntry], rows: Mapping[str, Sequence[Any]]) -> SavedCopy:
-        """Take rows as a plain.json holds them: joined key -> [path, value], or [path] of a tensor."""
+        """Take rows as a plain.json holds them: joined key -> [path, value], or [path] of a tensor.
+
+        Raises:
+            CorruptCheckpointError: a value is none that was saved, or a tensor is not there.
+        """
         copy = cls(start, entries)
         for key, row in rows.items():
             copy.paths[key] = path_from_json(row[0])
             if len(row) == 2:
-                copy.plain[key] = from_json(row[1])
+                copy.plain[key] = _plain_value(start, key, row[1])
+            elif key not in entries:
+                raise corrupt(
+                    f"{start}{PLAIN_NAME}", f"{key!r:.80} should be a tensor, and the manifest has none of that name"
+                )
         return copy
 
     @property
@@ -71,6 +82,14 @@ class SavedCopy:
     def name_of(self, key: str) -> str:
         """The array that holds a key's bytes; never an alias."""
         return self.entries[key].alias_of or self.start + key
+
+
+def _plain_value(start: str, key: str, value: Any) -> Any:
+    """A saved plain value; what is wrong with it is told of the file that holds it."""
+    try:
+        return from_json(value)
+    except CorruptCheckpointError as error:
+        raise corrupt(f"{start}{PLAIN_NAME}", f"{key!r:.80}: {error}") from error
 
 
 @dataclass(slots=True)

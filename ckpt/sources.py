@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from ckpt.box import num_chunks, whole
 from ckpt.device import Device
 from ckpt.dtypes import raw_bytes, torch_dtype
 from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeError, describe
+from ckpt.flatten import rows_from_json
 from ckpt.manifest import ArrayEntry, CheckpointManifest, digest_of
 from ckpt.names import PLAIN_NAME
 from ckpt.reading.base import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint
@@ -180,8 +180,7 @@ class CommittedSource:
             self._held,
             component=saved.key,
         )
-        rows = json.loads(data)
-        return {".".join(str(part[0] if isinstance(part, list) else part) for part in row[0]): row for row in rows}
+        return rows_from_json(data, path)
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
         """Check size and loose bytes of the checkpoint's files, each file on one rank; arrays are checked when read.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from ckpt.address import local_tensor
 from ckpt.device import Device, telling_of_room
 from ckpt.dtypes import torch_dtype
-from ckpt.errors import ConfigurationError, ShapeMismatchError
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, ShapeMismatchError, sentence
 from ckpt.flatten import TensorLeaf
 from ckpt.manifest import ArrayEntry
 from ckpt.mapping import ShardedTensor
@@ -154,7 +155,12 @@ class OptimizerState:
 
         Raises:
             ConfigurationError: parameters that share a group here had different options when they were saved.
+            CorruptCheckpointError: there are no states and options by parameter name in it.
         """
+        with _refusing_state("the optimizer"):
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict.get("param_groups", {})
         for group in self.optimizer.param_groups:
             members = [self._names[parameter] for parameter in group["params"]]
@@ -257,15 +263,22 @@ class RNGState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        random.setstate(state_dict["python"])
-        np.random.set_state(state_dict["numpy"])
-        states = {name: torch.tensor(list(state), dtype=torch.uint8) for name, state in state_dict["torch"].items()}
-        self._device.set_rng_state(states)
+        """Set all generators.
+
+        Raises:
+            CorruptCheckpointError: one does not take what is given as its state.
+        """
+        with _refusing_state("the random generators"):
+            random.setstate(state_dict["python"])
+            np.random.set_state(state_dict["numpy"])
+            states = {name: torch.tensor(list(state), dtype=torch.uint8) for name, state in state_dict["torch"].items()}
+            self._device.set_rng_state(states)
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
         """Whether a saved state is of the stream that this rank draws from, and of the kinds of devices that this rank has."""
-        same_stream = list(saved.get("stream", self._stream)) == list(self._stream)
-        return same_stream and set(saved["torch"]) == set(self._device.rng_state())
+        with _refusing_state("the random generators"):
+            same_stream = list(saved.get("stream", self._stream)) == list(self._stream)
+            return same_stream and set(saved["torch"]) == set(self._device.rng_state())
 
     def load_changed(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Derive the state from the seed and the step of any saved one, and from this rank's stream.
@@ -278,7 +291,8 @@ class RNGState:
                 "the random generators were saved without the run's seed, so no state for other ranks follows from them; "
                 "make RNGState(device, seed=..., stream=..., step=...), or load on the ranks that saved"
             )
-        self.seed(saved[0]["seed"], saved[0]["step"])
+        with _refusing_state("the random generators"):
+            self.seed(saved[0]["seed"], saved[0]["step"])
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Start all generators of this rank anew: equal for equal (seed, stream, step), unrelated for others."""
@@ -296,6 +310,17 @@ def as_stateful(stateful: Any) -> Stateful:
         return OptimizerState(stateful)
     wrapped: Stateful = stateful
     return wrapped
+
+
+@contextmanager
+def _refusing_state(what: str) -> Iterator[None]:
+    """Make a `CorruptCheckpointError` of a saved state that is none: what is applied here has been written by nobody else."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"{what} cannot have had the state that was saved: {sentence(error)}") from error
 
 
 def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], entry: ArrayEntry) -> torch.Tensor:

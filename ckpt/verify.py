@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,8 +18,10 @@ from ckpt.consistency import check_whole
 from ckpt.core import CONFIG_FNAME, config_bytes, maybe_load_config
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
+from ckpt.flatten import check_plain_file
 from ckpt.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManifest, Index
-from ckpt.stored import parse_index, read_listed_file, read_manifest
+from ckpt.names import PLAIN_NAME
+from ckpt.stored import parse_index, read_listed_file, read_manifest, read_plain_file
 from ckpt.strict_json import Refused
 
 _READ_BYTES = 4 << 20
@@ -92,6 +95,7 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
         _examine_below(checkpoint_dir, folder, result, progress)
     if len(indexes) == len(index_paths):  # else nobody knows which files and chunks there should be
         result.problems += _scattered(manifest, indexes)
+        _check_plain(checkpoint_dir, manifest, indexes, result)
         extra = _extra(checkpoint_dir, listed, {str(folder) for folder in below})
         result.problems += [f"{path} does not belong to the checkpoint" for path in extra]
     return result
@@ -283,6 +287,19 @@ def _scattered(manifest: CheckpointManifest, indexes: Mapping[int, Index]) -> It
                 check_whole(name, entry, pieces)
             except Refused as error:
                 yield str(error)
+
+
+def _check_plain(
+    checkpoint_dir: Path, manifest: CheckpointManifest, indexes: Mapping[int, Index], result: Verification
+) -> None:
+    """Look into files whose bytes have been checked: a load must be able to make a state dict of them."""
+    for key, component in manifest.components.items():
+        for prefix, rank in component.plain_in.items():
+            path, tensors = f"{key}/{prefix}{PLAIN_NAME}", manifest.arrays_of(f"{key}/{prefix}".removesuffix("/"))
+            if not any(path in problem for problem in result.problems):
+                with _noting(path, result):
+                    data = read_plain_file(checkpoint_dir, manifest, path, partial(indexes.__getitem__, rank))
+                    check_plain_file(data, path, tensors)
 
 
 def _extra(checkpoint_dir: Path, listed: set[str], without: set[str]) -> list[str]:

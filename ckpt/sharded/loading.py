@@ -25,12 +25,14 @@ from ckpt.megatron.chunks import MegatronChunks
 from ckpt.megatron.layout import headless
 from ckpt.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.memory import HostMemory
+from ckpt.names import PLAIN_NAME
 from ckpt.reading.base import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
 from ckpt.reading.direct import DirectLoad
 from ckpt.sharded.folder import Given
 from ckpt.sharing import SharingPattern, StateComponent
 from ckpt.sources import CommittedSource
 from ckpt.stored import read_manifest, read_manifest_bytes
+from ckpt.strict_json import corrupt
 from ckpt.topology import Topology
 
 _log = logging.getLogger("ckpt")
@@ -245,7 +247,12 @@ def _read_part(
         if len(row) == 2:
             leaves[name] = from_json(row[1])
             continue
-        entry = entries[name]
+        entry = entries.get(name)
+        if entry is None:
+            raise corrupt(
+                f"{component.key}/{prefix}{PLAIN_NAME}",
+                f"{name!r:.80} should be a tensor, and there is none of that name",
+            )
         leaves[name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         array = entry.alias_of or f"{component.key}/{prefix}{name}"
         requests.append(ReadRequest(array, f"{component.key}: {name}", whole(entry.shape), leaves[name]))

@@ -1,0 +1,290 @@
+"""Checkpoints that lie, signed anew: every reader says so in one sentence, and `resume=latest` goes on from an older one.
+
+Each row below changes one thing in a real checkpoint. Its digests fit, so nothing but what it says is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckpt import StateComponent
+from ckpt.device import Device
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from ckpt.statefuls import RNGState
+from ckpt.stored import read_index, read_manifest
+from ckpt.topology import Topology
+from ckpt.verify import verify_checkpoint
+from tests.crafts import (
+    MANIFEST,
+    Tree,
+    edit_file,
+    edit_index,
+    edit_json,
+    edit_manifest,
+    index_tree,
+    manifest_tree,
+    resign,
+    signed,
+    write_listed,
+    write_manifest,
+)
+from tests.states import Held, coordinator
+
+BIG = 40_000
+PLAIN = "model/plain.json"
+Change = Callable[[Tree], object]
+
+
+def components() -> list[StateComponent]:
+    """An array of its own in two chunks, two packed ones, a tied one, plain values, and random generators."""
+    big = torch.arange(BIG, dtype=torch.float32).reshape(200, 200)
+    state = {"big": big, "tied": big, "a": torch.arange(5), "b": torch.arange(5, 12), "step": 7, "lr": (0.5, [1])}
+    device = Device(type="cpu", collectives="gloo")
+    return [StateComponent("model", Held(state), "replicated"), StateComponent("rng", RNGState(device), "per_rank")]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints, the same but for their names."""
+    made = tmp_path_factory.mktemp("crafts")
+    run = coordinator(Topology.alone(), made, components(), config_text="a: 1\n")
+    for checkpoint_id in ("1", "2"):
+        run.save_checkpoint(checkpoint_id=checkpoint_id)
+    return made
+
+
+@pytest.fixture
+def copied(root: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(root, tmp_path / "root")
+
+
+def load_newest(root: Path) -> str:
+    run = coordinator(Topology.alone(), root, components())
+    run.load_checkpoint()
+    assert run.last_load is not None
+    return Path(run.last_load.path).name
+
+
+def load(checkpoint: Path) -> None:
+    coordinator(Topology.alone(), checkpoint.parent, components()).load_checkpoint(checkpoint)
+
+
+def set_at(*way: Any, to: Any) -> Change:
+    """Put a value into a tree."""
+
+    def change(tree: Tree) -> None:
+        here: Any = tree
+        for step in way[:-1]:
+            here = here[step]
+        here[way[-1]] = to
+
+    return change
+
+
+def array(**values: Any) -> Change:
+    return lambda tree: tree["arrays"]["model/big"].update(values)
+
+
+def packed(name: str, **values: Any) -> Change:
+    return lambda tree: tree["arrays"][f"model/{name}"].update(values)
+
+
+def chunk(position: int, value: Any) -> Change:
+    return set_at("chunks", "model/big", 0, position, to=value)
+
+
+def piece(position: int, value: Any, name: str = "model/b") -> Change:
+    return set_at("pieces", name, 0, position, to=value)
+
+
+def value(plain: Any) -> Callable[[Any], Any]:
+    """Plain values in which `step` is something else."""
+    return lambda rows: [[row[0], plain] if row[0] == ["step"] else row for row in rows]
+
+
+IN_MANIFEST: dict[str, Change] = {
+    "world_size is a boolean": set_at("world_size", to=True),
+    "world_size is 0": set_at("world_size", to=0),
+    "world_size is 10^12": set_at("world_size", to=10**12),
+    "world_size is a float": set_at("world_size", to=1.5),
+    "no world_size": lambda tree: tree.pop("world_size"),
+    "timestamp is none": set_at("timestamp", to="yesterday"),
+    "timestamp without zone": set_at("timestamp", to="2026-01-01T00:00:00"),
+    "timestamp of the year 1": set_at("timestamp", to="0001-01-01T00:00:00+14:00"),
+    "components is a list": set_at("components", to=[]),
+    "component of another name": set_at("components", "model", "key", to="other"),
+    "unknown pattern": set_at("components", "model", "sharing_pattern", to="telepathic"),
+    "per_group of no group": set_at("components", "model", "sharing_pattern", to="per_group"),
+    "component of rank 7": set_at("components", "model", "ranks", to=[7]),
+    "plain values of rank -1": set_at("components", "model", "plain_in", to={"": -1}),
+    "plain values where no rank wrote": set_at("components", "model", "plain_in", to={"x/": 0, "": 0}),
+    "topology of rank 9": set_at("topology", "nodes", to=[[0], [9]]),
+    "topology of a rank twice": set_at("topology", "nodes", to=[[0, 0]]),
+    "arrays is null": set_at("arrays", to=None),
+    "an array is a number": set_at("arrays", "model/big", to=3),
+    "dtype unknown": array(dtype="float12"),
+    "dtype another": array(dtype="float64"),
+    "shape below 0": array(shape=[-200, 200]),
+    "shape of 10^18": array(shape=[10**9, 10**9]),
+    "shape of 10^40": array(shape=[10**20, 10**20]),
+    "shape NaN": array(shape=[float("nan"), 200]),
+    "shape of booleans": array(shape=[True, 200]),
+    "shape of 10^12 chunks": array(shape=[10**12, 1], grid=[1, 1], writers=[[0, 0, 10**12]]),
+    "100 dimensions": array(shape=[1] * 100, grid=[1] * 100, writers=[[0, 0, 1]]),
+    "grid of 0": array(grid=[0, 200]),
+    "grid of one dimension": array(grid=[200]),
+    "writers of no chunk": array(writers=[]),
+    "writers of too many": array(writers=[[0, 0, 2]]),
+    "writers with a hole": array(writers=[[0, 1, 1]]),
+    "writers of a rank without index": array(writers=[[5, 0, 1]]),
+    "writers below 0": array(writers=[[0, 0, -1]]),
+    "packed and not": array(packed_in=[0]),
+    "neither packed nor not": lambda tree: tree["arrays"].update({"model/big": {"dtype": "int8", "shape": [3]}}),
+    "packed in rank 3": packed("a", packed_in=[3]),
+    "packed in a rank twice": packed("a", packed_in=[0, 0]),
+    "packed shape another": packed("a", shape=[6]),
+    "packed dtype another": packed("a", dtype="float64"),
+    "a tensor that no index has": lambda tree: tree["arrays"].update(
+        {"model/c": {"dtype": "int8", "shape": [1], "store": "zarr", "packed_in": [0]}}
+    ),
+    "alias of itself": packed("tied", alias_of="model/tied"),
+    "alias of nothing": packed("tied", alias_of="model/none"),
+    "alias of another shape": packed("tied", alias_of="model/a"),
+    "two arrays in one place": lambda tree: tree["arrays"].update({"model/more": tree["arrays"]["model/big"]}),
+    "file size below 0": set_at("files", "config.yaml", to=[-1, "0" * 32]),
+    "file of 200 GB": set_at("files", "config.yaml", to=[200 << 30, "0" * 32]),
+    "file digest of capitals": set_at("files", "config.yaml", to=[5, "A" * 32]),
+    "file is a number": set_at("files", "config.yaml", to=5),
+    "index of rank 10^6": set_at("files", "index-9999999.json", to=[5, "0" * 32]),
+    "two indexes of a rank": set_at("files", "index-00000.1.json", to=[5, "0" * 32]),
+    "no index": lambda tree: tree["files"].pop("index-00000.json"),
+    "format version is text": set_at("format_version", to="1"),
+    "format version 0": set_at("format_version", to=0),
+    "format version is true": set_at("format_version", to=True),
+}
+
+IN_INDEX: dict[str, Change] = {
+    "rank another": set_at("rank", to=1),
+    "files is a list": set_at("files", to=[]),
+    "no chunks": lambda tree: tree.pop("chunks"),
+    "chunk number below 0": chunk(0, -1),
+    "chunk number beyond": chunk(0, 1),
+    "chunk number a boolean": chunk(0, False),
+    "file number beyond": chunk(1, 99),
+    "file number below 0": chunk(1, -1),
+    "offset beyond": chunk(2, 1 << 40),
+    "offset NaN": chunk(2, float("nan")),
+    "length too short": chunk(3, 4),
+    "length beyond": chunk(3, 10**18),
+    "block of 0": chunk(4, 0),
+    "block of 16 with one digest": chunk(4, 16),
+    "no digest": chunk(5, ""),
+    "digest is no hex": chunk(5, "not hexadecimal!"),
+    "digest is cut": chunk(5, "0123"),
+    "raw is 2": chunk(6, 2),
+    "chunk row is short": lambda tree: tree["chunks"]["model/big"][0].pop(),
+    "chunk twice": lambda tree: tree["chunks"]["model/big"].append(tree["chunks"]["model/big"][0]),
+    "chunks of nothing known": lambda tree: tree["chunks"].update({"model/x": tree["chunks"]["model/big"]}),
+    "chunk of no file alone": lambda tree: tree["chunks"].update({"model/big": []}),
+    "packed length below 0": lambda tree: tree["packed"].update({key: -1 for key in tree["packed"]}),
+    "packed length another": lambda tree: tree["packed"].update({key: 13 for key in tree["packed"]}),
+    "packed length of 10^18": lambda tree: tree["packed"].update({key: 10**18 for key in tree["packed"]}),
+    "packed array that is none": lambda tree: tree["packed"].update({"model/packed-x": 5}),
+    "piece in no array": piece(0, 9),
+    "piece of another shape": piece(1, [8]),
+    "piece of more dimensions": piece(1, [7, 1]),
+    "piece beyond its tensor": piece(2, [1]),
+    "piece cut short": piece(3, [6]),
+    "piece below 0": piece(4, -1),
+    "piece beyond its array": piece(4, 6),
+    "piece over another": piece(4, 4),
+    "piece twice": lambda tree: tree["pieces"]["model/b"].append(tree["pieces"]["model/b"][0]),
+    "pieces that overlap": lambda tree: tree["pieces"].update(
+        {"model/b": [[0, [7], [0], [4], 5], [0, [7], [2], [3], 9]]}
+    ),
+    "no pieces": lambda tree: tree["pieces"].update({"model/b": []}),
+    "pieces lost": lambda tree: tree["pieces"].pop("model/b"),
+    "pieces of nothing known": lambda tree: tree["pieces"].update({"model/x": tree["pieces"]["model/b"]}),
+    "two chunks in one place": lambda tree: (
+        tree["dead"].update({"model/big/c/0/0": [[0, 16, 16, "0" * 16]]})
+        if "dead" in tree
+        else tree.update(dead={"model/big/c/0/0": [[0, 16, 16, "0" * 16]]})
+    ),
+    "dead bytes of no file": lambda tree: tree.update(dead={"elsewhere": [[0, 1, 1, "0" * 16]]}),
+    "description of 200 GB": lambda tree: tree["files"].update({"zarr.json": [200 << 30, "0" * 32]}),
+}
+
+IN_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "dtype is a function": value({"~dtype": "load"}),
+    "dtype is a module": value({"~dtype": "_dynamo"}),
+    "dtype is a list": value({"~dtype": ["float32"]}),
+    "unknown tag": value({"~pickle": "gASVAAAA"}),
+    "tag beside another key": value({"~tuple": [], "x": 1}),
+    "tuple of a number": value({"~tuple": 5}),
+    "dict of no pairs": value({"~dict": [[1]]}),
+    "dict of lists as keys": value({"~dict": [[[1], 2]]}),
+    "set of lists": value({"~set": [[1]]}),
+    "bytes that are none": value({"~bytes": "*"}),
+    "array of objects": value({"~ndarray": ["|O8", [1], "AAAAAAAAAAA="]}),
+    "array of another length": value({"~ndarray": ["<f8", [1000, 1000], "AAAA"]}),
+    "array of shape below 0": value({"~ndarray": ["<f8", [-1], "AAAAAAAAAAA="]}),
+    "scalar of two": value({"~scalar": ["<u1", "AAAA"]}),
+    "float that is finite": value({"~float": "1.5"}),
+    "size of text": value({"~Size": ["x"]}),
+    "namespace of a number": value({"~Namespace": 3}),
+    "enum of numbers": value({"~enum": [1, 2, 3]}),
+    "complex of one": value({"~complex": ["1"]}),
+    "nested deeply": value(json.loads("[" * 900 + "]" * 900)),
+    "rows are an object": lambda rows: {"rows": rows},
+    "a row is empty": lambda rows: [*rows, []],
+    "a path is a number": lambda rows: [*rows, [5, 5]],
+    "a step is a boolean": lambda rows: [*rows, [[True], 5]],
+    "a step is nothing": lambda rows: [*rows, [[[]], 5]],
+    "a key is no JSON": lambda rows: [*rows, [[["{", "key"]], 5]],
+    "a key is a list": lambda rows: [*rows, [[["[1]", "key"]], 5]],
+    "a path through a value": lambda rows: [*rows, [["step", "below"], 5]],
+    "a key twice": lambda rows: [*rows, [["step"], 5]],
+    "a tensor that is not there": lambda rows: [*rows, [["nowhere"]]],
+}  # fmt: skip
+
+
+def refused_by_all(root: Path) -> str:
+    """The newest checkpoint is refused by `load`, told by `verify`, and passed over; return the sentence of the load."""
+    checkpoint = root / "checkpoint-2"
+    with pytest.raises(CorruptCheckpointError) as caught:
+        load(checkpoint)
+    problems = verify_checkpoint(checkpoint)
+    assert problems and all(problems), problems
+    assert load_newest(root) == "checkpoint-1"
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 600, text
+    return text
+
+
+@pytest.mark.parametrize("name", IN_MANIFEST)
+def test_a_manifest_that_lies_is_refused(copied: Path, name: str) -> None:
+    edit_manifest(copied / "checkpoint-2", IN_MANIFEST[name])
+    refused_by_all(copied)
+
+
+@pytest.mark.parametrize("name", IN_INDEX)
+def test_an_index_that_lies_is_refused(copied: Path, name: str) -> None:
+    edit_index(copied / "checkpoint-2", 0, IN_INDEX[name])
+    assert "index-00000.json" in refused_by_all(copied)
+
+
+@pytest.mark.parametrize("name", IN_PLAIN)
+def test_plain_values_that_nobody_saved_are_refused(copied: Path, name: str) -> None:
+    edit_json(copied / "checkpoint-2", PLAIN, IN_PLAIN[name])
+    assert "plain.json" in refused_by_all(copied)
