@@ -428,7 +428,11 @@ def _index_document(data: bytes, where: str) -> _IndexDocument:
         said = _INDEX_DECODER.decode(data)
         tables: Iterable[Mapping[str, object]] = (said.files, said.chunks, said.packed, said.pieces, said.dead)
         is_whole = num_keys(data) == 5 + bool(said.dead) + sum(len(table) for table in tables)
-    except msgspec.MsgspecError:  # names of tensors may be half a surrogate pair, which it does not take
+    except (
+        msgspec.MsgspecError,
+        ValueError,
+        RecursionError,
+    ):  # or a name is half a surrogate pair, which JSON can hold
         is_whole = False
     if not is_whole:
         said = fit(parse(data, where), _IndexDocument, where)
@@ -541,7 +545,7 @@ def _entry_in(line: str, end: int, where: str) -> ArrayEntry:
         raise Refused(f"{line!r:.80} is no array")
     try:
         return _ENTRY_DECODER.decode(line[end + 1 :])
-    except msgspec.MsgspecError:  # see `_index_document`
+    except (msgspec.MsgspecError, RecursionError):  # see `_index_document`
         return fit(parse(line[end + 1 :], where), ArrayEntry, where)
 
 

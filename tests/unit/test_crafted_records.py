@@ -28,14 +28,10 @@ from ckpt.verify import verify_checkpoint
 from tests.crafts import (
     MANIFEST,
     Tree,
-    edit_file,
     edit_index,
     edit_json,
     edit_manifest,
-    index_tree,
     manifest_tree,
-    resign,
-    signed,
     write_listed,
     write_manifest,
 )
@@ -197,9 +193,9 @@ IN_INDEX: dict[str, Change] = {
     "chunk twice": lambda tree: tree["chunks"]["model/big"].append(tree["chunks"]["model/big"][0]),
     "chunks of nothing known": lambda tree: tree["chunks"].update({"model/x": tree["chunks"]["model/big"]}),
     "chunk of no file alone": lambda tree: tree["chunks"].update({"model/big": []}),
-    "packed length below 0": lambda tree: tree["packed"].update({key: -1 for key in tree["packed"]}),
-    "packed length another": lambda tree: tree["packed"].update({key: 13 for key in tree["packed"]}),
-    "packed length of 10^18": lambda tree: tree["packed"].update({key: 10**18 for key in tree["packed"]}),
+    "packed length below 0": lambda tree: tree["packed"].update(dict.fromkeys(tree["packed"], -1)),
+    "packed length another": lambda tree: tree["packed"].update(dict.fromkeys(tree["packed"], 13)),
+    "packed length of 10^18": lambda tree: tree["packed"].update(dict.fromkeys(tree["packed"], 10**18)),
     "packed array that is none": lambda tree: tree["packed"].update({"model/packed-x": 5}),
     "piece in no array": piece(0, 9),
     "piece of another shape": piece(1, [8]),
@@ -288,3 +284,148 @@ def test_an_index_that_lies_is_refused(copied: Path, name: str) -> None:
 def test_plain_values_that_nobody_saved_are_refused(copied: Path, name: str) -> None:
     edit_json(copied / "checkpoint-2", PLAIN, IN_PLAIN[name])
     assert "plain.json" in refused_by_all(copied)
+
+
+TEXTS: dict[str, Callable[[bytes], bytes]] = {
+    "a key twice": lambda text: text.replace(b'"world_size": 1', b'"world_size": 1, "world_size": 1'),
+    "an array twice": lambda text: text.replace(b'"model/a": {', b'"model/b": {', 1),
+    "infinity": lambda text: text.replace(b'"world_size": 1', b'"world_size": Infinity'),
+    "5,000 digits": lambda text: text.replace(b'"world_size": 1', b'"world_size": ' + b"1" * 5000),
+    "nested deeply": lambda text: text.replace(b'"groups": {}', b'"groups": ' + b"[" * 100_000 + b"]" * 100_000),
+    "no UTF-8": lambda text: text.replace(b'"model/big"', b'"model/\xff\xfe"'),
+    "no JSON": lambda text: text.replace(b'"world_size": 1', b'"world_size"'),
+    "a list": lambda text: b"[],\n",
+    "nothing": lambda text: b"",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("laid_out_as_we_do", [True, False])
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_that_is_no_such_json_is_refused(copied: Path, name: str, laid_out_as_we_do: bool) -> None:
+    checkpoint = copied / "checkpoint-2"
+    if not laid_out_as_we_do:
+        edit_manifest(checkpoint, lambda tree: None)
+    text = (checkpoint / MANIFEST).read_bytes()
+    body = TEXTS[name](text[: text.rindex(b'  "manifest_digest"')])
+    assert name in ("a list", "nothing") or len(body) != len(text) or name == "an array twice"
+    write_manifest(checkpoint, body)
+    assert MANIFEST in refused_by_all(copied)
+
+
+@pytest.mark.parametrize("name", ["a key twice", "infinity", "nested deeply", "no UTF-8"])
+def test_an_index_that_is_no_such_json_is_refused(copied: Path, name: str) -> None:
+    checkpoint = copied / "checkpoint-2"
+    text = (checkpoint / "index-00000.json").read_bytes()
+    changed = {
+        "a key twice": text.replace(b'"model/b": [', b'"model/a": [', 1),
+        "infinity": text.replace(b'"rank": 0', b'"rank": Infinity'),
+        "nested deeply": text.replace(b'"rank": 0', b'"more": ' + b"[" * 100_000 + b"]" * 100_000 + b', "rank": 0'),
+        "no UTF-8": text.replace(b'"model/b"', b'"model/\xff"'),
+    }[name]
+    assert changed != text
+    write_listed(checkpoint, "index-00000.json", changed)
+    assert "index-00000.json" in refused_by_all(copied)
+
+
+def test_a_later_version_is_told_by_its_number_whatever_its_rows_are(copied: Path) -> None:
+    checkpoint = copied / "checkpoint-2"
+
+    def to_version_2(tree: Tree) -> None:
+        tree["format_version"] = 2
+        tree["arrays"] = [["model/big", "f4", "200x200"]]
+        del tree["components"]
+
+    edit_manifest(checkpoint, to_version_2)
+    with pytest.raises(ConfigurationError, match="format version 2; this version of ckpt reads version 1"):
+        read_manifest(checkpoint)
+    edit_manifest(checkpoint, lambda tree: tree.update(format_version=3, arrays={"x": {"form": [1]}}))
+    body = (checkpoint / MANIFEST).read_bytes()
+    write_manifest(checkpoint, b'{\n  "format_version": 3,\n  "arrays": {\n    "x" -> 5\n  },\n')
+    assert body != (checkpoint / MANIFEST).read_bytes()
+    with pytest.raises(ConfigurationError, match="format version 3"):
+        read_manifest(checkpoint)
+
+
+def test_keys_that_this_version_does_not_know_are_passed_over(copied: Path) -> None:
+    checkpoint = copied / "checkpoint-2"
+    edit_manifest(checkpoint, lambda tree: tree.update(later={"a": [{"b": 1}]}))
+    edit_manifest(checkpoint, lambda tree: tree["arrays"]["model/a"].update(later={"a": 1}))
+    edit_manifest(checkpoint, lambda tree: tree["components"]["model"].update(later=[1]))
+    edit_index(checkpoint, 0, lambda tree: tree.update(later={"a": {"b": 1}}))
+    assert verify_checkpoint(checkpoint) == []
+    assert load_newest(copied) == "checkpoint-2"
+
+
+@pytest.mark.parametrize("path", [MANIFEST, "index-00000.json", PLAIN, "config.yaml"])
+def test_a_file_that_claims_to_be_longer_than_memory_is_not_read(copied: Path, path: str) -> None:
+    """Sparse, so it takes no room on the disk; to read it would take 200 GB of memory."""
+    os.truncate(copied / "checkpoint-2" / path, 200 << 30)
+    text = refused_by_all(copied)
+    assert path in text and str(200 << 30) in text
+
+
+def test_random_generators_that_do_not_take_their_state_are_damage(copied: Path) -> None:
+    def cut(rows: Any) -> Any:
+        for row in rows:
+            if row[0] == ["torch", "cpu"]:
+                row[1] = {"~bytes": "AAAA"}
+        return rows
+
+    edit_json(copied / "checkpoint-2", "rng/rank-00000/plain.json", cut)
+    with pytest.raises(CorruptCheckpointError, match="random generators cannot have had the state"):
+        load(copied / "checkpoint-2")
+    assert load_newest(copied) == "checkpoint-1"
+
+
+def walk(tree: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every way into a tree of JSON."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [found for key, child in items for found in ((*way, key), *walk(child, (*way, key)))]
+
+
+anything = st.recursive(
+    st.sampled_from(
+        [None, True, -1, 0, 1, 3, 1 << 40, 1 << 63, 10**30, 0.5, float("nan"), "", "x", "model/a", "0" * 32]
+    )
+    | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_records_say_only_our_errors_come_of_it(root: Path, tmp_path: Path, data: st.DataObject) -> None:
+    checkpoint = tmp_path / "root" / "checkpoint-2"
+    shutil.rmtree(tmp_path / "root", ignore_errors=True)
+    shutil.copytree(root, tmp_path / "root", copy_function=os.link)
+    which = data.draw(st.sampled_from(["manifest", "index", PLAIN]))
+    file = {"manifest": MANIFEST, "index": "index-00000.json"}.get(which, which)
+    for path in {MANIFEST, "index-00000.json", file}:  # files are linked: these alone are written
+        text = (checkpoint / path).read_bytes()
+        (checkpoint / path).unlink()
+        (checkpoint / path).write_bytes(text)
+    tree = manifest_tree(checkpoint) if which == "manifest" else json.loads((checkpoint / file).read_bytes())
+    for _ in range(data.draw(st.integers(1, 2))):
+        *above, last = data.draw(st.sampled_from(walk(tree)))
+        here: Any = tree
+        for step in above:
+            here = here[step]
+        if data.draw(st.booleans()):
+            here[last] = data.draw(anything)
+        else:
+            del here[last]
+    if which == "manifest":
+        write_manifest(checkpoint, tree)
+    else:
+        write_listed(checkpoint, file, json.dumps(tree).encode())
+    state = random.getstate()
+    problems = ["none was looked for"]
+    try:
+        problems = verify_checkpoint(checkpoint)
+        read_index(checkpoint, read_manifest(checkpoint), 0)
+        load(checkpoint)
+    except CheckpointError as error:
+        assert problems or not isinstance(error, CorruptCheckpointError), f"verify calls this sound: {error}"
+    finally:
+        random.setstate(state)
