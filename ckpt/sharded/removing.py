@@ -82,6 +82,7 @@ def _remove(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[s
     is_as_listed = _require_sound_database(checkpoint_dir, manifest, topology)
     if gone:
         _take_out(gone, checkpoint_dir, manifest, topology)
+        manifest = replace(manifest, arrays={n: entry for n, entry in manifest.arrays.items() if n not in gone})
     if gone or not is_as_listed:
         _list_database(checkpoint_dir, manifest, topology)
         replace_durably(checkpoint_dir / MANIFEST_NAME, manifest.to_bytes())
@@ -92,7 +93,8 @@ def _remove(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[s
 def _take_out(
     gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology
 ) -> None:
-    """Make `manifest` that of the checkpoint without these arrays, with indexes beside the old ones; only the database changes."""
+    """Make `manifest`, but for its arrays, that of the checkpoint without these, with indexes beside the old ones; only the database
+    changes."""
     old_indexes = manifest.index_paths()
     indexes = {}
     for rank in old_indexes:
@@ -110,8 +112,7 @@ def _take_out(
         write_durably(checkpoint_dir / later, data)
         del manifest.files[path]
         manifest.files[later] = len(data), digest_of(data)
-    for name, entry in gone.items():
-        del manifest.arrays[name]
+    for entry in gone.values():
         manifest.files.pop(f"{entry.path}/{DOCUMENT}", None)
     _correct_component(manifest, indexes, gone)
     list_shards(manifest, indexes.values(), checkpoint_dir, topology)
