@@ -195,7 +195,7 @@ def check_extents(index: Index) -> None:
         ends[file] = offset + length
     for file in mixed:
         within = [(one.offset, one.offset + one.length) for one in extents if one.file == file]
-        _require_apart(within, f"bytes of {file!r:.80}")
+        require_apart(within, f"bytes of {file!r:.80}")
     for file, record in index.files.items():
         if record.size > MAX_FILE_BYTES and file not in ends:
             raise Refused(f"{file!r:.80} would have {record.size} bytes, and no array lies in it")
@@ -239,10 +239,15 @@ def check_pieces(index: Index) -> None:
             for one in pieces
             if one.packed == path
         ]
-        _require_apart(within, f"elements of {path!r:.80}")
+        require_apart(within, f"elements of {path!r:.80}")
 
 
-def _require_apart(ranges: Iterable[tuple[int, int]], what: str) -> None:
+def require_apart(ranges: Iterable[tuple[int, int]], what: str) -> None:
+    """No two [begin, end) have anything in common.
+
+    Raises:
+        Refused
+    """
     at = 0
     for begin, end in sorted(one for one in ranges if one[0] < one[1]):
         if begin < at:

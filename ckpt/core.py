@@ -14,6 +14,8 @@ from typing import Any
 from ckpt.durable import replace_durably
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, sentence
 from ckpt.manifest import digest_of
+from ckpt.stored import read_small_file
+from ckpt.strict_json import parse
 
 CONFIG_FNAME = "metadata.json"
 _DIGEST = "digest"
@@ -59,7 +61,7 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
     """
     path = Path(checkpoint_dir, CONFIG_FNAME)
     try:
-        data = path.read_bytes()
+        data = read_small_file(path, str(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -92,9 +94,9 @@ def _digest(said: dict[str, Any]) -> str:
 
 def _parsed(path: Path, data: bytes) -> CheckpointingConfig:
     try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise _unlike(path, f"is no JSON ({sentence(error)})") from error
+        found = parse(data, CONFIG_FNAME)
+    except CorruptCheckpointError as error:
+        raise _unlike(path, f"is no JSON ({error})") from error
     if not isinstance(found, dict):
         raise _unlike(path, f"holds a {type(found).__name__}, not an object")
     digest = found.pop(_DIGEST, None)

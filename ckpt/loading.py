@@ -33,6 +33,7 @@ from ckpt.report import ComponentReport, LoadReport, Status
 from ckpt.sharing import StateComponent
 from ckpt.sources import CommittedSource, Rows, Source
 from ckpt.stored import read_listed_file, read_manifest_bytes
+from ckpt.strict_json import refusing
 from ckpt.topology import Phase, Topology
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]
@@ -106,7 +107,8 @@ class Loader:
                     manifest = CheckpointManifest.from_bytes(data, where)
                     listed = CONFIG_NAME in manifest.files
                     held = self._held(data)
-                    config = read_listed_file(path, manifest, CONFIG_NAME, held).decode() if listed else ""
+                    with refusing(CONFIG_NAME):
+                        config = read_listed_file(path, manifest, CONFIG_NAME, held).decode() if listed else ""
                     phase.payload = {"manifest": data.decode(), "config": config}
         said = phase.payloads[0]
         if isinstance(said, list):

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -179,9 +181,20 @@ class Report:
         self.console.print(text, style=style)
 
 
+_MOST_CONFIG_CHARS = 1 << 20
+
+
 def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
-    """Return one line for each key whose value is not the one that a checkpoint's config.yaml holds."""
-    before = dict(_flat(OmegaConf.to_container(OmegaConf.create(saved), resolve=False)))
+    """Return one line for each key whose value is not the one that a checkpoint's config.yaml holds.
+
+    A text that is no config of ours is told in one line. No config has an alias: five lines of them may stand for gigabytes.
+    """
+    try:
+        if len(saved) > _MOST_CONFIG_CHARS or any(isinstance(token, yaml.AliasToken) for token in yaml.scan(saved)):
+            raise yaml.YAMLError("it has aliases, or is too long for one")
+        before = dict(_flat(OmegaConf.to_container(OmegaConf.create(saved), resolve=False)))
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        return [f"the checkpoint's config.yaml cannot be compared, {' '.join(str(error).split()):.200}"]
     after = dict(_flat(now))
     absent = object()
     return [

@@ -18,12 +18,16 @@ from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ckpt.backends.base import Content
-from ckpt.box import Box, whole
+from ckpt.box import whole
 from ckpt.collector import collector_paused
+from ckpt.consistency import checked_place, require_apart
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CorruptCheckpointError
 from ckpt.names import encode_key
+from ckpt.strict_json import Count, Shape, fit, parse, read
 
 SUFFIX = ".safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -213,12 +217,23 @@ def _read_rows(path: Path) -> tuple[int, dict[str, Any], int]:
     with _refusing(path), path.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > size - 8:
+        if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
             raise ValueError(f"it has {size} bytes, and its header should have {length}")
-        rows = json.loads(stream.read(length))
+        where = f"{path} is no safetensors file"
+        rows = parse(stream.read(length), where)
         if not isinstance(rows, dict):
             raise ValueError("its header is no object")
+        fit(rows.get(_METADATA, {}), dict[str, str], where)
+        fit({name: row for name, row in rows.items() if name != _METADATA}, dict[str, _Row], where)
         return 8 + length, rows, size
+
+
+class _Row(msgspec.Struct):
+    """A tensor, as the header has it."""
+
+    dtype: str
+    shape: Shape
+    data_offsets: tuple[Count, Count]
 
 
 @contextmanager
@@ -226,6 +241,8 @@ def _refusing(path: Path) -> Iterator[None]:
     """Make a `CorruptCheckpointError` that names the file of what goes wrong when a header is read."""
     try:
         yield
+    except CorruptCheckpointError:
+        raise
     except OSError as error:
         raise CorruptCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -234,9 +251,7 @@ def _refusing(path: Path) -> Iterator[None]:
 
 
 def _entries(rows: Mapping[str, Any], num_bytes: int) -> list[Entry]:
-    metadata = rows.get(_METADATA, {})
-    parts = json.loads(metadata.get(_PARTS, "{}"))
-    pairs = set(json.loads(metadata.get(_COMPLEX128, "[]")))
+    parts, pairs = _notes(rows)
     entries = []
     for name, row in rows.items():
         if name == _METADATA:
@@ -244,16 +259,26 @@ def _entries(rows: Mapping[str, Any], num_bytes: int) -> list[Entry]:
         stored = tuple(row["shape"])
         dtype = _TYPES[row["dtype"]]
         if name in pairs:
+            if (dtype, stored[-1:]) != ("float64", (2,)):
+                raise ValueError(f"{name!r:.80} cannot be pairs of float64")
             dtype, stored = _COMPLEX128, stored[:-1]
         content = Content(name, stored, whole(stored))
         if name in parts:
             key, shape, offsets = parts[name]
-            content = Content(key, tuple(shape), Box(tuple(offsets), stored))
+            content = Content(key, shape, checked_place(shape, offsets, stored))
         begin, end = row["data_offsets"]
         entries.append(Entry(name, dtype, content, begin))
         if end - begin != entries[-1].num_bytes or not 0 <= begin <= end <= num_bytes:
-            raise ValueError(f"bytes {begin} to {end} of {num_bytes} cannot be {name!r} of shape {list(stored)}")
+            raise ValueError(f"bytes {begin} to {end} of {num_bytes} cannot be {name!r:.80} of shape {list(stored)}")
+    require_apart(((entry.start, entry.start + entry.num_bytes) for entry in entries), "bytes of its tensors")
     return entries
+
+
+def _notes(rows: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Shape, Shape]], set[str]]:
+    """What we have noted in a header: name -> key, shape and offsets of each part, and the tensors of complex128."""
+    metadata = rows.get(_METADATA, {})
+    parts = read(metadata.get(_PARTS, "{}"), dict[str, tuple[str, Shape, Shape]], _PARTS)
+    return parts, set(read(metadata.get(_COMPLEX128, "[]"), list[str], _COMPLEX128))
 
 
 @collector_paused()
@@ -286,9 +311,7 @@ class _FolderIndex:
 
     def add(self, file: str, rows: Mapping[str, Any]) -> None:
         """Take in the header of a file."""
-        metadata = rows.get(_METADATA, {})
-        parts = json.loads(metadata.get(_PARTS, "{}"))
-        pairs = set(json.loads(metadata.get(_COMPLEX128, "[]")))
+        parts, pairs = _notes(rows)
         there = _quoted(file)
         for name, row in rows.items():
             if name == _METADATA:
@@ -301,8 +324,8 @@ class _FolderIndex:
             key, shape, offsets = parts[name]
             if key not in self._parted:
                 dtype = _COMPLEX128 if name in pairs else _TYPES[row["dtype"]]
-                self._parted[key] = f'{_quoted(key)}: {{"dtype": "{dtype}", "shape": {shape}', []
-            place = f'"offset": {offsets}, "shape": {row["shape"][: len(shape)]}'
+                self._parted[key] = f'{_quoted(key)}: {{"dtype": "{dtype}", "shape": {list(shape)}', []
+            place = f'"offset": {list(offsets)}, "shape": {row["shape"][: len(shape)]}'
             self._parted[key][1].append(f'{{"file": {there}, "name": {_quoted(name)}, {place}}}')
 
     def to_bytes(self) -> bytes:

@@ -18,8 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import tensorstore as ts
 import torch
@@ -33,11 +34,20 @@ from ckpt.backends.linked_values import LinkedValues
 from ckpt.backends.ocdbt_format import Value, manifest_of, tree_of
 from ckpt.backends.outlet import Outlet, OutletWriter, Stream
 from ckpt.backends.pieces import Pieces
-from ckpt.backends.zarr_format import DOCUMENT, array_document, below, chunk_key, group_document, with_groups_above
+from ckpt.backends.zarr_format import (
+    DOCUMENT,
+    array_document,
+    below,
+    chunk_key,
+    group_document,
+    require_spec,
+    with_groups_above,
+)
 from ckpt.blocks import EMPTY_DIGEST
 from ckpt.box import Box, chunk_box
 from ckpt.dtypes import bits_of
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
+from ckpt.strict_json import read
 
 POLL_S = 0.05
 """Between two looks at a running commit. Nothing here blocks for longer, so signals and other threads get their turn."""
@@ -91,9 +101,12 @@ class TensorStoreBackend:
         context = ts.Context({"file_io_mode": {"mode": "memmap"}})
         try:
             stored = _opened(self._kvstore(root), array.path, context)
+            require_spec(_spec_of(array.path, stored), array)
             values = bits_of(out).view(stored.dtype.numpy_dtype)
             wanted = stored[box.slices].translate_to[(0,) * len(box.shape)] if box.shape else stored
             ts.array(values, context=context).write(wanted).result()
+        except CorruptCheckpointError:
+            raise
         except (*_STATUS_ERRORS, OSError) as error:
             raise CorruptCheckpointError(
                 f"{array.path}: tensorstore cannot read {box} of {root}: {_one_line(error)}. Load an earlier checkpoint."
@@ -110,6 +123,8 @@ class TensorStoreBackend:
             kvstore = self._kvstore(root)
             paths = _array_paths(ts.KvStore.open(kvstore, context=context).result())
             return {path: _spec_of(path, _opened(kvstore, path, context)) for path in paths}
+        except CorruptCheckpointError:
+            raise
         except (*_STATUS_ERRORS, OSError) as error:
             raise CorruptCheckpointError(
                 f"tensorstore cannot list the arrays of {root}: {_one_line(error)}. Load an earlier checkpoint."
@@ -368,8 +383,17 @@ def _array_paths(kvstore: ts.KvStore) -> list[str]:
     return sorted(
         key.removesuffix(f"/{DOCUMENT}")
         for key, value in zip(documents, values, strict=True)
-        if json.loads(value.result().value)["node_type"] == "array"
+        if _is_array(key, value.result().value)
     )
+
+
+def _is_array(key: str, document: bytes) -> bool:
+    """Whether a `zarr.json` describes an array, and not a group."""
+    return read(document, _Node, key).node_type == "array"
+
+
+class _Node(msgspec.Struct):
+    node_type: Literal["array", "group"]
 
 
 def _opened(kvstore: dict[str, Any], path: str, context: ts.Context) -> ts.TensorStore:

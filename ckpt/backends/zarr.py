@@ -7,6 +7,7 @@ chunks that are compressed.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -25,14 +26,17 @@ from zarr.storage import LocalStore, MemoryStore, StorePath
 
 from ckpt import zarr_dtypes
 from ckpt.backends.base import ArraySpec, Previous
+from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.backends.directory import Describe, DirectoryWriter, Encode
 from ckpt.backends.files import remove_arrays
 from ckpt.backends.growing import Buffers
 from ckpt.backends.outlet import Outlet
-from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key
+from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key, require_spec
 from ckpt.box import Box, chunks_meeting
-from ckpt.dtypes import bits_of
-from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.dtypes import bits_of, item_bytes
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
+from ckpt.stored import read_small_file
+from ckpt.strict_json import parse
 
 
 class ZarrBackend:
@@ -82,10 +86,16 @@ class ZarrBackend:
         Raises:
             CorruptCheckpointError: the array, or a chunk that `box` meets, is missing or cannot be decoded.
         """
+        metadata = _metadata_in(root / array.path)
+        if metadata is None:
+            raise CorruptCheckpointError(f"{array.path}: {root / array.path} is a group of Zarr, not an array")
+        require_spec(_spec_of(metadata, array.path), array)
+        chunk_bytes = math.prod(array.grid) * item_bytes(array.dtype)
         for number in chunks_meeting(array.shape, array.grid, box):
             file = root / array.path / chunk_key(array, number)
             if not file.is_file():  # zarr-python would hand out zeros in its place
                 raise CorruptCheckpointError(f"{array.path}: {file} is missing. Load an earlier checkpoint.")
+            require_decodes_within(file, str(metadata.codecs[-1].to_dict()["name"]), chunk_bytes)
         try:
             stored = zarr.open_array(store=LocalStore(root, read_only=True), path=array.path, mode="r")
             values = np.asarray(stored[box.slices])
@@ -154,31 +164,44 @@ def _arrays_below(root: Path) -> Iterator[ArraySpec]:
     """Yield the arrays below `root`; inside of one there is nothing to look for but chunks."""
     for folder, folders, files in os.walk(root):
         if DOCUMENT in files:
-            spec = _spec_of(root, Path(folder))
-            if spec is not None:
+            metadata = _metadata_in(Path(folder))
+            if metadata is not None:
                 folders.clear()
-                yield spec
+                yield _spec_of(metadata, Path(folder).relative_to(root).as_posix())
 
 
-def _spec_of(root: Path, folder: Path) -> ArraySpec | None:
-    """Return the array whose metadata lies in `folder`, or None if it is a group."""
+def _metadata_in(folder: Path) -> ArrayV3Metadata | None:
+    """The array whose metadata lies in `folder`, or None if it is a group.
+
+    Raises:
+        CorruptCheckpointError: it is neither.
+    """
+    file = folder / DOCUMENT
     try:
-        document = json.loads((folder / DOCUMENT).read_bytes())
+        document = parse(read_small_file(file, str(file)), str(file))
         if document["node_type"] == "group":
             return None
         metadata = ArrayV3Metadata.from_dict(document)
-    except (ValueError, KeyError, TypeError) as error:
+        _grid_of(metadata)
+    except CorruptCheckpointError:
+        raise
+    except Exception as error:  # zarr-python raises nearly anything
         raise CorruptCheckpointError(
-            f"{folder / DOCUMENT} is not the metadata of a Zarr v3 array: {error}. Load an earlier checkpoint."
+            f"{file} is not the metadata of a Zarr v3 array: {sentence(error)}. Load an earlier checkpoint."
         ) from error
+    return metadata
+
+
+def _grid_of(metadata: ArrayV3Metadata) -> tuple[int, ...]:
     grid = metadata.chunk_grid
-    assert isinstance(grid, RegularChunkGrid)
-    return ArraySpec(
-        folder.relative_to(root).as_posix(),
-        str(metadata.data_type.to_json(zarr_format=3)),
-        tuple(metadata.shape),
-        tuple(grid.chunk_shape),
-    )
+    if not isinstance(grid, RegularChunkGrid):
+        raise ValueError("its chunk grid is not regular")
+    return tuple(grid.chunk_shape)
+
+
+def _spec_of(metadata: ArrayV3Metadata, path: str) -> ArraySpec:
+    dtype = str(metadata.data_type.to_json(zarr_format=3))
+    return ArraySpec(path, dtype, tuple(metadata.shape), _grid_of(metadata))
 
 
 def _check_compressors(compressors: Sequence[dict[str, Any]]) -> None:

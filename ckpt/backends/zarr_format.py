@@ -8,6 +8,7 @@ from typing import Any
 from ckpt.backends.base import ArraySpec
 from ckpt.box import chunk_box
 from ckpt.dtypes import item_bytes
+from ckpt.errors import CorruptCheckpointError
 
 DOCUMENT = "zarr.json"
 """Name of the file, or key, that describes an array or a group."""
@@ -26,6 +27,19 @@ def array_document(array: ArraySpec, compressors: Sequence[dict[str, Any]] = ())
         "codecs": [_bytes_codec(array.dtype), *compressors],
         "attributes": {},
     }
+
+
+def require_spec(described: ArraySpec, array: ArraySpec) -> None:
+    """Refuse an array whose own description is another one than the manifest's: a library goes by it, and makes room for it.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    if described != array:
+        raise CorruptCheckpointError(
+            f"{array.path}: its {DOCUMENT} describes {described.dtype} of shape {list(described.shape)} in chunks of "
+            f"{list(described.grid)}, the manifest {array.dtype} of {list(array.shape)} in {list(array.grid)}. Load an earlier checkpoint."
+        )
 
 
 def group_document() -> dict[str, Any]:

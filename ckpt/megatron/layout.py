@@ -13,14 +13,15 @@ There are no digests, so damage shows only where a file is missing, of the wrong
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from ckpt.box import chunk_box, num_chunks
@@ -28,6 +29,8 @@ from ckpt.core import CONFIG_FNAME, maybe_load_config
 from ckpt.dtypes import item_bytes, torch_dtype
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.manifest import MANIFEST_NAME
+from ckpt.stored import read_small_file
+from ckpt.strict_json import MAX_INT, Shape, corrupt, read
 
 COMMON_FILE = "common.pt"
 ARRAY_FILE = ".zarray"
@@ -116,6 +119,7 @@ class MegatronArray:
         grid: shape of one chunk; every side is at least 1.
         is_raw: chunks are the elements themselves, row-major and little-endian.
         separator: between the numbers in a chunk's file name.
+        codec: what compressed chunks are compressed with.
     """
 
     key: str
@@ -124,6 +128,7 @@ class MegatronArray:
     grid: tuple[int, ...]
     is_raw: bool
     separator: str
+    codec: str | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -147,24 +152,36 @@ class MegatronArray:
 
 def array_at(checkpoint_dir: Path, key: str) -> MegatronArray:
     file = checkpoint_dir / key / ARRAY_FILE
+    where = f"{key}: {file} does not describe a Zarr v2 array"
     try:
-        document = json.loads(file.read_bytes())
-        shape, chunks = (tuple(map(int, document[name])) for name in ("shape", "chunks"))
-        text, order = document["dtype"], document["order"]
-        if document["zarr_format"] != 2 or len(shape) != len(chunks) or min((*shape, *chunks), default=0) < 0:
-            raise ValueError(f"format {document['zarr_format']}, shape {shape} in chunks of {chunks}")
-        is_encoded = bool(document.get("compressor") or document.get("filters"))
-        separator = document.get("dimension_separator", ".")
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise CorruptCheckpointError(f"{key}: {file} does not describe a Zarr v2 array: {sentence(error)}") from error
-    return MegatronArray(
+        said = read(read_small_file(file, ARRAY_FILE), _Document, where)
+    except OSError as error:
+        raise CorruptCheckpointError(f"{where}: {sentence(error)}") from error
+    array = MegatronArray(
         key=key,
-        dtype=_dtype_name(text, key, file),
-        shape=shape,
-        grid=tuple(max(side, 1) for side in chunks),
-        is_raw=not is_encoded and order == "C" and not str(text).startswith(">"),
-        separator=separator,
+        dtype=_dtype_name(said.dtype, key, file),
+        shape=said.shape,
+        grid=tuple(max(side, 1) for side in said.chunks),
+        is_raw=not (said.compressor or said.filters) and said.order == "C" and not said.dtype.startswith(">"),
+        separator=said.dimension_separator,
+        codec=None if said.compressor is None else str(said.compressor.get("id")),
     )
+    if len(said.shape) != len(said.chunks) or max(array.num_bytes, array.chunk_bytes) > MAX_INT:
+        raise corrupt(where, f"an array of shape {list(said.shape)} cannot lie in chunks of {list(said.chunks)}")
+    return array
+
+
+class _Document(msgspec.Struct):
+    """What `.zarray` says, as far as it matters here."""
+
+    zarr_format: Literal[2]
+    shape: Shape
+    chunks: Shape
+    dtype: str
+    order: Literal["C", "F"]
+    compressor: dict[str, Any] | None = None
+    filters: list[dict[str, Any]] | None = None
+    dimension_separator: Literal[".", "/"] = "."
 
 
 def _dtype_name(text: object, key: str, file: Path) -> str:

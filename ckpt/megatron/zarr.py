@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ckpt import zarr_dtypes
+from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.box import Box, chunk_box, chunks_meeting
 from ckpt.dtypes import bits_of, torch_dtype
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
@@ -134,7 +135,7 @@ class MegatronZarr:
         """Return the file of a chunk.
 
         Raises:
-            CorruptCheckpointError: it is missing or, being raw, of another size than its elements.
+            CorruptCheckpointError: it is missing or, being raw, of another size than its elements; or it would decode to far more.
         """
         file = self._dir / array.key / array.chunk_file(number)
         try:
@@ -148,6 +149,8 @@ class MegatronZarr:
                 f"{array.key}: chunk {array.chunk_file(number)} has {size} bytes, and {list(array.grid)} elements of {array.dtype} are "
                 f"{array.chunk_bytes}: {file} was cut off or changed. {NO_DIGESTS}"
             )
+        if array.codec is not None:
+            require_decodes_within(file, array.codec, array.chunk_bytes)
         return file
 
     def _mapped_chunk(self, array: MegatronArray, number: int) -> tuple[Box, torch.Tensor]:

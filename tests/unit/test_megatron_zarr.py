@@ -384,14 +384,19 @@ def test_chunks_whose_metadata_is_missing_are_said_to_be_that(tmp_path: Path) ->
     ("changed", "says"),
     [
         (None, "Expecting value"),
-        ([1], "TypeError"),
-        ({"shape": None}, "TypeError"),
-        ({"shape": [2, 2]}, r"shape \(2, 2\) in chunks of \(2,\)"),
-        ({"chunks": [-1]}, r"chunks of \(-1,\)"),
-        ({"zarr_format": 3}, "format 3"),
+        ([1], "Expected `object`"),
+        ({"shape": None}, "Expected `array`, got `null` - at `$.shape`"),
+        ({"shape": [2, 2]}, r"shape \[2, 2\] cannot lie in chunks of \[2\]"),
+        ({"shape": [1 << 40], "chunks": [1 << 62]}, "cannot lie in chunks"),
+        ({"shape": [True]}, "Expected `int`, got `bool`"),
+        ({"shape": [float("nan")]}, "NaN is no JSON"),
+        ({"chunks": [-1]}, "at `$.chunks"),
+        ({"zarr_format": 3}, "at `$.zarr_format`"),
+        ({"order": "X"}, "at `$.order`"),
+        ({"dimension_separator": "/../"}, "at `$.dimension_separator`"),
         ({"dtype": "<V2"}, "data type '<V2', of which torch has no tensors"),
         ({"dtype": "<f16"}, "data type '<f16'"),
-        ({"dtype": [["a", "<f4"]]}, r"data type \[\['a', '<f4'\]\]"),
+        ({"dtype": [["a", "<f4"]]}, "at `$.dtype`"),
     ],
     ids=str,
 )
@@ -400,7 +405,7 @@ def test_metadata_of_an_array_that_cannot_be_understood_is_named(tmp_path: Path,
     file = tmp_path / "w" / ".zarray"
     document = json.loads(file.read_bytes()) | changed if isinstance(changed, dict) else changed
     file.write_text("" if document is None else json.dumps(document))
-    with pytest.raises(CorruptCheckpointError, match=rf"^w: .*/w/\.zarray .*{says}"):
+    with pytest.raises(CorruptCheckpointError, match=rf"^w: .*/w/\.zarray .*{says.replace('$', chr(92) + '$')}"):
         MegatronZarr(tmp_path)
 
 

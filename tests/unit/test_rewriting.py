@@ -365,7 +365,8 @@ def test_an_index_that_lacks_a_chunk_is_told(saved: dict[str, Path], tmp_path: P
     del index.chunks["of_per_rank/rank-00002/w"]
     put_on_record(src, manifest, index)
     with pytest.raises(
-        CorruptCheckpointError, match="index-00002.json: it lists 0 chunks of 'of_per_rank/rank-00002/w', of which rank 2 wrote 1"
+        CorruptCheckpointError,
+        match="index-00002.json: it lists 0 chunks of 'of_per_rank/rank-00002/w', of which rank 2 wrote 1",
     ):
         rewrite(src, tmp_path / "new", made("zarr"))
 

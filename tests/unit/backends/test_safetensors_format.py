@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -99,6 +100,48 @@ def test_files_of_others_are_read_by_name(tmp_path: Path) -> None:
         assert data[begin : begin + entry.num_bytes] == tensors[entry.name].numpy().tobytes()
 
 
+def row(dtype: str, shape: list[object], begin: int, end: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def header_of(rows: dict[str, object], num_bytes: int = 24) -> bytes:
+    text = json.dumps(rows).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ({"w": row("F32", [2], 0, 8), "v": row("F32", [2], 4, 12)}, "bytes of its tensors are used twice, from 4 to 8"),
+        ({"w": row("F32", [-2], 0, 8)}, "Expected `int` >= 0"),
+        ({"w": row("F32", [1 << 62, 1 << 62], 0, 8)}, "cannot be 'w'"),
+        ({"w": row("F32", [2], -8, 0)}, "Expected `int` >= 0"),
+        ({"w": row("F32", [float("nan")], 0, 8)}, "NaN is no JSON"),
+        ({"w": row("F32", [True, 2], 0, 8)}, "Expected `int`, got `bool`"),
+        ({"w": row("F32", [6], 0, 24) | {"dtype": ["F32"]}}, "Expected `str`"),
+        ({"__metadata__": {"ckpt.parts": "[1]"}, "w": row("F32", [2], 0, 8)}, "Expected `object`"),
+        ({"__metadata__": {"ckpt.parts": '{"w": ["k", [3], [2]]}'}, "w": row("F32", [2], 0, 8)}, "is no part of a tensor"),
+        ({"__metadata__": {"complex128": '["w"]'}, "w": row("F32", [2], 0, 8)}, "cannot be pairs"),
+        ({"__metadata__": {"complex128": "[" * 90_000 + "]" * 90_000}, "w": row("F32", [2], 0, 8)}, "nested too deeply"),
+        ({"__metadata__": {"more": 5}}, "Expected `str`"),
+    ],
+)  # fmt: skip
+def test_a_header_that_lies_is_refused(tmp_path: Path, rows: dict[str, object], sentence: str) -> None:
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(header_of(rows))
+    with pytest.raises(CorruptCheckpointError) as caught:
+        read_header(file)
+    assert sentence in str(caught.value)
+
+
+def test_a_header_that_claims_to_be_longer_than_any_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    file.write_bytes((100 << 30).to_bytes(8, "little"))
+    os.truncate(file, 200 << 30)
+    with pytest.raises(CorruptCheckpointError, match=f"its header should have {100 << 30}"):
+        read_header(file)
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -110,7 +153,7 @@ def test_files_of_others_are_read_by_name(tmp_path: Path) -> None:
         (lambda data: data.replace(b'"F32"', b'"F33"'), "its header has 'F33'"),
         (lambda data: data.replace(b"[2,3]", b"[2,4]"), "cannot be 'w' of shape \\[2, 4\\]"),
         (lambda data: data.replace(b"{", b"[", 1), "is no safetensors file"),
-        (lambda data: data.replace(b'"data_offsets"', b'"data_offxets"'), "its header has 'data_offsets'"),
+        (lambda data: data.replace(b'"data_offsets"', b'"data_offxets"'), "required field `data_offsets`"),
         (lambda data: (2).to_bytes(8, "little") + b"[]" + data, "its header is no object"),
     ],
 )

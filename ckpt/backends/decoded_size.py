@@ -1,0 +1,86 @@
+"""How long a compressed chunk becomes, found out before a library makes room for all of it.
+
+The libraries that decode chunks (numcodecs under zarr-python, TensorStore) take a file's word for it: a few KiB of gzip become as many
+GiB. Only the outermost of several codecs is looked at, and only those below; what others make of a chunk is up to the library.
+"""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from ckpt.errors import CorruptCheckpointError
+
+_PIECE_BYTES = 1 << 20
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+def require_decodes_within(file: Path, codec: str, chunk_bytes: int) -> None:
+    """Refuse a file that would decode to far more than the chunk it holds.
+
+    Args:
+        codec: the name of the outermost one, in Zarr v2 or v3.
+        chunk_bytes: of the elements. Codecs inside of this one may have made a little more of them.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    most = 2 * chunk_bytes + _PIECE_BYTES
+    if codec not in _SIZES:
+        return
+    with file.open("rb") as stream:
+        try:
+            size = _SIZES[codec](stream, most)
+        except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError):
+            return  # the library says what is wrong with it
+    if size > most:
+        raise CorruptCheckpointError(
+            f"{file} would decode to {size} bytes or more, where a chunk has {chunk_bytes}. Load an earlier checkpoint."
+        )
+
+
+class _Decoder(Protocol):
+    @property
+    def eof(self) -> bool: ...
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
+
+
+def _streamed(decoder: _Decoder, stream: BinaryIO, most: int) -> int:
+    """The length, or one beyond `most`, of what a decoder makes of a stream. Never holds more than a piece."""
+    size = 0
+    while size <= most and not decoder.eof and (data := stream.read(_PIECE_BYTES)):
+        while data or not getattr(decoder, "needs_input", True):
+            size += len(decoder.decompress(data, _PIECE_BYTES))
+            data = getattr(decoder, "unconsumed_tail", b"")
+            if size > most or decoder.eof:
+                break
+    return size
+
+
+def _of_zstd(stream: BinaryIO, most: int) -> int:
+    """By the header of the frame, which a decoder makes room by; none without a size is written by zarr-python."""
+    head = stream.read(18)
+    if head[:4] != _ZSTD_MAGIC or len(head) < 6:
+        return 0
+    flags = head[4]
+    is_single = flags >> 5 & 1
+    at = 5 + (not is_single) + (0, 1, 2, 4)[flags & 3]
+    width = (is_single, 2, 4, 8)[flags >> 6]
+    size = int.from_bytes(head[at : at + width], "little") + (256 if width == 2 else 0)
+    return size if width else most + 1
+
+
+_SIZES: dict[str, Callable[[BinaryIO, int], int]] = {
+    "gzip": lambda stream, most: _streamed(zlib.decompressobj(31), stream, most),
+    "zlib": lambda stream, most: _streamed(zlib.decompressobj(), stream, most),
+    "bz2": lambda stream, most: _streamed(bz2.BZ2Decompressor(), stream, most),
+    "lzma": lambda stream, most: _streamed(lzma.LZMADecompressor(), stream, most),
+    "zstd": _of_zstd,
+    "blosc": lambda stream, most: int.from_bytes(stream.read(8)[4:], "little"),
+    "lz4": lambda stream, most: int.from_bytes(stream.read(4), "little"),
+}
