@@ -32,6 +32,7 @@ MAX_FILE_BYTES = 1 << 30
 MAX_PIECED_BYTES = 64 << 20
 """Of a packed tensor that lies in several pieces: a save packs what is shorter than 64 KiB."""
 
+_ALWAYS_RAW = ("ocdbt", "safetensors")
 _HEX = re.compile(r"[0-9a-f]*")
 _YEARS = range(1970, 9999)
 
@@ -283,6 +284,8 @@ def _check_chunks(index: Index, manifest: CheckpointManifest) -> None:
         for number, extent in known.items():
             if number >= last or entry.writer_of(number) != index.rank:
                 raise Refused(f"it lists chunk {number} of {path!r:.80}, which rank {index.rank} did not write")
+            if not extent.raw and entry.store in _ALWAYS_RAW:
+                raise Refused(f"chunk {number} of {path!r:.80} is said to be encoded, which none is in {entry.store}")
             if extent.raw and extent.length != _raw_bytes(entry, number):
                 raise Refused(
                     f"chunk {number} of {path!r:.80} would have {extent.length} bytes, and its elements have {_raw_bytes(entry, number)}"
@@ -308,27 +311,30 @@ def _check_packed(index: Index, manifest: CheckpointManifest) -> None:
         names = [name for name, entry in manifest.arrays.items() if index.rank in entry.packed_in]
         differing = sorted({*names} ^ {*index.pieces})
         raise Refused(f"it lacks packed elements, or has some that it should not have, of {differing[0]!r:.80}")
-    dtype_of: dict[str, str] = {}
+    form_of: dict[str, tuple[str, str | None]] = {}
     for name, pieces in index.pieces.items():
         entry = manifest.arrays.get(name)
         if entry is None or index.rank not in entry.packed_in:
             raise Refused(f"it lists packed elements of {name!r:.80}, of which rank {index.rank} packed none")
         for packed, shape, _, _ in pieces:
-            if shape != entry.shape or dtype_of.setdefault(packed, entry.dtype) != entry.dtype:
-                raise Refused(f"{name!r:.80} is packed with another shape or data type than it has")
+            form = entry.dtype, entry.store
+            if shape != entry.shape or form_of.setdefault(packed, form) != form:
+                raise Refused(f"{name!r:.80} is packed with another shape, data type or store than it has")
         if len(entry.packed_in) == 1:
             check_whole(name, entry, pieces)
     for path, length in index.packed.items():
-        _check_packed_array(path, length, index, dtype_of.get(path))
+        _check_packed_array(path, length, index, *form_of.get(path, (None, None)))
         if path in owned.arrays:
             raise Refused(f"{path!r:.80} is a packed array and one of its own")
 
 
-def _check_packed_array(path: str, length: int, index: Index, dtype: str | None) -> None:
+def _check_packed_array(path: str, length: int, index: Index, dtype: str | None, store: str | None) -> None:
     by_number = index.chunks.get(path, {})
     if list(by_number) != ([0] if length else []):
         raise Refused(f"the packed array {path!r:.80} of {length} elements is not one chunk")
     chunk = by_number.get(0)
+    if chunk is not None and not chunk.raw and store in _ALWAYS_RAW:
+        raise Refused(f"the packed array {path!r:.80} is said to be encoded, which none is in {store}")
     if chunk is not None and chunk.raw and dtype is not None and chunk.length != length * item_bytes(dtype):
         raise Refused(f"the packed array {path!r:.80} would have {chunk.length} bytes, and holds {length} of {dtype}")
 

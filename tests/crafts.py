@@ -42,13 +42,19 @@ def edit_index(folder: Path, rank: int, change: Callable[[Tree], object]) -> Non
 
 def edit_file(folder: Path, path: str, change: Callable[[bytes], bytes]) -> None:
     """Change any file of a checkpoint, and sign it wherever it is listed."""
-    (folder / path).write_bytes(change((folder / path).read_bytes()))
+    put(folder / path, change((folder / path).read_bytes()))
     resign(folder)
 
 
 def edit_json(folder: Path, path: str, change: Callable[[Any], Any]) -> None:
     """The same for a file of JSON; `change` returns the new value."""
     edit_file(folder, path, lambda data: json.dumps(change(json.loads(data))).encode())
+
+
+def put(file: Path, data: bytes) -> None:
+    """Write a file anew: if it has other names, in other checkpoints, those stay as they are."""
+    file.unlink(missing_ok=True)
+    file.write_bytes(data)
 
 
 def manifest_tree(folder: Path) -> Tree:
@@ -71,7 +77,7 @@ def index_path(folder: Path, rank: int) -> str:
 def write_manifest(folder: Path, tree: Tree | bytes) -> None:
     """Write a manifest and its digest. Bytes are the text of an object up to its closing brace, whatever it is."""
     body = tree if isinstance(tree, bytes) else json.dumps(tree, indent=1).encode().removesuffix(b"\n}") + b",\n"
-    (folder / MANIFEST).write_bytes(signed(body))
+    put(folder / MANIFEST, signed(body))
     above = folder.parent
     if (above / MANIFEST).is_file() and f"{folder.name}/{MANIFEST}" in manifest_tree(above)["files"]:
         write_listed(above, f"{folder.name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
@@ -84,7 +90,7 @@ def signed(body: bytes) -> bytes:
 
 def write_listed(folder: Path, path: str, data: bytes) -> None:
     """Write a file whose size and digest stand in the manifest, whatever its bytes are."""
-    (folder / path).write_bytes(data)
+    put(folder / path, data)
     edit_manifest(folder, lambda tree: tree["files"].update({path: _record(data)}))
 
 
@@ -94,7 +100,7 @@ def resign(folder: Path) -> None:
     for path in [path for path in tree["files"] if _rank_of(path) is not None]:
         index = json.loads((folder / path).read_bytes())
         _resign_data(folder, index)
-        (folder / path).write_bytes(json.dumps(index).encode())
+        put(folder / path, json.dumps(index).encode())
     for path in tree["files"]:
         if (folder / path).is_file():
             tree["files"][path] = _record((folder / path).read_bytes())

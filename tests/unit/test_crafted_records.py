@@ -5,6 +5,7 @@ Each row below changes one thing in a real checkpoint. Its digests fit, so nothi
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -18,23 +19,30 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt import StateComponent
+from ckpt import ShardedTensor, StateComponent
+from ckpt.backends.zarr import ZarrBackend
 from ckpt.device import Device
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from ckpt.rewriting import rewrite
 from ckpt.statefuls import RNGState
 from ckpt.stored import read_index, read_manifest
 from ckpt.topology import Topology
 from ckpt.verify import verify_checkpoint
+from recipes.reading import ReadingKeys, show, verify
 from tests.crafts import (
     MANIFEST,
     Tree,
     edit_index,
     edit_json,
     edit_manifest,
+    index_tree,
     manifest_tree,
+    put,
+    resign,
     write_listed,
     write_manifest,
 )
+from tests.ranks import run_threads
 from tests.states import Held, coordinator
 
 BIG = 40_000
@@ -62,7 +70,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(root: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(root, tmp_path / "root")
+    return shutil.copytree(root, tmp_path / "root", copy_function=os.link)  # what is changed is written anew
 
 
 def load_newest(root: Path) -> str:
@@ -359,6 +367,7 @@ def test_keys_that_this_version_does_not_know_are_passed_over(copied: Path) -> N
 @pytest.mark.parametrize("path", [MANIFEST, "index-00000.json", PLAIN, "config.yaml"])
 def test_a_file_that_claims_to_be_longer_than_memory_is_not_read(copied: Path, path: str) -> None:
     """Sparse, so it takes no room on the disk; to read it would take 200 GB of memory."""
+    put(copied / "checkpoint-2" / path, b"")
     os.truncate(copied / "checkpoint-2" / path, 200 << 30)
     text = refused_by_all(copied)
     assert path in text and str(200 << 30) in text
@@ -394,17 +403,13 @@ anything = st.recursive(
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_records_say_only_our_errors_come_of_it(root: Path, tmp_path: Path, data: st.DataObject) -> None:
     checkpoint = tmp_path / "root" / "checkpoint-2"
     shutil.rmtree(tmp_path / "root", ignore_errors=True)
     shutil.copytree(root, tmp_path / "root", copy_function=os.link)
     which = data.draw(st.sampled_from(["manifest", "index", PLAIN]))
     file = {"manifest": MANIFEST, "index": "index-00000.json"}.get(which, which)
-    for path in {MANIFEST, "index-00000.json", file}:  # files are linked: these alone are written
-        text = (checkpoint / path).read_bytes()
-        (checkpoint / path).unlink()
-        (checkpoint / path).write_bytes(text)
     tree = manifest_tree(checkpoint) if which == "manifest" else json.loads((checkpoint / file).read_bytes())
     for _ in range(data.draw(st.integers(1, 2))):
         *above, last = data.draw(st.sampled_from(walk(tree)))
@@ -429,3 +434,110 @@ def test_whatever_records_say_only_our_errors_come_of_it(root: Path, tmp_path: P
         assert problems or not isinstance(error, CorruptCheckpointError), f"verify calls this sound: {error}"
     finally:
         random.setstate(state)
+
+
+def compressed(tmp_path: Path, codec: dict[str, Any]) -> Path:
+    """A committed checkpoint with chunks that only zarr-python can decode."""
+    run = coordinator(Topology.alone(), tmp_path, components(), backend=ZarrBackend(compressors=[codec]))
+    return Path(str(run.save_checkpoint(checkpoint_id="1")))
+
+
+def set_chunk(checkpoint: Path, data: bytes) -> None:
+    """Put other bytes into the one chunk of model/big, and sign."""
+    put(checkpoint / "model/big/c/0/0", data)
+    edit_index(checkpoint, 0, chunk(3, len(data)))
+    resign(checkpoint)
+
+
+BOMBS: dict[str, tuple[dict[str, Any], Callable[[], bytes]]] = {
+    "gzip": ({"name": "gzip", "configuration": {"level": 5}}, lambda: gzip.compress(bytes(16 << 20), 9)),
+    "zstd": (
+        {"name": "zstd", "configuration": {"level": 3, "checksum": False}},
+        lambda: b"\x28\xb5\x2f\xfd\xe0" + (1 << 50).to_bytes(8, "little") + bytes(64),
+    ),
+    "blosc": ({"name": "blosc", "configuration": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}},
+              lambda: b"\x02\x01\x91\x04" + (1 << 31).to_bytes(4, "little") + bytes(64)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", BOMBS)
+def test_a_chunk_is_not_decoded_that_would_be_far_longer_than_it_should(tmp_path: Path, codec: str) -> None:
+    config, bomb = BOMBS[codec]
+    checkpoint = compressed(tmp_path, config)
+    load(checkpoint)
+    set_chunk(checkpoint, bomb())
+    with pytest.raises(CorruptCheckpointError, match="would decode to .* where a chunk has 160000"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("shape", [10**9, 10**9]),
+        ("shape", [-1, 200]),
+        ("data_type", "float64"),
+        ("chunk_grid", {"name": "regular", "configuration": {"chunk_shape": [10**6, 10**6]}}),
+        ("chunk_grid", {"name": "regular", "configuration": {"chunk_shape": [0, 0]}}),
+        ("codecs", []),
+        ("codecs", 5),
+        ("node_type", "group"),
+        ("node_type", None),
+    ],
+)
+def test_a_description_that_says_another_thing_than_the_manifest_is_refused(
+    tmp_path: Path, key: str, said: Any
+) -> None:
+    checkpoint = compressed(tmp_path, {"name": "zstd", "configuration": {"level": 3, "checksum": False}})
+    edit_json(checkpoint, "model/big/zarr.json", lambda document: document | {key: said})
+    with pytest.raises(CorruptCheckpointError, match="model/big"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("backend", ["ocdbt", "safetensors"])
+def test_chunks_that_no_library_of_their_store_encodes_are_raw(tmp_path: Path, backend: str) -> None:
+    run = coordinator(Topology.alone(), tmp_path, components(), backend=backend)
+    checkpoint = Path(str(run.save_checkpoint(checkpoint_id="1")))
+    edit_index(checkpoint, 0, chunk(6, 0))
+    with pytest.raises(CorruptCheckpointError, match="encoded"):
+        load(checkpoint)
+    assert "encoded" in verify_checkpoint(checkpoint)[0]
+
+
+def _save_rows(topology: Topology, root: Path) -> None:
+    """Rows of a small tensor on each rank, so that one packed tensor lies in two indexes."""
+    rows = ShardedTensor.from_rank_offsets(
+        "w", torch.arange(6.0).reshape(2, 3) + 6 * topology.rank, (0, topology.rank, 2)
+    )
+    coordinator(topology, root, [StateComponent("model", Held({"w": rows}), "sharded")]).save_checkpoint(
+        checkpoint_id="1"
+    )
+
+
+def test_pieces_of_two_ranks_that_overlap_are_refused(tmp_path: Path) -> None:
+    run_threads(2, _save_rows, tmp_path)
+    checkpoint = tmp_path / "checkpoint-1"
+    assert verify_checkpoint(checkpoint) == []
+    assert [len(index_tree(checkpoint, rank)["pieces"]) for rank in (0, 1)] == [1, 1]
+    edit_index(checkpoint, 1, piece(2, [1, 0], "model/w"))  # rows 1 to 3, where 2 to 4 are its own
+    assert "have elements in common" in "".join(verify_checkpoint(checkpoint))
+    whole = coordinator(
+        Topology.alone(), tmp_path, [StateComponent("model", Held({"w": torch.zeros(4, 3)}), "replicated")]
+    )
+    with pytest.raises(CorruptCheckpointError, match="have elements in common"):
+        whole.load_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
+def test_commands_say_one_sentence(copied: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    checkpoint = copied / "checkpoint-2"
+    edit_manifest(checkpoint, array(shape=[10**9, 10**9]))
+    if command == "verify":
+        assert verify(ReadingKeys(str(checkpoint))) == 1
+        assert len(capsys.readouterr().out.splitlines()) == 2
+        return
+    with pytest.raises(CorruptCheckpointError, match=f"^{checkpoint}/{MANIFEST}: .* chunks, and writers of 1"):
+        if command == "inspect":
+            show(ReadingKeys(str(checkpoint)))
+        else:
+            rewrite(checkpoint, copied / "new", ZarrBackend())
+    assert not (copied / "new").exists()
