@@ -11,8 +11,8 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from json.encoder import encode_basestring_ascii as _quoted
@@ -277,15 +277,17 @@ class Owned:
     num_packed: int = 0
 
 
-def _owned_by_rank(entries: Iterable[ArrayEntry]) -> dict[int, Owned]:
+def _owned_by_rank(entries: Collection[ArrayEntry]) -> dict[int, Owned]:
     found: dict[int, Owned] = defaultdict(Owned)
-    for entry in entries:
+    alike = {id(entry): entry for entry in entries}
+    for same, times in Counter(map(id, entries)).items():
+        entry = alike[same]
         for rank, _, count in entry.writers:
             arrays = found[rank].arrays
             before = arrays.get(entry.path or "")
             arrays[entry.path or ""] = entry, count + (before[1] if before is not None else 0)
         for rank in entry.packed_in:
-            found[rank].num_packed += 1
+            found[rank].num_packed += times
     return dict(found)
 
 
