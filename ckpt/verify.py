@@ -13,7 +13,8 @@ from typing import BinaryIO
 
 import xxhash
 
-from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.backends.base import ArraySpec, ChunkExtent, FileRecord
+from ckpt.backends.zarr_format import DOCUMENT, below, require_spec, spec_in
 from ckpt.consistency import check_whole
 from ckpt.core import CONFIG_FNAME, config_bytes, maybe_load_config
 from ckpt.dtypes import item_bytes
@@ -21,7 +22,7 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
 from ckpt.flatten import check_plain_file
 from ckpt.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManifest, Index
 from ckpt.names import PLAIN_NAME
-from ckpt.stored import parse_index, read_listed_file, read_manifest, read_plain_file
+from ckpt.stored import parse_index, read_listed_file, read_manifest, read_plain_file, read_small_file
 from ckpt.strict_json import Refused
 
 _READ_BYTES = 4 << 20
@@ -96,6 +97,7 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
     if len(indexes) == len(index_paths):  # else nobody knows which files and chunks there should be
         result.problems += _scattered(manifest, indexes)
         _check_plain(checkpoint_dir, manifest, indexes, result)
+        _check_descriptions(checkpoint_dir, manifest, result)
         extra = _extra(checkpoint_dir, listed, {str(folder) for folder in below})
         result.problems += [f"{path} does not belong to the checkpoint" for path in extra]
     return result
@@ -300,6 +302,19 @@ def _check_plain(
                 with _noting(path, result):
                     data = read_plain_file(checkpoint_dir, manifest, path, partial(indexes.__getitem__, rank))
                     check_plain_file(data, path, tensors)
+
+
+def _check_descriptions(checkpoint_dir: Path, manifest: CheckpointManifest, result: Verification) -> None:
+    """What other tools read of an array in a Zarr directory must be what the manifest says. A load does not look at it."""
+    for entry in manifest.arrays.values():
+        if entry.store != "zarr" or entry.path is None or entry.grid is None:
+            continue
+        path = below(entry.path, DOCUMENT)
+        with _noting(path, result):
+            is_told = any(path in problem for problem in result.problems)
+            if not is_told and (checkpoint_dir / path).is_file():
+                described = spec_in(read_small_file(checkpoint_dir / path, path), entry.path)
+                require_spec(described, ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid))
 
 
 def _extra(checkpoint_dir: Path, listed: set[str], without: set[str]) -> list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from ckpt.backends.base import ArraySpec
 from ckpt.box import chunk_box
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CorruptCheckpointError
+from ckpt.strict_json import Shape, read
 
 DOCUMENT = "zarr.json"
 """Name of the file, or key, that describes an array or a group."""
@@ -27,6 +30,35 @@ def array_document(array: ArraySpec, compressors: Sequence[dict[str, Any]] = ())
         "codecs": [_bytes_codec(array.dtype), *compressors],
         "attributes": {},
     }
+
+
+class _Cells(msgspec.Struct):
+    chunk_shape: Shape
+
+
+class _Grid(msgspec.Struct):
+    name: Literal["regular"]
+    configuration: _Cells
+
+
+class _Document(msgspec.Struct):
+    """The `zarr.json` of an array, as far as it says what the manifest says, too."""
+
+    zarr_format: Literal[3]
+    node_type: Literal["array"]
+    shape: Shape
+    data_type: str
+    chunk_grid: _Grid
+
+
+def spec_in(document: bytes, path: str) -> ArraySpec:
+    """What the `zarr.json` of the array at `path` describes.
+
+    Raises:
+        CorruptCheckpointError: no array that we write.
+    """
+    said = read(document, _Document, below(path, DOCUMENT))
+    return ArraySpec(path, said.data_type, said.shape, said.chunk_grid.configuration.chunk_shape)
 
 
 def require_spec(described: ArraySpec, array: ArraySpec) -> None:

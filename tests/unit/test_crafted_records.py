@@ -491,6 +491,11 @@ def test_a_description_that_says_another_thing_than_the_manifest_is_refused(
     edit_json(checkpoint, "model/big/zarr.json", lambda document: document | {key: said})
     with pytest.raises(CorruptCheckpointError, match="model/big"):
         load(checkpoint)
+    if key != "codecs":
+        assert (
+            "model/big/zarr.json" in verify_checkpoint(checkpoint)[0]
+            or "its zarr.json" in verify_checkpoint(checkpoint)[0]
+        )
 
 
 @pytest.mark.parametrize("backend", ["ocdbt", "safetensors"])
