@@ -19,8 +19,11 @@ from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ckpt.backends.pool import Memories
 from ckpt.errors import ConfigurationError
+from ckpt.keeping import memories_of
 from ckpt.pattern_check import check_choice
+from ckpt.save_settings import SaveSettings
 from ckpt.sharing import check_component
 from recipes.parallel.base import Layout
 
@@ -147,10 +150,8 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     _check_start(run)
     for name, given in AT_RUN_TIME.items():
         bind(run[name], name, given)
-    if "saves" in run["coordinator"]:
-        made(run["coordinator"]["saves"])
     made(run["device"]).require()
-    made(run["ckpt"])
+    kept_memories(run)
     made(run["strategy"])
     made(run["data"])
     layout = made(run["parallel"])
@@ -161,6 +162,16 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
         run["load"]["reread"] = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     run["components"] = {key: _component(key, node, layout.axes) for key, node in run["components"].items()}
     return run
+
+
+def kept_memories(run: Mapping[str, Any]) -> Memories | None:
+    """The memory in which the run's backend keeps its saves; None: it keeps none. Makes backend and settings, for their checks.
+
+    Raises:
+        ConfigurationError: a setting of saves does not go with another, or with the backend.
+    """
+    saves = made(run["coordinator"]["saves"]) if "saves" in run["coordinator"] else SaveSettings()
+    return memories_of(made(run["ckpt"]), saves)
 
 
 def made(node: Mapping[str, Any], **given: Any) -> Any:

@@ -66,6 +66,22 @@ def test_a_number_out_of_range_is_named_with_its_range(tmp_path: Path, override:
 
 
 @pytest.mark.parametrize(
+    "override",
+    [
+        "save.writer=process",
+        "save.when_busy=queue",
+        "save.writer_mib_s=5",
+        "save.writer_cores=1",
+        "save.overlap=true",
+        "save.staging_budget_mib=64",
+    ],
+)
+def test_a_setting_of_saves_beside_training_is_refused_where_training_waits(tmp_path: Path, override: str) -> None:
+    assert complaint(tmp_path, override).startswith(f"{override} has no effect with save.mode=sync")
+    assert config(tmp_path, override, "save.mode=async")["save"]["mode"] == "async"
+
+
+@pytest.mark.parametrize(
     ("override", "expected"),
     [
         ("train.steps=many", "train.steps: Value 'many' of type 'str' could not be converted to Integer"),
