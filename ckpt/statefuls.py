@@ -257,6 +257,8 @@ class RNGState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with saved states, and with the seed of the run that saved them."""
+        self._adopt_seed(state_dict)
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])
         states = {name: torch.tensor(list(state), dtype=torch.uint8) for name, state in state_dict["torch"].items()}
@@ -278,7 +280,12 @@ class RNGState:
                 "the random generators were saved without the run's seed, so no state for other ranks follows from them; "
                 "make RNGState(device, seed=..., stream=..., step=...), or load on the ranks that saved"
             )
+        self._adopt_seed(saved[0])
         self.seed(saved[0]["seed"], saved[0]["step"])
+
+    def _adopt_seed(self, saved: Mapping[str, Any]) -> None:
+        if self._seed is not None:
+            self._seed = saved.get("seed", self._seed)
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Start all generators of this rank anew: equal for equal (seed, stream, step), unrelated for others."""

@@ -6,7 +6,7 @@ Keys of the recipe are the dataclasses below. Keys of a node with a `_target_` a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from importlib import import_module
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -42,6 +43,9 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
 }
 """The nodes with a `_target_`, and the arguments that each is given only once the ranks run."""
 
+GIVEN = "given_on_the_command_line"
+"""The key of a checked config under which `given_keys` are; a checkpoint does not store it."""
+
 _HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
 
 
@@ -64,6 +68,7 @@ class SaveKeys:
     staging_budget_mib: int | None = MISSING
     when_busy: str = MISSING
     on_async_error: str = MISSING
+    on_sigterm: bool = MISSING
     grace_s: float = MISSING
     incremental: bool = MISSING
     incremental_min_live: float = MISSING
@@ -161,7 +166,21 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     if run["load"]["reread"] is None:
         run["load"]["reread"] = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     run["components"] = {key: _component(key, node, layout.axes) for key, node in run["components"].items()}
-    return run
+    return run | {GIVEN: given_keys(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []}
+
+
+def given_keys(overrides: Iterable[str]) -> list[str]:
+    """Return the dotted keys of values on the command line; choices of files, such as `ckpt=zarr`, count as keys, too."""
+    keys = []
+    for one in OverridesParser.create().parse_overrides(list(overrides)):
+        name = one.get_key_element().lstrip("+~")
+        keys += [f"{name}.{key}" for key in one.value()] if isinstance(one.value(), dict) else [name]
+    return keys
+
+
+def config_text(run: Mapping[str, Any]) -> str:
+    """What a checkpoint stores of the run's config."""
+    return OmegaConf.to_yaml(OmegaConf.create({key: value for key, value in run.items() if key != GIVEN}))
 
 
 def kept_memories(run: Mapping[str, Any]) -> Memories | None:
