@@ -222,8 +222,9 @@ def sigterm_noted(
 ) -> Iterator[Callable[[], bool]]:
     """Note SIGTERM inside the block, in place of ending the process; give a function that says whether it has come.
 
-    The process ends by the signal after all if it is still in the block `grace_s` later, or when a second signal comes. Outside of the main
-    thread, and where the program handles the signal itself, nothing is done, and the answer is always False.
+    The process ends by the signal after all if it is still in the block `grace_s` later, if an error has ended the block and the process
+    is still there by then, or when a second signal comes. Outside of the main thread, and where the program handles the signal
+    itself, nothing is done, and the answer is always False.
 
     Args: see `Epilogue`.
     """
@@ -231,5 +232,7 @@ def sigterm_noted(
     epilogue.arm()
     try:
         yield lambda: epilogue.came
-    finally:
-        epilogue.call_off()
+    except BaseException:
+        epilogue.disarm()
+        raise
+    epilogue.call_off()

@@ -150,7 +150,9 @@ def _stopped(run_dir: Path, sign: signal.Signals, random: Random, overrides: lis
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         command.ended()
-    ends = {-sign} if sign == signal.SIGKILL else {-sign, 128 + sign}  # by itself, after a save; past its grace by the signal
+    ends = (
+        {-sign} if sign == signal.SIGKILL else {-sign, 128 + sign}
+    )  # by itself, after a save; past its grace by the signal
     assert command.code in ends, command.out + command.err
     left.require_nothing()
     assert not (run_dir / "summary.json").exists()
