@@ -53,6 +53,9 @@ def _train_until(topology: Topology, cfg: dict[str, Any], folder: Path, after_s:
     threading.Thread(target=end, daemon=True).start()
     try:
         train(cfg, topology)
+    except SystemExit as told:
+        assert told.code == TOLD_TO_END
+        os._exit(TOLD_TO_END)
     except Exception:  # the other rank may be gone already, and this one's end is put off still
         until(lambda: (folder / f"asked-{topology.rank}").exists(), "the signal")
         time.sleep(PATIENCE_S)

@@ -111,7 +111,8 @@ def test_any_ranks_in_any_mode(tmp_path: Path, straight: Run, job: Job, setting:
 
 def _told(run_dir: Path, tell: Callable[[Command], None], *overrides: str, ranks: int) -> Command:
     """Start a long run, and tell its processes to end once it has saved something."""
-    command = start(run_dir, "train.steps=100000", "save.every=3", *overrides, ranks=ranks, environment=mark(run_dir))
+    environment = mark(run_dir) | {"OMP_NUM_THREADS": "1"}  # as in this process: sums of other threads are other bits
+    command = start(run_dir, "train.steps=100000", "save.every=3", *overrides, ranks=ranks, environment=environment)
     until(lambda: committed(run_dir) or command.process.poll() is not None, "a checkpoint", 60)
     time.sleep(0.3)
     tell(command)
