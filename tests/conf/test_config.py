@@ -9,6 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import CheckpointError, ConfigurationError
 from recipes.cli import CONF
+from recipes.config import given_keys
 from recipes.sentences import sentence_of
 from tests.conf.configs import config
 
@@ -269,3 +270,9 @@ def test_a_value_is_turned_into_the_type_that_its_target_asks_for(tmp_path: Path
     (tmp_path / "7").write_bytes(b"seven")
     run = config(tmp_path, "model.dropout=0", "data.path=7" if Path.cwd() == tmp_path else f"data.path={tmp_path}/7")
     assert run["model"]["dropout"] == 0.0 and type(run["model"]["dropout"]) is float
+
+
+def test_keys_given_on_a_command_line_are_told_from_choices_and_defaults() -> None:
+    words = ["optimizer.lr=0.1", "+optimizer.amsgrad=true", "~components.rng", "ckpt=zarr", "train={seed: 3, steps: 4}"]
+    given = given_keys(words)
+    assert given == ["optimizer.lr", "optimizer.amsgrad", "components.rng", "ckpt", "train.seed", "train.steps"]
