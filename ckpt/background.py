@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -80,9 +81,7 @@ class Background:
         self._given_up = threading.Event()
         self._has_told = False
         self._throttle = None if settings.writer_mib_s is None else Throttle(settings.writer_mib_s)
-        self._epilogue = Epilogue(
-            settings.grace_s, is_over=self._is_over, hurry=self._hurry, give_up=self._given_up.set
-        )
+        self._epilogue = Epilogue(settings.grace_s, is_over=self._is_over, hurry=self.hurry, give_up=self.give_up)
         if settings.writer == "process":
             self._process = WriterProcess(
                 num_cores=settings.writer_cores, mib_s=settings.writer_mib_s, local_rank=topology.local_rank
@@ -168,6 +167,25 @@ class Background:
             self._epilogue.disarm()
         reports, self._finalized = self._finalized, []
         return reports
+
+    def hurry(self) -> None:
+        """Believe sooner that a rank is gone: this process has been asked to end. Any thread."""
+        if self._branch is not None:
+            self._branch.expect_absence()
+
+    def give_up(self) -> None:
+        """Have this rank's part of all saves that are under way fail. Any thread."""
+        self._given_up.set()
+
+    @contextmanager
+    def sigterm_left_to_others(self) -> Iterator[None]:
+        """Leave SIGTERM to the caller inside the block."""
+        self._epilogue.disarm()
+        try:
+            yield
+        finally:
+            if self.num_pending:
+                self._epilogue.arm()
 
     def close(self) -> None:
         """Let go of what is kept from save to save. Waits for what is still under way, and does not tell what becomes of it."""
@@ -285,10 +303,6 @@ class Background:
     def _given_up_for(self) -> CheckpointError | None:
         """What the others have agreed on without this rank's thread, which hangs, or is very late."""
         return None if self._branch is None else self._branch.given_up_for()
-
-    def _hurry(self) -> None:
-        if self._branch is not None:
-            self._branch.expect_absence()
 
     def _drain(self) -> None:
         """Wait for what is under way. Also called when the interpreter ends, and nobody has waited."""

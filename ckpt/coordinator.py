@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ from ckpt.report import LoadReport, Status
 from ckpt.save_settings import SaveSettings
 from ckpt.saving import Saver, SaveReport, SaveTarget
 from ckpt.sharing import SharingPattern, StateComponent
+from ckpt.sigterm import sigterm_noted
 from ckpt.statefuls import as_stateful
 from ckpt.topology import Topology
 from ckpt.writing import PACKED_BYTES
@@ -259,6 +261,38 @@ class CheckpointCoordinator:
         """
         if self._background is not None:
             self._background.wait_for_snapshots()
+
+    @contextmanager
+    def sigterm_noted(self) -> Iterator[Callable[[], bool]]:
+        """Note SIGTERM inside the block, in place of ending the process, so that a training loop can save the step that it interrupts.
+
+        Gives a function that says whether the signal has come to this rank. It may come to ranks at different times, or to one
+        alone: exchange the answers after each step, and act on them on all ranks after the same one: `wait`, save, `wait`, leave the block,
+        and end with `ckpt.sigterm.TOLD_TO_END`.
+
+        A process that has not left the block `saves.grace_s` after the signal, or when a second one comes, gives up what is being saved in
+        the background, and ends as without the block. Enter it in the main thread; elsewhere, and where the program handles the
+        signal itself, the answer is always False. Not collective.
+        """
+        background = self._background
+        if background is None:
+            with sigterm_noted(self._saves.grace_s) as has_come:
+                yield has_come
+            return
+        with (
+            background.sigterm_left_to_others(),
+            sigterm_noted(self._saves.grace_s, hurry=background.hurry, give_up=background.give_up) as has_come,
+        ):
+            yield has_come
+
+    @property
+    def config_text(self) -> str | None:
+        """Stored as config.yaml in each checkpoint; what is set here goes into the next one. Equal on all ranks."""
+        return self._saver.config_text
+
+    @config_text.setter
+    def config_text(self, text: str | None) -> None:
+        self._saver.config_text = text
 
     @property
     def num_pending(self) -> int:

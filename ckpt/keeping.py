@@ -157,15 +157,26 @@ class Keeper:
         self.pool.close()
 
 
-def keeper_of(backend: Backend, saves: SaveSettings) -> Keeper | None:
-    """The keeper of saves through a backend; None: nothing is kept.
+def memories_of(backend: Backend, saves: SaveSettings) -> Memories | None:
+    """The memory in which a backend keeps saves that go on as the settings say; None: nothing is kept.
 
     What a process of its own writes (`save.writer=process`) is not: it would be that one's memory.
+
+    Raises:
+        ConfigurationError: there is a budget for host memory, and neither copies nor kept saves take any.
     """
     memories: Memories | None = getattr(backend, "memories", None)
-    if memories is None or (saves.is_async and saves.writer == "process"):
+    if memories is None and not saves.is_async and saves.staging_budget_mib is not None:
+        raise saves.without_effect("staging_budget_mib")
+    return None if saves.writer == "process" else memories
+
+
+def keeper_of(backend: Backend, saves: SaveSettings) -> Keeper | None:
+    """The keeper of saves through a backend; None: nothing is kept. Raises as `memories_of` does."""
+    memories = memories_of(backend, saves)
+    if memories is None:
         return None
-    num_copies = 2 if saves.is_async and saves.when_busy == "queue" else 1
+    num_copies = 2 if saves.when_busy == "queue" else 1
     if saves.is_async and saves.incremental:  # what is to be compared is copied elsewhere first
         num_copies *= 2
     return Keeper(memories, budget_mib=saves.staging_budget_mib, num_copies=num_copies)

@@ -14,11 +14,22 @@ _CHOICES = {
     "on_async_error": ("raise", "warn"),
 }
 _AT_LEAST_ONE = ("writer_cores", "writer_mib_s", "staging_budget_mib")
+_OF_THE_BACKGROUND = {
+    "overlap": False,
+    "writer": "thread",
+    "writer_cores": None,
+    "writer_mib_s": None,
+    "when_busy": "wait",
+    "on_async_error": "raise",
+}
+"""Settings of saves in the background, with the values that say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveSettings:
     """How saves go on beside training. All ranks have the same.
+
+    With `mode="sync"` training waits for the whole save: what says how saves go on beside training is refused then.
 
     Attributes:
         mode: "sync": `save_checkpoint` returns when the checkpoint is committed. "async": once the state is copied to host memory,
@@ -29,7 +40,7 @@ class SaveSettings:
         writer_mib_s: how many MiB a second it may write; None: as many as there are.
         staging_budget_mib: host memory that copies may take, for each rank; a larger state is copied as what came before it is written,
             while training waits. None: as much as a save takes, or two with `when_busy="queue"`, but at most half of what the host has
-            free.
+            free. With `mode="sync"` it takes a backend that keeps saves in memory.
         when_busy: a save is to begin while one before it is not committed yet: "wait" for it, "skip" the new one, or "queue" it: copy the
             state at once, and write it then.
         on_async_error: a save failed in the background: the next call of the coordinator raises, or warns and goes on.
@@ -63,10 +74,10 @@ class SaveSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"save.{name}={value}: expected at least 1, or null for no limit")
-        if self.overlap and self.mode == "sync":
-            raise ConfigurationError(
-                "save.overlap=true copies the state beside training, which save.mode=sync waits for: say save.mode=async, too"
-            )
+        if self.mode == "sync":
+            for name, nothing in _OF_THE_BACKGROUND.items():
+                if getattr(self, name) != nothing:
+                    raise self.without_effect(name)
         if not self.grace_s >= 0:
             raise ConfigurationError(f"save.grace_s={self.grace_s}: expected at least 0 seconds")
         if not 0 < self.incremental_min_live <= 1:
@@ -77,3 +88,11 @@ class SaveSettings:
     @property
     def is_async(self) -> bool:
         return self.mode == "async"
+
+    def without_effect(self, name: str) -> ConfigurationError:
+        """The error of a setting of saves in the background, with `mode="sync"`."""
+        value = getattr(self, name)
+        return ConfigurationError(
+            f"save.{name}={'true' if value is True else value} has no effect with save.mode=sync, for training waits until the checkpoint "
+            f"is committed: give save.mode=async, or leave save.{name} out"
+        )

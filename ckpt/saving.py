@@ -125,7 +125,7 @@ class Saver:
         self._topology = topology
         self._backend = backend
         self._device = device
-        self._config_text = config_text
+        self.config_text = config_text
         self._stale_s = stale_s
         self._run_id = run_id
         self._pattern_check = check_choice(pattern_check)
@@ -179,7 +179,7 @@ class Saver:
             plain=plain_files(plain, mine.components, self._topology),
             backend=self._backend,
             device=self._device,
-            config_text=self._config_text,
+            config_text=self.config_text,
             reached=self._reached,
             distrusted=self._distrusted,
             sameness=self._sameness,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import signal
 import threading
 import time
@@ -10,8 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+TOLD_TO_END = 128 + signal.SIGTERM
+"""The exit code of a process that ended itself because SIGTERM told it to, as shells report one that died of the signal."""
+
 _LAST_WORDS_S = 2.0
 _LOOK_S = 0.25
+_SAME_S = 5.0
 
 
 class Termination:
@@ -73,7 +79,7 @@ class Termination:
             now = time.monotonic()
             given_up_since = (given_up_since or now) if is_given_up() else None
             if now > grace_ends or (given_up_since is not None and now - given_up_since > _LAST_WORDS_S):
-                os._exit(128 + signal.SIGTERM)
+                os._exit(TOLD_TO_END)
 
 
 def _end_process(after_s: float) -> None:
@@ -87,10 +93,11 @@ def _end_process(after_s: float) -> None:
 
 
 class Epilogue:
-    """Puts the end by SIGTERM off while work goes on in the background, where nobody else handles the signal.
+    """Puts the end by SIGTERM off while work goes on: saves in the background, or a training loop that will save and end by itself.
 
     The thread that trains may be inside a collective that never returns, and Python runs handlers between its own instructions
-    only. So the signal wakes a thread, too, which ends the process if the other one does not.
+    only. So the signal wakes a thread, too, which ends the process if the other one does not. A second signal ends the wait; launchers
+    and schedulers send the first one twice, so one that comes within `_SAME_S` belongs to the first.
 
     Args:
         grace_s: longest time that the end is put off.
@@ -109,6 +116,12 @@ class Epilogue:
         self._ends: tuple[int, int] | None = None
         self._came = False
         self._may_end = False
+        self._called_off = False
+
+    @property
+    def came(self) -> bool:
+        """Whether the signal has come since `arm`. Main thread: the handler runs there."""
+        return self._came
 
     def arm(self) -> None:
         """Be there when the signal comes. Does nothing outside of the main thread, or where the program handles the signal itself."""
@@ -118,7 +131,7 @@ class Epilogue:
             return
         self._ends = reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(reader, True)
-        self._may_end = self._came = False
+        self._may_end = self._came = self._called_off = False
         self._wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         if self._wakeup != -1:  # an event loop's: it is to hear of signals, not we
             signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
@@ -126,7 +139,7 @@ class Epilogue:
         threading.Thread(target=self._watch, args=(reader,), name="SIGTERM beside saves", daemon=True).start()
 
     def disarm(self) -> None:
-        """Let the signal do again what it did. Main thread."""
+        """Let the signal do again what it did. If it has come, the process still ends when the work is over. Main thread."""
         if self._ends is None or threading.current_thread() is not threading.main_thread():
             return
         _, writer = self._ends
@@ -136,6 +149,11 @@ class Epilogue:
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.close(writer)  # which ends the thread
+
+    def call_off(self) -> None:
+        """Disarm, and leave the end of the process to the caller, also if the signal has come. Main thread."""
+        self._called_off = True
+        self.disarm()
 
     def _handle(self, _signum: int, _frame: FrameType | None) -> None:
         self._came = True
@@ -152,23 +170,69 @@ class Epilogue:
     def _watch(self, reader: int) -> None:
         """Wait for the signal, then for the end of the work; then end the process, or see that it ends.
 
-        A signal that somebody else handles by now is not ours: the program, or a call that puts it off and will send it again.
+        A signal that somebody else handles by now is not ours: the program, or a call that puts it off and will send it again. The
+        grace counts from that one on.
         """
-        while (told := os.read(reader, 1)) and not (told[0] == signal.SIGTERM and self._is_ours()):
-            continue
-        if not told:
+        try:
+            came_at = self._came_at(reader)
+            if came_at is None:
+                return
+            self._hurry()
+            self._wait(reader, came_at, came_at + self._grace_s)
+            if not self._is_over() and not self._called_off:
+                self._give_up()
+            self._wait(reader, math.inf, time.monotonic() + _LAST_WORDS_S)
+            if not self._called_off:
+                self._end()
+        finally:
             os.close(reader)
-            return
-        ends_at = time.monotonic() + self._grace_s
-        self._hurry()
-        while not self._is_over() and time.monotonic() < ends_at:
-            time.sleep(_LOOK_S / 5)
-        if not self._is_over():
-            self._give_up()
-        last = time.monotonic() + _LAST_WORDS_S
-        while not self._is_over() and time.monotonic() < last:
-            time.sleep(_LOOK_S / 5)
+
+    def _came_at(self, reader: int) -> float | None:
+        """Wait for the signal, and return when it was sent first; None: it does not come any more."""
+        first: float | None = None
+        while told := os.read(reader, 1):
+            if told[0] == signal.SIGTERM:
+                first = first or time.monotonic()
+                if self._is_ours():
+                    return first
+        return None
+
+    def _wait(self, reader: int, came_at: float, ends_at: float) -> None:
+        """Return when the work is over, at `ends_at`, or when the signal comes a second time."""
+        poll = select.poll()
+        poll.register(reader, select.POLLIN)
+        while not self._is_over() and not self._called_off and (left_s := ends_at - time.monotonic()) > 0:
+            ready = poll.poll(1000 * min(left_s, _LOOK_S / 5))
+            told = os.read(reader, 1) if ready else b""
+            if told and told[0] == signal.SIGTERM and time.monotonic() - came_at > _SAME_S:
+                return
+            if ready and not told:  # disarmed
+                time.sleep(_LOOK_S / 5)
+
+    def _end(self) -> None:
         self._may_end = True
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_LAST_WORDS_S)
-        os._exit(128 + signal.SIGTERM)
+        os._exit(TOLD_TO_END)
+
+
+@contextmanager
+def sigterm_noted(
+    grace_s: float, *, hurry: Callable[[], None] = lambda: None, give_up: Callable[[], None] = lambda: None
+) -> Iterator[Callable[[], bool]]:
+    """Note SIGTERM inside the block, in place of ending the process; give a function that says whether it has come.
+
+    The process ends by the signal after all if it is still in the block `grace_s` later, if an error has ended the block and the process
+    is still there by then, or when a second signal comes. Outside of the main thread, and where the program handles the signal
+    itself, nothing is done, and the answer is always False.
+
+    Args: see `Epilogue`.
+    """
+    epilogue = Epilogue(grace_s, is_over=lambda: False, hurry=hurry, give_up=give_up)
+    epilogue.arm()
+    try:
+        yield lambda: epilogue.came
+    except BaseException:
+        epilogue.disarm()
+        raise
+    epilogue.call_off()

@@ -21,6 +21,7 @@ from ckpt.flatten import TensorLeaf
 from ckpt.manifest import ArrayEntry
 from ckpt.mapping import ShardedTensor
 from ckpt.sharing import Stateful
+from ckpt.wrappers import Unwrapping, saved_under
 
 _OF_THIS_RUN = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that say how this machine computes, not what: a checkpoint holds no device."""
@@ -62,7 +63,10 @@ class Elastic(Protocol):
 
 
 class ModelState:
-    """A module's parameters and persistent buffers, by name. Give the module itself, not its DDP wrapper.
+    """A module's parameters and persistent buffers, by name.
+
+    Wrappers have no part in names (`ckpt.wrappers`): a checkpoint of a module that is compiled, or in DDP, loads into the bare one, and
+    the other way round. One of an earlier version may have their parts in its names; it loads, too.
 
     Args:
         module: may declare `tied_names`, {alias: first name}, for weights that are tied across ranks.
@@ -70,30 +74,47 @@ class ModelState:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        self._saved_as: dict[str, str] = {}  # of a load that is under way
 
     @property
     def tied_names(self) -> dict[str, str]:
-        return dict(getattr(self.module, "tied_names", None) or {})
+        tied = _tied_names(self.module)
+        return {self._saved_as.get(a, a): self._saved_as.get(b, b) for a, b in tied.items()}
 
     def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
         """A module has its tensors already; it wants these and no others."""
+        self._saved_as = {}
+        self._saved_as = saved_under(lambda: self.state_dict().keys(), saved.keys())
+
+    def forget_prepared(self) -> None:
+        """Go by the module's own names again."""
+        self._saved_as = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.module.state_dict())
+        state = self.module.state_dict()
+        names = Unwrapping(self.module).names(state)
+        return {self._saved_as.get(name := names[key], name): value for key, value in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what is not in the module's memory already: buffers kept elsewhere, `get_extra_state` values."""
         current = self.module.state_dict()
-        elsewhere = {key: value for key, value in state_dict.items() if not _same_memory(current.get(key), value)}
+        names = Unwrapping(self.module).names(current)
+        given = {self._saved_as.get(name, name): key for key, name in names.items()}
+        elsewhere = {
+            given.get(name, name): value
+            for name, value in state_dict.items()
+            if not _same_memory(current.get(given.get(name, name)), value)
+        }
         if elsewhere:
             self.module.load_state_dict(elsewhere, strict=False)
+        self.forget_prepared()
 
 
 class OptimizerState:
     """An optimizer's state under `state.<parameter name>.<field>` and `param_groups.<parameter name>.<option>`.
 
     Names outlive a change of parameter order, of groups, of pipeline stages; positions do not. State of a weight that is
-    tied across ranks goes by the weight's first name, also on a rank that holds it under another only.
+    tied across ranks goes by the weight's first name, also on a rank that holds it under another only. Wrappers have no part in names.
 
     Args:
         module: where the names come from, and `tied_names`, {alias: first name}; None if the optimizer was made from
@@ -105,8 +126,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None = None) -> None:
         self.optimizer = optimizer
-        tied = getattr(module, "tied_names", None) or {}
-        names = {p: tied.get(name, name) for name, p in module.named_parameters()} if module is not None else {}
+        names = _names_of_parameters(module) if module is not None else {}
         self._names: dict[torch.Tensor, str] = {}
         for group in optimizer.param_groups:
             own_names = group.get("param_names") or [None] * len(group["params"])
@@ -120,9 +140,12 @@ class OptimizerState:
                     )
                 self._names[parameter] = name
         self._prepared: list[tuple[torch.Tensor, str]] = []
+        self._saved_as: dict[str, str] = {}  # of a load that is under way
 
     def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
         """Make the state tensors of parameters that have not been stepped yet, like the parameter where shapes agree."""
+        stepped = {key.removeprefix("state.").rpartition(".")[0] for key in saved if key.startswith("state.")}
+        self._saved_as = saved_under(lambda: set(self._names.values()), stepped)
         parameters = {name: (parameter, group) for parameter, name, group in self._parameters()}
         for key, entry in saved.items():
             name, _, state_field = key.removeprefix("state.").rpartition(".")
@@ -140,6 +163,7 @@ class OptimizerState:
             if not self.optimizer.state[parameter]:
                 del self.optimizer.state[parameter]
         self._prepared.clear()
+        self._saved_as = {}
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -163,7 +187,7 @@ class OptimizerState:
     def _load(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict.get("param_groups", {})
         for group in self.optimizer.param_groups:
-            members = [self._names[parameter] for parameter in group["params"]]
+            members = [self._name_of(parameter) for parameter in group["params"]]
             options: dict[str, Any] = saved.get(members[0], {}) if members else {}
             for name in members[1:]:
                 other = saved.get(name, options)
@@ -179,6 +203,7 @@ class OptimizerState:
                 if not _same_memory(current, value):
                     self.optimizer.state[parameter][state_field] = value
         self._prepared.clear()
+        self._saved_as = {}
 
     def named_from_positions(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Turn a state dict that `torch.optim` wrote, by position, into one by name, for `load_state_dict`. Changes nothing.
@@ -201,6 +226,8 @@ class OptimizerState:
         named: dict[str, Any] = {"state": {}, "param_groups": {}}
         for group, here in zip(saved["param_groups"], mine, strict=True):
             names = group.get("param_names") or [name for name, _ in here]
+            known = {old: name for name, old in saved_under(lambda: self._names.values(), names).items()}
+            names = [known.get(name, name) for name in names]
             for name, position in zip(names, group["params"], strict=True):
                 options = {option: value for option, value in group.items() if option not in _OF_THIS_RUN}
                 named["param_groups"][name] = options
@@ -218,7 +245,11 @@ class OptimizerState:
     def _parameters(self) -> Iterator[tuple[torch.Tensor, str, dict[str, Any]]]:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                yield parameter, self._names[parameter], group
+                yield parameter, self._name_of(parameter), group
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        name = self._names[parameter]
+        return self._saved_as.get(name, name)
 
 
 class RNGState:
@@ -263,12 +294,13 @@ class RNGState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set all generators.
+        """Go on with saved states, and with the seed of the run that saved them.
 
         Raises:
-            CorruptCheckpointError: one does not take what is given as its state.
+            CorruptCheckpointError: a generator does not take what is given as its state.
         """
         with _refusing_state("the random generators"):
+            self._adopt_seed(state_dict)
             random.setstate(state_dict["python"])
             np.random.set_state(state_dict["numpy"])
             states = {name: torch.tensor(list(state), dtype=torch.uint8) for name, state in state_dict["torch"].items()}
@@ -292,7 +324,12 @@ class RNGState:
                 "make RNGState(device, seed=..., stream=..., step=...), or load on the ranks that saved"
             )
         with _refusing_state("the random generators"):
+            self._adopt_seed(saved[0])
             self.seed(saved[0]["seed"], saved[0]["step"])
+
+    def _adopt_seed(self, saved: Mapping[str, Any]) -> None:
+        if self._seed is not None:
+            self._seed = saved.get("seed", self._seed)
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Start all generators of this rank anew: equal for equal (seed, stream, step), unrelated for others."""
@@ -300,6 +337,18 @@ class RNGState:
         random.seed(own)
         np.random.seed(own)
         torch.manual_seed(own)
+
+
+def _names_of_parameters(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+    """Every parameter's name, the first one of a weight that is tied across ranks."""
+    tied, names = _tied_names(module), Unwrapping(module)
+    return {parameter: tied.get(name := names.name(given), name) for given, parameter in module.named_parameters()}
+
+
+def _tied_names(module: torch.nn.Module) -> dict[str, str]:
+    names = Unwrapping(module)
+    declared: Mapping[str, str] = getattr(names.inner, "tied_names", None) or {}
+    return {names.name(alias): names.name(first) for alias, first in declared.items()}
 
 
 def as_stateful(stateful: Any) -> Stateful:

@@ -199,7 +199,6 @@ class Share:
         for name, array in self._empty.items():
             yield Expected(array, None, [Content(_key_of(name, array), array.shape, whole(array.shape))])
 
-    @collector_paused()
     def write(
         self,
         folder: Path,
@@ -241,7 +240,7 @@ class _Writing:
         self._described: list[ArraySpec] = list(share.described)
 
     def write(self, plain: PlainFiles, staged: Iterable[Staged]) -> Vote:
-        self._writer.expect(self._share.expected())
+        self._expect()
         for number, hosts, digests in staged:
             item = self._share.items[number]
             if isinstance(item, Pack):
@@ -256,6 +255,11 @@ class _Writing:
         self._writer.make_durable()
         return self._vote
 
+    @collector_paused()
+    def _expect(self) -> None:
+        self._writer.expect(self._share.expected())
+
+    @collector_paused()
     def _add_written(self, written: Written) -> None:
         self._index.files.update(written.files)
         for (path, number), extent in written.chunks.items():
@@ -301,6 +305,14 @@ class _Writing:
 
     def _write_packed(self, pack: Pack, host: torch.Tensor, digests: Sequence[tuple[int, ...]] | None) -> None:
         """Write small boxes that lie end to end, noting where each begins. Where all of them are empty there is no array."""
+        self._note_pieces(pack)
+        if pack.num_elements:
+            self._described.append(self._share.array_of(pack))
+            self._writer.write(self._described[-1], 0, host, None if digests is None else digests[0])
+            self._count(pack.tasks[0].name, host)
+
+    @collector_paused()
+    def _note_pieces(self, pack: Pack) -> None:
         first = 0
         for name, box in pack.tasks:
             self._index.pieces.setdefault(name, []).append(
@@ -308,10 +320,6 @@ class _Writing:
             )
             first += box.num_elements
         self._index.packed[pack.path] = first
-        if first:
-            self._described.append(self._share.array_of(pack))
-            self._writer.write(self._described[-1], 0, host, None if digests is None else digests[0])
-            self._count(pack.tasks[0].name, host)
 
     def _write_plain(self, plain: PlainFiles) -> None:
         for path, (component, data) in plain.items():
@@ -329,6 +337,7 @@ class _Writing:
             self._vote.index = [len(data), digest_of(data)]
             self._vote.total_bytes += len(data)
 
+    @collector_paused()
     def _add_checksums(self) -> None:
         plain = {path: digest for path, (_, digest) in self._vote.plain_files.items()}
         self._vote.checksums = checksums_of(self._index, plain, self._vote.sizes)

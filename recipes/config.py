@@ -6,7 +6,7 @@ Keys of the recipe are the dataclasses below. Keys of a node with a `_target_` a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from importlib import import_module
@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ckpt.backends.pool import Memories
 from ckpt.errors import ConfigurationError
+from ckpt.keeping import memories_of
 from ckpt.pattern_check import check_choice
+from ckpt.save_settings import SaveSettings
 from ckpt.sharing import check_component
 from recipes.parallel.base import Layout
 
@@ -38,6 +42,9 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "coordinator": ("state_components", "process_groups", "topology", "config_text"),
 }
 """The nodes with a `_target_`, and the arguments that each is given only once the ranks run."""
+
+GIVEN = "given_on_the_command_line"
+"""The key of a checked config under which `given_keys` are; a checkpoint does not store it."""
 
 _HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
 
@@ -61,6 +68,7 @@ class SaveKeys:
     staging_budget_mib: int | None = MISSING
     when_busy: str = MISSING
     on_async_error: str = MISSING
+    on_sigterm: bool = MISSING
     grace_s: float = MISSING
     incremental: bool = MISSING
     incremental_min_live: float = MISSING
@@ -147,10 +155,8 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     _check_start(run)
     for name, given in AT_RUN_TIME.items():
         bind(run[name], name, given)
-    if "saves" in run["coordinator"]:
-        made(run["coordinator"]["saves"])
     made(run["device"]).require()
-    made(run["ckpt"])
+    kept_memories(run)
     made(run["strategy"])
     made(run["data"])
     layout = made(run["parallel"])
@@ -160,7 +166,31 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     if run["load"]["reread"] is None:
         run["load"]["reread"] = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     run["components"] = {key: _component(key, node, layout.axes) for key, node in run["components"].items()}
-    return run
+    return run | {GIVEN: given_keys(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []}
+
+
+def given_keys(overrides: Iterable[str]) -> list[str]:
+    """Return the dotted keys of values on the command line; choices of files, such as `ckpt=zarr`, count as keys, too."""
+    keys = []
+    for one in OverridesParser.create().parse_overrides(list(overrides)):
+        name = one.get_key_element().lstrip("+~")
+        keys += [f"{name}.{key}" for key in one.value()] if isinstance(one.value(), dict) else [name]
+    return keys
+
+
+def config_text(run: Mapping[str, Any]) -> str:
+    """What a checkpoint stores of the run's config."""
+    return OmegaConf.to_yaml(OmegaConf.create({key: value for key, value in run.items() if key != GIVEN}))
+
+
+def kept_memories(run: Mapping[str, Any]) -> Memories | None:
+    """The memory in which the run's backend keeps its saves; None: it keeps none. Makes backend and settings, for their checks.
+
+    Raises:
+        ConfigurationError: a setting of saves does not go with another, or with the backend.
+    """
+    saves = made(run["coordinator"]["saves"]) if "saves" in run["coordinator"] else SaveSettings()
+    return memories_of(made(run["ckpt"]), saves)
 
 
 def made(node: Mapping[str, Any], **given: Any) -> Any:

@@ -1,10 +1,13 @@
 """Imported by the forkserver alone, as the last of its preloads: it shall end at once when its launcher has gone.
 
 Python would first take torch apart module by module, which lasts about a second, and half a run would seem to live on.
+
+It ignores SIGTERM, which schedulers send to whole process groups: without it the launcher learns nothing of the ranks, which may be saving.
 """
 
 import atexit
 import os
+import signal
 
 
 def _end_at_once(forkserver: int) -> None:
@@ -13,3 +16,4 @@ def _end_at_once(forkserver: int) -> None:
 
 
 atexit.register(_end_at_once, os.getpid())
+signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -32,6 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sentence
 from ckpt.heartbeat import Beat, beat_key
 from ckpt.mailbox import Mailbox
+from ckpt.sigterm import TOLD_TO_END
 from ckpt.topology import Topology
 from recipes.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, environment_with, grace_s, run_job
 
@@ -39,6 +40,7 @@ _ADDRESS = "127.0.0.1"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT stays Python's: KeyboardInterrupt
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 _LINGER_S = 1.0
+_TOLD_TO_END_KEY = "told to end"  # a rank has saved what it was told to, and ends
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,11 @@ def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int) -> dict[str, 
             asked_to_end = asked.sigval
     if asked_to_end is not None:  # the ranks have ended; now the signal does what it does without us
         sys.stdout.flush()
-        os.kill(os.getpid(), asked_to_end)
+        if not store.check([_TOLD_TO_END_KEY]):
+            os.kill(os.getpid(), asked_to_end)
         raise SystemExit(128 + asked_to_end)
+    if failure is not None and store.check([_TOLD_TO_END_KEY]):  # to one rank, which has told the others
+        raise SystemExit(TOLD_TO_END)
     if failure is not None:
         error, unforeseen = _cause(store, failure, num_ranks)
         sys.stderr.write(unforeseen)
@@ -155,6 +160,7 @@ def _elastic_leaves_no_trace() -> Iterator[None]:
 
 
 def _rank_main(start: _Start) -> dict[str, Any] | None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the forkserver ignores it
     _end_with_launcher(start.lifeline)
     os.environ.update({name: value for name, value in start.environment.items() if name not in RANK_VARIABLES})
     os.chdir(start.folder)
@@ -196,6 +202,9 @@ def _reported(store: dist.Store, environment: Environment) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return
+        if isinstance(error, SystemExit) and error.code == TOLD_TO_END:
+            store.add(_TOLD_TO_END_KEY, 1)
+            raise
         try:
             _report(store, environment, error)
         except dist.DistError:

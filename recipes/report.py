@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from ckpt.loading import LoadReport
 from ckpt.saving import SaveReport
+from recipes.config import GIVEN
 
 SUMMARY_NAME = "summary.json"
 
@@ -35,6 +36,7 @@ class Summary:
         fell_back_from: damaged checkpoints passed over by resume=latest, newest first.
         loaded_digest: of the state right after the load that resumed the run.
         checkpoints: this process's saves.
+        skipped: steps whose save was due and left out, because the one before was still being written (`save.when_busy=skip`).
         load_s: of the last load of this process, the one of `load.reread` included.
     """
 
@@ -47,6 +49,7 @@ class Summary:
     loaded_digest: str | None = None
     state_digest: str | None = None
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
     load_s: float | None = None
     bytes_read: int | None = None
     bytes_needed: int | None = None
@@ -195,7 +198,7 @@ def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
         before = dict(_flat(OmegaConf.to_container(OmegaConf.create(saved), resolve=False)))
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         return [f"the checkpoint's config.yaml cannot be compared, {' '.join(str(error).split()):.200}"]
-    after = dict(_flat(now))
+    after = dict(_flat({key: value for key, value in now.items() if key != GIVEN}))
     absent = object()
     return [
         f"{key}: {_shown(before, key)} -> {_shown(after, key)}"

@@ -11,7 +11,17 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
-from recipes.config import AT_RUN_TIME, LaunchKeys, LoadKeys, RunKeys, bind, check_batch, checked, made
+from recipes.config import (
+    AT_RUN_TIME,
+    LaunchKeys,
+    LoadKeys,
+    RunKeys,
+    bind,
+    check_batch,
+    checked,
+    kept_memories,
+    made,
+)
 from recipes.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 
 PUBLISH = ("live", "saved")
@@ -70,6 +80,7 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     layout.check(roles["trainer"])
     check_batch(run, layout, roles["trainer"])
     run |= _checked_training(run) if run["ckpt"] is not None else {"components": {}}
+    _check_published(run)
     # Torch's default group is that of training; rollouts are none of its business.
     return run | {"launch": {"nproc_per_node": num_ranks(roles), "in_process_group": roles["trainer"]}}
 
@@ -118,6 +129,22 @@ def _check_saves(run: Mapping[str, Any]) -> None:
                 f"{key}={str(run[key]).lower() if run[key] is True else run[key]}: this run has no checkpoints; give "
                 "ckpt=kimi-engine, or another backend"
             )
+
+
+def _check_published(run: Mapping[str, Any]) -> None:
+    """Refuse to publish saves out of host memory where none are kept."""
+    if run["publish"] == "live" or kept_memories(run) is not None:
+        return
+    writer, backend = run["save"]["writer"], run["ckpt"]["_target_"].rpartition(".")[2]
+    if writer == "process":
+        raise ConfigurationError(
+            "publish=saved takes the weights of a save out of the trainers' memory, and with save.writer=process they are in that of the "
+            "writers: give save.writer=thread, or publish=live"
+        )
+    raise ConfigurationError(
+        f"publish=saved takes the weights of a save out of host memory, and the backend chosen with ckpt=, {backend}, keeps none there: "
+        "give ckpt=kimi-engine with ckpt.pool=true, or publish=live"
+    )
 
 
 def _check_numbers(run: Mapping[str, Any]) -> None:

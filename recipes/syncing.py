@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
 from ckpt import CheckpointCoordinator
 from ckpt.device import Device
@@ -22,9 +21,10 @@ from ckpt.engine.elastic import ElasticEngine
 from ckpt.engine.membership import Rendezvous
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import CorruptCheckpointError
+from ckpt.sigterm import sigterm_noted
 from ckpt.statefuls import ModelState
 from ckpt.topology import Topology
-from recipes.config import made
+from recipes.config import config_text, made
 from recipes.report import Report, Summary, write_summary
 from recipes.roles import found_job, join_engine, require_ranks
 from recipes.rollout import held_by, live_model
@@ -66,11 +66,22 @@ def _roll_out(cfg: Mapping[str, Any], topology: Topology, device: Device, member
     """A rollout that the job starts with."""
     with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
         live = live_model(cfg["model"], member.engine, device, seed=cfg["train"]["seed"] + 1 + topology.rank)
-    while asyncio.run(member.receive_into(live)) is not None:
-        continue
-    asyncio.run(member.reply(held_by(live, topology.rank, Topology.alone(topology.progress))))
+    with _ending_with_trainers(cfg):
+        while asyncio.run(member.receive_into(live)) is not None:
+            continue
+        asyncio.run(member.reply(held_by(live, topology.rank, Topology.alone(topology.progress))))
     with topology.operation("the digests of the weights"), topology.phase("digest"):
         pass  # the lead holds them against what it published, and all raise what it raises
+
+
+@contextmanager
+def _ending_with_trainers(cfg: Mapping[str, Any]) -> Iterator[None]:
+    """Put SIGTERM off: launchers send it to all ranks, and trainers that save at it tell rollouts when the run is over."""
+    if cfg["ckpt"] is None or not cfg["save"]["on_sigterm"]:
+        yield
+        return
+    with sigterm_noted(cfg["save"]["grace_s"]):
+        yield
 
 
 class _Colocated:
@@ -151,7 +162,7 @@ class _Trainer:
                 state_components=self.training.components(),
                 process_groups=self.training.layout.process_groups(self.trainers),
                 topology=self.trainers,
-                config_text=OmegaConf.to_yaml(OmegaConf.create(cfg)),
+                config_text=config_text(cfg),
             )
 
     def run(self, run_dir: Path) -> dict[str, Any] | None:
@@ -161,16 +172,21 @@ class _Trainer:
                 context.enter_context(self.coordinator)
             if self.coordinator is not None and self.cfg["resume"] is not None:
                 resume(self.training, self.coordinator, self.summary, self.report)
+            if self.coordinator is not None:
+                context.enter_context(self.training.told_to_end(self.coordinator))
             self.updates.open(run_dir)
             if self.summary.final_step:  # the rollouts get what was resumed, before the next step
                 self._publish(self.summary.final_step)
             for step in range(self.summary.first_step, self.cfg["train"]["steps"] + 1):
                 self._step(step)
+                if self.training.is_told_to_end:
+                    break
             if self.coordinator is not None:
                 self.coordinator.wait()
                 self.report.saved(self.summary.add_saves(self.coordinator.reports))
                 self.summary.state_digest = self.training.digest()
-        holders = self._holders(run_dir)
+            holders = self._holders(run_dir)
+        self.training.require_not_told_to_end(self.summary, self.report)
         if not self.topology.is_lead:
             return None
         summary = self.summary.as_dict() | {"updates": self.reports, **holders}
@@ -186,10 +202,8 @@ class _Trainer:
         steps = self.cfg["train"]["steps"]
         loss = self.training.step()
         self.summary.add_step(step, loss)
-        is_saved = self.coordinator is not None and (step % self.cfg["save"]["every"] == 0 or step == steps)
+        is_saved = self.coordinator is not None and self.training.save(self.coordinator, step, self.summary)
         if self.coordinator is not None:
-            if is_saved:
-                self.coordinator.save_checkpoint(checkpoint_id=f"{step:08d}")
             self.report.saved(self.summary.add_saves(self.coordinator.reports))
         told = self._publish(step, saved=is_saved)
         if step in (1, steps) or step % max(1, steps // 12) == 0:

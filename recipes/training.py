@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.address import local_tensor
@@ -25,11 +25,13 @@ from ckpt.errors import (
 )
 from ckpt.ledger import Ledger
 from ckpt.loading import LoadReport
+from ckpt.sigterm import TOLD_TO_END
 from ckpt.statefuls import ModelState, OptimizerState, RNGState
 from ckpt.topology import Topology
-from recipes.config import COMPONENT_KEYS, check_batch, made
+from recipes.config import COMPONENT_KEYS, check_batch, config_text, made
 from recipes.parallel.base import Arranged, Layout
 from recipes.report import Report, Summary
+from recipes.restored import settle
 
 WARMUP_STEPS = 20
 
@@ -75,14 +77,16 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     with coordinator:
         if cfg["resume"] is not None:
             resume(training, coordinator, summary, report)
-        with report.running(summary.first_step):
+        with report.running(summary.first_step), training.told_to_end(coordinator):
             for step in range(summary.first_step, cfg["train"]["steps"] + 1):
                 summary.add_step(step, training.step())
-                if step % cfg["save"]["every"] == 0 or step == cfg["train"]["steps"]:
-                    coordinator.save_checkpoint(checkpoint_id=f"{step:08d}")
+                training.save(coordinator, step, summary)
                 report.step(step, summary.losses[-1], summary.add_saves(coordinator.reports))
+                if training.is_told_to_end:
+                    break
             coordinator.wait()
             report.saved(summary.add_saves(coordinator.reports))
+        training.require_not_told_to_end(summary, report)
         summary.state_digest = training.digest()
         if cfg["load"]["reread"] and summary.checkpoints:
             _reread(training, coordinator, summary, report)
@@ -102,7 +106,7 @@ def set_up(cfg: dict[str, Any], topology: Topology) -> tuple[Training, Checkpoin
         state_components=training.components(),
         process_groups=training.layout.process_groups(topology),
         topology=topology,
-        config_text=OmegaConf.to_yaml(OmegaConf.create(cfg)),
+        config_text=config_text(cfg),
     )
     return training, coordinator
 
@@ -114,7 +118,7 @@ class Training:
     """
 
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scheduler: torch.optim.lr_scheduler.LambdaLR
     model_state: ModelState
     optimizer_state: OptimizerState
 
@@ -123,6 +127,8 @@ class Training:
         self.topology = topology
         self.device = device
         self.steps_done = 0
+        self.is_told_to_end = False
+        self._has_sigterm_come: Callable[[], bool] = lambda: False
         device.use(topology.local_rank)
         rank, num_ranks = topology.rank, topology.world_size
         self.layout: Layout = made(cfg["parallel"])
@@ -189,6 +195,45 @@ class Training:
         self.steps_done += 1
         return self._mean(loss)
 
+    @contextmanager
+    def told_to_end(self, coordinator: CheckpointCoordinator) -> Iterator[None]:
+        """Inside the block, SIGTERM on any rank sets `is_told_to_end` on all of them, at the end of the step that it interrupts."""
+        if not self.cfg["save"]["on_sigterm"]:
+            yield
+            return
+        with coordinator.sigterm_noted() as has_come:
+            self._has_sigterm_come = has_come
+            yield
+
+    def save(self, coordinator: CheckpointCoordinator, step: int, summary: Summary) -> bool:
+        """Save the step if it is due: each `save.every`, the last one, and the one at which the run is told to end. Collective.
+
+        Returns:
+            whether it was: `save.when_busy=skip` leaves a step out, but not one of the last two kinds.
+        """
+        is_last = step == self.cfg["train"]["steps"] or self.is_told_to_end
+        if is_last:
+            coordinator.wait()
+        elif step % self.cfg["save"]["every"]:
+            return False
+        is_saved = coordinator.save_checkpoint(checkpoint_id=f"{step:08d}") is not None
+        if not is_saved:
+            summary.skipped.append(step)
+        return is_saved
+
+    def require_not_told_to_end(self, summary: Summary, report: Report) -> None:
+        """End here a run that was told to end; all its saves are over.
+
+        Raises:
+            SystemExit: with the exit code for SIGTERM.
+        """
+        if self.is_told_to_end:
+            report.console.print(
+                f"SIGTERM: the run ends at step {summary.final_step}, which is saved; go on from it with resume=latest"
+            )
+        if self.is_told_to_end or self._has_sigterm_come():
+            raise SystemExit(TOLD_TO_END)
+
     def digest(self) -> str:
         """Return the digest of model and optimizer, equal on any layout that holds the same values. Collective."""
         with self.topology.operation("the digest of the state"):
@@ -204,15 +249,22 @@ class Training:
                     _scramble(value)
 
     def _mean(self, loss: torch.Tensor | None) -> float:
-        """The mean of the losses of a batch's parts, added up in the order of the ranks: always the same bits."""
+        """The mean of the losses of a batch's parts, added up in the order of the ranks: always the same bits.
+
+        With its loss each rank sends whether it has been told to end.
+        """
         num_ranks = self.topology.world_size
         if num_ranks == 1:
             assert loss is not None
+            self.is_told_to_end = self._has_sigterm_come()
             return float(loss)
         mine = torch.zeros((), device=self.device.torch_device) if loss is None else loss
-        losses = [torch.empty_like(mine) for _ in range(num_ranks)]
-        torch.distributed.all_gather(losses, mine)
-        known = [float(one) for rank, one in enumerate(losses) if self.layout.knows_loss(rank, num_ranks)]
+        mine = torch.stack([mine, torch.full_like(mine, float(self._has_sigterm_come()))])
+        gathered = [torch.empty_like(mine) for _ in range(num_ranks)]
+        torch.distributed.all_gather(gathered, mine)
+        losses, told = torch.stack(gathered).cpu().T.tolist()
+        self.is_told_to_end = any(told)
+        known = [one for rank, one in enumerate(losses) if self.layout.knows_loss(rank, num_ranks)]
         return sum(known) / len(known)
 
 
@@ -222,7 +274,11 @@ def learning_rate_factor(step: int) -> float:
 
 
 def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:
-    """Load what `resume` names. Nothing after it draws a random number before the next step does."""
+    """Load what `resume` names. Nothing after it draws a random number before the next step does.
+
+    Values that the user gave on the command line take effect over those that the checkpoint restored; from here on the
+    config of the run, and of its checkpoints, says what is in use.
+    """
     cfg = training.cfg
     path = None if cfg["resume"] == "latest" else cfg["resume"]
     loaded = _load(coordinator, path, strict=cfg["load"]["strict"])
@@ -232,7 +288,12 @@ def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summ
         )
     training.steps_done = int(loaded.checkpoint_id)
     summary.add_resume(loaded, training.digest())
+    settled = settle(cfg, loaded, training.optimizer, training.scheduler)
+    training.cfg = report.cfg = settled.cfg
+    coordinator.config_text = config_text(settled.cfg)
     report.resumed(loaded)
+    for line in settled.lines:
+        report.console.print(f"  {line}")
 
 
 def _reread(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipes.benchmark_keys import check_benchmark
 from recipes.cli import CONF
-from recipes.config import checked
+from recipes.config import GIVEN, checked, given_keys
 
 
 def composed(run_dir: Path, *overrides: str, root: str = "train") -> DictConfig:
@@ -22,7 +22,7 @@ def composed(run_dir: Path, *overrides: str, root: str = "train") -> DictConfig:
 def config(run_dir: Path, *overrides: str, num_ranks: int | None = None) -> dict[str, Any]:
     """Return the checked, plain config; the run's folder exists, as it does after Hydra."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    return checked(composed(run_dir, *overrides), num_ranks=num_ranks)
+    return checked(composed(run_dir, *overrides), num_ranks=num_ranks) | {GIVEN: given_keys(overrides)}
 
 
 def benchmark_config(run_dir: Path, *overrides: str) -> dict[str, Any]:

@@ -129,6 +129,7 @@ def test_a_run_tells_its_progress_and_leaves_a_summary(command: Command, tmp_pat
         "loaded_digest",
         "state_digest",
         "checkpoints",
+        "skipped",
         "load_s",
         "bytes_read",
         "bytes_needed",

@@ -9,6 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import CheckpointError, ConfigurationError
 from recipes.cli import CONF
+from recipes.config import given_keys
 from recipes.sentences import sentence_of
 from tests.conf.configs import config
 
@@ -63,6 +64,22 @@ def test_the_default_config_is_in_order_and_plain(tmp_path: Path) -> None:
 )
 def test_a_number_out_of_range_is_named_with_its_range(tmp_path: Path, override: str, expected: str) -> None:
     assert complaint(tmp_path, override) == expected
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "save.writer=process",
+        "save.when_busy=queue",
+        "save.writer_mib_s=5",
+        "save.writer_cores=1",
+        "save.overlap=true",
+        "save.staging_budget_mib=64",
+    ],
+)
+def test_a_setting_of_saves_beside_training_is_refused_where_training_waits(tmp_path: Path, override: str) -> None:
+    assert complaint(tmp_path, override).startswith(f"{override} has no effect with save.mode=sync")
+    assert config(tmp_path, override, "save.mode=async")["save"]["mode"] == "async"
 
 
 @pytest.mark.parametrize(
@@ -253,3 +270,9 @@ def test_a_value_is_turned_into_the_type_that_its_target_asks_for(tmp_path: Path
     (tmp_path / "7").write_bytes(b"seven")
     run = config(tmp_path, "model.dropout=0", "data.path=7" if Path.cwd() == tmp_path else f"data.path={tmp_path}/7")
     assert run["model"]["dropout"] == 0.0 and type(run["model"]["dropout"]) is float
+
+
+def test_keys_given_on_a_command_line_are_told_from_choices_and_defaults() -> None:
+    words = ["optimizer.lr=0.1", "+optimizer.amsgrad=true", "~components.rng", "ckpt=zarr", "train={seed: 3, steps: 4}"]
+    given = given_keys(words)
+    assert given == ["optimizer.lr", "optimizer.amsgrad", "components.rng", "ckpt", "train.seed", "train.steps"]

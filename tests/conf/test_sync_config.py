@@ -48,6 +48,11 @@ def test_the_number_of_ranks_follows_from_the_roles(tmp_path: Path) -> None:
         (["resume=latest"], "resume=latest: this run has no checkpoints; give ckpt=kimi-engine, or another backend"),
         (["overwrite=true"], "overwrite=true: this run has no checkpoints"),
         (["publish=saved"], "publish=saved: this run has no checkpoints"),
+        (["publish=saved", "ckpt=zarr"], "and the backend chosen with ckpt=, ZarrBackend, keeps none there"),
+        (["publish=saved", "ckpt=tensorstore"], "publish=saved takes the weights of a save out of host memory"),
+        (["publish=saved", "ckpt=kimi-engine", "ckpt.pool=false"], "give ckpt=kimi-engine with ckpt.pool=true, or publish=live"),
+        (["publish=saved", "ckpt=kimi-engine", "save.mode=async", "save.writer=process"], "give save.writer=thread, or publish=live"),
+        (["ckpt=zarr", "save.when_busy=skip"], "save.when_busy=skip has no effect with save.mode=sync"),
         (["publish=perhaps"], "publish=perhaps: expected one of live, saved"),
         (["ckpt=zarr", "save.every=0"], "save.every=0: expected at least 1"),
         (["ckpt=zarr", "save.mode=perhaps"], "perhaps"),
@@ -115,6 +120,10 @@ def test_trainers_save_by_every_backend_and_load_by_every_strategy(backend: str,
     assert (run["agree"]["grace_s"], run["save"]["grace_s"]) == (7.0, 7.0)
     assert run["coordinator"]["backend"] == run["ckpt"]
     assert run["checkpoint_root"] == str(tmp_path / "checkpoints")
+
+
+def test_weights_are_published_out_of_the_memory_of_a_backend_that_keeps_saves(tmp_path: Path) -> None:
+    assert config(tmp_path, "publish=saved", "ckpt=kimi-engine", "save.mode=async")["publish"] == "saved"
 
 
 def test_without_a_backend_nothing_of_checkpoints_is_asked_for(tmp_path: Path) -> None:

@@ -304,6 +304,8 @@ def keep_too_much(topology: Topology, root: Path, mode: str) -> None:
         made(topology, root, State(topology, 1), saves=saves) as checkpoints,
     ):
         saved(topology, checkpoints, 1)
+    if not saves.is_async:  # without a pool nothing takes of the budget, which is refused
+        return
     with made(topology, root, State(topology, 1), saves=saves, backend=KimiEngineBackend(pool=False)) as checkpoints:
         saved(topology, checkpoints, 1)
 

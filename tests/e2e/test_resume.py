@@ -10,12 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, WorldSizeError
+from ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    WorldSizeError,
+)
 from ckpt.manifest import digest_of
 from ckpt.stored import read_manifest
 from ckpt.topology import Topology
-from recipes.training import Training
+from recipes.training import Training, learning_rate_factor
 from tests.conf.configs import config
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import BACKENDS, checkpoint, committed, root_of, run, summary_of
@@ -23,7 +30,7 @@ from tests.states import cpu
 
 SUMMARY_KEYS = {
     "first_step", "final_step", "losses", "resumed_from", "fell_back_from", "loaded_digest", "state_digest", "world_size",
-    "checkpoints", "load_s", "bytes_read", "bytes_needed",
+    "checkpoints", "skipped", "load_s", "bytes_read", "bytes_needed",
 }  # fmt: skip
 LAYOUTS = {"single": (1, ["parallel=single"]), "ddp 1": (1, []), "ddp 2": (2, []), "ddp 3": (3, []), "ddp 4": (4, [])}
 
@@ -113,6 +120,84 @@ def test_a_run_resumed_at_its_last_step_trains_and_saves_nothing_and_writes_its_
 
 def _stamps(run_dir: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in root_of(run_dir).rglob("*")}
+
+
+# What the checkpoint restores, and the command line gives anew
+
+
+def _config_of(path: Path) -> Any:
+    return OmegaConf.load(path / "config.yaml")
+
+
+def _learning_rates(path: Path) -> set[float]:
+    """Of all parameters, as a checkpoint holds them."""
+    rows = json.loads((path / "optimizer" / "plain.json").read_text())
+    return {row[1] for row in rows if row[0][-1] == "lr"}
+
+
+def test_options_of_the_optimizer_given_at_a_resume_take_effect_and_stay(
+    tmp_path: Path, straight: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["optimizer.lr=0.1", "optimizer.weight_decay=0.3", "optimizer.betas=[0.8,0.9]"]
+    start = ["train.steps=5", "save.every=1", f"resume={checkpoint(straight.dir, 4)}"]
+    equal = ["components.optimizer.validate_replication=true", "components.scheduler.validate_replication=true"]
+    changed = run(tmp_path / "on", *start, *given, *equal, ranks=2)
+    assert changed["losses"] == straight.summary["losses"][4:5], "the first loss is of the restored weights"
+    assert changed["state_digest"] != straight.summary["state_digest"]
+    saved = checkpoint(tmp_path / "on", 5)
+    assert _learning_rates(saved) == {0.1 * learning_rate_factor(5)}
+    now = _config_of(saved).optimizer
+    assert (now.lr, now.weight_decay, now.betas, now.eps) == (0.1, 0.3, [0.8, 0.9], 1e-8)
+    capsys.readouterr()
+    run(tmp_path / "on", "train.steps=6", "resume=latest")  # nothing given: it goes on as it is
+    said = capsys.readouterr().out
+    assert "optimizer.lr=0.1 as in the checkpoint: the config says 0.002" in said
+    assert "config differs: optimizer" not in said
+    last = checkpoint(tmp_path / "on", 6)
+    assert _learning_rates(last) == {0.1 * learning_rate_factor(6)}
+    assert _config_of(last).optimizer == now
+    run(tmp_path / "on", "train.steps=6", "resume=latest", "optimizer.lr=0.2")
+    assert "optimizer.lr=0.2 given on the command line: 0.1 in the checkpoint" in capsys.readouterr().out
+
+
+def test_a_resume_that_gives_nothing_goes_on_to_the_bit_with_what_the_run_had_been_given(tmp_path: Path) -> None:
+    given = ["train.seed=5", "optimizer.lr=0.01", "optimizer.eps=1e-7"]
+    whole = run(tmp_path / "whole", "train.steps=3", *given)
+    run(tmp_path / "run", "train.steps=1", *given)
+    rest = run(tmp_path / "run", "train.steps=3", "resume=latest")
+    assert rest["losses"] == whole["losses"][1:]
+    assert rest["state_digest"] == whole["state_digest"]
+    now = _config_of(checkpoint(tmp_path / "run", 3))
+    assert (now.train.seed, now.optimizer.lr, now.optimizer.eps) == (5, 0.01, 1e-7)
+    assert [row[1] for row in _rng_rows(checkpoint(tmp_path / "run", 3)) if row[0] == ["seed"]] == [5]
+
+
+def _rng_rows(path: Path) -> list[Any]:
+    (file,) = path.glob("rng/**/plain.json")
+    rows: list[Any] = json.loads(file.read_text())
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "train.seed=3",
+            "train.seed=3 given on the command line: .* goes on with the random numbers .* of train.seed=0;",
+        ),
+        ("+optimizer.amsgrad=true", "optimizer.amsgrad=True given on the command line: the checkpoint has False"),
+        (
+            "optimizer._target_=torch.optim.Adam",
+            "holds the optimizer state of torch.optim.AdamW, but this run has optimizer._target_=",
+        ),
+    ],
+)
+def test_what_contradicts_a_checkpoint_and_cannot_take_effect_is_refused(
+    tmp_path: Path, straight: Run, override: str, told: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        run(tmp_path / "on", "train.steps=5", f"resume={checkpoint(straight.dir, 4)}", "load.strict=false", override)
+    assert committed(tmp_path / "on") == []
 
 
 def test_the_summary_of_a_first_and_of_a_resumed_run_say_where_they_began(straight: Run, in_ocdbt: Run) -> None:

@@ -7,10 +7,12 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hydra import compose, initialize_config_dir
 
+from ckpt.engine.elastic import ElasticEngine
 from ckpt.errors import CheckpointError, RankAbsentError
 from ckpt.topology import Topology
 from recipes import syncing
@@ -19,7 +21,7 @@ from recipes.joining import join_rollout
 from recipes.launch import launch
 from recipes.sync_config import checked_join, checked_sync
 from recipes.syncing import sync_weights
-from recipes.training import settle_start
+from recipes.training import Training, settle_start
 from tests.async_runs import until
 from tests.conf.configs import composed
 from tests.e2e.runs import TEXT, Command, checkpoint, committed
@@ -153,6 +155,41 @@ def test_colocated_trainers_save_and_resume_too(tmp_path: Path) -> None:
     summary = sync(tmp_path, *own, "train.steps=3", "resume=latest")
     assert digests(summary) == digests(sync(tmp_path / "straight", *own))
     assert [one["step"] for one in summary["updates"]] == [2, 3]
+
+
+def _is_told_at_step_2(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | None:
+    """As launchers do it: all ranks are told, at about the same time; a rollout when it has the weights of step 1."""
+    step, receive = Training.step, ElasticEngine.receive_into
+
+    def trains(training: Training) -> float:
+        if training.steps_done == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(training)
+
+    async def receives(member: ElasticEngine, live: Any, *args: Any) -> Any:
+        if live.version is not None and live.version.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return await receive(member, live, *args)
+
+    with patch.object(Training, "step", trains), patch.object(ElasticEngine, "receive_into", receives):
+        return sync_weights(cfg, topology)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "own", [["publish=saved", "save.mode=async"], ["ckpt=zarr"], ["publish=saved", "roles.trainer=1"]]
+)
+def test_trainers_that_are_told_to_end_save_the_step_and_end_their_rollouts(tmp_path: Path, own: list[str]) -> None:
+    overrides = ["ckpt=kimi-engine", "roles.trainer=2", "save.every=100", "train.steps=4", "engine=broadcast", *own]
+    with pytest.raises(SystemExit) as ended:
+        sync(tmp_path, *overrides, job=_is_told_at_step_2)
+    assert ended.value.code == 143
+    assert committed(tmp_path) == [checkpoint(tmp_path, 2)]
+    assert not (tmp_path / "rendezvous.json").exists()
+    rest = sync(tmp_path, *overrides, "resume=latest")
+    assert rest["first_step"] == 3
+    whole = sync(tmp_path / "whole", *overrides)
+    assert digests(rest) == digests(whole) and rest["losses"] == whole["losses"][2:]
 
 
 # Rollouts that come to a running job, each a command of its own

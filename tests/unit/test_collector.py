@@ -7,17 +7,25 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import torch
 
+from ckpt import StateComponent
 from ckpt.collector import collector_paused
+from ckpt.topology import Topology
+from tests.async_runs import Troubled, has_come, let_go, settings, until
+from tests.states import Held, coordinator
 
 
 @pytest.fixture(autouse=True)
 def enabled() -> Iterator[None]:
+    before = gc.get_threshold()
     gc.enable()
     yield
     gc.enable()
+    gc.set_threshold(*before)
 
 
 def num_collections() -> int:
@@ -45,22 +53,27 @@ def test_nothing_is_collected_in_a_block_or_in_a_decorated_function_and_afterwar
     assert num_collections() > 0
 
 
+def is_paused() -> bool:
+    """Whether objects that are made now start no collection."""
+    return num_collections() == 0
+
+
 def test_blocks_nest_and_an_error_ends_one_like_any_other() -> None:
     with pytest.raises(KeyError), collector_paused():
         with collector_paused():
             pass
-        assert not gc.isenabled()
+        assert is_paused()
         raise KeyError
-    assert gc.isenabled()
+    assert not is_paused()
 
 
 def test_a_function_that_calls_itself_leaves_the_collector_as_it_was() -> None:
     @collector_paused()
     def down(steps: int) -> bool:
-        return down(steps - 1) if steps else gc.isenabled()
+        return down(steps - 1) if steps else is_paused()
 
-    assert down(3) is False
-    assert gc.isenabled()
+    assert down(3)
+    assert not is_paused()
 
 
 def test_who_has_turned_the_collector_off_finds_it_off() -> None:
@@ -68,6 +81,34 @@ def test_who_has_turned_the_collector_off_finds_it_off() -> None:
     with collector_paused():
         pass
     assert not gc.isenabled()
+
+
+def test_what_the_program_sets_inside_of_a_block_stays_set() -> None:
+    with collector_paused():
+        assert gc.isenabled()
+        gc.disable()
+    assert not gc.isenabled()
+    with collector_paused():
+        gc.enable()
+        assert is_paused()
+    assert gc.isenabled()
+    with collector_paused():
+        gc.set_threshold(123, 4, 5)
+    assert gc.get_threshold() == (123, 4, 5)
+
+
+def test_the_collector_runs_for_training_while_a_save_is_written_in_the_background(tmp_path: Path) -> None:
+    backend = Troubled("waits", tmp_path, rank=0)
+    component = StateComponent("model", Held({"w": torch.ones(1000)}), "replicated")
+    with coordinator(Topology.alone(), tmp_path / "root", [component], backend=backend, saves=settings()) as made:
+        made.save_checkpoint(checkpoint_id="1")
+        until(lambda: has_come(tmp_path, "1"), "the write")
+        paused = is_paused()
+        gc.disable()
+        let_go(tmp_path)
+        made.wait()
+    assert not paused
+    assert not gc.isenabled(), "the program turned it off while the save was written"
 
 
 @contextmanager
@@ -93,22 +134,23 @@ def paused_elsewhere() -> Iterator[None]:
 def test_threads_may_pause_at_the_same_time_and_the_last_one_to_end_goes_back_to_what_was() -> None:
     with paused_elsewhere():
         with collector_paused():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
+            assert is_paused()
+        assert is_paused()
         own = collector_paused()
         own.__enter__()
-    assert not gc.isenabled()
+    assert is_paused()
     own.__exit__(None, None, None)
-    assert gc.isenabled()
+    assert not is_paused()
 
 
 def test_many_threads_that_come_and_go_leave_the_collector_on_and_meet_it_off() -> None:
+    usual = gc.get_threshold()
     met: list[bool] = []
 
     def work() -> None:
         for _ in range(2000):
             with collector_paused():
-                met.append(gc.isenabled())
+                met.append(gc.get_threshold() == usual)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -116,21 +158,21 @@ def test_many_threads_that_come_and_go_leave_the_collector_on_and_meet_it_off() 
     for thread in threads:
         thread.join()
     assert met == [False] * 8000
-    assert gc.isenabled()
+    assert gc.get_threshold() == usual
 
 
-def enabled_in_a_child() -> bool:
+def paused_in_a_child() -> bool:
     child = os.fork()
     if child == 0:
-        os._exit(int(gc.isenabled()))
+        os._exit(int(is_paused()))
     return bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_child_of_a_fork_keeps_the_pause_of_the_thread_that_it_comes_from_alone() -> None:
     with paused_elsewhere():
-        assert enabled_in_a_child()
+        assert not paused_in_a_child()
         with collector_paused():
-            assert not enabled_in_a_child()
-        assert not gc.isenabled()
+            assert paused_in_a_child()
+        assert is_paused()
     gc.disable()
-    assert not enabled_in_a_child()
+    assert paused_in_a_child()

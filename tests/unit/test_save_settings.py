@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckpt import StateComponent
+from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.errors import ConfigurationError
 from ckpt.save_settings import SaveSettings
+from ckpt.topology import Topology
+from tests.states import Held, coordinator
 
 
 @pytest.mark.parametrize(
@@ -17,7 +22,13 @@ from ckpt.save_settings import SaveSettings
         ({"writer": "fork"}, "save.writer=fork: expected one of thread, process"),
         ({"when_busy": "drop"}, "save.when_busy=drop: expected one of wait, skip, queue"),
         ({"on_async_error": "ignore"}, "save.on_async_error=ignore: expected one of raise, warn"),
-        ({"overlap": True}, "save.overlap=true copies the state beside training, which save.mode=sync waits for"),
+        ({"overlap": True}, "save.overlap=true has no effect with save.mode=sync"),
+        ({"writer": "process"}, "save.writer=process has no effect with save.mode=sync"),
+        ({"writer_cores": 2}, "save.writer_cores=2 has no effect with save.mode=sync"),
+        ({"writer_mib_s": 100}, "save.writer_mib_s=100 has no effect with save.mode=sync"),
+        ({"when_busy": "queue"}, "save.when_busy=queue has no effect with save.mode=sync"),
+        ({"when_busy": "skip"}, "save.when_busy=skip has no effect with save.mode=sync"),
+        ({"on_async_error": "warn"}, "save.on_async_error=warn has no effect with save.mode=sync"),
         ({"writer_cores": 0}, "save.writer_cores=0: expected at least 1, or null for no limit"),
         ({"writer_mib_s": -1}, "save.writer_mib_s=-1: expected at least 1"),
         ({"staging_budget_mib": 0}, "save.staging_budget_mib=0: expected at least 1"),
@@ -30,6 +41,14 @@ def test_what_cannot_be_is_one_sentence_that_names_the_key(chosen: dict[str, Any
     with pytest.raises(ConfigurationError) as caught:
         SaveSettings(**chosen)
     assert str(caught.value).startswith(told)
+
+
+def test_a_budget_for_copies_is_refused_where_no_save_takes_host_memory(tmp_path: Path) -> None:
+    saves = SaveSettings(staging_budget_mib=8)
+    component = StateComponent("model", Held({}), "replicated")
+    with pytest.raises(ConfigurationError, match="save.staging_budget_mib=8 has no effect with save.mode=sync"):
+        coordinator(Topology.alone(), tmp_path, [component], saves=saves)
+    coordinator(Topology.alone(), tmp_path, [component], backend=KimiEngineBackend(), saves=saves).close()
 
 
 def test_settings_that_say_nothing_save_while_training_waits() -> None:
