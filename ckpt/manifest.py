@@ -24,6 +24,7 @@ from ckpt.box import Box
 from ckpt.collector import collector_paused
 from ckpt.dtypes import item_bytes
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.names import PLAIN_NAME, is_inner_path
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "checkpoint_manifest.json"
@@ -216,7 +217,7 @@ class CheckpointManifest:
                 f"{where} has format version {tree['format_version']}; this version of ckpt reads version "
                 f"{FORMAT_VERSION}. Read it with the version that wrote it, ckpt {tree['ckpt_version']}."
             )
-        return cls(
+        manifest = cls(
             checkpoint_id=tree["checkpoint_id"],
             timestamp=datetime.fromisoformat(tree["timestamp"]),
             world_size=tree["world_size"],
@@ -229,6 +230,9 @@ class CheckpointManifest:
             ckpt_version=tree["ckpt_version"],
             pytorch_version=tree["pytorch_version"],
         )
+        _require_inner_paths(_paths_in_manifest(manifest), where)
+        _require_known_parts(manifest.files, where)
+        return manifest
 
     def arrays_of(self, component: str) -> dict[str, ArrayEntry]:
         """The arrays of one component, by the rest of their name: `<prefix><key>`."""
@@ -335,7 +339,7 @@ class Index:
         tree = json.loads(data)
         files = list(tree["files"])
         packed = list(tree["packed"])
-        return cls(
+        index = cls(
             rank=tree["rank"],
             files={path: FileRecord(size, rest) for path, (size, rest) in tree["files"].items()},
             chunks={
@@ -355,6 +359,48 @@ class Index:
                 for file, rows in tree.get("dead", {}).items()
             },
         )
+        _require_inner_paths(_paths_in_index(index), f"the index of rank {index.rank}")
+        return index
+
+
+def _paths_in_manifest(manifest: CheckpointManifest) -> Iterator[str]:
+    """Every path below the checkpoint that a manifest gives, or that is made of what it gives."""
+    yield from manifest.files
+    yield from (entry.path for entry in {id(a): a for a in manifest.arrays.values()}.values() if entry.path is not None)
+    for key, component in manifest.components.items():
+        yield from (key, component.key)
+        yield from (f"{component.key}/{prefix}{PLAIN_NAME}" for prefix in component.plain_in)
+
+
+def _paths_in_index(index: Index) -> Iterator[str]:
+    yield from index.files
+    yield from index.chunks
+    yield from index.packed
+    yield from index.dead
+
+
+def _require_inner_paths(paths: Iterable[str], where: str) -> None:
+    """Refuse a record that names a file outside of its checkpoint.
+
+    Raises:
+        CorruptCheckpointError: it names the first such path.
+    """
+    for path in paths:
+        if not is_inner_path(path):
+            raise CorruptCheckpointError(
+                f"{where} names {path!r:.200}, which is not a path inside of the checkpoint. Load another checkpoint, and do not trust "
+                "this one."
+            )
+
+
+def _require_known_parts(files: Iterable[str], where: str) -> None:
+    """Refuse a manifest that lists another checkpoint inside of this one, beside the two that there may be."""
+    for path in files:
+        folder, _, name = path.rpartition("/")
+        if name == MANIFEST_NAME and folder not in (COMMON, OBJECTS):
+            raise CorruptCheckpointError(
+                f"{where} lists {path!r:.200}; a checkpoint inside of another one is called {COMMON} or {OBJECTS}"
+            )
 
 
 def _dead_rows(extents: Iterable[ChunkExtent]) -> list[list[Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ckpt.backends.base import Backend
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.durable import replace_durably, write_durably
 from ckpt.errors import StorageError
 from ckpt.manifest import (
@@ -25,6 +26,7 @@ from ckpt.manifest import (
 from ckpt.names import PLAIN_NAME
 from ckpt.plan import SavePlan
 from ckpt.sharing import EQUAL_COPIES, StateComponent, holders_of
+from ckpt.stored import MOST_MANIFEST_BYTES
 from ckpt.topology import Topology
 from ckpt.version import __version__
 from ckpt.writing import Vote, joined_checksum, path_of
@@ -131,7 +133,8 @@ class Record:
             made = [*made, CONFIG_NAME]
         added = 0
         for path in [*made, *self._beside]:
-            data = self.made[path] = (self._folder / path).read_bytes()
+            with CheckpointFolder(self._folder) as folder:
+                data = self.made[path] = folder.read(path, MOST_MANIFEST_BYTES)
             manifest.files[path] = (len(data), digest_of(data))
             added += len(data)
             self._topology.progress()

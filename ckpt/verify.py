@@ -13,7 +13,8 @@ from typing import BinaryIO
 import xxhash
 
 from ckpt.backends.base import ChunkExtent, FileRecord
-from ckpt.core import CONFIG_FNAME, config_bytes, maybe_load_config
+from ckpt.checkpoint_files import CheckpointFolder
+from ckpt.core import CONFIG_FNAME, MOST_CONFIG_BYTES, config_bytes, maybe_load_config
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
 from ckpt.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManifest, Index
@@ -76,8 +77,8 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
             indexes |= {rank: Index.from_bytes(data) for rank, name in index_paths.items() if name == path}
     for rank, index in indexes.items():
         listed.update(index.files)
-        with _noting(index_paths[rank], result):
-            _Files(checkpoint_dir, manifest, index, result, progress).check()
+        with _noting(index_paths[rank], result), CheckpointFolder(checkpoint_dir) as opened:
+            _Files(opened, manifest, index, result, progress).check()
     if SHARDED in manifest.components:
         listed.add(CONFIG_FNAME)
         with _noting(CONFIG_FNAME, result):
@@ -96,7 +97,9 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
 def _check_config(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
     """Check `metadata.json`, which is written after the manifest and stands in none. A strategy alone writes none."""
     config = maybe_load_config(checkpoint_dir)
-    if config is not None and (checkpoint_dir / CONFIG_FNAME).read_bytes() != config_bytes(config):
+    with CheckpointFolder(checkpoint_dir) as folder:
+        data = folder.read(CONFIG_FNAME, MOST_CONFIG_BYTES) if config is not None else b""
+    if config is not None and data != config_bytes(config):
         raise CorruptCheckpointError(f"{CONFIG_FNAME} is not as it was written; it was changed after the save")
     if config is None and f"{COMMON}/{MANIFEST_NAME}" in manifest.files:
         raise CorruptCheckpointError(f"{CONFIG_FNAME} is missing, so no load takes this for a whole checkpoint")
@@ -105,6 +108,8 @@ def _check_config(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
 def _examine_below(checkpoint_dir: Path, folder: Path, result: Verification, progress: Callable[[int], None]) -> None:
     """Add what examining a checkpoint inside of a checkpoint shows; its manifest has been counted."""
     with _noting(f"{folder}/{MANIFEST_NAME}", result):
+        with CheckpointFolder(checkpoint_dir) as opened:
+            opened.require_folder(folder.as_posix())
         inner = examine(checkpoint_dir / folder, progress=progress)
         result.problems += [f"{folder}: {problem}" for problem in inner.problems]
         result.damaged |= {f"{folder}/{path}" for path in inner.damaged}
@@ -128,13 +133,13 @@ class _Files:
 
     def __init__(
         self,
-        checkpoint_dir: Path,
+        folder: CheckpointFolder,
         manifest: CheckpointManifest,
         index: Index,
         result: Verification,
         progress: Callable[[int], None],
     ) -> None:
-        self._dir = checkpoint_dir
+        self._folder = folder
         self._index = index
         self._result = result
         self._progress = progress
@@ -156,7 +161,7 @@ class _Files:
     def _check_file(self, path: str, record: FileRecord, chunks: Sequence[tuple[str | None, ChunkExtent]]) -> None:
         arrays = list(dict.fromkeys(array for array, _ in chunks if array is not None))
         try:
-            file = (self._dir / path).open("rb", buffering=0)
+            file = self._folder.stream(path)
         except (FileNotFoundError, NotADirectoryError):
             self._say(path, self._names.of_arrays(arrays), f"{path} is missing")
             return

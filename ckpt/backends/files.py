@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,7 +82,7 @@ def write_all(fd: int, piece: memoryview) -> None:
 
 
 class Folders:
-    """The folders one rank makes below `root`, each asked of the file system once."""
+    """The folders one rank makes below `root`, each asked of the file system once. None of them is a link to another place."""
 
     def __init__(self, root: Path) -> None:
         self.made: set[Path] = {root}
@@ -90,7 +91,11 @@ class Folders:
         """Make a folder and those above it. Other ranks may be making the same ones."""
         if folder not in self.made:
             self.make(folder.parent)
-            folder.mkdir(exist_ok=True)
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                if not stat.S_ISDIR(os.lstat(folder).st_mode):
+                    raise
             self.made.add(folder)
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ckpt.backends.base import Content
 from ckpt.box import Box, whole
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.collector import collector_paused
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CorruptCheckpointError
@@ -210,7 +211,7 @@ def read_shard(path: Path) -> Shard:
 
 def _read_rows(path: Path) -> tuple[int, dict[str, Any], int]:
     """Length of the header, the header, length of the file."""
-    with _refusing(path), path.open("rb") as stream:
+    with _refusing(path), CheckpointFolder(path.parent) as folder, folder.stream(path.name) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > size - 8:
