@@ -4,7 +4,7 @@ A checkpoint that breaks one of them was not written by this package, whatever i
 where it is enforced; types and ranges of single values are the schema's, in manifest.py.
 
     check_manifest          the manifest alone, when it is parsed
-    check_extents, check_pieces     an index alone, when it is parsed
+    check_inner_paths, check_extents, check_pieces     an index alone, when it is parsed
     check_index             an index against its manifest: every reader of an index calls it, by `stored.read_index`
     check_whole             the pieces of one packed tensor in all indexes
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from ckpt.backends.base import CLIPPED_STORES, stored_shape
 from ckpt.box import Box, chunk_box, num_chunks
 from ckpt.dtypes import item_bytes
-from ckpt.names import PLAIN_NAME
+from ckpt.names import PLAIN_NAME, is_inner_path
 from ckpt.strict_json import MAX_INT, Refused
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def check_manifest(manifest: CheckpointManifest) -> None:
     """
     if manifest.timestamp.tzinfo is None or manifest.timestamp.year not in _YEARS:
         raise Refused(f"the timestamp {manifest.timestamp} is no time of a commit in UTC")
+    check_inner_paths(_paths_in(manifest))
     indexes = _index_ranks(manifest)
     _check_files(manifest)
     for key, component in manifest.components.items():
@@ -52,6 +53,25 @@ def check_manifest(manifest: CheckpointManifest) -> None:
     for name, entry in {id(entry): (name, entry) for name, entry in manifest.arrays.items()}.values():
         _check_array(name, entry, manifest, indexes)
     _check_paths(manifest.arrays)
+
+
+def check_inner_paths(paths: Iterable[str]) -> None:
+    """Every path that a record names, or that is made of what it names, stays inside of the checkpoint.
+
+    Raises:
+        Refused
+    """
+    for path in paths:
+        if not is_inner_path(path):
+            raise Refused(f"it names {path!r:.200}, which is not a path inside of the checkpoint")
+
+
+def _paths_in(manifest: CheckpointManifest) -> Iterator[str]:
+    yield from manifest.files
+    yield from (entry.path for entry in {id(a): a for a in manifest.arrays.values()}.values() if entry.path is not None)
+    for key, component in manifest.components.items():
+        yield from (key, component.key)
+        yield from (f"{component.key}/{prefix}{PLAIN_NAME}" for prefix in component.plain_in)
 
 
 def _index_ranks(manifest: CheckpointManifest) -> Set[int]:

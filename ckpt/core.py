@@ -11,13 +11,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.durable import replace_durably
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, sentence
 from ckpt.manifest import digest_of
-from ckpt.stored import read_small_file
 from ckpt.strict_json import parse
 
 CONFIG_FNAME = "metadata.json"
+MOST_CONFIG_BYTES = 1 << 20
+"""Far more than any `metadata.json` has."""
+
 _DIGEST = "digest"
 
 CheckpointingException = CheckpointError
@@ -61,7 +64,8 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
     """
     path = Path(checkpoint_dir, CONFIG_FNAME)
     try:
-        data = read_small_file(path, str(path))
+        with CheckpointFolder(path.parent) as folder:
+            data = folder.read(CONFIG_FNAME, MOST_CONFIG_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

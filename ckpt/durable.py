@@ -40,7 +40,17 @@ def sync_folder(path: Path) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    with os.fdopen(_new_file(path), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _new_file(path: Path) -> int:
+    """A file of its own: what has the name already, a link to another file perhaps, is not written to, but loses its name."""
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, new, 0o666)
+    except FileExistsError:
+        os.unlink(path)
+        return os.open(path, new, 0o666)

@@ -28,6 +28,7 @@ import torch
 from ckpt.backends.base import ChunkExtent
 from ckpt.blocks import BlockDigests
 from ckpt.box import Box, overlap, whole
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.collector import collector_paused
 from ckpt.dtypes import bits_of, raw_bytes
 from ckpt.errors import CorruptCheckpointError
@@ -210,6 +211,7 @@ class ExtentReader:
         self.bytes_read = 0
         self._read_at = read_at
         self._root = root
+        self._folder = CheckpointFolder(root)
         self._verify = verify
         self._progress = progress
         self._files: OrderedDict[str, int] = OrderedDict()
@@ -227,6 +229,7 @@ class ExtentReader:
         """Close the files and let go of the scratch buffer."""
         while self._files:
             os.close(self._files.popitem()[1])
+        self._folder.close()
         self._scratch = np.empty(0, np.uint8)
 
     def read(
@@ -421,8 +424,7 @@ class ExtentReader:
                 end = min(begin + chunk.block_bytes, chunk.length)
                 raise CorruptCheckpointError(
                     f"{name_of(begin, end)}: bytes {chunk.offset + begin} to {chunk.offset + end} of "
-                    f"{self._root / chunk.file} are not those that were saved (xxh3 {found:016x}, saved as "
-                    f"{chunk.digests[number]:016x}). Load an earlier checkpoint.",
+                    f"{self._root / chunk.file} are not those that were saved. Load an earlier checkpoint.",
                     file=chunk.file,
                 )
 
@@ -434,11 +436,13 @@ class ExtentReader:
         try:
             fd = self._held.open(file)
             if fd is None:
-                fd = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
+                fd = self._folder.open(file)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise CorruptCheckpointError(
                 f"{name}: {self._root / file} is missing. Load an earlier checkpoint.", file=file
             ) from error
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{name}: {error}", file=file) from error
         if len(self._files) >= MAX_OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])
         self._files[file] = fd

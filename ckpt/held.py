@@ -60,7 +60,8 @@ class HeldFiles:
         if place is None:
             return None
         with suppress(OSError):
-            fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            # Without waiting: the number may be that of a pipe by now.
+            fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 found = os.fstat(fd)
                 name = os.readlink(f"/proc/self/fd/{fd}")

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.durable import sync_folder
 from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sentence
 from ckpt.manifest import MANIFEST_NAME
@@ -324,7 +325,7 @@ def _look(checkpoint_id: str, path: Path) -> Committed | None:
 def _timestamp(manifest: Path) -> datetime:
     """When the manifest says it was committed, or if that is damaged, when the file was written."""
     try:
-        with manifest.open("rb") as file:
+        with CheckpointFolder(manifest.parent) as folder, folder.stream(manifest.name) as file:
             match = _TIMESTAMP.search(file.read(_HEAD_BYTES))
         if match is not None:
             said = datetime.fromisoformat(match[1].decode())

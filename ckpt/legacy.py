@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.dtypes import raw_bytes, zarr_name
 from ckpt.errors import CheckpointNotFoundError, MissingStateError, WorldSizeError
 from ckpt.flatten import Leaves, flatten, path_to_json, to_json
@@ -212,6 +213,8 @@ class OldSource:
         at = component.key, prefix
         if at not in self._leaves:
             name = self._copies_of(component)[1][prefix]
+            with CheckpointFolder(self._folder) as folder:
+                folder.require_regular(name)
             state = unpickle_state_dict(self._folder / name)
             by_name = getattr(component.stateful, "named_from_positions", None)
             if by_name is not None and isinstance(state.get("param_groups"), list):

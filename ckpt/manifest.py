@@ -24,7 +24,14 @@ import xxhash
 from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.box import Box
 from ckpt.collector import collector_paused
-from ckpt.consistency import check_extents, check_manifest, check_pieces, checked_place, hex_digits
+from ckpt.consistency import (
+    check_extents,
+    check_inner_paths,
+    check_manifest,
+    check_pieces,
+    checked_place,
+    hex_digits,
+)
 from ckpt.dtypes import item_bytes
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.strict_json import (
@@ -237,6 +244,7 @@ class CheckpointManifest:
         )
         with refusing(where):
             check_manifest(manifest)
+            _require_known_parts(manifest.files)
         return manifest
 
     def arrays_of(self, component: str) -> dict[str, ArrayEntry]:
@@ -400,6 +408,7 @@ class Index:
                     for file, rows in said.dead.items()
                 },
             )
+            check_inner_paths((*index.files, *index.chunks, *index.packed, *index.dead))
             check_extents(index)
             check_pieces(index)
         return index
@@ -457,6 +466,14 @@ def _extents_of(rows: Sequence[_ChunkRow], files: Sequence[str]) -> dict[int, Ch
     if len(extents) != len(rows):
         raise Refused("a chunk is listed twice")
     return extents
+
+
+def _require_known_parts(files: Iterable[str]) -> None:
+    """Refuse a manifest that lists another checkpoint inside of this one, beside the two that there may be."""
+    for path in files:
+        folder, _, name = path.rpartition("/")
+        if name == MANIFEST_NAME and folder not in (COMMON, OBJECTS):
+            raise Refused(f"it lists {path!r:.200}; a checkpoint inside of another one is called {COMMON} or {OBJECTS}")
 
 
 def _dead_rows(extents: Iterable[ChunkExtent]) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote
 
 import xxhash
@@ -9,6 +10,8 @@ import xxhash
 PLAIN_NAME = "plain.json"
 MAX_NAME_CHARS = 150
 _OURS = (PLAIN_NAME, "zarr.json")
+_PART = r"(?!\.{1,2}(?:/|\Z))[^/\0\ud800-\udfff]+"
+_INNER_PATH = re.compile(rf"(?!\\|[A-Za-z]:[/\\]){_PART}(?:/{_PART})*")
 
 
 def encode_key(key: str) -> str:
@@ -30,3 +33,16 @@ def encode_key(key: str) -> str:
     if len(encoded) > MAX_NAME_CHARS:
         return f"{encoded[:100]}~{xxhash.xxh3_128_hexdigest(key.encode(errors='surrogatepass'))}"
     return encoded or "%"
+
+
+def is_inner_path(path: str) -> bool:
+    """Whether this is the path of something inside of a folder: relative, with `/` between parts, and no part leads back out.
+
+    A file system need not be asked: no part is empty, `.` or `..`, none holds NUL or a lone surrogate, and the whole begins neither
+    with a backslash nor with a drive.
+
+    Example:
+        >>> [is_inner_path(path) for path in ("model/w/c/0", "", "/etc/passwd", "a/../../b", "a//b", "C:/b")]
+        [True, False, False, False, False, False]
+    """
+    return _INNER_PATH.fullmatch(path) is not None

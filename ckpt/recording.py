@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from ckpt.backends.base import Backend
+from ckpt.checkpoint_files import CheckpointFolder
+from ckpt.consistency import MAX_FILE_BYTES
 from ckpt.durable import replace_durably, write_durably
 from ckpt.errors import StorageError
 from ckpt.manifest import (
@@ -131,7 +133,8 @@ class Record:
             made = [*made, CONFIG_NAME]
         added = 0
         for path in [*made, *self._beside]:
-            data = self.made[path] = (self._folder / path).read_bytes()
+            with CheckpointFolder(self._folder) as folder:
+                data = self.made[path] = folder.read(path, MAX_FILE_BYTES)
             manifest.files[path] = (len(data), digest_of(data))
             added += len(data)
             self._topology.progress()

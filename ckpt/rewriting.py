@@ -6,7 +6,7 @@ What is not bytes of arrays (who held what, plain values, the config, the time o
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,17 +18,20 @@ import torch
 
 from ckpt.appearing import appearing
 from ckpt.backends.base import BLOCK_BYTES, ArraySpec, Backend, ChunkExtent, stored_shape
-from ckpt.backends.files import make_durable
-from ckpt.backends.registry import backend_of_store
+from ckpt.backends.files import PIECE_BYTES, Folders, make_durable, write_all
 from ckpt.box import Box, chunk_box, whole
+from ckpt.checkpoint_files import CheckpointFolder
+from ckpt.consistency import MAX_FILE_BYTES
 from ckpt.core import CheckpointingConfig, maybe_load_config, save_config
 from ckpt.dtypes import item_bytes, torch_dtype
 from ckpt.durable import replace_durably, write_durably
 from ckpt.errors import ConfigurationError, StorageError
 from ckpt.extents import ExtentReader, Part
 from ckpt.manifest import (
+    COMMON,
     CONFIG_NAME,
     MANIFEST_NAME,
+    OBJECTS,
     SHARDED,
     ArrayEntry,
     CheckpointManifest,
@@ -39,8 +42,9 @@ from ckpt.manifest import (
     index_name,
 )
 from ckpt.memory import Scratch
-from ckpt.names import PLAIN_NAME
+from ckpt.names import PLAIN_NAME, is_inner_path
 from ckpt.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan
+from ckpt.reading.base import StoredCheckpoint
 from ckpt.sharded.folder import Given
 from ckpt.sharing import StateComponent
 from ckpt.stored import read_index, read_listed_file, read_manifest, read_plain_file
@@ -132,6 +136,7 @@ class _Rewriting:
         self, src: Path, folder: Path, manifest: CheckpointManifest, backend: Backend, progress: Callable[[int], None]
     ) -> None:
         self._src = src
+        self._stored = StoredCheckpoint(src, manifest)
         self._folder = folder
         self._manifest = manifest
         self._backend = backend
@@ -140,6 +145,7 @@ class _Rewriting:
             key: StateComponent(key, Given({}), one.sharing_pattern, one.group_name)
             for key, one in manifest.components.items()
         }
+        _require_inner_names(manifest, self._components)
         self._owned = _owned_by_rank(manifest)
         self._memory = Scratch()
 
@@ -240,7 +246,7 @@ class _Rewriting:
             reader.read(extent, [Part(0, region, whole(box.shape), host, name)])
         else:
             reader.check(extent, name)
-            backend_of_store(self._store_of(one.item)).read(self._src, one.array, box, host)
+            self._stored.read_encoded(self._store_of(one.item), one.array, box, host)
         return host
 
     def _memory_for(self, box: Box, dtype: str) -> torch.Tensor:
@@ -276,27 +282,52 @@ class _Rewriting:
         writers = [rank for rank, vote in enumerate(votes) if vote.wrote_arrays]
         files = {}
         for path in self._backend.join(self._folder, writers, self._progress):
-            data = (self._folder / path).read_bytes()
+            with CheckpointFolder(self._folder) as folder:
+                data = folder.read(path, MAX_FILE_BYTES)
             files[path] = len(data), digest_of(data)
         if CONFIG_NAME in self._manifest.files:
             write_durably(self._folder / CONFIG_NAME, read_listed_file(self._src, self._manifest, CONFIG_NAME))
             files[CONFIG_NAME] = self._manifest.files[CONFIG_NAME]
-        for path in self._manifest.files:
-            if path.endswith(
-                f"/{MANIFEST_NAME}"
-            ):  # common state and objects: checkpoints that are always in one format
-                self._copy_below(Path(path).parent.as_posix())
+        for name in (COMMON, OBJECTS):  # checkpoints that are always in one format
+            if (path := f"{name}/{MANIFEST_NAME}") in self._manifest.files:
+                read_listed_file(self._src, self._manifest, path)
+                self._copy_below(name)
                 files[path] = self._manifest.files[path]
         files |= {path: (size, digest) for path, (size, digest) in votes[0].plain_files.items()}
         files |= {index_name(rank): (vote.index[0], vote.index[1]) for rank, vote in enumerate(votes) if vote.index}
         return files
 
     def _copy_below(self, name: str) -> None:
-        """Copy a checkpoint that lies in this one as it is; it is examined with the whole."""
-        shutil.copytree(self._src / name, self._folder / name)
-        below = [self._folder / name, *(self._folder / name).rglob("*")]
-        sizes = {path.relative_to(self._folder).as_posix(): path.stat().st_size for path in below if path.is_file()}
-        make_durable(self._folder, sizes, [path for path in below if path.is_dir()], self._progress)
+        """Copy the files that belong to a checkpoint in this one, and nothing else; they are examined with the whole."""
+        with CheckpointFolder(self._src) as above:
+            above.require_folder(name)
+        manifest = read_manifest(self._src / name)
+        sizes = {MANIFEST_NAME: self._manifest.files[f"{name}/{MANIFEST_NAME}"][0]}
+        sizes |= {path: size for path, (size, _) in manifest.files.items()}
+        for rank in manifest.index_ranks():
+            index = read_index(self._src / name, manifest, rank)
+            sizes |= {path: record.size for path, record in index.files.items()}
+        folders = Folders(self._folder)
+        folders.make(self._folder / name)
+        with CheckpointFolder(self._src / name) as old, CheckpointFolder(self._folder / name) as new:
+            for path, size in sizes.items():
+                folders.make((self._folder / name / path).parent)
+                self._copy(old, new, path, size)
+        make_durable(self._folder / name, sizes, folders.made, self._progress)
+
+    def _copy(self, old: CheckpointFolder, new: CheckpointFolder, path: str, size: int) -> None:
+        """Copy one file, which should have this size."""
+        try:
+            source = old.stream(path)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise CorruptCheckpointError(f"{old.root.name}/{path} is missing", file=path) from error
+        with source, os.fdopen(new.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb", buffering=0) as target:
+            found = os.fstat(source.fileno()).st_size
+            if found != size:
+                raise CorruptCheckpointError(f"{old.root.name}/{path} has {found} bytes, its record says {size}")
+            while piece := source.read(PIECE_BYTES):
+                write_all(target.fileno(), memoryview(piece))
+                self._progress(len(piece))
 
     def _component(self, key: str, votes: Sequence[Vote]) -> ComponentManifest:
         return replace(
@@ -305,6 +336,16 @@ class _Rewriting:
             size_bytes=sum(vote.sizes.get(key, 0) for vote in votes),
             checksum=joined_checksum(vote.checksums.get(key, "") for vote in votes),
         )
+
+
+def _require_inner_names(manifest: CheckpointManifest, components: Mapping[str, StateComponent]) -> None:
+    """Refuse names of arrays that would become folders outside of their component's, such as `rng/../w`."""
+    names = [name for name, entry in manifest.arrays.items() if entry.alias_of is None]
+    for name, folder in zip(names, folders_of(names, components), strict=True):
+        if not is_inner_path(folder.removesuffix("/")):
+            raise CorruptCheckpointError(
+                f"the array {name!r:.200} would lie in {folder!r:.200}, which is no folder of a checkpoint"
+            )
 
 
 def _owned_by_rank(manifest: CheckpointManifest) -> dict[int, dict[str, ArrayEntry]]:

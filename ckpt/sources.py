@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ckpt.box import num_chunks, whole
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.device import Device
 from ckpt.dtypes import raw_bytes, torch_dtype
 from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeError, describe
@@ -246,13 +247,14 @@ class CommittedSource:
     def _check_files_of(self, rank: int, optional: Collection[str], damaged: dict[str, dict[str, Any]]) -> None:
         index = self._checkpoint.index(rank)
         covered = index.covered()
-        for path, record in index.files.items():
-            try:
-                check_file(self._checkpoint.root, path, record, covered.get(path, ()), self._held)
-            except CorruptCheckpointError as error:
-                whose = Names(self._manifest, index).of_file(path)
-                named = CorruptCheckpointError(f"{whose}: {error}" if whose else str(error), file=error.file)
-                _note_damage(damaged, path, named, optional)
+        with CheckpointFolder(self._checkpoint.root) as folder:
+            for path, record in index.files.items():
+                try:
+                    check_file(folder, path, record, covered.get(path, ()), self._held)
+                except CorruptCheckpointError as error:
+                    whose = Names(self._manifest, index).of_file(path)
+                    named = CorruptCheckpointError(f"{whose}: {error}" if whose else str(error), file=error.file)
+                    _note_damage(damaged, path, named, optional)
 
 
 def require_same_kind(component: StateComponent, was: SharingPattern) -> None:

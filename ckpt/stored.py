@@ -9,6 +9,7 @@ from pathlib import Path
 import xxhash
 
 from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.consistency import MAX_FILE_BYTES, check_index
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.held import NOTHING_HELD, HeldFiles
@@ -36,33 +37,12 @@ def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
         CorruptCheckpointError: it is longer than any manifest.
     """
     try:
-        return read_small_file(checkpoint_dir / MANIFEST_NAME, MANIFEST_NAME)
+        with CheckpointFolder(checkpoint_dir) as folder:
+            return folder.read(MANIFEST_NAME, MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(
             f"{checkpoint_dir} is not a checkpoint: it has no {MANIFEST_NAME}. Give the folder of a committed checkpoint."
         ) from error
-
-
-def read_small_file(file: Path, path: str, size: int | None = None) -> bytes:
-    """Read a file whole, once its size has been looked at: a file may claim to be longer than any memory.
-
-    Args:
-        path: what messages call it.
-        size: that it must have; None: any up to `MAX_FILE_BYTES`.
-
-    Raises:
-        CorruptCheckpointError: it has another size.
-        OSError: it cannot be read.
-    """
-    with file.open("rb") as stream:
-        found = os.fstat(stream.fileno()).st_size
-        if size is not None and found != size:
-            raise CorruptCheckpointError(f"{path} has {found} bytes, {size} were saved", file=path)
-        if found > MAX_FILE_BYTES:
-            raise CorruptCheckpointError(
-                f"{path} has {found} bytes; of a file that is read whole {MAX_FILE_BYTES} are the most", file=path
-            )
-        return stream.read(found)
 
 
 def read_listed_file(
@@ -83,7 +63,7 @@ def read_listed_file(
     def read() -> bytes:
         data = held.read(path)
         if data is None:
-            data = _read(checkpoint_dir / path, path, size)
+            data = _read(checkpoint_dir, path, size)
         if len(data) != size:
             raise CorruptCheckpointError(f"{path} has {len(data)} bytes, the manifest says {size}")
         if digest_of(data) != digest:
@@ -143,9 +123,9 @@ def read_plain_file(
     index = index_of()
 
     def read() -> bytes:
-        file, record, data = checkpoint_dir / path, index.files.get(path), held.read(path)
+        record, data = index.files.get(path), held.read(path)
         if data is None:
-            data = read_small_file(file, path, record.size) if record is not None and file.is_file() else b""
+            data = _read_if_there(checkpoint_dir, path, record.size) if record is not None else b""
         if record is None or (record.size, record.rest) != (len(data), digest_of(data)):
             raise CorruptCheckpointError(
                 f"{path} is missing or not as rank {index.rank} wrote it", component=component, file=path
@@ -156,7 +136,7 @@ def read_plain_file(
 
 
 def check_file(
-    checkpoint_dir: Path,
+    folder: CheckpointFolder,
     path: str,
     record: FileRecord,
     covered: Collection[ChunkExtent],
@@ -167,6 +147,7 @@ def check_file(
     Cheap for data files: of those it reads nothing. The bytes of chunks are checked where they are read.
 
     Args:
+        folder: of the checkpoint, kept open over all of its files.
         covered: what of it is under other digests, as `Index.covered` gives it.
         held: what is in memory, and is checked there: that is what is read.
 
@@ -177,7 +158,7 @@ def check_file(
     def check() -> None:
         fd = held.open(path)
         try:
-            _check_file(checkpoint_dir / path if fd is None else Path(f"/proc/self/fd/{fd}"), path, record, covered)
+            _check_file(folder, fd, path, record, covered)
         finally:
             if fd is not None:
                 os.close(fd)
@@ -185,21 +166,27 @@ def check_file(
     held.or_disk(path, check)
 
 
-def _check_file(file: Path, path: str, record: FileRecord, covered: Iterable[ChunkExtent]) -> None:
+def _check_file(
+    folder: CheckpointFolder, fd: int | None, path: str, record: FileRecord, covered: Iterable[ChunkExtent]
+) -> None:
     try:
-        size = file.stat().st_size
+        size = (folder.stat(path) if fd is None else os.fstat(fd)).st_size
     except OSError as error:
         raise CorruptCheckpointError(f"{path} is missing", file=path) from error
     if size != record.size:
         raise CorruptCheckpointError(f"{path} has {size} bytes, its index says {record.size}", file=path)
-    if rest_digest(file, size, covered) != record.rest:
+    if _digest_of_rest(lambda: folder.open(path) if fd is None else os.dup(fd), size, covered) != record.rest:
         raise CorruptCheckpointError(
             f"{path} does not match its digest; bytes outside of any array were changed after the save", file=path
         )
 
 
-def rest_digest(file: Path, size: int, covered: Iterable[ChunkExtent]) -> str:
+def rest_digest(folder: CheckpointFolder, path: str, size: int, covered: Iterable[ChunkExtent]) -> str:
     """The xxh3-128 of those bytes of a file that nothing covers, in order; nothing is opened if there are none."""
+    return _digest_of_rest(lambda: folder.open(path), size, covered)
+
+
+def _digest_of_rest(open_file: Callable[[], int], size: int, covered: Iterable[ChunkExtent]) -> str:
     gaps = []
     at = 0
     for extent in sorted(covered, key=lambda e: e.offset):
@@ -210,7 +197,7 @@ def rest_digest(file: Path, size: int, covered: Iterable[ChunkExtent]) -> str:
         gaps.append((at, size - at))
     state = xxhash.xxh3_128()
     if gaps:
-        with file.open("rb") as stream:
+        with os.fdopen(open_file(), "rb") as stream:
             for offset, length in gaps:
                 stream.seek(offset)
                 while length and (piece := stream.read(min(length, _PIECE_BYTES))):
@@ -219,8 +206,22 @@ def rest_digest(file: Path, size: int, covered: Iterable[ChunkExtent]) -> str:
     return state.hexdigest()
 
 
-def _read(path: Path, name: str, size: int) -> bytes:
+def _read(checkpoint_dir: Path, path: str, size: int) -> bytes:
+    """Read a file that should have this size; one that has another is not read."""
     try:
-        return read_small_file(path, name, size)
+        with CheckpointFolder(checkpoint_dir) as folder, folder.stream(path) as stream:
+            found = os.fstat(stream.fileno()).st_size
+            if found != size:
+                raise CorruptCheckpointError(f"{path} has {found} bytes, the manifest says {size}", file=path)
+            return stream.read()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptCheckpointError(f"{name} is missing from {path.parent}") from error
+        raise CorruptCheckpointError(f"{path} is missing from {checkpoint_dir}") from error
+
+
+def _read_if_there(checkpoint_dir: Path, path: str, size: int) -> bytes:
+    """The same, but of what is missing, or no file, nothing."""
+    try:
+        with CheckpointFolder(checkpoint_dir) as folder:
+            return folder.read(path, size)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return b""

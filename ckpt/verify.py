@@ -15,14 +15,15 @@ import xxhash
 
 from ckpt.backends.base import ArraySpec, ChunkExtent, FileRecord
 from ckpt.backends.zarr_format import DOCUMENT, below, require_spec, spec_in
-from ckpt.consistency import check_whole
-from ckpt.core import CONFIG_FNAME, config_bytes, maybe_load_config
+from ckpt.checkpoint_files import CheckpointFolder
+from ckpt.consistency import MAX_FILE_BYTES, check_whole
+from ckpt.core import CONFIG_FNAME, MOST_CONFIG_BYTES, config_bytes, maybe_load_config
 from ckpt.dtypes import item_bytes
 from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
 from ckpt.flatten import check_plain_file
 from ckpt.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManifest, Index
 from ckpt.names import PLAIN_NAME
-from ckpt.stored import parse_index, read_listed_file, read_manifest, read_plain_file, read_small_file
+from ckpt.stored import parse_index, read_listed_file, read_manifest, read_plain_file
 from ckpt.strict_json import Refused
 
 _READ_BYTES = 4 << 20
@@ -84,8 +85,8 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
             }
     for rank, index in indexes.items():
         listed.update(index.files)
-        with _noting(index_paths[rank], result):
-            _Files(checkpoint_dir, manifest, index, result, progress).check()
+        with _noting(index_paths[rank], result), CheckpointFolder(checkpoint_dir) as opened:
+            _Files(opened, manifest, index, result, progress).check()
     if SHARDED in manifest.components:
         listed.add(CONFIG_FNAME)
         with _noting(CONFIG_FNAME, result):
@@ -106,7 +107,9 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
 def _check_config(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
     """Check `metadata.json`, which is written after the manifest and stands in none. A strategy alone writes none."""
     config = maybe_load_config(checkpoint_dir)
-    if config is not None and (checkpoint_dir / CONFIG_FNAME).read_bytes() != config_bytes(config):
+    with CheckpointFolder(checkpoint_dir) as folder:
+        data = folder.read(CONFIG_FNAME, MOST_CONFIG_BYTES) if config is not None else b""
+    if config is not None and data != config_bytes(config):
         raise CorruptCheckpointError(f"{CONFIG_FNAME} is not as it was written; it was changed after the save")
     if config is None and f"{COMMON}/{MANIFEST_NAME}" in manifest.files:
         raise CorruptCheckpointError(f"{CONFIG_FNAME} is missing, so no load takes this for a whole checkpoint")
@@ -115,6 +118,8 @@ def _check_config(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
 def _examine_below(checkpoint_dir: Path, folder: Path, result: Verification, progress: Callable[[int], None]) -> None:
     """Add what examining a checkpoint inside of a checkpoint shows; its manifest has been counted."""
     with _noting(f"{folder}/{MANIFEST_NAME}", result):
+        with CheckpointFolder(checkpoint_dir) as opened:
+            opened.require_folder(folder.as_posix())
         inner = examine(checkpoint_dir / folder, progress=progress)
         result.problems += [f"{folder}: {problem}" for problem in inner.problems]
         result.damaged |= {f"{folder}/{path}" for path in inner.damaged}
@@ -138,13 +143,13 @@ class _Files:
 
     def __init__(
         self,
-        checkpoint_dir: Path,
+        folder: CheckpointFolder,
         manifest: CheckpointManifest,
         index: Index,
         result: Verification,
         progress: Callable[[int], None],
     ) -> None:
-        self._dir = checkpoint_dir
+        self._folder = folder
         self._index = index
         self._result = result
         self._progress = progress
@@ -166,7 +171,7 @@ class _Files:
     def _check_file(self, path: str, record: FileRecord, chunks: Sequence[tuple[str | None, ChunkExtent]]) -> None:
         arrays = list(dict.fromkeys(array for array, _ in chunks if array is not None))
         try:
-            file = (self._dir / path).open("rb", buffering=0)
+            file = self._folder.stream(path)
         except (FileNotFoundError, NotADirectoryError):
             self._say(path, self._names.of_arrays(arrays), f"{path} is missing")
             return
@@ -313,7 +318,8 @@ def _check_descriptions(checkpoint_dir: Path, manifest: CheckpointManifest, resu
         with _noting(path, result):
             is_told = any(path in problem for problem in result.problems)
             if not is_told and (checkpoint_dir / path).is_file():
-                described = spec_in(read_small_file(checkpoint_dir / path, path), entry.path)
+                with CheckpointFolder(checkpoint_dir) as folder:
+                    described = spec_in(folder.read(path, MAX_FILE_BYTES), entry.path)
                 require_spec(described, ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid))
 
 

@@ -16,6 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, sentence
 from ckpt.incremental import DiskUse, disk_use, linked_with
 from ckpt.ledger import Committed, Ledger
@@ -166,8 +167,11 @@ def _row(one: Committed) -> dict[str, Any]:
 
 def _below(path: Path, manifest: CheckpointManifest) -> dict[str, CheckpointManifest]:
     """The checkpoints inside of a checkpoint, by folder."""
-    folders = [Path(file).parent for file in manifest.files if Path(file).name == MANIFEST_NAME]
-    return {str(folder): read_manifest(path / folder) for folder in folders}
+    folders = [str(Path(file).parent) for file in manifest.files if Path(file).name == MANIFEST_NAME]
+    with CheckpointFolder(path) as above:
+        for folder in folders:
+            above.require_folder(folder)
+    return {folder: read_manifest(path / folder) for folder in folders}
 
 
 def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, Any]:

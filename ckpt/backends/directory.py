@@ -87,7 +87,7 @@ class DirectoryWriter(OutletWriter):
 
     def _link(self, file: str, old: ChunkExtent) -> bool:
         assert self._previous is not None
-        is_linked = self._outlet.link(file, self._previous.folder / file, old.length)
+        is_linked = self._outlet.link(file, self._previous.folder, old.length)
         self._written.linked_bytes += old.length if is_linked else 0
         return is_linked
 

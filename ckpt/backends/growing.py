@@ -19,9 +19,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ckpt.backends.files import naming, reserve, start_writeback, write_all
 from ckpt.backends.pool import PoolFile
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.errors import ConfigurationError
 
 ALIGNED = 4096
@@ -37,7 +39,7 @@ NUM_THREADS = 2
 """That write: one alone leaves the disk idle between two pieces, more do not make it faster (measured)."""
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 _log = logging.getLogger("ckpt")
 
@@ -89,13 +91,13 @@ class Buffers:
                 error.strerror,
             )
 
-    def tell_of_links(self, path: Path, error: OSError, *, tell: bool) -> None:
+    def tell_of_links(self, path: Path, why: str, *, tell: bool) -> None:
         """Say once that files are written which could have been linked."""
         _log.log(
             logging.WARNING if tell and not self._told_of_links else logging.DEBUG,
             "%s cannot be linked to (%s): what has not changed is written again, and takes room again",
             path,
-            error.strerror,
+            why,
         )
         self._told_of_links = True
 
@@ -108,6 +110,26 @@ def _buffers(buffer_mib: int, direct_io: bool) -> Buffers:
     return Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
 
 
+class NewFile(NamedTuple):
+    """The name of a file that is made below a checkpoint's folder.
+
+    Attributes:
+        name: its path below the folder.
+        path: the whole of it.
+    """
+
+    folder: CheckpointFolder
+    name: str
+    path: Path
+
+    def open(self, flags: int) -> int:
+        return self.folder.open(self.name, flags)
+
+    def remove(self) -> None:
+        with self.folder.parent(self.name) as (above, last), suppress(FileNotFoundError):
+            os.unlink(last, dir_fd=above)
+
+
 class Paged:
     """A file that is written through the page cache, and from there, large pieces at least, on to the disk at once.
 
@@ -115,12 +137,12 @@ class Paged:
         memory: keeps it, too.
     """
 
-    def __init__(self, path: Path, progress: Callable[[int], None], memory: PoolFile | None) -> None:
-        self._path = path
+    def __init__(self, file: NewFile, progress: Callable[[int], None], memory: PoolFile | None) -> None:
+        self._path = file.path
         self._progress = progress
         self._memory = memory
         self._size = 0
-        self._fd = os.open(path, NEW, 0o666)
+        self._fd = file.open(NEW)
 
     def append(self, piece: memoryview) -> None:
         with naming(self._path):
@@ -220,8 +242,9 @@ class OpenFile:
         num_bytes: that it will have; None: many.
     """
 
-    def __init__(self, path: Path, fd: int, num_bytes: int | None) -> None:
-        self.path = path
+    def __init__(self, file: NewFile, fd: int, num_bytes: int | None) -> None:
+        self.file = file
+        self.path = file.path
         self.fd = fd
         self._step = num_bytes or RESERVED_BYTES
         self._reserved = 0
@@ -368,7 +391,7 @@ class Pump:
                     self._buffers.refuse(file.path, error, tell=self._tells)
                 break
         if done < len(data):
-            fd = os.open(file.path, os.O_WRONLY | os.O_CLOEXEC)
+            fd = file.file.open(os.O_WRONLY)
             try:
                 os.lseek(fd, at + done, os.SEEK_SET)
                 write_all(fd, data[done:])

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from ckpt.backends.base import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord, Previous, Written
-from ckpt.backends.files import make_durable, naming, padded_pieces
+from ckpt.backends.files import make_durable, padded_pieces
 from ckpt.backends.growing import Buffers
 from ckpt.backends.linked_values import LinkedValues
 from ckpt.backends.outlet import DIRECT_BYTES, Outlet, OutletWriter, Stream
@@ -37,6 +37,7 @@ from ckpt.backends.safetensors_format import (
 )
 from ckpt.backends.safetensors_removal import remove_from_files
 from ckpt.box import Box, chunk_box, overlap
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.dtypes import torch_dtype
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.names import encode_key
@@ -88,8 +89,8 @@ class KimiEngineBackend:
         for folder, files in _files_below(root, writers).items():
             name = f"{folder}/{INDEX_NAME}"
             data = index_bytes(root / folder, files, progress)
-            with naming(root / name):
-                (root / name).write_bytes(data)
+            with CheckpointFolder(root) as opened:
+                opened.write(name, data)
             made[name] = len(data)
             progress(len(data))
         make_durable(root, made, {(root / name).parent for name in made}, progress)
@@ -357,7 +358,9 @@ class _Before:
         if file not in self._shards:
             self._shards[file] = None
             if file.endswith(SUFFIX):
-                with suppress(CorruptCheckpointError):
+                with suppress(CorruptCheckpointError, OSError):
+                    with CheckpointFolder(self._previous.folder) as folder:
+                        folder.require_regular(file)
                     self._shards[file] = _OldShard(read_shard(self._previous.folder / file))
         return self._shards[file]
 

@@ -8,6 +8,7 @@ incremental saves.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from ckpt.backends.base import ChunkExtent, FileRecord, Previous
 from ckpt.backends.files import PIECE_BYTES, naming
 from ckpt.backends.outlet import Outlet
 from ckpt.backends.pieces import Pieces
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.errors import CorruptCheckpointError
 
 MOST_FILES = 32
@@ -58,7 +60,7 @@ class LinkedValues:
             return False
         if old.file not in self._is_linked:
             record = self._previous.files[old.file]
-            self._is_linked[old.file] = self._outlet.link(old.file, self._previous.folder / old.file, record.size)
+            self._is_linked[old.file] = self._outlet.link(old.file, self._previous.folder, record.size)
         if self._is_linked[old.file]:
             self._kind_of[old.file] = path.rpartition("/")[0], key
             self.kept[path, chunk] = key, old
@@ -115,7 +117,7 @@ class LinkedValues:
     def _read(self, path: str, extent: ChunkExtent) -> Iterator[memoryview]:
         """Yield the bytes of a value, each piece good until the next; they are those that were saved, or this raises in the end."""
         buffer = memoryview(bytearray(min(extent.length, PIECE_BYTES)))
-        checked = Pieces(_file_pieces(self._root / extent.file, extent, buffer))
+        checked = Pieces(_file_pieces(self._root, extent, buffer))
         yield from checked.digested()
         if checked.written(path) != extent.digests:
             raise CorruptCheckpointError(
@@ -126,10 +128,9 @@ class LinkedValues:
             )
 
 
-def _file_pieces(file: Path, extent: ChunkExtent, buffer: memoryview) -> Iterator[memoryview]:
-    left = extent.length
-    with naming(file), file.open("rb", buffering=0) as stream:
-        stream.seek(extent.offset)
-        while left and (count := stream.readinto(buffer[:left])):
-            left -= count
+def _file_pieces(root: Path, extent: ChunkExtent, buffer: memoryview) -> Iterator[memoryview]:
+    left, at = extent.length, extent.offset
+    with naming(root / extent.file), CheckpointFolder(root) as folder, folder.stream(extent.file) as stream:
+        while left and (count := os.preadv(stream.fileno(), [buffer[:left]], at)):
+            left, at = left - count, at + count
             yield buffer[:count]

@@ -14,8 +14,11 @@ from pathlib import Path
 
 from ckpt.backends.base import Expected
 from ckpt.backends.files import Folders, make_durable, naming, write_all
-from ckpt.backends.growing import NEW, O_DIRECT, Buffers, Direct, Kept, OpenFile, Paged, Pump
+from ckpt.backends.growing import NEW, O_DIRECT, Buffers, Direct, Kept, NewFile, OpenFile, Paged, Pump
 from ckpt.backends.pool import PooledSave, PoolFile
+from ckpt.checkpoint_files import CheckpointFolder
+from ckpt.errors import CorruptCheckpointError
+from ckpt.names import is_inner_path
 
 DIRECT_BYTES = 1 << 20
 """Smaller files go through the page cache: they are copied before a direct write has come back from the disk."""
@@ -40,6 +43,8 @@ class Outlet:
         memory: PooledSave | None = None,
     ) -> None:
         self._root = root
+        self._folder = CheckpointFolder(root)
+        self._before: CheckpointFolder | None = None
         self._memory = memory
         self._tells = rank == 0
         self._progress = progress
@@ -70,17 +75,16 @@ class Outlet:
         Args:
             num_bytes: how many will be appended; None: many, and nobody knows how many.
         """
-        path = self._root / name
-        self._folders.make(path.parent)
+        file = NewFile(self._folder, name, self._make_folder_of(name))
         is_large = num_bytes is None or num_bytes >= DIRECT_BYTES
         memory = self._memory.file(name) if self._memory is not None else None
-        direct = self._open_direct(path, num_bytes, memory) if is_large and self._buffers.direct_io else None
-        file = Paged(path, self._progress, memory) if direct is None else direct
-        self._growing[name] = Stream(file, partial(self._close, name))
+        direct = self._open_direct(file, num_bytes, memory) if is_large and self._buffers.direct_io else None
+        opened = Paged(file, self._progress, memory) if direct is None else direct
+        self._growing[name] = Stream(opened, partial(self._close, name))
         return self._growing[name]
 
-    def link(self, name: str, there: Path, size: int) -> bool:
-        """Give a file that lies elsewhere, durable, a name below the root, too; return whether that could be done.
+    def link(self, name: str, checkpoint: Path, size: int) -> bool:
+        """Give a file of another checkpoint, durable, the same name below the root, too; return whether that could be done.
 
         Where it cannot be, the bytes must be written: there are no links between these two places, or no more to this file, or it
         is not there as it was, a plain file of this size.
@@ -88,20 +92,23 @@ class Outlet:
         Raises:
             FileExistsError: the name is taken. Writing to it could write into another checkpoint's file.
         """
-        path = self._root / name
-        self._folders.make(path.parent)
+        path = self._make_folder_of(name)
+        if self._before is None or self._before.root != checkpoint:
+            self._before = CheckpointFolder(checkpoint)
         try:
-            found = os.lstat(there)
-            if not stat.S_ISREG(found.st_mode) or found.st_size != size:
-                return False
-            os.link(there, path)
+            with self._before.parent(name) as (folder, last):
+                found = os.stat(last, dir_fd=folder, follow_symlinks=False)
+                if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+                    return False
+                os.link(last, path, src_dir_fd=folder, follow_symlinks=False)
         except FileExistsError:
             raise
-        except OSError as error:
-            self._buffers.tell_of_links(there, error, tell=self._tells)
+        except (OSError, CorruptCheckpointError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            self._buffers.tell_of_links(checkpoint / name, str(why), tell=self._tells)
             return False
         if self._memory is not None:
-            self._memory.link(name, there)
+            self._memory.link(name, checkpoint / name)
         self._progress(1)
         return True
 
@@ -111,9 +118,8 @@ class Outlet:
         Raises:
             OSError: it names the file.
         """
-        path = self._root / name
-        with naming(path):
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        with naming(self._root / name):
+            fd = self._folder.open(name, os.O_WRONLY)
             try:
                 write_all(fd, memoryview(data))
             finally:
@@ -145,6 +151,7 @@ class Outlet:
             OSError: the disk refused what had been written.
         """
         self.flush()
+        self._let_go()
         make_durable(self._root, self._sizes, self._folders.made, self._progress)
 
     def abort(self) -> None:
@@ -156,23 +163,39 @@ class Outlet:
         if self._pump is not None:
             self._pump.stop()
             self._pump = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Close the folders, which are opened again if another file comes."""
+        self._folder.close()
+        if self._before is not None:
+            self._before.close()
+
+    def _make_folder_of(self, name: str) -> Path:
+        """Make the folder of a file; return the file's whole path."""
+        if not is_inner_path(name):
+            raise CorruptCheckpointError(f"{name!r:.200} is not a path inside of {self._root}, and is not written")
+        path = self._root / name
+        self._folders.make(path.parent)
+        return path
 
     def _close(self, name: str, size: int) -> None:
         del self._growing[name]
         self._sizes[name] = size
 
-    def _open_direct(self, path: Path, num_bytes: int | None, memory: PoolFile | None) -> Direct | Kept | None:
+    def _open_direct(self, name: NewFile, num_bytes: int | None, memory: PoolFile | None) -> Direct | Kept | None:
         """Open a new file past the page cache, or say why that cannot be, and return None."""
         try:
-            fd = os.open(path, NEW | O_DIRECT, 0o666)
+            fd = name.open(NEW | O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._buffers.refuse(path, error, tell=self._tells)
+            name.remove()  # some file systems refuse when they have made it
+            self._buffers.refuse(name.path, error, tell=self._tells)
             return None
         if self._pump is None:
             self._pump = Pump(self._buffers, self._tells, self._progress)
-        file = OpenFile(path, fd, num_bytes)
+        file = OpenFile(name, fd, num_bytes)
         return Direct(self._pump, file) if memory is None else Kept(self._pump, file, memory)
 
 

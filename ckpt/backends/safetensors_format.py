@@ -22,6 +22,7 @@ import msgspec
 
 from ckpt.backends.base import Content
 from ckpt.box import whole
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.collector import collector_paused
 from ckpt.consistency import checked_place, require_apart
 from ckpt.dtypes import item_bytes
@@ -214,7 +215,7 @@ def read_shard(path: Path) -> Shard:
 
 def _read_rows(path: Path) -> tuple[int, dict[str, Any], int]:
     """Length of the header, the header, length of the file."""
-    with _refusing(path), path.open("rb") as stream:
+    with _refusing(path), CheckpointFolder(path.parent) as folder, folder.stream(path.name) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):

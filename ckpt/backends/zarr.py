@@ -33,9 +33,10 @@ from ckpt.backends.growing import Buffers
 from ckpt.backends.outlet import Outlet
 from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key, require_spec
 from ckpt.box import Box, chunks_meeting
+from ckpt.checkpoint_files import CheckpointFolder
+from ckpt.consistency import MAX_FILE_BYTES
 from ckpt.dtypes import bits_of, item_bytes
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
-from ckpt.stored import read_small_file
 from ckpt.strict_json import parse
 
 
@@ -178,7 +179,8 @@ def _metadata_in(folder: Path) -> ArrayV3Metadata | None:
     """
     file = folder / DOCUMENT
     try:
-        document = parse(read_small_file(file, str(file)), str(file))
+        with CheckpointFolder(folder) as opened:
+            document = parse(opened.read(DOCUMENT, MAX_FILE_BYTES), str(file))
         if document["node_type"] == "group":
             return None
         metadata = ArrayV3Metadata.from_dict(document)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,16 +25,46 @@ import msgspec
 import numpy as np
 
 from ckpt.box import chunk_box, num_chunks
+from ckpt.checkpoint_files import CheckpointFolder, link_in_checkpoint
 from ckpt.core import CONFIG_FNAME, maybe_load_config
 from ckpt.dtypes import item_bytes, torch_dtype
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.manifest import MANIFEST_NAME
-from ckpt.stored import read_small_file
 from ckpt.strict_json import MAX_INT, Shape, corrupt, read
 
 COMMON_FILE = "common.pt"
 ARRAY_FILE = ".zarray"
 NO_DIGESTS = "Take another checkpoint, or a copy of this one."
+_MOST_METADATA_BYTES = 1 << 20
+_HARMLESS_CODECS = frozenset(
+    (
+        *(
+            "adler32",
+            "astype",
+            "bitround",
+            "blosc",
+            "bz2",
+            "crc32",
+            "crc32c",
+            "delta",
+            "fixedscaleoffset",
+            "fletcher32",
+        ),
+        *(
+            "gzip",
+            "jenkins_lookup3",
+            "lz4",
+            "lzma",
+            "packbits",
+            "pcodec",
+            "quantize",
+            "shuffle",
+            "zfpy",
+            "zlib",
+            "zstd",
+        ),
+    )
+)
 _CHUNK_FILE = re.compile(r"\d+(\.\d+)*")
 _OBJECT_FILE = re.compile(r"shard_(\d+(\.\d+)*)?_(-?\d+(\.-?\d+)*)?\.pt")
 
@@ -84,7 +114,11 @@ class Layout:
 
 
 def layout_of(checkpoint_dir: Path) -> Layout:
-    """Look through a folder, links included. Chunks are not looked at."""
+    """Look through a folder. Chunks are not looked at.
+
+    Raises:
+        CorruptCheckpointError: a folder in it is a symbolic link: what it leads to is no part of the checkpoint.
+    """
     found = Layout()
     for folder, files in _folders(checkpoint_dir):
         path = folder.relative_to(checkpoint_dir).as_posix()
@@ -154,8 +188,12 @@ def array_at(checkpoint_dir: Path, key: str) -> MegatronArray:
     file = checkpoint_dir / key / ARRAY_FILE
     where = f"{key}: {file} does not describe a Zarr v2 array"
     try:
-        said = read(read_small_file(file, ARRAY_FILE), _Document, where)
-    except OSError as error:
+        with CheckpointFolder(checkpoint_dir) as folder:
+            said = read(folder.read(f"{key}/{ARRAY_FILE}", _MOST_METADATA_BYTES), _Document, where)
+        _require_harmless([said.compressor, *(said.filters or ())])
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        if isinstance(error, CorruptCheckpointError):
+            raise
         raise CorruptCheckpointError(f"{where}: {sentence(error)}") from error
     array = MegatronArray(
         key=key,
@@ -184,6 +222,15 @@ class _Document(msgspec.Struct):
     dimension_separator: Literal[".", "/"] = "."
 
 
+def _require_harmless(codecs: Iterable[Any]) -> None:
+    """Refuse codecs that are not known to turn bytes into numbers alone: numcodecs has one, `pickle`, that runs what it reads."""
+    for codec in codecs:
+        if codec is not None and codec["id"] not in _HARMLESS_CODECS:
+            raise ValueError(
+                f"codec {codec['id']!r:.40} is not one of those that are decoded: {', '.join(sorted(_HARMLESS_CODECS))}"
+            )
+
+
 def _dtype_name(text: object, key: str, file: Path) -> str:
     """The name in `ckpt.dtypes` of a data type of Zarr v2, such as "<f4", or "bfloat16", which Megatron-Core put in."""
     try:
@@ -202,16 +249,13 @@ def headless(checkpoint_dir: Path, key: str) -> CorruptCheckpointError:
 
 
 def _folders(checkpoint_dir: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Every folder with its files, but nothing below an array; where links lead in a circle they are followed once."""
-    seen: set[str] = set()
-    for folder, folders, files in os.walk(checkpoint_dir, followlinks=True, onerror=_raise):
-        real = os.path.realpath(folder)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
+    """Every folder with its files, but nothing below an array."""
+    for folder, folders, files in os.walk(checkpoint_dir, onerror=_raise):
         if ARRAY_FILE in files:
             folders.clear()
+        for name in folders:
+            if os.path.islink(path := os.path.join(folder, name)):
+                raise link_in_checkpoint(Path(path))
         yield Path(folder), files
 
 

@@ -19,6 +19,7 @@ import torch
 from ckpt import zarr_dtypes
 from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.box import Box, chunk_box, chunks_meeting
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.dtypes import bits_of, torch_dtype
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
 from ckpt.megatron.layout import (
@@ -79,6 +80,7 @@ class MegatronZarr:
             raise ConfigurationError(f"library {library!r} is not known; choose zarr or tensorstore")
         require_version(self._dir)
         self._library = library
+        self._files = CheckpointFolder(self._dir)
         self._opened: dict[str, Callable[[Box, torch.Tensor], None]] = {}
         self.layout = layout_of(self._dir)
         self.arrays = {key: array_at(self._dir, key) for key in self.layout.arrays}
@@ -137,9 +139,10 @@ class MegatronZarr:
         Raises:
             CorruptCheckpointError: it is missing or, being raw, of another size than its elements; or it would decode to far more.
         """
-        file = self._dir / array.key / array.chunk_file(number)
+        path = f"{array.key}/{array.chunk_file(number)}"
+        file = self._dir / path
         try:
-            size = file.stat().st_size
+            size = self._files.stat(path).st_size
         except (FileNotFoundError, NotADirectoryError):
             raise CorruptCheckpointError(
                 f"{array.key}: chunk {array.chunk_file(number)} is missing, there is no {file}. {NO_DIGESTS}"
@@ -159,7 +162,8 @@ class MegatronZarr:
         dtype = torch_dtype(array.dtype)
         try:
             if array.chunk_bytes < MAP_FROM_BYTES:
-                elements = torch.frombuffer(bytearray(file.read_bytes()), dtype=dtype)
+                path = f"{array.key}/{array.chunk_file(number)}"
+                elements = torch.frombuffer(bytearray(self._files.read(path, array.chunk_bytes)), dtype=dtype)
             else:
                 elements = torch.from_file(str(file), shared=False, size=math.prod(array.grid), dtype=dtype)
         except (OSError, RuntimeError) as error:
@@ -170,6 +174,7 @@ class MegatronZarr:
 
     def _reader(self, key: str) -> Callable[[Box, torch.Tensor], None]:
         if key not in self._opened:
+            self._files.require_regular_below(key)  # the libraries would follow links out of it
             self._opened[key] = _OPEN[self._library](self._dir / key)
         return self._opened[key]
 
@@ -196,7 +201,7 @@ def load_megatron_common(checkpoint_dir: Path, *, allow_pickle: bool, unknown: U
     if not file.is_file():
         _log.debug("%s holds %s", checkpoint_dir, sorted(os.listdir(checkpoint_dir)))
         raise CorruptCheckpointError(f"{file} is missing. {NO_DIGESTS}")
-    common = _unpickled(file, allow_pickle, unknown)
+    common = _unpickled(checkpoint_dir, COMMON_FILE, allow_pickle, unknown)
     if not isinstance(common, dict):
         raise ConfigurationError(f"{file} holds a {type(common).__name__}, where a state dict should be")
     return common
@@ -228,26 +233,29 @@ def load_megatron_object(
         MissingStateError: there is no such object.
         ConfigurationError, CorruptCheckpointError: as `load_megatron_common`.
     """
-    file = checkpoint_dir / f"{unique_key}.pt"
-    if not file.is_file():
-        file = (checkpoint_dir / unique_key).with_suffix(".pt")
+    path = f"{unique_key}.pt"
+    if not (checkpoint_dir / path).is_file():
+        path = Path(unique_key).with_suffix(".pt").as_posix()
         # The short name says less: it must be that of an object of this very shape.
-        if not file.is_file() or unique_key not in megatron_objects(checkpoint_dir):
+        if not (checkpoint_dir / path).is_file() or unique_key not in megatron_objects(checkpoint_dir):
             _log_folder_of(checkpoint_dir, unique_key)
             raise MissingStateError(
                 f"object {unique_key} is not in {checkpoint_dir}. Objects cannot be cut anew: ask for the shards that were saved. "
                 "The debug log lists the folder."
             )
-    return _unpickled(file, allow_pickle, unknown)
+    return _unpickled(checkpoint_dir, path, allow_pickle, unknown)
 
 
-def _unpickled(file: Path, allow_pickle: bool, unknown: Unknown) -> Any:
+def _unpickled(checkpoint_dir: Path, path: str, allow_pickle: bool, unknown: Unknown) -> Any:
+    file = checkpoint_dir / path
     if not allow_pickle:
         raise ConfigurationError(
             f"{file} is a pickle, which is read only where that is asked for: load with allow_pickle=True, or "
             "load.allow_pickle=true on the command line. Then tensors, plain values and containers are made of it, and nothing that "
             "it holds is run."
         )
+    with CheckpointFolder(checkpoint_dir) as folder:
+        folder.require_regular(path)
     return unpickle(file, unknown=unknown)
 
 

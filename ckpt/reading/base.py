@@ -10,9 +10,10 @@ from typing import Protocol
 
 import torch
 
-from ckpt.backends.base import ArraySpec, Backend, ChunkExtent, stored_shape
+from ckpt.backends.base import DATABASE, ArraySpec, Backend, ChunkExtent, stored_shape
 from ckpt.backends.registry import backend_of_store
 from ckpt.box import Box, overlap, whole
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.consistency import check_whole
 from ckpt.device import Device
 from ckpt.dtypes import item_bytes
@@ -96,6 +97,7 @@ class StoredCheckpoint:
         self.manifest = manifest
         self._indexes: dict[int, Index] = {}
         self._packed: dict[str, tuple[ArraySpec, ChunkExtent, int]] = {}
+        self._regular: set[str] = set()
 
     def index(self, rank: int) -> Index:
         """The index of a writing rank.
@@ -132,7 +134,23 @@ class StoredCheckpoint:
 
     def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
         """See `Stored.decode`."""
-        backend_of_store(stored.store).read(self.root, stored.array, box, out)
+        self.read_encoded(stored.store, stored.array, box, out)
+
+    def read_encoded(self, store: str, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` (host, shape box.shape) with a box of an array, by the library of its store, which opens files on its own.
+
+        Raises:
+            CorruptCheckpointError: it cannot be read, or a file in the folder that it is read from is no regular one.
+        """
+        self._require_regular(DATABASE if store == "ocdbt" else array.path.partition("/")[0])
+        backend_of_store(store).read(self.root, array, box, out)
+
+    def _require_regular(self, path: str) -> None:
+        """Look once through a folder, for the libraries follow links out of it."""
+        if path not in self._regular:
+            with CheckpointFolder(self.root) as folder:
+                folder.require_regular_below(path)
+            self._regular.add(path)
 
     def _packed_array(self, index: Index, path: str, dtype: str) -> tuple[ArraySpec, ChunkExtent, int]:
         """A packed array, its one chunk and the bytes of an element: looked up once for all that lies in it."""

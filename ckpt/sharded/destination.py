@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ckpt.backends.base import DATABASE
 from ckpt.backends.zarr_format import DOCUMENT
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.core import CONFIG_FNAME
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
@@ -22,6 +23,8 @@ _log = logging.getLogger("ckpt")
 INDEX_FILES = "index-[0-9][0-9][0-9][0-9][0-9]*.json"
 BESIDE_FILES = (f".{MANIFEST_NAME}.*", f".{CONFIG_FNAME}.*", f"{MARK}*")
 """Files that are about to take the place of another one, or say that a save has begun."""
+
+_MOST_DOCUMENT_BYTES = 1 << 20
 
 
 def take(folder: Path) -> Mark:
@@ -44,7 +47,7 @@ def _make_free(folder: Path, mark: Mark) -> None:
     if left:
         _log.warning("%s holds what an interrupted save has left, which is removed now: %s", folder, left[0].name)
     for path in left:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     others = sorted({*os.listdir(folder)} - {mark.path.name})
     if others:
         _log.warning(
@@ -110,6 +113,8 @@ def _require_no_other_checkpoint(folder: Path) -> None:
 
 def _is_of_a_save(path: Path) -> bool:
     """Whether a folder by one of our names has in it what we put there, and nothing else; and the group's document what we say."""
+    if path.is_symlink():
+        return False
     if path.name == DOCUMENT:
         return _is_bare_group(path)
     if not path.is_dir():
@@ -124,7 +129,8 @@ def _is_of_a_save(path: Path) -> bool:
 def _is_bare_group(document: Path) -> bool:
     """Whether a Zarr group has nothing to say that would be lost with its document, which is empty while it is being written."""
     try:
-        found = json.loads(document.read_bytes() or b"{}")
+        with CheckpointFolder(document.parent) as folder:
+            found = json.loads(folder.read(document.name, _MOST_DOCUMENT_BYTES) or b"{}")
     except (ValueError, OSError):
         return False
     return isinstance(found, dict) and not (found.get("attributes") or found.get("consolidated_metadata"))

@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
-from ckpt.errors import CheckpointExistsError
+from ckpt.checkpoint_files import CheckpointFolder
+from ckpt.errors import CheckpointExistsError, CorruptCheckpointError
 
 MARK = ".saving-"
 
@@ -101,8 +102,9 @@ def _release(descriptor: int) -> None:
 
 
 def _is_locked(path: Path) -> bool:
+    """Whether another save holds this mark. What is no regular file is none, whatever it is called."""
     try:
-        with path.open("rb") as file:
+        with CheckpointFolder(path.parent) as folder, folder.stream(path.name) as file:
             return not _lock(file.fileno())
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, CorruptCheckpointError):
         return False

@@ -10,6 +10,7 @@ from pathlib import Path
 from ckpt.backends.base import DATABASE, FileRecord
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr_format import DOCUMENT
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.durable import replace_durably, write_durably
 from ckpt.errors import CorruptCheckpointError
 from ckpt.manifest import (
@@ -77,6 +78,7 @@ def _remove_of_megatron(checkpoint_dir: Path, key_prefix: str, topology: Topolog
 
 
 def _remove(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[str]:
+    _require_own_files(checkpoint_dir, topology)
     manifest = read_manifest(checkpoint_dir)
     gone = {name: entry for name, entry in manifest.arrays.items() if name.startswith(f"{SHARDED}/{key_prefix}")}
     is_as_listed = _require_sound_database(checkpoint_dir, manifest, topology)
@@ -88,6 +90,18 @@ def _remove(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[s
         replace_durably(checkpoint_dir / MANIFEST_NAME, manifest.to_bytes())
     _sweep(checkpoint_dir, manifest, topology)
     return [name.removeprefix(f"{SHARDED}/") for name in gone]
+
+
+def _require_own_files(checkpoint_dir: Path, topology: Topology) -> None:
+    """Refuse links where files are about to be read, written and removed by their paths, which could lie outside.
+
+    Raises:
+        CorruptCheckpointError: it names one.
+    """
+    with CheckpointFolder(checkpoint_dir) as folder:
+        for name in (SHARDED, DATABASE):
+            if os.path.lexists(checkpoint_dir / name):
+                folder.require_regular_below(name, topology.progress)
 
 
 def _take_out(
@@ -168,11 +182,12 @@ def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, 
     for name in set(gone) & set(index.pieces):
         del index.pieces[name]
     still_covered = index.covered()
-    for file in sorted(shared):
-        topology.progress()
-        size = index.files[file].size
-        digest = rest_digest(checkpoint_dir / file, size, still_covered.get(file, ()))
-        index.files[file] = FileRecord(size, digest)
+    with CheckpointFolder(checkpoint_dir) as folder:
+        for file in sorted(shared):
+            topology.progress()
+            size = index.files[file].size
+            digest = rest_digest(folder, file, size, still_covered.get(file, ()))
+            index.files[file] = FileRecord(size, digest)
 
 
 def _require_sound_database(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ckpt.backends.safetensors_format import INDEX_NAME, SUFFIX, index_bytes, read_shard
 from ckpt.backends.safetensors_removal import copy_without, names_of
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.durable import replace_durably, sync_folder
 from ckpt.manifest import SHARDED, ArrayEntry, CheckpointManifest, Index, digest_of
 from ckpt.stored import check_file
@@ -24,9 +25,10 @@ _NAMES = f"{SHARDED}/{INDEX_NAME}"
 def require_sound_shards(index: Index, checkpoint_dir: Path, topology: Topology) -> None:
     """Refuse a header that is damaged, before anything is written that goes by it."""
     covered = index.covered()
-    for path in (f"{SHARDED}/{path}" for path in _shards_in(index.files)):
-        topology.progress()
-        check_file(checkpoint_dir, path, index.files[path], covered.get(path, ()))
+    with CheckpointFolder(checkpoint_dir) as folder:
+        for path in (f"{SHARDED}/{path}" for path in _shards_in(index.files)):
+            topology.progress()
+            check_file(folder, path, index.files[path], covered.get(path, ()))
 
 
 def copy_shards(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, topology: Topology) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckpt.backends.zarr import ZarrBackend
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.dict_utils import dict_list_map_inplace, nested_values
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError
 from ckpt.job import current_topology
@@ -231,6 +232,8 @@ def _below(checkpoint_dir: Path, name: str) -> Path:
     folder = checkpoint_dir / name
     if not folder.is_dir():
         raise CorruptCheckpointError(f"{folder} is missing")
+    with CheckpointFolder(checkpoint_dir) as above:
+        above.require_folder(name)
     if (checkpoint_dir / MANIFEST_NAME).is_file():
         read_listed_file(checkpoint_dir, read_manifest(checkpoint_dir), f"{name}/{MANIFEST_NAME}")
     return folder

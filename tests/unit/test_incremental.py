@@ -25,6 +25,7 @@ from ckpt.backends.pieces import Pieces
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.blocks import BlockDigests
 from ckpt.box import chunk_box, num_chunks, whole
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.errors import CorruptCheckpointError, StorageError, describe, rebuild
 from ckpt.incremental import DiskUse, disk_use, linked_with, previous_from, previous_of
 from ckpt.ledger import Ledger
@@ -351,7 +352,7 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """A file system that refuses links, and what it was asked for."""
     asked: list[str] = []
 
-    def refuse(source: object, target: object) -> None:
+    def refuse(source: object, target: object, **_: object) -> None:
         asked.append(str(target))
         raise OSError(request.param, os.strerror(request.param), str(source), None, str(target))
 
@@ -661,11 +662,11 @@ def test_loose_bytes_of_a_linked_file_are_under_its_digest_still(tmp_path: Path,
     (file,) = shelf.written["1"][0].dead
     index = read_index(shelf.folder("1"), read_manifest(shelf.folder("1")), 0)
     covered = index.covered()[file]
-    check_file(shelf.folder("1"), file, index.files[file], covered)
+    check_file(CheckpointFolder(shelf.folder("1")), file, index.files[file], covered)
     end = max(extent.offset + extent.length for extent in covered)
     flip(shelf.folder("1") / file, end if place == "first" else index.files[file].size - 1)
     with pytest.raises(CorruptCheckpointError, match="outside of any array") as caught:
-        check_file(shelf.folder("1"), file, index.files[file], covered)
+        check_file(CheckpointFolder(shelf.folder("1")), file, index.files[file], covered)
     assert caught.value.file == file
     assert len(verify_checkpoint(shelf.folder("1"))) == 1
 

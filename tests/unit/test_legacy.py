@@ -185,6 +185,20 @@ def test_an_unreadable_file_is_damage(tmp_path: Path, damage: str, required: boo
     assert other.loaded == {"n": 1}
 
 
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_link_or_a_fifo_is_no_file_of_an_old_checkpoint(tmp_path: Path, kind: str) -> None:
+    folder = old(tmp_path / "old", model={"a": torch.ones(3)})
+    (file,) = folder.iterdir()
+    if kind == "link":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    else:
+        file.unlink()
+        os.mkfifo(file)
+    with pytest.raises(CorruptCheckpointError, match="symbolic link|not a regular file"):
+        reader(tmp_path, one(Held({"a": torch.zeros(3)})), allow_pickle=True).load_checkpoint(folder)
+
+
 def test_missing_and_unfitting_parts_of_an_old_checkpoint_are_treated_as_in_a_new_one(tmp_path: Path) -> None:
     folder = old(tmp_path / "checkpoint-1", model={"a": global_index((4, 2)), "b": torch.ones(3), "c": torch.ones(1)})
     module = torch.nn.ParameterDict({"a": torch.zeros(4, 2), "b": torch.zeros(5), "d": torch.zeros(2)})

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.box import Box
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.manifest import (
     MANIFEST_NAME,
@@ -112,15 +113,15 @@ def test_bytes_between_the_chunks_of_a_file_are_checked_by_the_files_own_digest(
     (tmp_path / "f").write_bytes(b"headAAAAmidBBtail")
     chunks = [ChunkExtent("f", 11, 2, (0,)), ChunkExtent("f", 4, 4, (0,))]
     record = FileRecord(17, digest_of(b"headmidtail"))
-    check_file(tmp_path, "f", record, chunks)
+    check_file(CheckpointFolder(tmp_path), "f", record, chunks)
     (tmp_path / "f").write_bytes(b"headXXXXmidXXtail")
-    check_file(tmp_path, "f", record, chunks)
+    check_file(CheckpointFolder(tmp_path), "f", record, chunks)
     (tmp_path / "f").write_bytes(b"headAAAAmiXBBtail")
     with pytest.raises(CorruptCheckpointError, match="outside of any array"):
-        check_file(tmp_path, "f", record, chunks)
+        check_file(CheckpointFolder(tmp_path), "f", record, chunks)
     (tmp_path / "f").write_bytes(b"headAAAAmidBBtai")
     with pytest.raises(CorruptCheckpointError, match="16 bytes, its index says 17"):
-        check_file(tmp_path, "f", record, chunks)
+        check_file(CheckpointFolder(tmp_path), "f", record, chunks)
 
 
 def test_the_writer_of_a_chunk_is_found_among_runs() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import pickle
 import shutil
 from itertools import product
 from pathlib import Path
@@ -349,7 +351,7 @@ def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_only_folders_with_array_metadata_are_arrays_and_a_key_is_the_way_to_one(tmp_path: Path) -> None:
-    """S1.36: locks, objects and other folders do not count, however deep; links do."""
+    """S1.36: locks, objects and other folders do not count, however deep."""
     folder_with(tmp_path / "a")
     for key in ("w", "x/y/z", "x.sync", "locked", "deep/er.sync"):
         written(tmp_path / "made", global_index((2,)), (2,))
@@ -360,14 +362,68 @@ def test_only_folders_with_array_metadata_are_arrays_and_a_key_is_the_way_to_one
     shutil.rmtree(tmp_path / "a" / "alone.sync")
     (tmp_path / "a" / "object").mkdir()
     torch.save(1, tmp_path / "a" / "object" / "shard_0_1.pt")
-    shutil.move(tmp_path / "a" / "w", tmp_path / "elsewhere")
-    (tmp_path / "a" / "w").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "a" / "circle").symlink_to(tmp_path / "a")
     found = layout_of(tmp_path / "a")
     assert found.arrays == array_folders(tmp_path / "a") == sorted(["w", "x/y/z", "x.sync", "locked", "deep/er.sync"])
     assert (found.objects, found.headless, found.others) == (["object/shard_0_1.pt"], [], ["notes/text"])
     for key in found.arrays:
         assert same_bits(read(MegatronZarr(tmp_path / "a"), key), global_index((2,)))
+
+
+@pytest.mark.parametrize("place", ["w", "w/0", "w/.zarray", "w/fifo", "w/above", "common.pt", "o/shard_0_1.pt"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_nothing_outside_of_the_folder_is_read(tmp_path: Path, place: str, library: Any) -> None:
+    """S1.36 follows links; here they are refused, as in all other checkpoints."""
+    folder, outside = written(tmp_path / "a", global_index((64,)), (64,)), tmp_path / "outside"
+    (folder / "o").mkdir()
+    for name in ("common.pt", "o/shard_0_1.pt"):
+        torch.save({"a": 1}, folder / name)
+    if place == "w/fifo":
+        (folder / "w" / "0").unlink()
+        os.mkfifo(folder / "w" / "0")
+    elif place == "w/above":  # the numbers of a chunk, with what stands between them
+        (folder / "w").rename(outside)
+        written(tmp_path / "a", global_index((8, 8)), (8, 8))
+        document = json.loads((folder / "w" / ".zarray").read_bytes()) | {"dimension_separator": "/../../../outside/"}
+        (folder / "w" / ".zarray").write_text(json.dumps(document))
+        (folder / "w" / "0.0").rename(outside / "0")
+        (folder / "w" / "0").mkdir()
+    else:
+        (folder / place).rename(outside)
+        (folder / place).symlink_to(outside)
+
+    def everything() -> None:
+        stored = MegatronZarr(folder, library)
+        put_together(stored, "w")
+        load_megatron_common(folder, allow_pickle=True)
+        load_megatron_object(folder, "o/shard_0_1", allow_pickle=True)
+
+    with pytest.raises(CorruptCheckpointError, match="symbolic link|not a regular file|not a path inside of"):
+        everything()
+    if place.startswith("w/") and place != "w/.zarray":
+        with pytest.raises(CorruptCheckpointError, match="symbolic link|not a regular file|not a path inside of"):
+            read(MegatronZarr(folder, library), "w")
+
+
+class _Runs:
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._file,)
+
+
+@pytest.mark.parametrize("place", ["filters", "compressor"])
+def test_a_codec_that_runs_what_it_reads_is_refused(tmp_path: Path, place: str) -> None:
+    """numcodecs has one, and takes it by its name in the metadata; that zarr-python 3.1 stops at the data type before is luck."""
+    folder = written(tmp_path, global_index((4,)), (4,))
+    codec = {"id": "pickle", "protocol": 4}
+    document = json.loads((folder / "w" / ".zarray").read_bytes())
+    document |= {place: [codec] if place == "filters" else codec}
+    (folder / "w" / ".zarray").write_text(json.dumps(document))
+    (folder / "w" / "0").write_bytes(pickle.dumps(_Runs(tmp_path / "ran")))
+    with pytest.raises(CorruptCheckpointError, match="codec 'pickle' is not one of those that are decoded"):
+        read(MegatronZarr(folder), "w")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_chunks_whose_metadata_is_missing_are_said_to_be_that(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import types
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,21 @@ def test_where_there_is_no_syncfs_every_file_is_synced(tmp_path: Path, monkeypat
     monkeypatch.setattr(files.sys, "platform", "darwin")
     one_by_one, at_once = synced(tmp_path, files.MANY_FILES + 1, monkeypatch)
     assert len(one_by_one) == files.MANY_FILES + 3 and at_once == []
+
+
+@pytest.mark.parametrize("release", ["5.7.19-generic", "4.18.0-553.el8_10.x86_64", "3.10.0", "unknown"])
+def test_on_a_kernel_whose_syncfs_hides_errors_every_file_and_folder_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    told = types.SimpleNamespace(release=release)
+    monkeypatch.setattr(files.os, "uname", lambda: told)
+    one_by_one, at_once = synced(tmp_path, files.MANY_FILES + 1, monkeypatch)
+    assert len(one_by_one) == files.MANY_FILES + 3 and at_once == []
+
+
+@pytest.mark.parametrize("release", ["5.8.0", "5.15.167.4-microsoft-standard-WSL2", "6.18.44-fc-v657", "10.0-rc1"])
+def test_a_kernel_whose_syncfs_tells_of_errors_is_known_by_its_release(release: str) -> None:
+    assert files.syncfs_tells("linux", release) and not files.syncfs_tells("darwin", release)
 
 
 def test_the_real_syncs_run_and_a_large_file_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from ckpt.backends import growing
 from ckpt.backends.growing import ALIGNED, Buffers
 from ckpt.backends.outlet import DIRECT_BYTES, Outlet
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.errors import ConfigurationError
 
 DATA = bytes(range(251)) * 12_000  # 3 MB, no piece of it like another
@@ -117,15 +118,18 @@ def test_a_file_system_that_refuses_direct_writes_gets_others_and_rank_0_says_so
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str, rank: int
 ) -> None:
     tried: list[str] = []
-    original = os.open
+    original = CheckpointFolder.open
 
     def refuse(*args: Any) -> int:
-        if call == "open" and not args[1] & os.O_DIRECT:
-            return original(*args)
+        if call == "open":
+            opened = original(*args)  # some file systems refuse when they have made the file
+            if not args[2] & os.O_DIRECT:
+                return opened
+            os.close(opened)
         tried.append(call)
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr(os, call, refuse)
+    monkeypatch.setattr(CheckpointFolder if call == "open" else os, call, refuse)
     if call == "pwrite":
         monkeypatch.setattr(growing, "O_DIRECT", 0)  # so that it is taken on a file system of any kind
     buffers = Buffers(buffer_mib=4, direct_io=True)
@@ -170,9 +174,9 @@ def test_a_write_that_fails_is_raised_with_its_own_file_s_name_and_leaves_nothin
     assert open_files() == before and threading.active_count() == threads
     monkeypatch.undo()
     again = outlet(tmp_path, buffers)
-    again.write("first", [memoryview(DATA)], len(DATA))
+    again.write("again", [memoryview(DATA)], len(DATA))
     again.make_durable()
-    assert (tmp_path / "first").read_bytes() == DATA
+    assert (tmp_path / "again").read_bytes() == DATA
 
 
 def test_nothing_is_written_after_an_abort(tmp_path: Path, pwrites: list[tuple[bool, int, int]]) -> None:

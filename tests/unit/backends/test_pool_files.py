@@ -180,14 +180,14 @@ def test_a_link_keeps_what_was_kept_of_the_checkpoint_before_and_of_no_other(tmp
     pool.keep(first, tmp_path / "0")
     second = pool.begin()
     out = Outlet(tmp_path / "1", 0, lambda _: None, buffers, second)
-    assert out.link("a", tmp_path / "0" / "a", len(DATA))
-    assert out.link("b", tmp_path / "0" / "b", len(DATA))
+    assert out.link("a", tmp_path / "0", len(DATA))
+    assert out.link("b", tmp_path / "0", len(DATA))
     out.unlink("b")
     pool.keep(second, tmp_path / "1")
     assert list(second.files) == ["a"] and held(second).read("a") == DATA
     third = pool.begin()
     out = Outlet(tmp_path / "2", 0, lambda _: None, buffers, third)
-    assert out.link("a", tmp_path / "0" / "a", len(DATA))  # not the one that is held
+    assert out.link("a", tmp_path / "0", len(DATA))  # not the one that is held
     assert not third.files
 
 
