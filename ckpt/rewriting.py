@@ -25,7 +25,7 @@ from ckpt.consistency import MAX_FILE_BYTES
 from ckpt.core import CheckpointingConfig, maybe_load_config, save_config
 from ckpt.dtypes import item_bytes, torch_dtype
 from ckpt.durable import replace_durably, write_durably
-from ckpt.errors import ConfigurationError, StorageError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.extents import ExtentReader, Part
 from ckpt.manifest import (
     COMMON,
