@@ -87,6 +87,10 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
     """A fresh run would write over the checkpoints of an earlier one."""
 
 
+class FolderInUseError(CheckpointError, RuntimeError):
+    """Another run uses a folder that only one may use at a time."""
+
+
 class CorruptCheckpointError(CheckpointError, ValueError):
     """Bytes of a committed checkpoint are missing, truncated or changed."""
 
@@ -119,6 +123,7 @@ _FAMILY: dict[str, type[CheckpointError]] = {
         WorldSizeError,
         CheckpointNotFoundError,
         CheckpointExistsError,
+        FolderInUseError,
         CorruptCheckpointError,
         StorageError,
         RankAbsentError,

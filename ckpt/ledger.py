@@ -7,6 +7,7 @@ Names below the checkpoint root:
                                           checkpoint-<id> lies beside it, a kill came between, and readers take this one
     .unpublished-<id>-<nonce>             a save in progress, or what a killed one left
     .unpublished-<id>-<nonce>.owner.json  beside it: who writes it; locked by the lead, its mtime the lead's heartbeat
+    .claim-<nonce>                        such a file before it has its name, or what a kill left of it
     .quarantined-<id>-<nonce>             was damaged, and had the name that a save needed or shared a damaged file; or was no
                                           checkpoint, and had such a name; kept
     .quarantined-<id>-<nonce>.reason.txt  beside it: why
@@ -30,7 +31,7 @@ from pathlib import Path
 from ckpt.durable import sync_folder
 from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sentence
 from ckpt.manifest import MANIFEST_NAME
-from ckpt.owner import OWNER_SUFFIX, Owner, abandoned, owner_file
+from ckpt.owner import OWNER_SUFFIX, Owner, abandoned, file_system_now, owner_file, remove_dead_claims
 
 _COMMITTED = "checkpoint-"
 _VALID_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
@@ -236,8 +237,8 @@ class Ledger:
     def _clean_up(self) -> None:
         names = self._names()
         self._settle_replaced(names)
-        os.utime(self._root)
-        now = self._root.stat().st_mtime  # heartbeats are stamped by the file system too, so hosts' clocks may differ
+        remove_dead_claims(self._root, names)
+        now = file_system_now(self._root)
         for name in sorted({name.removesuffix(OWNER_SUFFIX) for name in names}):
             path, match = self._root / name, _HIDDEN.fullmatch(name)
             if match is None:

@@ -47,6 +47,7 @@ def test_the_family_is_the_built_in_errors_it_resembles() -> None:
         "WorldSizeError": ["CheckpointError", "ValueError"],
         "CheckpointNotFoundError": ["CheckpointError", "FileNotFoundError"],
         "CheckpointExistsError": ["CheckpointError", "FileExistsError"],
+        "FolderInUseError": ["CheckpointError", "RuntimeError"],
         "CorruptCheckpointError": ["CheckpointError", "ValueError"],
         "StorageError": ["CheckpointError", "OSError"],
         "RankAbsentError": ["CheckpointError", "TimeoutError"],

@@ -319,6 +319,24 @@ def test_an_owner_file_without_folder_is_removed_like_any_other_leftover(root: P
     assert os.listdir(root) == []
 
 
+@pytest.mark.parametrize("killed_in", ["write", "rename"])
+def test_a_kill_before_the_owner_file_is_complete_leaves_nothing_to_the_next_save(
+    root: Path, monkeypatch: pytest.MonkeyPatch, killed_in: str
+) -> None:
+    def kill(*_: object) -> None:
+        raise Killed
+
+    ledger = Ledger(root, run_id="a")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner.os, killed_in, kill)
+        with pytest.raises(Killed):
+            ledger.open("1")
+    assert hidden(root, "unpublished") == []
+    assert len(hidden(root, "claim")) == 1
+    ledger.discard(ledger.open("2"))
+    assert os.listdir(root) == []
+
+
 def test_where_locks_do_not_exist_only_a_silent_heartbeat_counts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -350,7 +368,7 @@ def test_an_owner_file_swept_away_before_it_was_locked_is_made_again(
 
     def swept_once(descriptor: int, how: int) -> None:
         if not swept:
-            swept.append(owner_file(folder).unlink())
+            swept.append(next(tmp_path.glob(".claim-*")).unlink())
         lock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", swept_once)
