@@ -83,6 +83,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no committed checkpoint where one was named."""
 
 
+class CheckpointGoneError(CheckpointNotFoundError):
+    """A checkpoint was removed, or replaced, while it was read. It is not damaged."""
+
+
 class CheckpointExistsError(CheckpointError, FileExistsError):
     """A fresh run would write over the checkpoints of an earlier one."""
 
@@ -122,6 +126,7 @@ _FAMILY: dict[str, type[CheckpointError]] = {
         MissingStateError,
         WorldSizeError,
         CheckpointNotFoundError,
+        CheckpointGoneError,
         CheckpointExistsError,
         FolderInUseError,
         CorruptCheckpointError,

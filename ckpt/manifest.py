@@ -30,8 +30,11 @@ MANIFEST_NAME = "checkpoint_manifest.json"
 CONFIG_NAME = "config.yaml"
 SHARDED = "sharded"
 """The component, and so the folder, of a sharded state dict's tensors."""
+MAX_COMMIT_NUMBER = 10**12
+"""A greater `commit_number` is not one that saves have counted up to, and counts as none."""
 COMMON, OBJECTS = "common", "objects"
 """Folders beside it, each a checkpoint of its own, with what a sharded state dict holds besides."""
+_OPTIONAL = ("commit_number", "run_id")
 
 
 def index_name(rank: int, generation: int = 0) -> str:
@@ -155,7 +158,10 @@ class CheckpointManifest:
     Attributes:
         checkpoint_path: always ".": a checkpoint is where its manifest is.
         checkpoint_id: the id it was saved under, whatever its folder is called today.
-        timestamp: when it was committed, UTC. Commit order is the order of these.
+        timestamp: when it was committed, UTC.
+        commit_number: its place in the order of commits below its root; None (no such key): written by an older version, or outside of a
+            root. Those come before all that have one, in the order of their timestamps.
+        run_id: of the training history it belongs to: a run and those that were resumed from it. None (no such key): unknown.
         topology: "nodes" (global ranks per host) and "groups" (name -> instances -> global ranks) of the saving run.
         training_args_hash: xxh3-128 of config.yaml; None where no config was given.
         arrays: array name -> entry.
@@ -174,6 +180,8 @@ class CheckpointManifest:
     ckpt_version: str | None = None
     pytorch_version: str | None = None
     format_version: int = FORMAT_VERSION
+    commit_number: int | None = None
+    run_id: str | None = None
 
     @collector_paused()
     def to_bytes(self) -> bytes:
@@ -183,6 +191,7 @@ class CheckpointManifest:
             "ckpt_version": self.ckpt_version,
             "pytorch_version": self.pytorch_version,
             "timestamp": self.timestamp.isoformat(),
+            **{key: value for key in _OPTIONAL if (value := getattr(self, key)) is not None},
             "checkpoint_path": self.checkpoint_path,
             "checkpoint_id": self.checkpoint_id,
             "world_size": self.world_size,
@@ -228,6 +237,8 @@ class CheckpointManifest:
             checkpoint_path=tree["checkpoint_path"],
             ckpt_version=tree["ckpt_version"],
             pytorch_version=tree["pytorch_version"],
+            commit_number=tree.get("commit_number"),
+            run_id=tree.get("run_id"),
         )
 
     def arrays_of(self, component: str) -> dict[str, ArrayEntry]:

@@ -30,8 +30,8 @@ ALONE = Topology.alone()
 
 
 def save(root: Path, state: dict, checkpoint_id: str = "1", **options: object) -> str:
-    made = coordinator(ALONE, root, [StateComponent("model", Held(state), "global")], **options)
-    return made.save_checkpoint(checkpoint_id=checkpoint_id)
+    with coordinator(ALONE, root, [StateComponent("model", Held(state), "global")], **options) as made:
+        return made.save_checkpoint(checkpoint_id=checkpoint_id)
 
 
 def load(root: Path, state: dict, *, strict: bool = True, path: Path | None = None) -> Held:
@@ -289,6 +289,7 @@ def test_saving_an_id_again_replaces_it_and_retention_keeps_the_newest(tmp_path:
     for checkpoint_id in ("1", "2", "2", "3", "1"):
         held.state["w"] += 10
         made.save_checkpoint(checkpoint_id=checkpoint_id)
+    made.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
     got = load(tmp_path, {"w": torch.zeros(3, dtype=torch.int64)})
     assert got.state["w"].tolist() == [50, 51, 52], "the newest is the one committed last, not the largest number"
@@ -302,6 +303,7 @@ def test_overwrite_removes_what_was_there_once_the_first_new_one_is_committed(tm
     )
     made.save_checkpoint(checkpoint_id="7")
     made.save_checkpoint(checkpoint_id="8")
+    made.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-7", "checkpoint-8"]
 
 
@@ -366,4 +368,5 @@ def test_what_a_killed_save_of_the_same_run_left_is_cleared_by_its_next_save(tmp
     owner = {"host": "h", "pid": 1, "run_id": str(tmp_path)}
     (tmp_path / ".unpublished-2-0123abcd.owner.json").write_text(json.dumps(owner))
     made.save_checkpoint(checkpoint_id="3")
+    made.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]

@@ -46,6 +46,7 @@ def test_the_family_is_the_built_in_errors_it_resembles() -> None:
         "MissingStateError": ["CheckpointError", "KeyError"],
         "WorldSizeError": ["CheckpointError", "ValueError"],
         "CheckpointNotFoundError": ["CheckpointError", "FileNotFoundError"],
+        "CheckpointGoneError": ["CheckpointNotFoundError"],
         "CheckpointExistsError": ["CheckpointError", "FileExistsError"],
         "FolderInUseError": ["CheckpointError", "RuntimeError"],
         "CorruptCheckpointError": ["CheckpointError", "ValueError"],
