@@ -23,9 +23,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +45,7 @@ _RUN_ID = re.compile(rb'"run_id"\s*:\s*"([0-9A-Za-z_.-]{1,64})"')
 _HEAD_BYTES = 4096  # holds these keys as `CheckpointManifest` writes them; other writers may order them otherwise
 _MOST_BYTES = 1 << 16
 _AHEAD = timedelta(days=1)
+_UNKNOWN = -1
 
 _log = logging.getLogger(__name__)
 
@@ -284,7 +285,7 @@ class Ledger:
         for id, candidates in self._replaced_among(names).items():
             if id not in found and candidates:
                 found[id] = candidates[-1]
-        return sorted(found.values(), key=lambda one: one.order)
+        return sorted(_placed(list(found.values())), key=lambda one: one.order)
 
     def _replaced_among(self, names: list[str]) -> dict[str, list[Committed]]:
         """The checkpoints that were moved aside, by id, the oldest commit first."""
@@ -383,18 +384,31 @@ def _look(checkpoint_id: str, path: Path) -> Committed | None:
         if not manifest.is_file():
             return None
         head = _head_of(manifest)
-        timestamp = _timestamp(head) or datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
+        timestamp, number, run_id = _timestamp(head), _COMMIT_NUMBER.search(head), _RUN_ID.search(head)
+        is_damaged = timestamp is None or (run_id is not None and number is None)
+        if timestamp is None or is_damaged:
+            timestamp = datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
     except FileNotFoundError:
         return None
-    number, run_id = _COMMIT_NUMBER.search(head), _RUN_ID.search(head)
+    found = int(number[1]) if number is not None else 0
     return Committed(
         checkpoint_id,
         path,
         timestamp,
-        number=int(number[1]) if number is not None and int(number[1]) <= MAX_COMMIT_NUMBER else 0,
+        number=_UNKNOWN if is_damaged else found if found <= MAX_COMMIT_NUMBER else 0,
         run_id=run_id[1].decode() if run_id is not None else None,
         is_ahead=timestamp - datetime.now(UTC) > _AHEAD,
     )
+
+
+def _placed(found: Sequence[Committed]) -> list[Committed]:
+    """Give those whose manifest is damaged the place that the time of the file suggests: a load tells of them if they are the newest."""
+    known = [one for one in found if one.number != _UNKNOWN]
+    return known + [
+        replace(one, number=max((k.number for k in known if k.timestamp <= one.timestamp), default=0))
+        for one in found
+        if one.number == _UNKNOWN
+    ]
 
 
 def _head_of(manifest: Path) -> bytes:

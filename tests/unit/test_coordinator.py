@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from ckpt import StateComponent
+from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.digest import state_digest
 from ckpt.errors import (
     CheckpointNotFoundError,
@@ -21,6 +25,7 @@ from ckpt.errors import (
     ShapeMismatchError,
     StorageError,
 )
+from ckpt.save_settings import SaveSettings
 from ckpt.statefuls import ModelState, OptimizerState, RNGState
 from ckpt.stored import read_manifest
 from ckpt.topology import Topology
@@ -370,3 +375,39 @@ def test_what_a_killed_save_of_the_same_run_left_is_cleared_by_its_next_save(tmp
     made.save_checkpoint(checkpoint_id="3")
     made.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
+
+
+IN_A_PROCESS = pytest.param({"mode": "async", "writer": "process"}, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "kimi-engine"])
+@pytest.mark.parametrize("saves", [{}, {"mode": "async", "when_busy": "queue"}, IN_A_PROCESS])
+def test_a_closed_coordinator_has_given_all_descriptors_back(
+    tmp_path: Path, backend: str, saves: dict[str, str]
+) -> None:
+    closed, counts = [], []
+    gc.disable()  # close() gives them back, not the collector
+    try:
+        for number in range(3):
+            state = Held({f"w{i}": torch.randn(300, 300) for i in range(5)})
+            made = coordinator(
+                ALONE,
+                tmp_path / str(number),
+                [StateComponent("model", state, "global")],
+                backend=KimiEngineBackend() if backend == "kimi-engine" else backend,
+                saves=SaveSettings(**saves),
+            )
+            for checkpoint_id in ("a", "b", "c"):
+                made.save_checkpoint(checkpoint_id=checkpoint_id)
+            made.wait()
+            made.load_checkpoint()
+            made.close()
+            closed.append(made)
+            counts.append(psutil.Process().num_fds())
+            until = time.monotonic() + 5
+            while counts[-1] > counts[0] and time.monotonic() < until:  # the thread that wrote may be about to end
+                time.sleep(0.01)
+                counts[-1] = psutil.Process().num_fds()
+    finally:
+        gc.enable()
+    assert max(counts) == counts[0]

@@ -205,6 +205,17 @@ def test_a_checkpoint_with_an_absurd_time_and_number_shadows_nothing(
         assert newest is not None and newest.id == checkpoint_id
 
 
+@pytest.mark.parametrize("said", [{}, {"run_id": "ab12", "timestamp": "2020-01-01T00:00:00+00:00"}])
+def test_a_damaged_manifest_has_the_place_that_the_time_of_its_file_suggests(root: Path, said: dict[str, str]) -> None:
+    for number in (1, 2, 3):
+        put(root, str(number), timestamp=now_plus(hours=number - 4), commit_number=number)
+    put(root, "damaged", **said)
+    ledger = Ledger(root, run_id="a")
+    assert [one.id for one in ledger.committed()] == ["1", "2", "3", "damaged"]
+    age(root / "checkpoint-damaged" / MANIFEST_NAME, seconds=1.5 * 3600)
+    assert [one.id for one in ledger.committed()] == ["1", "2", "damaged", "3"]
+
+
 def test_old_checkpoints_that_were_all_written_by_a_clock_ahead_keep_their_order(root: Path) -> None:
     for year in ("2098", "2099"):
         put(root, year, timestamp=f"{year}-01-01T00:00:00+00:00")
