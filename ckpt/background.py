@@ -197,6 +197,7 @@ class Background:
         if self._process is not None:
             self._process.close()
         self._pending.clear()
+        self._last = None  # its snapshot holds views of kept memory, each with a descriptor
         self._arena.let_go()
 
     def _snapshot(self, prepared: PreparedSave, watched: Watched | None) -> Snapshot:

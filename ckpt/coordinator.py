@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +18,20 @@ from ckpt.backends.base import Backend
 from ckpt.background import Background
 from ckpt.device import Device
 from ckpt.doctor import Diagnosis
-from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, MissingStateError
+from ckpt.errors import (
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    MissingStateError,
+)
 from ckpt.incremental import linked_with
 from ckpt.keeping import keeper_of
+from ckpt.ledger import ROOT_OWNER
 from ckpt.loading import Loader, committed_newest_first
+from ckpt.names import local_path
 from ckpt.overlap import Optimizers
+from ckpt.owner import FolderLock
 from ckpt.provider import Provider, components_of, groups_of
 from ckpt.publishing import Publisher, WeightSender
 from ckpt.reading.base import LoadingStrategy
@@ -33,6 +44,7 @@ from ckpt.statefuls import as_stateful
 from ckpt.topology import Topology
 from ckpt.writing import PACKED_BYTES
 
+_MOST_GONE = 100  # checkpoints that may be removed under one load, which is too slow for the run that saves them then
 IN_THE_FOREGROUND = SaveSettings()
 
 _log = logging.getLogger("ckpt")
@@ -53,10 +65,13 @@ class CheckpointCoordinator:
         backend: writes the storage format.
         strategy: spreads a load over ranks.
         device: where the tensors live.
-        keep_last: how many checkpoints stay after a save; None keeps all.
+        keep_last: how many checkpoints of this run stay in the root after a save; None keeps all. Those of a run that it was resumed
+            from, by loading a checkpoint of the same root, are its own; those of others stay, and do not count.
         verify: check every byte that a load reads.
         config_text: stored as config.yaml in each checkpoint; its hash goes into the manifest.
-        overwrite: checkpoints that lie in the root already are removed once the first new one is committed.
+        overwrite: checkpoints that lie in the root already, of whatever run, are removed once the first new one is committed.
+        shared_root: several runs may save into the root at a time. Otherwise the first save claims it, until the coordinator is closed
+            or its process ends, and another run's save is refused.
         allow_pickle: a checkpoint without a manifest, named by its path, is read from its pickled files (ckpt/legacy.py): tensors
             and plain values, and nothing else.
         pattern_check: what the first save of several ranks does about a sharing pattern that is not the true one, as far as one hash
@@ -72,7 +87,8 @@ class CheckpointCoordinator:
         last_load: what the newest load did.
 
     Raises:
-        ConfigurationError: two components share a key, or one names a group that does not exist, or `packed_mib` is below 1.
+        ConfigurationError: two components share a key, or one names a group that does not exist, or `packed_mib` is below 1, or
+            `output_dir` is the address of an object store.
     """
 
     def __init__(
@@ -89,6 +105,7 @@ class CheckpointCoordinator:
         verify: bool = True,
         config_text: str | None = None,
         overwrite: bool = False,
+        shared_root: bool = False,
         stale_s: float = 60.0,
         allow_pickle: bool = False,
         pattern_check: str = "warn",
@@ -104,7 +121,11 @@ class CheckpointCoordinator:
             raise ConfigurationError(
                 f"packed_mib is {packed_mib}; small tensors are packed in arrays of at least 1 MiB"
             )
-        self.output_dir = Path(output_dir)
+        self.output_dir = local_path(output_dir, "output_dir")
+        self._run_ids: tuple[str | None, ...] = (secrets.token_hex(8),)
+        self._shared_root = shared_root
+        self._stale_s = stale_s
+        self._lock: FolderLock | None = None
         self.last_save: SaveReport | None = None
         self.reports: list[SaveReport] = []
         self.last_load: LoadReport | None = None
@@ -123,7 +144,7 @@ class CheckpointCoordinator:
             device,
             config_text=config_text,
             stale_s=stale_s,
-            run_id=str(self.output_dir.absolute()),
+            run_id=f"{self.output_dir.absolute()}" + (f", of {self._run_ids[0]}" if shared_root else ""),
             pattern_check=pattern_check,
             packed_bytes=packed_mib << 20,
             delete=self._background.delete if self._background is not None else None,
@@ -188,22 +209,14 @@ class CheckpointCoordinator:
                 name it begins with.
         """
         started = time.perf_counter()
-        root, checkpoint_id = self._target(checkpoint_path, checkpoint_id)
+        root, checkpoint_id = self._named(checkpoint_path, checkpoint_id)
         if self._background is not None:
             self._learn(blocking=self._saves.when_busy == "wait")
             if self._background.num_pending and self._saves.when_busy == "skip":
                 if self._topology.is_lead:
                     _log.warning("checkpoint-%s is skipped: the save before it is under way still", checkpoint_id)
                 return None
-        target = SaveTarget(
-            root,
-            checkpoint_id,
-            validate=validate,
-            refused=dict(self._refused),
-            keep_last=1 if self._overwrite and not self.num_pending else self._keep_last,
-            condemned=dict(self._condemned),
-            min_live=self._saves.incremental_min_live if self._saves.incremental else None,
-        )
+        target = self._target(root, checkpoint_id, validate)
         if self._background is None:
             self._take_in(self._saver.save(target))
             return str(target.path)
@@ -330,6 +343,8 @@ class CheckpointCoordinator:
             self._publisher.close()
         if self._keeper is not None:
             self._keeper.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def _learn(self, *, blocking: bool) -> list[SaveReport]:
         """Take in what has become of saves in the background."""
@@ -341,9 +356,10 @@ class CheckpointCoordinator:
     def _take_in(self, report: SaveReport) -> None:
         self.last_save = report
         self.reports.append(report)
-        self._overwrite = False
         self._refused.pop(Path(report.path), None)
-        self._condemned.clear()  # they have been moved
+        if self._is_home(Path(report.path).parent):
+            self._overwrite = False
+            self._condemned.clear()  # they have been moved
 
     def diagnose(self) -> list[Diagnosis]:
         """Say of every component which sharing pattern it truly has, as far as one look can tell. Saves nothing.
@@ -366,47 +382,67 @@ class CheckpointCoordinator:
         leaves that component out on all ranks, and the load goes on. `last_load` reports on every component.
 
         Raises:
-            CheckpointNotFoundError: there is no checkpoint.
+            CheckpointNotFoundError: there is no checkpoint, or the named one was removed while it was read.
             CorruptCheckpointError: the named one, or all of them, are damaged.
             CheckpointError: anything else, the same on every rank.
         """
         self._learn(blocking=True)
         if checkpoint_path is not None:
-            self.last_load = self._loader.load(Path(checkpoint_path), strict=strict, may_be_old=True)
+            path = local_path(checkpoint_path, "checkpoint_path")
+            self.last_load = self._loader.load(path, strict=strict, may_be_old=True)
         else:
             self.last_load = self._load_newest(strict)
+        self._go_on_from(self.last_load)
         if any(one.status is Status.FAILED for one in self.last_load.components):
             self._saver.distrust(Path(self.last_load.path))
 
+    def _go_on_from(self, loaded: LoadReport) -> None:
+        """Belong to the training history of a checkpoint that lies in output_dir, so that its checkpoints are this run's own."""
+        if self._is_home(Path(loaded.path).parent) and not self._overwrite:
+            known = (loaded.run_id, *self._run_ids) if loaded.run_id is not None else (*self._run_ids, None)
+            self._run_ids = tuple(dict.fromkeys(known))
+
     def _load_newest(self, strict: bool) -> LoadReport:
+        """Load the newest checkpoint that is sound. If one is removed while it is read, look at the list again."""
+        passed_over: dict[Path, str] = {}
+        paths, num_gone = self._find(), 0
+        while (path := next((one for one in paths if one not in passed_over), None)) is not None:
+            try:
+                report = self._loader.load(path, strict=strict)
+            except CorruptCheckpointError as error:
+                self._pass_over(path, error, passed_over)
+            except CheckpointNotFoundError as error:
+                paths, num_gone = self._find(), num_gone + 1
+                is_gone = isinstance(error, CheckpointGoneError) or path not in paths
+                if not is_gone or num_gone > _MOST_GONE:
+                    raise
+            else:
+                self._refused.update((one, passed_over[one]) for one in paths if one in passed_over)
+                return dataclasses.replace(report, fell_back_from=tuple(map(str, paths[: paths.index(path)])))
+        if not paths:
+            raise CheckpointNotFoundError(f"there is no committed checkpoint in {self.output_dir}")
+        reasons = "; ".join(passed_over.values())
+        raise CorruptCheckpointError(f"every checkpoint in {self.output_dir} is damaged: {reasons}")
+
+    def _find(self) -> list[Path]:
+        """The committed checkpoints in output_dir as the lead sees them, the newest first."""
         with (
             self._topology.operation(f"search for checkpoints in {self.output_dir}"),
             self._topology.phase("find") as phase,
         ):
             if self._topology.is_lead:
                 phase.payload = [str(path) for path in committed_newest_first(self.output_dir)]
-        paths = [Path(path) for path in phase.payloads[0]]
-        if not paths:
-            raise CheckpointNotFoundError(f"there is no committed checkpoint in {self.output_dir}")
-        passed_over: dict[Path, str] = {}
-        for path in paths:
-            if path in passed_over:
-                continue
-            try:
-                report = self._loader.load(path, strict=strict)
-            except CorruptCheckpointError as error:
-                passed_over[path] = str(error)
-                if self._topology.is_lead:
-                    _log.warning("%s is damaged and passed over: %s", path, error)
-                sharing = self._sharing_damage(path, error)
-                passed_over.update(sharing)
-                if sharing:
-                    self._condemned |= {path: str(error), **sharing}
-                continue
-            self._refused.update(passed_over)
-            return dataclasses.replace(report, fell_back_from=tuple(map(str, paths[: paths.index(path)])))
-        reasons = "; ".join(passed_over.values())
-        raise CorruptCheckpointError(f"every checkpoint in {self.output_dir} is damaged: {reasons}")
+        return [Path(path) for path in phase.payloads[0]]
+
+    def _pass_over(self, path: Path, error: CorruptCheckpointError, passed_over: dict[Path, str]) -> None:
+        """Note a damaged checkpoint, and those that share the damaged file."""
+        passed_over[path] = str(error)
+        if self._topology.is_lead:
+            _log.warning("%s is damaged and passed over: %s", path, error)
+        sharing = self._sharing_damage(path, error)
+        passed_over.update(sharing)
+        if sharing:
+            self._condemned |= {path: str(error), **sharing}
 
     def _sharing_damage(self, path: Path, error: CorruptCheckpointError) -> dict[Path, str]:
         """The checkpoints that have a damaged file of this one in common with it, and what is wrong with them."""
@@ -420,10 +456,46 @@ class CheckpointCoordinator:
             for other in phase.payloads[0]
         }
 
-    def _target(self, checkpoint_path: str | Path | None, checkpoint_id: str | None) -> tuple[Path, str]:
+    def _target(self, root: Path, checkpoint_id: str, validate: bool) -> SaveTarget:
+        """What a save is to do. Only in output_dir does it remove checkpoints, or move them away, other than the one of its own name."""
+        is_home = self._is_home(root)
+        return SaveTarget(
+            root,
+            checkpoint_id,
+            validate=validate,
+            refused=dict(self._refused),
+            keep_last=self._keep_last if is_home else None,
+            condemned=dict(self._condemned) if is_home else {},
+            min_live=self._saves.incremental_min_live if self._saves.incremental else None,
+            run_ids=self._run_ids,
+            remove_others=self._overwrite and is_home,
+            lock=self._lock_of(root, is_home),
+            keeps_lock=is_home,
+        )
+
+    def _lock_of(self, root: Path, is_home: bool) -> FolderLock | None:
+        if self._shared_root:
+            return None
+        if is_home and self._lock is not None:
+            return self._lock
+        lock = FolderLock(
+            root / ROOT_OWNER,
+            run_id=str(self._run_ids[0]),
+            what=f"checkpoint root {root}",
+            advice="wait for it to end, save elsewhere, or let several runs save there with shared_root=True",
+            stale_s=self._stale_s,
+        )
+        if is_home:
+            self._lock = lock
+        return lock
+
+    def _is_home(self, root: Path) -> bool:
+        return os.path.realpath(root) == os.path.realpath(self.output_dir)
+
+    def _named(self, checkpoint_path: str | Path | None, checkpoint_id: str | None) -> tuple[Path, str]:
         if checkpoint_path is None:
             return self.output_dir, checkpoint_id or self._id_of_now()
-        path = Path(checkpoint_path)
+        path = local_path(checkpoint_path, "checkpoint_path")
         start, _, rest = path.name.partition("checkpoint-")
         if start or not rest or checkpoint_id not in (None, rest):
             raise ConfigurationError(

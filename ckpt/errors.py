@@ -83,8 +83,16 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no committed checkpoint where one was named."""
 
 
+class CheckpointGoneError(CheckpointNotFoundError):
+    """A checkpoint was removed, or replaced, while it was read. It is not damaged."""
+
+
 class CheckpointExistsError(CheckpointError, FileExistsError):
     """A fresh run would write over the checkpoints of an earlier one."""
+
+
+class FolderInUseError(CheckpointError, RuntimeError):
+    """Another run uses a folder that only one may use at a time."""
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
@@ -118,7 +126,9 @@ _FAMILY: dict[str, type[CheckpointError]] = {
         MissingStateError,
         WorldSizeError,
         CheckpointNotFoundError,
+        CheckpointGoneError,
         CheckpointExistsError,
+        FolderInUseError,
         CorruptCheckpointError,
         StorageError,
         RankAbsentError,

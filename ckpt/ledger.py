@@ -7,6 +7,8 @@ Names below the checkpoint root:
                                           checkpoint-<id> lies beside it, a kill came between, and readers take this one
     .unpublished-<id>-<nonce>             a save in progress, or what a killed one left
     .unpublished-<id>-<nonce>.owner.json  beside it: who writes it; locked by the lead, its mtime the lead's heartbeat
+    .run.owner.json                       who saves in this root, likewise; for as long as that run lives
+    .claim-<nonce>                        such a file before it has its name, or what a kill left of it
     .quarantined-<id>-<nonce>             was damaged, and had the name that a save needed or shared a damaged file; or was no
                                           checkpoint, and had such a name; kept
     .quarantined-<id>-<nonce>.reason.txt  beside it: why
@@ -21,39 +23,70 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.durable import sync_folder
-from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sentence
-from ckpt.manifest import MANIFEST_NAME
-from ckpt.owner import OWNER_SUFFIX, Owner, abandoned, owner_file
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StorageError, sentence
+from ckpt.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
+from ckpt.owner import OWNER_SUFFIX, FolderLock, Owner, abandoned, file_system_now, owner_file, remove_dead_claims
 
 _COMMITTED = "checkpoint-"
+ROOT_OWNER = f".run{OWNER_SUFFIX}"
 _VALID_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _HIDDEN = re.compile(r"\.(?P<kind>unpublished|replaced|quarantined|removed)-(?P<id>.+)-[0-9a-f]{8}")
 _TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
-_HEAD_BYTES = 1 << 16
+_COMMIT_NUMBER = re.compile(rb'"commit_number"\s*:\s*(\d{1,13})\s*[,}]')
+_RUN_ID = re.compile(rb'"run_id"\s*:\s*"([0-9A-Za-z_.-]{1,64})"')
+_HEAD_BYTES = 4096  # holds these keys as `CheckpointManifest` writes them; other writers may order them otherwise
+_MOST_BYTES = 1 << 16
+_AHEAD = timedelta(days=1)
+_UNKNOWN = -1
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A checkpoint that was published: `path` holds a manifest, which says `timestamp` (UTC)."""
+    """A checkpoint that was published: `path` holds a manifest.
+
+    Attributes:
+        timestamp: what the manifest says, UTC.
+        number: its `commit_number`; 0: it has none, as those of older versions.
+        run_id: the training history that it belongs to; None: the manifest does not say.
+        is_ahead: its time is more than a day in the future. It says nothing about the order of commits then.
+    """
 
     id: str
     path: Path
     timestamp: datetime
+    number: int = 0
+    run_id: str | None = None
+    is_ahead: bool = False
 
     @property
-    def order(self) -> tuple[datetime, str]:
-        """Sort by this for the order of commits."""
-        return self.timestamp, self.id
+    def order(self) -> tuple[int, bool, datetime, str]:
+        """Sort by this for the order of commits: by number; those without one come first, by time."""
+        return self.number, not self.is_ahead, self.timestamp, self.id
+
+
+class Commit(NamedTuple):
+    """The place of a new checkpoint in the order of commits.
+
+    Attributes:
+        number: greater than that of every checkpoint in the root.
+        timestamp: now, or just after the newest checkpoint if the clock is behind it by less than a day. UTC.
+        behind: by how much the clock is behind the latest time in the root; zero or less: it is not.
+    """
+
+    number: int
+    timestamp: datetime
+    behind: timedelta
 
 
 class Ledger:
@@ -63,7 +96,7 @@ class Ledger:
         root: the checkpoint root; need not exist before the first `open`.
         run_id: what a run calls itself. What a dead process of the same run left unpublished is removed at once; what
             another run left, only when its heartbeat has been silent for `stale_s`.
-        keep_last: how many checkpoints `retain` leaves; None keeps all.
+        keep_last: how many checkpoints of a run `retain` leaves; None keeps all.
         stale_s: silence, in seconds by the file system's clock, after which an unlocked save counts as abandoned.
         delete: deletes, now or later, what has been replaced or is no longer kept, and has been renamed already.
     """
@@ -102,6 +135,31 @@ class Ledger:
         """Return the checkpoint that was committed last."""
         return max(self.committed(), key=lambda one: one.order, default=None)
 
+    def next_commit(self) -> Commit:
+        """The number and the time of a checkpoint that is about to be published. Lead rank only."""
+        found, now = self.committed(), datetime.now(UTC)
+        number = 1 + max((one.number for one in found), default=0)
+        latest = max((one.timestamp for one in found), default=now)
+        credible = [one.timestamp + timedelta(microseconds=1) for one in found if not one.is_ahead]
+        return Commit(min(number, MAX_COMMIT_NUMBER), max([now, *credible]), latest - now)
+
+    def claim(self, lock: FolderLock, progress: Callable[[], object]) -> None:
+        """Acquire the lock of the root, which is made if there is none, or see that it is still held. Lead rank only.
+
+        Args:
+            progress: see `FolderLock.acquire`.
+
+        Raises:
+            FolderInUseError: another run saves here.
+            StorageError: the root cannot be made or written.
+        """
+        with self._told_of_root():
+            _make_folder(self._root)
+            lock.acquire(progress)
+
+    def _told_of_root(self) -> AbstractContextManager[None]:
+        return _told(f"checkpoint root {self._root} cannot be written, choose another with output_dir=<folder>")
+
     def open(self, checkpoint_id: str) -> Path:
         """Clean up after dead saves and return a new, empty, unpublished folder that this process owns.
 
@@ -115,7 +173,7 @@ class Ledger:
             raise ConfigurationError(
                 f"checkpoint id {checkpoint_id!r} is part of a folder's name: use 1 to 200 of A-Z a-z 0-9 _ . -"
             )
-        with _told(f"checkpoint root {self._root} cannot be written, choose another with output_dir=<folder>"):
+        with self._told_of_root():
             _make_folder(self._root)
             self._clean_up()
             folder = self._aside("unpublished", checkpoint_id)
@@ -194,17 +252,26 @@ class Ledger:
         for unpublished in list(self._owners):
             self.discard(unpublished)
 
-    def retain(self, *, keep: Path) -> list[Path]:
-        """Remove all but the `keep_last` newest checkpoints, after `keep` was committed; return what was removed.
+    def retain(
+        self, *, keep: Path, own: Collection[str | None] | None = None, remove_others: bool = False
+    ) -> list[Path]:
+        """Remove all but the `keep_last` newest checkpoints of a run, after `keep` was committed; return what was removed.
 
         `keep` is never removed and counts as one of them, whatever the clocks say. Links neither count nor go.
+
+        Args:
+            own: the `run_id`s that the run has gone by; None: all checkpoints are the run's.
+            remove_others: remove the checkpoints of all other runs, too.
         """
-        if self._keep_last is None:
+        if self._keep_last is None and not remove_others:
             return []
         with _told(f"checkpoint root {self._root} cannot be read"):
             self._settle_replaced(self._names())
-        others = [c for c in self.committed() if not (self._is(c.path, keep) or c.path.is_symlink())]
-        surplus = others[: max(0, len(others) - (self._keep_last - 1))]
+        found = [c for c in self.committed() if not (self._is(c.path, keep) or c.path.is_symlink())]
+        ours = [c for c in found if own is None or c.run_id in own]
+        surplus = [c for c in found if c not in ours] if remove_others else []
+        if self._keep_last is not None:
+            surplus += ours[: max(0, len(ours) - (self._keep_last - 1))]
         return [old.path for old in surplus if self._remove(old.path, old.id, self._delete)]
 
     def _names(self) -> list[str]:
@@ -219,7 +286,7 @@ class Ledger:
         for id, candidates in self._replaced_among(names).items():
             if id not in found and candidates:
                 found[id] = candidates[-1]
-        return sorted(found.values(), key=lambda one: one.order)
+        return sorted(_placed(list(found.values())), key=lambda one: one.order)
 
     def _replaced_among(self, names: list[str]) -> dict[str, list[Committed]]:
         """The checkpoints that were moved aside, by id, the oldest commit first."""
@@ -237,8 +304,8 @@ class Ledger:
     def _clean_up(self) -> None:
         names = self._names()
         self._settle_replaced(names)
-        os.utime(self._root)
-        now = self._root.stat().st_mtime  # heartbeats are stamped by the file system too, so hosts' clocks may differ
+        remove_dead_claims(self._root, names)
+        now = file_system_now(self._root)
         for name in sorted({name.removesuffix(OWNER_SUFFIX) for name in names}):
             path, match = self._root / name, _HIDDEN.fullmatch(name)
             if match is None:
@@ -317,24 +384,59 @@ def _look(checkpoint_id: str, path: Path) -> Committed | None:
     try:
         if not manifest.is_file():
             return None
-        return Committed(checkpoint_id, path, _timestamp(manifest))
+        head = _head_of(manifest)
+        timestamp, number, run_id = _timestamp(head), _COMMIT_NUMBER.search(head), _RUN_ID.search(head)
+        is_damaged = timestamp is None or (run_id is not None and number is None)
+        if timestamp is None or is_damaged:
+            timestamp = datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
     except FileNotFoundError:
         return None
+    found = int(number[1]) if number is not None else 0
+    return Committed(
+        checkpoint_id,
+        path,
+        timestamp,
+        number=_UNKNOWN if is_damaged else found if found <= MAX_COMMIT_NUMBER else 0,
+        run_id=run_id[1].decode() if run_id is not None else None,
+        is_ahead=timestamp - datetime.now(UTC) > _AHEAD,
+    )
 
 
-def _timestamp(manifest: Path) -> datetime:
-    """When the manifest says it was committed, or if that is damaged, when the file was written."""
+def _placed(found: Sequence[Committed]) -> list[Committed]:
+    """Give those whose manifest is damaged the place that the time of the file suggests: a load tells of them if they are the newest."""
+    known = [one for one in found if one.number != _UNKNOWN]
+    return known + [
+        replace(one, number=max((k.number for k in known if k.timestamp <= one.timestamp), default=0))
+        for one in found
+        if one.number == _UNKNOWN
+    ]
+
+
+def _head_of(manifest: Path) -> bytes:
+    """The first bytes of a manifest, up to its tables; none if they cannot be read."""
     try:
         with CheckpointFolder(manifest.parent) as folder, folder.stream(manifest.name) as file:
-            match = _TIMESTAMP.search(file.read(_HEAD_BYTES))
-        if match is not None:
-            said = datetime.fromisoformat(match[1].decode())
-            return said.astimezone(UTC) if said.tzinfo else said.replace(tzinfo=UTC)
+            head = file.read(_HEAD_BYTES)
+            if _TIMESTAMP.search(head) is None:
+                head += file.read(_MOST_BYTES - _HEAD_BYTES)
     except FileNotFoundError:
         raise
-    except (ValueError, OverflowError, OSError):
-        _log.debug("%s has no readable timestamp, going by its mtime", manifest)
-    return datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
+    except (OSError, CorruptCheckpointError) as error:
+        _log.debug("%s cannot be read: %s", manifest, sentence(error))
+        return b""
+    return head
+
+
+def _timestamp(head: bytes) -> datetime | None:
+    """When the manifest says it was committed; None: that is damaged."""
+    match = _TIMESTAMP.search(head)
+    try:
+        said = datetime.fromisoformat(match[1].decode()) if match is not None else None
+        if said is None:
+            return None
+        return said.astimezone(UTC) if said.tzinfo else said.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _make_folder(path: Path) -> None:

@@ -86,6 +86,7 @@ class OldSource:
         files: `old_files` of the folder, as the lead sees it.
     """
 
+    run_id: str | None = None
     config_text = ""
 
     def __init__(self, folder: Path, files: Sequence[str], topology: Topology) -> None:

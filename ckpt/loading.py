@@ -32,7 +32,7 @@ from ckpt.reading.base import LoadingStrategy, Reading, ReadStats, StoredCheckpo
 from ckpt.report import ComponentReport, LoadReport, Status
 from ckpt.sharing import StateComponent
 from ckpt.sources import CommittedSource, Rows, Source
-from ckpt.stored import read_listed_file, read_manifest_bytes
+from ckpt.stored import gone, identity_of, read_listed_file, read_manifest_bytes
 from ckpt.strict_json import refusing
 from ckpt.topology import Phase, Topology
 
@@ -72,7 +72,39 @@ class Loader:
 
         Args:
             may_be_old: the user has named this folder, so it may be one without a manifest.
+
+        Raises:
+            CheckpointGoneError: it was removed meanwhile.
         """
+        before = identity_of(path) if self._topology.is_lead else None
+        try:
+            report = self._load(path, strict=strict, may_be_old=may_be_old)
+        except RankAbsentError:
+            raise
+        except CheckpointError as error:  # that nothing of optional components was restored may come of it, too
+            self._require_still_there(path, before, error)
+            raise
+        if any(one.status is Status.FAILED for one in report.components):
+            self._require_still_there(path, before, None)
+        self._tell(report)
+        return report
+
+    def _require_still_there(self, path: Path, before: tuple[int, ...] | None, cause: Exception | None) -> None:
+        """Look, by the lead, whether what was found damaged has been removed. Collective.
+
+        Args:
+            before: what was there when the load began.
+
+        Raises:
+            CheckpointGoneError: it has, on every rank.
+        """
+        with self._topology.operation(f"load of {path.name}"), self._topology.phase("look again") as phase:
+            if self._topology.is_lead:
+                phase.payload = before is not None and identity_of(path) != before
+        if phase.payloads[0]:
+            raise gone(path) from cause
+
+    def _load(self, path: Path, *, strict: bool, may_be_old: bool) -> LoadReport:
         started = time.perf_counter()
         with self._topology.operation(f"load of {path.name}"), _forgetting_unless_loaded() as matches:
             source = self._open(path, may_be_old)
@@ -85,11 +117,15 @@ class Loader:
             totals = self._read(source, matches, reports)
             load_s = self._apply(matches, reports, started)
             require_something(reports)
-        report = LoadReport(
-            str(path), source.checkpoint_id, load_s, *totals, source.config_text, components=tuple(reports.values())
+        return LoadReport(
+            str(path),
+            source.checkpoint_id,
+            load_s,
+            *totals,
+            source.config_text,
+            components=tuple(reports.values()),
+            run_id=source.run_id,
         )
-        self._tell(report)
-        return report
 
     def _open(self, path: Path, may_be_old: bool) -> Source:
         """The lead reads and checks the manifest once; all ranks parse the same bytes. Or it finds an old checkpoint."""

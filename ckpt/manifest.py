@@ -54,8 +54,11 @@ MANIFEST_NAME = "checkpoint_manifest.json"
 CONFIG_NAME = "config.yaml"
 SHARDED = "sharded"
 """The component, and so the folder, of a sharded state dict's tensors."""
+MAX_COMMIT_NUMBER = 10**12
+"""A greater `commit_number` is not one that saves have counted up to, and counts as none."""
 COMMON, OBJECTS = "common", "objects"
 """Folders beside it, each a checkpoint of its own, with what a sharded state dict holds besides."""
+_OPTIONAL = ("commit_number", "run_id")
 
 
 def index_name(rank: int, generation: int = 0) -> str:
@@ -166,7 +169,10 @@ class CheckpointManifest:
     Attributes:
         checkpoint_path: always ".": a checkpoint is where its manifest is.
         checkpoint_id: the id it was saved under, whatever its folder is called today.
-        timestamp: when it was committed, UTC. Commit order is the order of these.
+        timestamp: when it was committed, UTC.
+        commit_number: its place in the order of commits below its root; None (no such key): written by an older version, or outside of a
+            root. Those come before all that have one, in the order of their timestamps.
+        run_id: of the training history it belongs to: a run and those that were resumed from it. None (no such key): unknown.
         topology: "nodes" (global ranks per host) and "groups" (name -> instances -> global ranks) of the saving run.
         training_args_hash: xxh3-128 of config.yaml; None where no config was given.
         arrays: array name -> entry.
@@ -185,6 +191,8 @@ class CheckpointManifest:
     ckpt_version: str | None = None
     pytorch_version: str | None = None
     format_version: int = FORMAT_VERSION
+    commit_number: int | None = None
+    run_id: str | None = None
     _owned: dict[int, Owned] | None = field(default=None, init=False, repr=False, compare=False)
 
     @collector_paused()
@@ -195,6 +203,7 @@ class CheckpointManifest:
             "ckpt_version": self.ckpt_version,
             "pytorch_version": self.pytorch_version,
             "timestamp": self.timestamp.isoformat(),
+            **{key: value for key in _OPTIONAL if (value := getattr(self, key)) is not None},
             "checkpoint_path": self.checkpoint_path,
             "checkpoint_id": self.checkpoint_id,
             "world_size": self.world_size,
@@ -241,6 +250,8 @@ class CheckpointManifest:
             checkpoint_path=said.checkpoint_path,
             ckpt_version=said.ckpt_version,
             pytorch_version=said.pytorch_version,
+            commit_number=said.commit_number,
+            run_id=said.run_id,
         )
         with refusing(where):
             check_manifest(manifest)
@@ -509,6 +520,8 @@ class _Document(msgspec.Struct):
     training_args_hash: Digest | None = None
     ckpt_version: str | None = None
     pytorch_version: str | None = None
+    commit_number: Count | None = None
+    run_id: str | None = None
 
 
 def _require_version(tree: Any, where: str) -> None:

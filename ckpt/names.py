@@ -1,14 +1,19 @@
-"""Names of files and folders in a checkpoint that are made of names of tensors, which may be anything. Pure."""
+"""Names of files and folders: in a checkpoint those made of names of tensors, which may be anything; and what a user gives. Pure."""
 
 from __future__ import annotations
 
+import os
 import re
-from urllib.parse import quote
+from pathlib import Path
+from urllib.parse import quote, urlsplit
 
 import xxhash
 
+from ckpt.errors import ConfigurationError
+
 PLAIN_NAME = "plain.json"
 MAX_NAME_CHARS = 150
+_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
 _OURS = (PLAIN_NAME, "zarr.json")
 _PART = r"(?!\.{1,2}(?:/|\Z))[^/\0\ud800-\udfff]+"
 _INNER_PATH = re.compile(rf"(?!\\|[A-Za-z]:[/\\]){_PART}(?:/{_PART})*")
@@ -46,3 +51,25 @@ def is_inner_path(path: str) -> bool:
         [True, False, False, False, False, False]
     """
     return _INNER_PATH.fullmatch(path) is not None
+
+
+def local_path(path: str | os.PathLike[str], what: str) -> Path:
+    """Return a path that a user gave, unless it is an address such as `s3://bucket/x`, which would be a folder `s3:` here.
+
+    A `Path` of it, in which `//` has become `/`, is known, too. A folder whose name looks like that is `./s3:/x`.
+
+    Args:
+        what: was asked for, such as "output_dir".
+
+    Raises:
+        ConfigurationError: it is an address.
+    """
+    match = _SCHEME.match(os.fspath(path))
+    if match is None:
+        return Path(path)
+    if match["scheme"].lower() == "file":
+        raise ConfigurationError(f"{what} is {path}: give the path alone, {urlsplit(os.fspath(path)).path}")
+    raise ConfigurationError(
+        f"{what} is {path}: checkpoints are written to mounted file systems only, object stores are not supported yet. Give the path of a "
+        "folder that all ranks see."
+    )

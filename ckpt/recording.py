@@ -15,6 +15,7 @@ from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.consistency import MAX_FILE_BYTES
 from ckpt.durable import replace_durably, write_durably
 from ckpt.errors import StorageError
+from ckpt.ledger import Commit
 from ckpt.manifest import (
     CONFIG_NAME,
     MANIFEST_NAME,
@@ -39,6 +40,8 @@ class Record:
         folder: what the ranks wrote into.
         votes: of every rank, in order.
         config_text: stored as config.yaml; None: there is none.
+        commit: its place in the order of commits; None: it is in no checkpoint root.
+        run_id: of the run's training history.
         beside: files that lie in the folder already and belong to the checkpoint, relative to it.
 
     Attributes:
@@ -56,6 +59,8 @@ class Record:
         topology: Topology,
         backend: Backend,
         config_text: str | None = None,
+        commit: Commit | None = None,
+        run_id: str | None = None,
         beside: Sequence[str] = (),
     ) -> None:
         self._folder = folder
@@ -65,6 +70,8 @@ class Record:
         self._topology = topology
         self._backend = backend
         self._config_text = config_text
+        self._commit = commit
+        self._run_id = run_id
         self._beside = beside
         self.manifest_digest = ""
         self.made: dict[str, bytes] = {}
@@ -89,7 +96,9 @@ class Record:
         config = self._config_text
         return CheckpointManifest(
             checkpoint_id=checkpoint_id,
-            timestamp=datetime.now(UTC),
+            timestamp=self._commit.timestamp if self._commit is not None else datetime.now(UTC),
+            commit_number=self._commit.number if self._commit is not None else None,
+            run_id=self._run_id,
             world_size=topology.world_size,
             topology={
                 "nodes": [list(ranks) for ranks in topology.nodes],

@@ -101,6 +101,7 @@ class LoadReport:
         config_text: the config of the run that saved it; "" if it gave none.
         fell_back_from: damaged newer checkpoints that were passed over, the newest first.
         components: one report each, in the order in which they were declared.
+        run_id: of the training history that the checkpoint belongs to; None: it does not say.
     """
 
     path: str
@@ -111,6 +112,7 @@ class LoadReport:
     config_text: str
     fell_back_from: tuple[str, ...] = ()
     components: tuple[ComponentReport, ...] = ()
+    run_id: str | None = None
 
     def summary(self) -> str:
         """One readable line per component.

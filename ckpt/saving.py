@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.gathering import LiveTensors, Source
 from ckpt.incremental import previous_of
 from ckpt.keeping import HeldStep, Keeper, heard_places, said_places
-from ckpt.ledger import Ledger
+from ckpt.ledger import Commit, Ledger
 from ckpt.manifest import CheckpointManifest, index_name
+from ckpt.owner import FolderLock
 from ckpt.pattern_check import act_on, check_choice, examine
 from ckpt.plan import SavePlan
 from ckpt.planner import Planner
@@ -38,6 +40,8 @@ from ckpt.sameness import Sameness
 from ckpt.sharing import StateComponent
 from ckpt.topology import Topology
 from ckpt.writing import PACKED_BYTES, PlainFiles, Share, Vote, plain_files
+
+_CLOCK_TOLERANCE = timedelta(seconds=1)
 
 _log = logging.getLogger("ckpt")
 
@@ -75,8 +79,13 @@ class SaveTarget:
     Attributes:
         root: the checkpoint root.
         refused: checkpoints that this run found damaged, and what was wrong with each.
-        condemned: those of them that share a damaged file.
+        keep_last: how many checkpoints of this run stay; None: all.
+        condemned: those of `refused` that share a damaged file.
         min_live: of an incremental save: the fraction of a data file that must still be used to be linked; None: nothing is linked.
+        run_ids: what this training history is called in manifests: the new checkpoint goes by the first, and retention counts all.
+        remove_others: remove the checkpoints of other runs that lie in the root.
+        lock: of the root; None: several runs may save there.
+        keeps_lock: whether the lock is held when the save is over.
     """
 
     root: Path
@@ -86,6 +95,10 @@ class SaveTarget:
     keep_last: int | None
     condemned: Mapping[Path, str] = field(default_factory=dict)
     min_live: float | None = None
+    run_ids: tuple[str | None, ...] = ()
+    remove_others: bool = False
+    lock: FolderLock | None = None
+    keeps_lock: bool = True
 
     @property
     def path(self) -> Path:
@@ -94,6 +107,26 @@ class SaveTarget:
     @property
     def what(self) -> str:
         return f"save of checkpoint-{self.checkpoint_id}"
+
+    def release_lock(self) -> None:
+        """The save is over."""
+        if self.lock is not None and not self.keeps_lock:
+            self.lock.release()
+
+
+@dataclass
+class Learnt:
+    """What the saves of a saver, which run one after another, leave to those after them.
+
+    Attributes:
+        reached: the roots that every rank has been seen to reach.
+        distrusted: checkpoints that nothing is to be linked to. Any rank; the lead's word counts.
+        is_clock_told: a warning has said that the clock is behind.
+    """
+
+    reached: set[Path] = field(default_factory=set)
+    distrusted: set[Path] = field(default_factory=set)
+    is_clock_told: bool = False
 
 
 class Saver:
@@ -133,8 +166,8 @@ class Saver:
         self._planner = Planner()
         self._share: tuple[SavePlan, Share] | None = None
         self._merged: MergedRows = {}
-        self._reached: set[Path] = set()
-        self._distrusted: set[Path] = set()
+        self._learnt = Learnt()
+        self._is_claimed = False
         self._sameness = Sameness(components)
 
     def save(self, target: SaveTarget) -> SaveReport:
@@ -153,6 +186,20 @@ class Saver:
             stale_s=self._stale_s,
             delete=self._delete,
         )
+        self._claim(target, ledger)
+        with _released_unless_prepared(target):
+            return self._prepare(target, ledger)
+
+    def _claim(self, target: SaveTarget, ledger: Ledger) -> None:
+        """Have the lead acquire the lock of the root, before the first save into it."""
+        if target.lock is None or (self._is_claimed and target.keeps_lock):
+            return
+        with self._topology.phase("claim"):
+            if self._topology.is_lead:
+                ledger.claim(target.lock, self._topology.progress)
+        self._is_claimed = self._is_claimed or target.keeps_lock
+
+    def _prepare(self, target: SaveTarget, ledger: Ledger) -> PreparedSave:
         look = self._is_to_look(target.validate)
         mine, summaries = self._collect(validate=target.validate, look=look)
         plain = settle_plain(mine, summaries, self._topology, self._merged)
@@ -180,8 +227,7 @@ class Saver:
             backend=self._backend,
             device=self._device,
             config_text=self.config_text,
-            reached=self._reached,
-            distrusted=self._distrusted,
+            learnt=self._learnt,
             sameness=self._sameness,
             keeper=self._keeper,
         )
@@ -194,7 +240,7 @@ class Saver:
 
     def distrust(self, checkpoint: Path) -> None:
         """Link nothing to this checkpoint: something in it has been found damaged. Any rank; the lead's word counts."""
-        self._distrusted.add(checkpoint)
+        self._learnt.distrusted.add(checkpoint)
 
     def diagnose(self) -> list[Diagnosis]:
         """Save nothing. See `CheckpointCoordinator.diagnose`."""
@@ -241,10 +287,7 @@ class PreparedSave:
 
     Attributes:
         plain: what this rank writes of plain values, as they were at the call.
-        reached: the roots that every rank has been seen to reach; as what follows, shared by the saves of a saver, which run one
-            after another.
-        distrusted: checkpoints that nothing is to be linked to.
-        sameness: of the saver.
+        learnt, sameness: of the saver.
         keeper: keeps what is written in memory; None: nothing is kept.
         memory: for that, if there is some already.
     """
@@ -258,8 +301,7 @@ class PreparedSave:
     backend: Backend
     device: Device
     config_text: str | None
-    reached: set[Path]
-    distrusted: set[Path]
+    learnt: Learnt
     sameness: Sameness
     keeper: Keeper | None = None
     memory: PooledSave | None = None
@@ -317,9 +359,11 @@ class PreparedSave:
         except BaseException as error:
             self.drop_memory(folder, topology)
             if isinstance(error, CorruptCheckpointError) and error.file is not None and previous is not None:
-                self.distrusted.add(previous)
+                self.learnt.distrusted.add(previous)
             self.ledger.discard_all()  # not before all have heard of it: until then another rank may be writing there
             raise
+        finally:
+            target.release_lock()
         seconds = waited_s + commit_s
         total = sum(vote.total_bytes for vote in votes)
         linked = sum(vote.linked_bytes for vote in votes)
@@ -346,19 +390,21 @@ class PreparedSave:
         root = self.target.root
         with topology.phase("open") as phase:
             if topology.is_lead:
+                if self.target.lock is not None:
+                    self.ledger.claim(self.target.lock, topology.progress)
                 phase.payload = [self.ledger.open(self.target.checkpoint_id).name, self._previous()]
         name, previous = phase.payloads[0]
-        if root not in self.reached:
+        if root not in self.learnt.reached:
             with topology.phase("reach"):
                 require_reachable(root / name, topology)
-            self.reached.add(root)
+            self.learnt.reached.add(root)
         return root / name, root / previous if previous is not None else None
 
     def _previous(self) -> str | None:
         """The newest checkpoint that nobody has found damaged."""
         if self.target.min_live is None:
             return None
-        unfit = {*self.target.refused, *self.target.condemned, *self.distrusted}
+        unfit = {*self.target.refused, *self.target.condemned, *self.learnt.distrusted}
         sound = [one for one in self.ledger.committed() if one.path not in unfit]
         return sound[-1].path.name if sound else None
 
@@ -381,6 +427,8 @@ class PreparedSave:
         target = self.target
         with topology.phase("commit") as phase:
             if topology.is_lead:
+                commit = self.ledger.next_commit()
+                self._tell_of_clock(commit)
                 record = Record(
                     folder,
                     self.plan,
@@ -389,6 +437,8 @@ class PreparedSave:
                     topology=topology,
                     backend=self.backend,
                     config_text=self.config_text,
+                    commit=commit,
+                    run_id=next(iter(target.run_ids), None),
                 )
                 votes[0].total_bytes += record.write(target.checkpoint_id)
                 if target.validate:
@@ -407,6 +457,17 @@ class PreparedSave:
         held = self._held(path, digest, votes, [places for _, places in phase.payloads])
         return path, time.perf_counter() - started, held
 
+    def _tell_of_clock(self, commit: Commit) -> None:
+        """Warn once if the clock of this host was set back, or is behind that of another."""
+        if commit.behind > _CLOCK_TOLERANCE and not self.learnt.is_clock_told:
+            self.learnt.is_clock_told = True
+            _log.warning(
+                "the clock of this host is %s behind the time of a checkpoint in %s: set it right. Checkpoints keep their order, "
+                "which goes by a counter in their manifests.",
+                commit.behind,
+                self.target.root,
+            )
+
     def _held(
         self, path: Path, manifest_digest: str, votes: Sequence[Vote], places: Sequence[Mapping[str, Any] | None]
     ) -> HeldStep | None:
@@ -419,16 +480,26 @@ class PreparedSave:
 
     def _settle(self, topology: Topology, path: Path, votes: Sequence[Vote]) -> list[str]:
         """Once it is committed: let older ones go, and look whether this one is anything new."""
-        if self.target.keep_last is not None or self.target.condemned:
+        target = self.target
+        if target.keep_last is not None or target.remove_others or target.condemned:
             with topology.phase("retention") as phase:
                 phase.stands = _is_committed(path)
                 if topology.is_lead:
-                    self.ledger.quarantine(self.target.condemned, keep=path)
-                    self.ledger.retain(keep=path)
-        alarms = self.sameness.alarms(self.target.checkpoint_id, votes)
+                    self.ledger.quarantine(target.condemned, keep=path)
+                    self.ledger.retain(keep=path, own=target.run_ids or None, remove_others=target.remove_others)
+        alarms = self.sameness.alarms(target.checkpoint_id, votes)
         for alarm in alarms if topology.is_lead else ():
             _log.warning("%s", alarm)
         return alarms
+
+
+@contextmanager
+def _released_unless_prepared(target: SaveTarget) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        target.release_lock()
+        raise
 
 
 def _known_manifest(

@@ -29,6 +29,7 @@ from ckpt.mapping import (
     StateDict,
     apply_factory_merges,
 )
+from ckpt.names import local_path
 from ckpt.sharded.destination import take
 from ckpt.sharded.folder import require_alike
 from ckpt.sharded.mark import Mark, marked
@@ -90,7 +91,7 @@ def save(
         ConfigurationError: no such strategy; or one that cannot save asynchronously; or a value that is neither a tensor nor plain.
         ShardingError, ShapeMismatchError: the ranks' shards do not make up global tensors.
     """
-    topology, folder = current_topology(), Path(checkpoint_dir)
+    topology, folder = current_topology(), local_path(checkpoint_dir, "checkpoint_dir")
     with topology.operation(f"save into {folder}"):
         with topology.phase("strategies") as phase:
             sharded, common = _sharded_strategy(sharded_strategy), _common_strategy(common_strategy)
@@ -195,7 +196,7 @@ def load(
         MissingStateError, ShapeMismatchError, ShardingError: what is asked for does not fit what is there.
         CorruptCheckpointError: bytes are missing or not as they were written.
     """
-    topology, folder = current_topology(), Path(checkpoint_dir)
+    topology, folder = current_topology(), local_path(checkpoint_dir, "checkpoint_dir")
     with topology.operation(f"load of {folder}"):
         with topology.phase("common state"):
             handling = parse_strict_flag(strict)

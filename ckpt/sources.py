@@ -31,6 +31,7 @@ class Source(Protocol):
     """A checkpoint, open for reading by one rank; the same questions for every kind. A *prefix* names one of the copies."""
 
     checkpoint_id: str
+    run_id: str | None
     config_text: str
 
     def holds(self, key: str) -> bool:
@@ -96,6 +97,7 @@ class CommittedSource:
         verify: bool,
     ) -> None:
         self.checkpoint_id = checkpoint.manifest.checkpoint_id
+        self.run_id = checkpoint.manifest.run_id
         self.config_text = config_text
         self._checkpoint = checkpoint
         self._manifest = checkpoint.manifest

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -11,7 +12,7 @@ import xxhash
 from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.consistency import MAX_FILE_BYTES, check_index
-from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from ckpt.errors import CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.held import NOTHING_HELD, HeldFiles
 from ckpt.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name
 from ckpt.strict_json import refusing
@@ -43,6 +44,42 @@ def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
         raise CheckpointNotFoundError(
             f"{checkpoint_dir} is not a checkpoint: it has no {MANIFEST_NAME}. Give the folder of a committed checkpoint."
         ) from error
+
+
+def identity_of(checkpoint_dir: Path) -> tuple[int, ...] | None:
+    """What tells the checkpoint at a path from another that comes to lie there; None: there is none that can be read."""
+    try:
+        descriptor = os.open(checkpoint_dir / MANIFEST_NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        manifest = os.fstat(descriptor)  # opened, for network file systems ask the server then
+    finally:
+        os.close(descriptor)
+    return manifest.st_dev, manifest.st_ino, manifest.st_size, manifest.st_mtime_ns
+
+
+def gone(checkpoint_dir: Path) -> CheckpointGoneError:
+    """What to raise for a checkpoint that another process removed while it was read."""
+    return CheckpointGoneError(
+        f"{checkpoint_dir} was removed or replaced while it was read, as retention does; it is not damaged. Read a newer one."
+    )
+
+
+@contextmanager
+def noticing_removal(checkpoint_dir: Path) -> Iterator[None]:
+    """Tell damage from removal in a block that reads a checkpoint. For one process; loads of several ranks agree on it.
+
+    Raises:
+        CheckpointGoneError: the block failed, and the checkpoint that was at this path when it began is not there any more.
+    """
+    before = identity_of(checkpoint_dir)
+    try:
+        yield
+    except (CorruptCheckpointError, OSError) as error:
+        if before is not None and identity_of(checkpoint_dir) != before:
+            raise gone(checkpoint_dir) from error
+        raise
 
 
 def read_listed_file(

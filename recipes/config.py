@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
@@ -23,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ckpt.backends.pool import Memories
 from ckpt.errors import ConfigurationError
 from ckpt.keeping import memories_of
+from ckpt.names import local_path
 from ckpt.pattern_check import check_choice
 from ckpt.save_settings import SaveSettings
 from ckpt.sharing import check_component
@@ -118,6 +118,7 @@ class RunKeys:
     checkpoint_root: str = MISSING
     resume: str | None = MISSING
     overwrite: bool = MISSING
+    shared_root: bool = MISSING
     train: TrainKeys = field(default_factory=TrainKeys)
     save: SaveKeys = field(default_factory=SaveKeys)
     load: LoadKeys = field(default_factory=LoadKeys)
@@ -383,11 +384,21 @@ def _check_numbers(run: Mapping[str, Any]) -> None:
 
 def _check_start(run: dict[str, Any]) -> None:
     """Make the paths absolute: ranks may live elsewhere. Refuse two answers to where a run begins."""
-    run["run_dir"] = str(Path(run["run_dir"]).absolute())
-    run["checkpoint_root"] = str(Path(run["checkpoint_root"]).absolute())
+    local_path(run["output_dir"], "output_dir")
+    for key in ("run_dir", "checkpoint_root"):
+        make_absolute(run, key)
     if run["resume"] is not None and run["overwrite"]:
         raise ConfigurationError(
             f"resume={run['resume']} goes on from a checkpoint and overwrite=true starts anew: give one of the two"
         )
     if run["resume"] not in (None, "latest"):
-        run["resume"] = str(Path(run["resume"]).absolute())
+        make_absolute(run, "resume")
+
+
+def make_absolute(run: dict[str, Any], key: str) -> None:
+    """Make a path in the config absolute.
+
+    Raises:
+        ConfigurationError: it is the address of an object store.
+    """
+    run[key] = str(local_path(run[key], key).absolute())

@@ -22,7 +22,9 @@ from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.exporting import Selection, export, select, select_of_megatron
 from ckpt.manifest import MANIFEST_NAME
 from ckpt.megatron.zarr import is_megatron_zarr
+from ckpt.names import local_path
 from ckpt.rewriting import rewrite
+from ckpt.stored import noticing_removal
 from recipes.converting_megatron import convert_megatron
 from recipes.reading import printable
 
@@ -139,13 +141,15 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
     """Return the config of the command, its types checked.
 
     Raises:
-        ConfigurationError: src or dst is not given, there is no such `to`, or `max_shard_size` is no size.
+        ConfigurationError: src or dst is missing or an address, there is no such `to`, or `max_shard_size` is no size.
     """
     for name, what in (("src", "the old checkpoint"), ("dst", "a folder for the new one")):
         if OmegaConf.is_missing(cfg, name):
             raise ConfigurationError(f"no {name} is given; add {name}=<{what}>")
     keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ConvertKeys), cfg))
     assert isinstance(keys, ConvertKeys)
+    for name in ("src", "dst"):
+        local_path(getattr(keys, name), name)
     if keys.to not in (*_BACKENDS, SAFETENSORS):
         raise ConfigurationError(f"to={keys.to} is not known; choose {', '.join(_BACKENDS)} or {SAFETENSORS}")
     shard_bytes(keys.max_shard_size)
@@ -176,9 +180,15 @@ def convert(keys: ConvertKeys) -> Outcome:
         CheckpointNotFoundError: there is no checkpoint at `src`.
         CheckpointExistsError: there is something at `dst`.
         ConfigurationError: this source does not go over into that, or pickles are not allowed, or hold what cannot go over.
+        CheckpointGoneError: the old checkpoint was removed while it was read.
         CorruptCheckpointError: something of the old checkpoint is missing or damaged.
         StorageError: what was written is not what is read back.
     """
+    with noticing_removal(Path(keys.src)):
+        return _convert(keys)
+
+
+def _convert(keys: ConvertKeys) -> Outcome:
     src, dst = Path(keys.src), Path(keys.dst)
     is_megatron = _is_megatron(src)
     require_free(dst)

@@ -17,6 +17,7 @@ from rich.text import Text
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.forecast import Forecast, Foreseen, Rank, forecast
 from ckpt.manifest import CheckpointManifest
+from ckpt.names import local_path
 from ckpt.report import Misfits, Status
 from ckpt.sharing import OWN_COPIES, SharingPattern, default_elastic
 from ckpt.statefuls import RNGState, as_stateful
@@ -83,7 +84,7 @@ def plan(keys: PlanKeys, cfg: DictConfig) -> Plan:
         CheckpointNotFoundError: there is none at the path.
         ConfigurationError: the run could not start in this layout, whatever it loads.
     """
-    path = Path(keys.checkpoint)
+    path = local_path(keys.checkpoint, "checkpoint")
     given = cfg.launch.nproc_per_node
     num_ranks = keys.nodes * given if isinstance(given, int) else 0
     run = checked(cfg, num_ranks=num_ranks)

@@ -22,7 +22,8 @@ from ckpt.incremental import DiskUse, disk_use, linked_with
 from ckpt.ledger import Committed, Ledger
 from ckpt.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
 from ckpt.megatron.layout import is_megatron_zarr
-from ckpt.stored import read_manifest
+from ckpt.names import local_path
+from ckpt.stored import gone, identity_of, noticing_removal, read_manifest
 from ckpt.verify import Verification, examine
 
 _PIPE_WIDTH = 160
@@ -40,20 +41,24 @@ def keys_of(cfg: DictConfig) -> ReadingKeys:
     """Return the config of such a command, its types checked.
 
     Raises:
-        ConfigurationError: no path is given.
+        ConfigurationError: no path is given, or the address of an object store.
     """
     if OmegaConf.is_missing(cfg, "path"):
         raise ConfigurationError("no path is given; add path=<a checkpoint or a folder of checkpoints>")
     keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ReadingKeys), cfg))
     assert isinstance(keys, ReadingKeys)
+    local_path(keys.path, "path")
     return keys
 
 
 def verify(keys: ReadingKeys) -> int:
     """Read every byte of every checkpoint at the path, tell what is wrong, and return the exit code."""
-    results = []
+    results, removed = [], []
     for path in checkpoints_at(Path(keys.path)):
         found = _examined(path)
+        if found is None:
+            removed.append(str(path))
+            continue
         others = [str(one) for one in linked_with(path.absolute().parent, path, found.damaged)]
         results.append(
             {
@@ -66,9 +71,13 @@ def verify(keys: ReadingKeys) -> int:
         )
         if not keys.json:
             _tell_result(path, found.problems, f"{found.num_files} files, {found.num_bytes} bytes", others)
+    if removed == [keys.path]:
+        raise gone(Path(keys.path))
     is_sound = not any(result["problems"] for result in results)
     if keys.json:
-        print(json.dumps({"ok": is_sound, "checkpoints": results}, indent=2))
+        print(json.dumps({"ok": is_sound, "checkpoints": results, "removed": removed}, indent=2))
+    for one in removed if not keys.json else ():
+        print(printable(f"{one}: removed while it was read"))
     return 0 if is_sound else 1
 
 
@@ -76,16 +85,17 @@ def show(keys: ReadingKeys) -> None:
     """Show what a checkpoint holds, or which checkpoints a folder holds."""
     path = Path(keys.path)
     if is_checkpoint(path):
-        manifest = read_manifest(path)
-        use = disk_use([path])[0][path]
-        if keys.json:
-            print(json.dumps(_checkpoint_as_json(path, manifest) | asdict(use), indent=2))
-        else:
-            _show_checkpoint(path, manifest, use)
+        with noticing_removal(path):
+            manifest = read_manifest(path)
+            use = disk_use([path])[0][path]
+            if keys.json:
+                print(json.dumps(_checkpoint_as_json(path, manifest) | asdict(use), indent=2))
+            else:
+                _show_checkpoint(path, manifest, use)
         return
     committed = committed_below(path)
     each, on_disk = disk_use(one.path for one in committed)
-    rows = [_row(one) | asdict(each[one.path]) for one in committed]
+    rows = [row | asdict(each[one.path]) for one in committed if (row := _row(one)) is not None]
     if keys.json:
         print(json.dumps({"path": str(path), "on_disk_bytes": on_disk, "checkpoints": rows}, indent=2))
     else:
@@ -132,11 +142,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _examined(path: Path) -> Verification:
+def _examined(path: Path) -> Verification | None:
+    """What was found; None: it was removed meanwhile."""
+    before = identity_of(path)
     try:
-        return examine(path)
+        found = examine(path)
     except CheckpointError as error:
-        return Verification([str(error)])
+        found = Verification([str(error)])
+    is_gone = identity_of(path) != before or not path.exists()
+    return None if found.problems and is_gone else found
 
 
 def _tell_result(path: Path, problems: Sequence[str], counts: str, others: Sequence[str]) -> None:
@@ -150,10 +164,13 @@ def _tell_result(path: Path, problems: Sequence[str], counts: str, others: Seque
         print(printable(f"  damaged files are shared with {', '.join(Path(one).name for one in others)}"))
 
 
-def _row(one: Committed) -> dict[str, Any]:
+def _row(one: Committed) -> dict[str, Any] | None:
+    """What a table says of a checkpoint; None: it was removed since it was listed."""
     row: dict[str, Any] = {"id": one.id, "path": str(one.path), "timestamp": one.timestamp.isoformat()}
     try:
         manifest = read_manifest(one.path)
+    except CheckpointNotFoundError:
+        return None
     except (CheckpointError, OSError) as error:
         return row | {"problem": sentence(error)}
     return row | {

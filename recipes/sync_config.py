@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
+from ckpt.names import local_path
 from recipes.config import (
     AT_RUN_TIME,
     LaunchKeys,
@@ -21,6 +21,7 @@ from recipes.config import (
     checked,
     kept_memories,
     made,
+    make_absolute,
 )
 from recipes.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 
@@ -64,7 +65,8 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     """
     typed = OmegaConf.merge(OmegaConf.structured(SyncKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    run["run_dir"] = str(Path(run["run_dir"]).absolute())
+    local_path(run["output_dir"], "output_dir")
+    make_absolute(run, "run_dir")
     for name in ("device", "parallel", "model", "data", "optimizer"):
         bind(run[name], name, AT_RUN_TIME[name])
     bind(run["engine"], "engine", ("device", "colocated", "is_master"))
@@ -92,7 +94,7 @@ def checked_join(cfg: DictConfig) -> dict[str, Any]:
     """
     typed = OmegaConf.merge(OmegaConf.structured(JoinKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    run["run"] = str(Path(run["run"]).absolute())
+    make_absolute(run, "run")
     bind(run["device"], "device", AT_RUN_TIME["device"])
     if run["updates"] is not None and run["updates"] < 1:
         raise ConfigurationError(f"updates={run['updates']}: expected at least 1, or null to stay until the run ends")

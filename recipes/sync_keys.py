@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from ckpt.dtypes import torch_dtype
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.errors import CheckpointError, ConfigurationError
 from recipes.benchmarking import require_counts, typed_keys
-from recipes.config import AT_RUN_TIME, bind, made
+from recipes.config import AT_RUN_TIME, bind, made, make_absolute
 from recipes.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,7 +65,7 @@ def checked_benchmark(cfg: DictConfig) -> dict[str, Any]:
         wanted = OmegaConf.to_container(cfg.pop("benchmark"))
     typed = OmegaConf.merge(OmegaConf.structured(RunKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    run["run_dir"] = str(Path(run["run_dir"]).absolute())
+    make_absolute(run, "run_dir")
     check_roles(run)
     roles = run.pop("roles")
     bind(run["device"], "device", AT_RUN_TIME["device"])

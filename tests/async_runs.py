@@ -20,7 +20,7 @@ import torch
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.base import ArraySpec, Writer
 from ckpt.errors import CheckpointError
-from ckpt.ledger import Ledger
+from ckpt.ledger import ROOT_OWNER, Ledger
 from ckpt.save_settings import SaveSettings
 from ckpt.topology import Topology
 from tests.states import Held, backend_named, coordinator
@@ -312,7 +312,8 @@ def committed(root: Path) -> list[str]:
 
 
 def names_in(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir()) if root.exists() else []
+    """What lies in a checkpoint root, but for the claim of a coordinator that is open, or of a process that was killed."""
+    return sorted({path.name for path in root.iterdir()} - {ROOT_OWNER}) if root.exists() else []
 
 
 def writers_of(process: psutil.Process) -> Sequence[psutil.Process]:

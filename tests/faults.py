@@ -29,6 +29,7 @@ from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
 from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.errors import CheckpointError
+from ckpt.ledger import ROOT_OWNER
 from ckpt.mailbox import Mailbox
 from ckpt.reading.direct import DirectLoad
 from ckpt.reading.two_stage import TwoStageLoad
@@ -412,11 +413,11 @@ def _be_ready(job: Job, pattern: str, call: str) -> None:
 
 
 def names_in(job: Job) -> list[str]:
-    """What lies in the checkpoint root once every rank is here."""
+    """What lies in the checkpoint root once every rank is here, but for the claim of the coordinators that are open."""
     with job.topology.phase("be here"):
         pass
     with job.topology.phase("look") as phase:
-        phase.payload = sorted(os.listdir(job.root)) if job.root.exists() else []
+        phase.payload = sorted({*os.listdir(job.root)} - {ROOT_OWNER}) if job.root.exists() else []
     return list(phase.payloads[0])
 
 

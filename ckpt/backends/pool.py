@@ -13,7 +13,7 @@ import secrets
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,24 +203,29 @@ class Pool:
             held, self._held = self._held, None
             if held is None or held in self._readers:
                 return PooledSave(self)
-            self._free |= held.files
-            return PooledSave(self, held.folder)
+            unused = self._use_again(held.files)
+        _close(unused)
+        return PooledSave(self, held.folder)
 
     def keep(self, save: PooledSave, folder: Path) -> None:
         """This save is committed: it is held."""
         with self._lock:
-            self._held, save.folder = save, folder
-            free, self._free = self._free, {}
-        for file in free.values():
-            file.close()
+            before, self._held, save.folder = self._held, save, folder
+            unused = list(self._free.values())
+            self._free = {}
+            # A save that began before the one before it was kept has memory of its own.
+            if before is not None and before is not save and before not in self._readers:
+                unused += before.files.values()
+        _close(unused)
 
     def drop(self, save: PooledSave) -> None:
         """This save has failed; nobody writes to its files, or from them, any more."""
         with self._lock:
             if save is self._held:
                 self._held = None
-            self._free |= save.files
+            unused = self._use_again(save.files)
             save.files = {}
+        _close(unused)
 
     @contextmanager
     def reading(self) -> Iterator[PooledSave | None]:
@@ -241,8 +246,7 @@ class Pool:
             held, self._held = self._held, None
             files = [*self._free.values(), *(held.files.values() if held not in self._readers and held else ())]
             self._free = {}
-        for file in files:
-            file.close()
+        _close(files)
 
     def _end_reading(self, save: PooledSave) -> None:
         with self._lock:
@@ -251,8 +255,7 @@ class Pool:
                 return
             del self._readers[save]
             files = [] if save is self._held else list(save.files.values())
-        for file in files:
-            file.close()
+        _close(files)
 
     def take(self, name: str) -> PoolFile:
         """The memory of the file of that name of the save before, or new memory, with nothing in it."""
@@ -270,7 +273,19 @@ class Pool:
     def give_back(self, name: str, file: PoolFile) -> None:
         """A save does not need a file that it took."""
         with self._lock:
-            self._free[name] = file
+            unused = self._use_again({name: file})
+        _close(unused)
+
+    def _use_again(self, files: Mapping[str, PoolFile]) -> list[PoolFile]:
+        """Keep memory for the saves to come, under lock. Returns what it replaces, which is to be closed."""
+        replaced = [self._free[name] for name in files if name in self._free]
+        self._free |= files
+        return replaced
+
+
+def _close(files: Iterable[PoolFile]) -> None:
+    for file in files:
+        file.close()
 
 
 class Memories:

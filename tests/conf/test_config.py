@@ -262,6 +262,12 @@ def test_a_checkpoint_named_relative_to_here_is_made_absolute(tmp_path: Path) ->
     assert config(tmp_path, "resume=somewhere/checkpoint-3")["resume"] == str(Path.cwd() / "somewhere" / "checkpoint-3")
 
 
+@pytest.mark.parametrize("key", ["output_dir", "checkpoint_root", "resume", "run_dir"])
+def test_the_address_of_an_object_store_is_refused(tmp_path: Path, key: str) -> None:
+    assert complaint(tmp_path, f"{key}=s3://b/x").startswith(f"{key} is s3://b/x: checkpoints are written to mounted")
+    assert complaint(tmp_path, f"{key}=file:///a/b") == f"{key} is file:///a/b: give the path alone, /a/b"
+
+
 def test_a_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert complaint(tmp_path, "data.path=/no/such/text") == "data.path=/no/such/text: there is no such file or folder"
 

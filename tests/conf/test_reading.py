@@ -16,6 +16,7 @@ from ckpt.errors import CheckpointNotFoundError
 from ckpt.manifest import MANIFEST_NAME
 from ckpt.save_settings import SaveSettings
 from ckpt.topology import Topology
+from recipes import reading
 from recipes.reading import committed_below
 from tests.states import Held, coordinator
 
@@ -255,3 +256,41 @@ def test_a_checkpoint_of_megatron_core_is_told_apart_from_none_and_the_way_on_is
     folder = Path(__file__).parents[1] / "golden" / "megatron" / "tp2"
     with pytest.raises(CheckpointNotFoundError, match=r"python -m recipes\.convert src=.*tp2 dst="):
         committed_below(folder)
+
+
+@pytest.mark.parametrize("recipe", ["verify", "inspect"])
+def test_a_checkpoint_removed_while_it_is_read_is_passed_over_or_called_gone(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    first = root / "checkpoint-00000001"
+    name = "examine" if recipe == "verify" else "read_manifest"
+    read = getattr(reading, name)
+
+    def removed_meanwhile(path: Path) -> object:
+        if path == first and (path / "model").exists():
+            shutil.move(path, root.parent / "away")
+        return read(path)
+
+    monkeypatch.setattr(reading, name, removed_meanwhile)
+    assert run(monkeypatch, recipe, f"path={root}", "json=true") == 0
+    (one,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert one["path"].endswith("checkpoint-00000002")
+    shutil.move(root.parent / "away", first)
+    assert run(monkeypatch, recipe, f"path={first}") == 1
+    assert f"{first} was removed or replaced while it was read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [
+        ("verify", ["path=s3://b/x"]),
+        ("inspect", ["path=s3://b/x"]),
+        ("convert", ["src=s3://b/x", "dst=y"]),
+        ("convert", ["src=y", "dst=s3://b/x"]),
+    ],
+)
+def test_the_address_of_an_object_store_is_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: str, keys: list[str]
+) -> None:
+    assert run(monkeypatch, recipe, *keys) == 1
+    assert "is s3://b/x: checkpoints are written to mounted file systems only" in capsys.readouterr().err

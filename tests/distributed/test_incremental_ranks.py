@@ -199,7 +199,8 @@ def test_another_number_of_ranks_goes_on_with_whole_checkpoints(
     ],
 )
 def test_saves_in_the_background_link_what_was_copied_unchanged(tmp_path: Path, backend: str, writer: str) -> None:
-    (reports, _) = run_ranks(RANKS, _save_in_the_background, tmp_path, backend, writer, process_group=True)
+    saves = {"mode": "async", "writer": writer, "when_busy": "queue"}
+    (reports, _) = run_ranks(RANKS, _save_in_one_run, tmp_path, backend, 3, {"saves": saves}, process_group=True)
     for size, written in reports[2 if backend == "safetensors" else 1 :]:
         assert written <= 0.3 * size
     for step in (1, 2):
@@ -209,10 +210,12 @@ def test_saves_in_the_background_link_what_was_copied_unchanged(tmp_path: Path, 
     run_ranks(RANKS, require_state, tmp_path, backend, 3, None, process_group=True)
 
 
-def _save_in_the_background(topology: Topology, root: Path, backend: str, writer: str) -> list[tuple[int, int]]:
-    """Save three steps of one run, whose tensors change in place as soon as the call has returned."""
-    with run_of(topology, root, backend, 1, saves={"mode": "async", "writer": writer, "when_busy": "queue"}) as run:
-        for step in (1, 2, 3):
+def _save_in_one_run(
+    topology: Topology, root: Path, backend: str, steps: int, options: dict[str, Any]
+) -> list[tuple[int, int]]:
+    """Save some steps of one run, whose tensors change in place as soon as the call has returned."""
+    with run_of(topology, root, backend, 1, **options) as run:
+        for step in range(1, steps + 1):
             for mine, want in zip(run._loader._components, held_by(topology, state_at(step)), strict=True):
                 for name, tensor in want.stateful.state_dict().items():
                     mine.stateful.state_dict()[name].copy_(tensor)
@@ -222,7 +225,7 @@ def _save_in_the_background(topology: Topology, root: Path, backend: str, writer
 
 @pytest.mark.parametrize("backend", ["zarr", "ocdbt", pytest.param("safetensors", marks=pytest.mark.full)])
 def test_retention_beside_incremental_saves_frees_what_nobody_uses(tmp_path: Path, backend: str) -> None:
-    ((first, *_), _) = run_ranks(RANKS, save_steps, tmp_path, backend, 1, 5, {"keep_last": 2}, process_group=True)
+    ((first, *_), _) = run_ranks(RANKS, _save_in_one_run, tmp_path, backend, 5, {"keep_last": 2}, process_group=True)
     assert [one.id for one in Ledger(tmp_path, run_id="test").committed()] == ["4", "5"]
     assert bytes_on_disk(tmp_path) < 2 * first[0]
     run_ranks(RANKS, require_state, tmp_path, backend, 4, tmp_path / "checkpoint-4", process_group=True)

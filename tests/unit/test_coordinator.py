@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from ckpt import StateComponent
+from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.digest import state_digest
 from ckpt.errors import (
     CheckpointNotFoundError,
@@ -21,6 +25,7 @@ from ckpt.errors import (
     ShapeMismatchError,
     StorageError,
 )
+from ckpt.save_settings import SaveSettings
 from ckpt.statefuls import ModelState, OptimizerState, RNGState
 from ckpt.stored import read_manifest
 from ckpt.topology import Topology
@@ -30,8 +35,8 @@ ALONE = Topology.alone()
 
 
 def save(root: Path, state: dict, checkpoint_id: str = "1", **options: object) -> str:
-    made = coordinator(ALONE, root, [StateComponent("model", Held(state), "global")], **options)
-    return made.save_checkpoint(checkpoint_id=checkpoint_id)
+    with coordinator(ALONE, root, [StateComponent("model", Held(state), "global")], **options) as made:
+        return made.save_checkpoint(checkpoint_id=checkpoint_id)
 
 
 def load(root: Path, state: dict, *, strict: bool = True, path: Path | None = None) -> Held:
@@ -289,6 +294,7 @@ def test_saving_an_id_again_replaces_it_and_retention_keeps_the_newest(tmp_path:
     for checkpoint_id in ("1", "2", "2", "3", "1"):
         held.state["w"] += 10
         made.save_checkpoint(checkpoint_id=checkpoint_id)
+    made.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
     got = load(tmp_path, {"w": torch.zeros(3, dtype=torch.int64)})
     assert got.state["w"].tolist() == [50, 51, 52], "the newest is the one committed last, not the largest number"
@@ -302,6 +308,7 @@ def test_overwrite_removes_what_was_there_once_the_first_new_one_is_committed(tm
     )
     made.save_checkpoint(checkpoint_id="7")
     made.save_checkpoint(checkpoint_id="8")
+    made.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-7", "checkpoint-8"]
 
 
@@ -366,4 +373,41 @@ def test_what_a_killed_save_of_the_same_run_left_is_cleared_by_its_next_save(tmp
     owner = {"host": "h", "pid": 1, "run_id": str(tmp_path)}
     (tmp_path / ".unpublished-2-0123abcd.owner.json").write_text(json.dumps(owner))
     made.save_checkpoint(checkpoint_id="3")
+    made.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
+
+
+IN_A_PROCESS = pytest.param({"mode": "async", "writer": "process"}, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "kimi-engine"])
+@pytest.mark.parametrize("saves", [{}, {"mode": "async", "when_busy": "queue"}, IN_A_PROCESS])
+def test_a_closed_coordinator_has_given_all_descriptors_back(
+    tmp_path: Path, backend: str, saves: dict[str, str]
+) -> None:
+    closed, counts = [], []
+    gc.disable()  # close() gives them back, not the collector
+    try:
+        for number in range(3):
+            state = Held({f"w{i}": torch.randn(300, 300) for i in range(5)})
+            made = coordinator(
+                ALONE,
+                tmp_path / str(number),
+                [StateComponent("model", state, "global")],
+                backend=KimiEngineBackend() if backend == "kimi-engine" else backend,
+                saves=SaveSettings(**saves),
+            )
+            for checkpoint_id in ("a", "b", "c"):
+                made.save_checkpoint(checkpoint_id=checkpoint_id)
+            made.wait()
+            made.load_checkpoint()
+            made.close()
+            closed.append(made)
+            counts.append(psutil.Process().num_fds())
+            until = time.monotonic() + 5
+            while counts[-1] > counts[0] and time.monotonic() < until:  # the thread that wrote may be about to end
+                time.sleep(0.01)
+                counts[-1] = psutil.Process().num_fds()
+    finally:
+        gc.enable()
+    assert max(counts) == counts[0]

@@ -63,9 +63,9 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_thread_or_descriptor_is_left() -> Iterator[None]:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
     yield
-    assert [t.name for t in threading.enumerate() if "heartbeat" in t.name] == []
+    assert [t.name for t in threading.enumerate() if "heartbeat" in t.name and t not in threads] == []
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
@@ -150,6 +150,82 @@ def test_folders_without_a_manifest_file_and_plain_files_are_no_checkpoints(root
     (root / "checkpoint-3").write_text("a file")
     (root / "model-4").mkdir()
     assert Ledger(root, run_id="a").committed() == []
+
+
+# the order of commits
+
+
+def put(root: Path, checkpoint_id: str, **keys: object) -> None:
+    """A committed checkpoint whose manifest says this."""
+    folder = root / f"checkpoint-{checkpoint_id}"
+    folder.mkdir(parents=True)
+    (folder / MANIFEST_NAME).write_text(json.dumps({"format_version": 1, **keys}))
+
+
+def now_plus(**ahead: float) -> str:
+    return (datetime.now(UTC) + timedelta(**ahead)).isoformat()
+
+
+def test_commits_are_ordered_by_their_number_and_before_those_by_time(root: Path) -> None:
+    put(root, "old", timestamp=now_plus(hours=-3))
+    put(root, "older", timestamp=now_plus(hours=-4))
+    put(root, "first", timestamp=now_plus(hours=0), commit_number=1, run_id="ab12")
+    put(root, "second", timestamp=now_plus(hours=-1), commit_number=2)
+    ledger = Ledger(root, run_id="a")
+    assert [one.id for one in ledger.committed()] == ["older", "old", "first", "second"]
+    assert [one.run_id for one in ledger.committed()] == [None, None, "ab12", None]
+    assert ledger.next_commit().number == 3
+
+
+def test_the_next_commit_is_later_than_all_that_are_there_whatever_the_clock_says(root: Path) -> None:
+    put(root, "1", timestamp=now_plus(hours=1), commit_number=7)
+    ledger = Ledger(root, run_id="a")
+    (before,) = ledger.committed()
+    commit = ledger.next_commit()
+    assert (commit.number, commit.timestamp) == (8, before.timestamp + timedelta(microseconds=1))
+    assert timedelta(minutes=59) < commit.behind < timedelta(hours=1)
+
+
+@pytest.mark.parametrize("number", [None, -1, 2.5, "9", 10**12, 10**12 + 1, 2**53, 10**400])
+@pytest.mark.parametrize("timestamp", ["2099-01-01T00:00:00+00:00", "9999-12-31T23:59:59.999999+00:00"])
+def test_a_checkpoint_with_an_absurd_time_and_number_shadows_nothing(
+    root: Path, number: object, timestamp: str
+) -> None:
+    put(root, "foreign", timestamp=timestamp, **({} if number is None else {"commit_number": number}))
+    put(root, "old", timestamp=now_plus(hours=-1))
+    ledger = Ledger(root, run_id="a")
+    if number != 10**12:  # the largest that counts
+        newest = ledger.newest()
+        assert newest is not None and newest.id == "old"
+    for checkpoint_id in ("1", "2"):
+        commit = ledger.next_commit()
+        assert abs(commit.timestamp - datetime.now(UTC)) < timedelta(minutes=1)
+        put(root, checkpoint_id, timestamp=commit.timestamp.isoformat(), commit_number=commit.number)
+        newest = ledger.newest()
+        assert newest is not None and newest.id == checkpoint_id
+
+
+@pytest.mark.parametrize("said", [{}, {"run_id": "ab12", "timestamp": "2020-01-01T00:00:00+00:00"}])
+def test_a_damaged_manifest_has_the_place_that_the_time_of_its_file_suggests(root: Path, said: dict[str, str]) -> None:
+    for number in (1, 2, 3):
+        put(root, str(number), timestamp=now_plus(hours=number - 4), commit_number=number)
+    put(root, "damaged", **said)
+    ledger = Ledger(root, run_id="a")
+    assert [one.id for one in ledger.committed()] == ["1", "2", "3", "damaged"]
+    age(root / "checkpoint-damaged" / MANIFEST_NAME, seconds=1.5 * 3600)
+    assert [one.id for one in ledger.committed()] == ["1", "2", "damaged", "3"]
+
+
+def test_old_checkpoints_that_were_all_written_by_a_clock_ahead_keep_their_order(root: Path) -> None:
+    for year in ("2098", "2099"):
+        put(root, year, timestamp=f"{year}-01-01T00:00:00+00:00")
+    assert [one.id for one in Ledger(root, run_id="a").committed()] == ["2098", "2099"]
+
+
+def test_a_manifest_whose_keys_stand_elsewhere_is_read_too(root: Path) -> None:
+    put(root, "1", topology="x" * 50_000, timestamp=now_plus(hours=-1), commit_number=3, run_id="ab12")
+    (one,) = Ledger(root, run_id="a").committed()
+    assert (one.number, one.run_id) == (3, "ab12")
 
 
 # opening
@@ -319,6 +395,24 @@ def test_an_owner_file_without_folder_is_removed_like_any_other_leftover(root: P
     assert os.listdir(root) == []
 
 
+@pytest.mark.parametrize("killed_in", ["write", "rename"])
+def test_a_kill_before_the_owner_file_is_complete_leaves_nothing_to_the_next_save(
+    root: Path, monkeypatch: pytest.MonkeyPatch, killed_in: str
+) -> None:
+    def kill(*_: object) -> None:
+        raise Killed
+
+    ledger = Ledger(root, run_id="a")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner.os, killed_in, kill)
+        with pytest.raises(Killed):
+            ledger.open("1")
+    assert hidden(root, "unpublished") == []
+    assert len(hidden(root, "claim")) == 1
+    ledger.discard(ledger.open("2"))
+    assert os.listdir(root) == []
+
+
 def test_where_locks_do_not_exist_only_a_silent_heartbeat_counts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -350,7 +444,7 @@ def test_an_owner_file_swept_away_before_it_was_locked_is_made_again(
 
     def swept_once(descriptor: int, how: int) -> None:
         if not swept:
-            swept.append(owner_file(folder).unlink())
+            swept.append(next(tmp_path.glob(".claim-*")).unlink())
         lock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", swept_once)
@@ -700,6 +794,20 @@ def test_retention_neither_counts_nor_removes_links_and_other_folders(root: Path
     (root / "checkpoint-notes").mkdir()
     assert ledger.retain(keep=kept) == []
     assert sorted(os.listdir(root)) == ["checkpoint-1", "checkpoint-2", "checkpoint-latest", "checkpoint-notes"]
+
+
+def test_retention_counts_and_removes_what_belongs_to_the_run_alone(root: Path) -> None:
+    for number, run_id in enumerate(["theirs", "ours", None, "ours", "before", "theirs", "ours"], 1):
+        put(root, str(number), commit_number=number, **({} if run_id is None else {"run_id": run_id}))
+    ledger = Ledger(root, run_id="a", keep_last=2)
+    assert ledger.retain(keep=root / "checkpoint-7", own=("ours", "before")) == [
+        root / "checkpoint-2",
+        root / "checkpoint-4",
+    ]
+    assert [one.id for one in ledger.committed()] == ["1", "3", "5", "6", "7"]
+    removed = ledger.retain(keep=root / "checkpoint-7", own=("ours", "before"), remove_others=True)
+    assert removed == [root / f"checkpoint-{number}" for number in (1, 3, 6)]
+    assert [one.id for one in ledger.committed()] == ["5", "7"]
 
 
 def test_an_old_copy_left_aside_does_not_come_back_when_retention_removes_its_successor(

@@ -1,0 +1,222 @@
+"""One run at a time in a folder: the second is told who is there, and a dead owner blocks nobody."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ckpt import owner
+from ckpt.errors import FolderInUseError
+from ckpt.owner import FolderLock
+
+OTHER_RUN = """
+import sys
+from pathlib import Path
+from ckpt.owner import FolderLock
+lock = FolderLock(Path(sys.argv[1]), run_id="other", what="the folder", advice="go elsewhere")
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / ".run.owner.json"
+
+
+@pytest.fixture(autouse=True)
+def quick_and_tidy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(owner, "HEARTBEAT_S", 0.02)
+    descriptors, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    yield
+    gc.collect()
+    assert [t.name for t in threading.enumerate() if "heartbeat" in t.name and t not in threads] == []
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def lock_on(file: Path, stale_s: float = 60.0) -> FolderLock:
+    return FolderLock(file, run_id="mine", what="the folder", advice="go elsewhere", stale_s=stale_s)
+
+
+def leave(file: Path, silent_s: float, **about: object) -> None:
+    """Leave the owner file of a process that holds no lock that is seen here."""
+    said = {"run_id": "far", "host": "elsewhere", "pid": 7, "since": "2026-01-01T00:00:00+00:00", "machine": "another"}
+    file.write_text(json.dumps(said | about))
+    os.utime(file, (time.time() - silent_s,) * 2)
+
+
+@contextmanager
+def another_run(file: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", OTHER_RUN, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_run_is_told_who_is_there_until_that_one_is_dead(file: Path) -> None:
+    with another_run(file) as process:
+        os.utime(file, (time.time() - 10_000,) * 2)  # however silent: its lock is seen
+        with pytest.raises(FolderInUseError) as caught:
+            lock_on(file, stale_s=0.0).acquire()
+        assert "the folder is in use since 20" in str(caught.value)
+        assert f"by run other (pid {process.pid} on {os.uname().nodename}), whose last sign of life was" in str(
+            caught.value
+        )
+        assert str(caught.value).endswith(" s ago: go elsewhere")
+        process.kill()
+        process.wait()
+        with lock_on(file):  # at once: its lock has ended with it
+            assert json.loads(file.read_text())["pid"] == os.getpid()
+    assert os.listdir(file.parent) == []
+
+
+def test_the_locks_of_one_process_share_a_claim_until_the_last_is_given_back(file: Path) -> None:
+    first, second = lock_on(file), lock_on(file)
+    first.acquire()
+    second.acquire()
+    first.release()
+    first.release()
+    assert file.exists()
+    second.release()
+    assert not file.exists()
+
+
+def test_a_lock_that_nobody_has_any_more_is_given_back(file: Path) -> None:
+    lock = lock_on(file)
+    lock.acquire()
+    del lock
+    gc.collect()
+    assert not file.exists()
+
+
+def test_an_owner_on_another_machine_is_refused_as_soon_as_its_heart_beats(file: Path) -> None:
+    leave(file, silent_s=0.0)
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.01):
+            os.utime(file)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(
+            FolderInUseError, match=r"since 2026-01-01T00:00:00\+00:00 by run far \(pid 7 on elsewhere\)"
+        ):
+            lock_on(file, stale_s=60.0).acquire()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_an_owner_on_another_machine_is_dead_once_it_has_been_silent(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave(file, silent_s=59.9)
+    moves: list[None] = []
+    with caplog.at_level(logging.WARNING), lock_on(file, stale_s=60.0) as lock:
+        lock.acquire(lambda: moves.append(None))
+        assert json.loads(file.read_text())["run_id"] == "mine"
+    assert "was in use by run far (pid 7 on elsewhere): waiting 0 s for a sign of life" in caplog.text
+
+
+@pytest.mark.parametrize("said", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_a_damaged_owner_file_counts_as_another_machines(file: Path, said: bytes) -> None:
+    file.write_bytes(said)
+    os.utime(file, (time.time() - 90,) * 2)
+    with lock_on(file):
+        assert json.loads(file.read_text())["run_id"] == "mine"
+
+
+def test_of_two_that_replace_a_dead_owner_without_locks_only_one_wins(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    leave(file, silent_s=90.0)
+    put = os.replace
+
+    def replaced_again(source: Path, target: Path) -> None:
+        put(source, target)
+        monkeypatch.setattr(os, "replace", put)
+        leave(file.with_name("theirs"), silent_s=0.0)
+        put(file.with_name("theirs"), target)
+        os.utime(target, (time.time() + 1,) * 2)
+
+    monkeypatch.setattr(os, "replace", replaced_again)
+    sleep = time.sleep
+
+    def beaten(seconds: float) -> None:
+        sleep(seconds)
+        os.utime(file)
+
+    monkeypatch.setattr(owner.time, "sleep", beaten)
+    with pytest.raises(FolderInUseError, match="by run far"):
+        lock_on(file).acquire()
+    assert json.loads(file.read_text())["run_id"] == "far"
+
+
+def test_where_links_do_not_exist_the_file_is_made_exclusively(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    with lock_on(file), another_process_is_refused(file):
+        pass
+    assert os.listdir(file.parent) == []
+
+
+@contextmanager
+def another_process_is_refused(file: Path) -> Iterator[None]:
+    command = [sys.executable, "-c", OTHER_RUN, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    assert "FolderInUseError: the folder is in use since" in done.stderr
+    assert f"by run mine (pid {os.getpid()} on " in done.stderr
+    yield
+
+
+def test_a_lock_whose_file_was_removed_is_acquired_again_at_the_next_look(file: Path) -> None:
+    with lock_on(file) as lock:
+        file.unlink()
+        lock.acquire()
+        assert json.loads(file.read_text())["run_id"] == "mine"
+
+
+def test_a_lock_that_was_taken_over_is_not_removed_by_its_former_owner(file: Path) -> None:
+    lock = lock_on(file)
+    lock.acquire()
+    leave(file.with_name("theirs"), silent_s=0.0)
+    os.replace(file.with_name("theirs"), file)
+    lock.release()
+    assert json.loads(file.read_text())["run_id"] == "far"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_neither_holds_the_lock_nor_removes_the_file(file: Path) -> None:
+    lock = lock_on(file)
+    lock.acquire()
+    child = os.fork()
+    if child == 0:
+        lock.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert file.exists()
+    lock.release()
