@@ -33,7 +33,7 @@ from ckpt.reading.direct import DirectLoad
 from ckpt.reading.two_stage import TwoStageLoad
 from ckpt.save_settings import SaveSettings
 from ckpt.topology import Topology
-from tests.adversarial import held_state
+from tests.adversarial import held_state, shim
 from tests.adversarial.driver import Case, Child, Ended, Outcome, in_child
 from tests.adversarial.shim import Action, Kind, Orders, named
 
@@ -45,17 +45,20 @@ MODES: dict[str, dict[str, Any]] = {
     "overwrite": {},
     "keep_last": {"keep_last": 2},
 }
-FAULTS: tuple[tuple[str, Action, int, bool], ...] = (
-    ("killed", Action.KILL, 0, False),
-    ("all killed", Action.KILL_ALL, 0, False),
-    ("torn", Action.TORN, 0, False),
-    *((named(error), Action.FAIL, error, False) for error in (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EINTR)),
-    ("disk stays full", Action.FAIL, errno.ENOSPC, True),
-    ("short write", Action.SHORT, 0, False),
+Fault = tuple[str, Action, int, int]
+"""Its name, what happens, the error's number, and what of the later calls fails (`Orders.let`)."""
+FAULTS: tuple[Fault, ...] = (
+    ("killed", Action.KILL, 0, 0),
+    ("all killed", Action.KILL_ALL, 0, 0),
+    ("torn", Action.TORN, 0, 0),
+    *((named(error), Action.FAIL, error, 0) for error in (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EINTR)),
+    ("disk stays full", Action.FAIL, errno.ENOSPC, 2),
+    ("disk stays full, of names too", Action.FAIL, errno.ENOSPC, 1),
+    ("short write", Action.SHORT, 0, 0),
 )
-READ_FAULTS: tuple[tuple[str, Action, int, bool], ...] = (
-    *((named(error), Action.FAIL, error, False) for error in (errno.EIO, errno.EACCES, errno.EINTR)),
-    ("short read", Action.SHORT, 0, False),
+READ_FAULTS: tuple[Fault, ...] = (
+    *((named(error), Action.FAIL, error, 0) for error in (errno.EIO, errno.EACCES, errno.EINTR)),
+    ("short read", Action.SHORT, 0, 0),
 )
 _AGREE_S = 20.0
 _LATE_S = 45.0
@@ -98,7 +101,10 @@ def save_cases(points_each: int, points_by_process: int, seed: int) -> list[Case
 def load_cases(points_each: int, seed: int) -> list[Case]:
     """Cases for both loading strategies on two ranks."""
     return [
-        Case("crashes:loads", {"backend": backend, "strategy": strategy, "points": points_each, "seed": f"{seed} {backend}"})
+        Case(
+            "crashes:loads",
+            {"backend": backend, "strategy": strategy, "points": points_each, "seed": f"{seed} {backend}"},
+        )
         for backend, strategy in itertools.product(held_state.BACKENDS, ("direct", "two-stage"))
     ]
 
@@ -109,7 +115,7 @@ def saves(folder: Path, scenario: Scenario, points: int, seed: str) -> Iterator[
         base = folder / "base"
         for checkpoint_id in ("1", "2"):
             _require_returned(ranks.run(_save, scenario, base, checkpoint_id, ""))
-        count = _counted(folder, base, ranks, Action.COUNT, Kind.MUTATES, _save, scenario, "root", scenario.target, "new")
+        count = _counted(folder, base, ranks, scenario)
         for number, ((fault, action, error, lasts), at) in enumerate(_points(FAULTS, count, points, Random(seed))):
             root = _copied(base, folder / f"root-{number}")
             orders = Orders(folder / "orders", root)
@@ -194,15 +200,15 @@ def _serve_store(pipe: int) -> None:
 def _rank(
     port: int, name: str, rank: int, num_ranks: int, function: Any, args: tuple[Any, ...], orders: Orders | None
 ) -> Any:
-    from tests.adversarial import shim
-
     if orders is not None and rank == 0:
         orders.set_group(os.getpid())
     if num_ranks == 1:
         shim.use(orders)
         return function(Topology.alone(), *args)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-    with Topology.join(dist.PrefixStore(name, store), rank, num_ranks, host="host", timeout_s=_AGREE_S, grace_s=5.0) as topology:
+    with Topology.join(
+        dist.PrefixStore(name, store), rank, num_ranks, host="host", timeout_s=_AGREE_S, grace_s=5.0
+    ) as topology:
         shim.use(orders)
         return function(topology, *args)
 
@@ -235,16 +241,16 @@ def _require_returned(ended: Sequence[Ended]) -> None:
         assert one.how == "returned" and one.value[0] in ("saved", "loaded"), one
 
 
-def _counted(folder: Path, base: Path, ranks: _Ranks, action: Action, kinds: Kind, function: Any, *args: Any) -> int:
+def _counted(folder: Path, base: Path, ranks: _Ranks, scenario: Scenario) -> int:
+    """How many calls the save makes."""
     root = _copied(base, folder / "counted")
     orders = Orders(folder / "count", root)
-    orders.let(action, kinds=kinds)
-    _require_returned(ranks.run(function, *(root if one == "root" else one for one in args), orders=orders))
-    assert orders.count > 20, orders.count
+    orders.let(Action.COUNT)
+    _require_returned(ranks.run(_save, scenario, root, scenario.target, "new", orders=orders))
     return orders.count
 
 
-def _points(faults: Sequence[Any], count: int, points: int, random: Random) -> list[tuple[Any, int]]:
+def _points(faults: Sequence[Fault], count: int, points: int, random: Random) -> list[tuple[Fault, int]]:
     """Faults in turn, each at calls that are spread over the whole save."""
     each = -(-points // len(faults))
     chosen = []
@@ -296,7 +302,9 @@ def _why_not_alike(ended: Sequence[Ended], causes: Sequence[str]) -> str:
         if one.how != "returned":
             return f"a rank {one.how}: {one.value}"
     said = [one.value for one in ended]
-    if any(one != said[0] for one in said) and not all("is committed" in text for kind, text in said if kind != "saved"):
+    if any(one != said[0] for one in said) and not all(
+        "is committed" in text for kind, text in said if kind != "saved"
+    ):
         return f"the ranks say different things: {said}"
     for kind, text in said:
         if kind not in ("saved", "loaded") and not any(cause in text for cause in causes):

@@ -1,7 +1,7 @@
 """The process that runs the cases: it has torch and the storage libraries loaded, runs under the shim, and forks for every try.
 
-A test hands it cases (`Driver.run`) and gets an outcome for each try. Inside, a few workers take the cases in turn. A worker never calls the
-code under test itself: what may die, hang, or take all memory runs in a child (`in_child`), which costs some 20 ms.
+A test hands it cases (`Driver.run`) and gets an outcome for each try. Inside, a few workers take the cases in turn. A worker never
+calls the code under test itself: what may die, hang, or take all memory runs in a child (`in_child`), which costs some 20 ms.
 """
 
 from __future__ import annotations
@@ -107,9 +107,8 @@ class Ended:
     how: str
     value: Any = None
 
-    @property
-    def result(self) -> Any:
-        """What it returned; anything else is a mistake of the case, not of what is tested."""
+    def require_result(self) -> Any:
+        """Return what it returned; anything else is a mistake of the case, not of what is tested."""
         assert self.how == "returned", f"the child {self.how}: {self.value}"
         return self.value
 

@@ -13,6 +13,7 @@ from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
 from ckpt.dtypes import raw_bytes
 from ckpt.errors import CheckpointError
 from ckpt.ledger import Committed, Ledger
+from ckpt.report import LoadReport
 from ckpt.topology import Topology
 from ckpt.verify import verify_checkpoint
 from tests.states import Held, coordinator, random_bits
@@ -67,11 +68,28 @@ def trainer(topology: Topology, root: Path, checkpoint_id: str, backend: str, **
     return coordinator(topology, root, components(state), backend=BACKENDS[backend], pattern_check="off", **options)
 
 
-def hold(made: list[StateComponent], checkpoint_id: str, topology: Topology) -> None:
-    """Let components hold the state of another id, in the memory they have: as a trainer's step does."""
-    state = state_of(checkpoint_id, topology.rank, topology.world_size)
-    for component in made:
-        component.stateful.state = state[component.key]  # type: ignore[attr-defined]
+class Run:
+    """A trainer on one rank whose state changes between its saves."""
+
+    def __init__(self, root: Path, backend: str, **options: Any) -> None:
+        self._components = components(state_of("", 0, 1))
+        self.coordinator = coordinator(
+            Topology.alone(), root, self._components, backend=BACKENDS[backend], pattern_check="off", **options
+        )
+
+    def save(self, checkpoint_id: str) -> None:
+        """Let the components hold the state of an id, and save it under that."""
+        state = state_of(checkpoint_id, 0, 1)
+        for component in self._components:
+            held: Any = component.stateful
+            held.state = state[component.key]
+        self.coordinator.save_checkpoint(checkpoint_id=checkpoint_id)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.coordinator.close()
 
 
 def difference(made: Sequence[StateComponent], checkpoint_id: str, topology: Topology) -> str:
@@ -92,8 +110,10 @@ def difference(made: Sequence[StateComponent], checkpoint_id: str, topology: Top
     return ""
 
 
-def load(path: Path | None, root: Path, topology: Topology, world_size: int, variants: Sequence[str] = (), **options: Any) -> str:
-    """Load a checkpoint, or the newest one, that `world_size` ranks saved; return its id.
+def loaded(
+    path: Path | None, root: Path, topology: Topology, world_size: int, variants: Sequence[str] = (), **options: Any
+) -> LoadReport:
+    """Load a checkpoint that `world_size` ranks saved, or the newest one.
 
     Args:
         variants: the ids of the states that may have been saved under that id; none: the id itself.
@@ -107,11 +127,16 @@ def load(path: Path | None, root: Path, topology: Topology, world_size: int, var
     made = components(state)
     with coordinator(topology, root, made, pattern_check="off", **options) as found:
         found.load_checkpoint(path)
-        assert found.last_load is not None
-        checkpoint_id = found.last_load.checkpoint_id
-    wrong = [difference(made, variant, topology) for variant in variants or [checkpoint_id]]
-    assert not all(wrong), f"{checkpoint_id} was loaded, and {wrong[0]}"
-    return checkpoint_id
+        report = found.last_load
+    assert report is not None
+    wrong = [difference(made, variant, topology) for variant in variants or [report.checkpoint_id]]
+    assert not all(wrong), f"{report.checkpoint_id} was loaded, and {wrong[0]}"
+    return report
+
+
+def load(*args: Any, **options: Any) -> str:
+    """The same; return the id."""
+    return loaded(*args, **options).checkpoint_id
 
 
 def committed(root: Path) -> list[Committed]:

@@ -39,7 +39,7 @@ struct orders {
     _Atomic long fired;   /* how often a call went wrong */
     long target;          /* number of the call that goes wrong, from 1; 0: none */
     int kinds, action, error;
-    int lasts;            /* all later calls that take room on the disk fail, too: a disk stays full */
+    int lasts;            /* later calls fail, too, as on a full disk; those that take this much room: 2 data and new names, 1 renames, too */
     int group;            /* process group that KILL_ALL kills */
     long clock_offset_s;  /* added to the clock of day */
     char root[512], trace[512], fired_at[256];
@@ -103,7 +103,7 @@ _Noreturn static void die(void) {
 }
 
 /* Count a call on a file below the root, and say what becomes of it. errno is set if it fails. */
-static enum verdict meets(int kind, const char *call, int takes_room, int dirfd, const char *path) {
+static enum verdict meets(int kind, const char *call, int room, int dirfd, const char *path) {
     if (orders == NULL || !(orders->kinds & kind)) return GO_ON;
     char full[PATH_MAX];
     int before = errno;
@@ -111,7 +111,7 @@ static enum verdict meets(int kind, const char *call, int takes_room, int dirfd,
     errno = before;
     if (!is_below(full)) return GO_ON;
     long number = atomic_fetch_add(&orders->count, 1) + 1;
-    int is_later = orders->lasts && orders->target && number > orders->target && takes_room;
+    int is_later = orders->lasts && orders->target && number > orders->target && room >= orders->lasts;
     if (number != orders->target && !is_later) return GO_ON;
     atomic_fetch_add(&orders->fired, 1);
     if (!is_later) snprintf(orders->fired_at, sizeof orders->fired_at, "%s %s", call, full + strlen(watched));
@@ -164,15 +164,15 @@ TWO_NAMES(renameat, (int d, const char *a, int e, const char *b), (d, a, e, b), 
 TWO_NAMES(renameat2, (int d, const char *a, int e, const char *b, unsigned int f), (d, a, e, b, f), d, a, e, b)
 TWO_NAMES(link, (const char *a, const char *b), (a, b), AT_FDCWD, a, AT_FDCWD, b)
 TWO_NAMES(linkat, (int d, const char *a, int e, const char *b, int f), (d, a, e, b, f), d, a, e, b)
-ONE_NAME(symlink, 1, (const char *a, const char *b), (a, b), AT_FDCWD, b)
-ONE_NAME(symlinkat, 1, (const char *a, int d, const char *b), (a, d, b), d, b)
+ONE_NAME(symlink, 2, (const char *a, const char *b), (a, b), AT_FDCWD, b)
+ONE_NAME(symlinkat, 2, (const char *a, int d, const char *b), (a, d, b), d, b)
 ONE_NAME(unlink, 0, (const char *a), (a), AT_FDCWD, a)
 ONE_NAME(unlinkat, 0, (int d, const char *a, int f), (d, a, f), d, a)
 ONE_NAME(rmdir, 0, (const char *a), (a), AT_FDCWD, a)
-ONE_NAME(mkdir, 1, (const char *a, mode_t m), (a, m), AT_FDCWD, a)
-ONE_NAME(mkdirat, 1, (int d, const char *a, mode_t m), (d, a, m), d, a)
-ONE_NAME(truncate, 1, (const char *a, off_t n), (a, n), AT_FDCWD, a)
-ONE_NAME(truncate64, 1, (const char *a, off_t n), (a, n), AT_FDCWD, a)
+ONE_NAME(mkdir, 2, (const char *a, mode_t m), (a, m), AT_FDCWD, a)
+ONE_NAME(mkdirat, 2, (int d, const char *a, mode_t m), (d, a, m), d, a)
+ONE_NAME(truncate, 2, (const char *a, off_t n), (a, n), AT_FDCWD, a)
+ONE_NAME(truncate64, 2, (const char *a, off_t n), (a, n), AT_FDCWD, a)
 ONE_NAME(chmod, 0, (const char *a, mode_t m), (a, m), AT_FDCWD, a)
 ONE_NAME(utimensat, 0, (int d, const char *a, const struct timespec t[2], int f), (d, a, t, f), d, a)
 
@@ -194,9 +194,9 @@ static struct iovec *half_of(const struct iovec *v, int *count, struct iovec *on
 }
 static size_t half(size_t size) { return size > 1 ? size / 2 : size; }
 
-OF_FD(ssize_t, write, MUTATES, 1, (int fd, const void *b, size_t n), (fd, b, n), next(fd, b, half(n)))
-OF_FD(ssize_t, pwrite, MUTATES, 1, (int fd, const void *b, size_t n, off_t o), (fd, b, n, o), next(fd, b, half(n), o))
-OF_FD(ssize_t, pwrite64, MUTATES, 1, (int fd, const void *b, size_t n, off_t o), (fd, b, n, o), next(fd, b, half(n), o))
+OF_FD(ssize_t, write, MUTATES, 2, (int fd, const void *b, size_t n), (fd, b, n), next(fd, b, half(n)))
+OF_FD(ssize_t, pwrite, MUTATES, 2, (int fd, const void *b, size_t n, off_t o), (fd, b, n, o), next(fd, b, half(n), o))
+OF_FD(ssize_t, pwrite64, MUTATES, 2, (int fd, const void *b, size_t n, off_t o), (fd, b, n, o), next(fd, b, half(n), o))
 OF_FD(ssize_t, read, READS, 0, (int fd, void *b, size_t n), (fd, b, n), next(fd, b, half(n)))
 OF_FD(ssize_t, pread, READS, 0, (int fd, void *b, size_t n, off_t o), (fd, b, n, o), next(fd, b, half(n), o))
 OF_FD(ssize_t, pread64, READS, 0, (int fd, void *b, size_t n, off_t o), (fd, b, n, o), next(fd, b, half(n), o))
@@ -209,11 +209,11 @@ OF_FD(ssize_t, pread64, READS, 0, (int fd, void *b, size_t n, off_t o), (fd, b, 
         return next(fd, v, count rest);                                                                                   \
     }
 #define COMMA ,
-VECTORED(writev, MUTATES, 1, (int fd, const struct iovec *v, int count), )
-VECTORED(pwritev, MUTATES, 1, (int fd, const struct iovec *v, int count, off_t o), COMMA o)
-VECTORED(pwritev64, MUTATES, 1, (int fd, const struct iovec *v, int count, off_t o), COMMA o)
-VECTORED(pwritev2, MUTATES, 1, (int fd, const struct iovec *v, int count, off_t o, int f), COMMA o COMMA f)
-VECTORED(pwritev64v2, MUTATES, 1, (int fd, const struct iovec *v, int count, off_t o, int f), COMMA o COMMA f)
+VECTORED(writev, MUTATES, 2, (int fd, const struct iovec *v, int count), )
+VECTORED(pwritev, MUTATES, 2, (int fd, const struct iovec *v, int count, off_t o), COMMA o)
+VECTORED(pwritev64, MUTATES, 2, (int fd, const struct iovec *v, int count, off_t o), COMMA o)
+VECTORED(pwritev2, MUTATES, 2, (int fd, const struct iovec *v, int count, off_t o, int f), COMMA o COMMA f)
+VECTORED(pwritev64v2, MUTATES, 2, (int fd, const struct iovec *v, int count, off_t o, int f), COMMA o COMMA f)
 VECTORED(readv, READS, 0, (int fd, const struct iovec *v, int count), )
 VECTORED(preadv, READS, 0, (int fd, const struct iovec *v, int count, off_t o), COMMA o)
 VECTORED(preadv64, READS, 0, (int fd, const struct iovec *v, int count, off_t o), COMMA o)
@@ -224,36 +224,36 @@ OF_FD(int, fsync, MUTATES, 0, (int fd), (fd), next(fd))
 OF_FD(int, fdatasync, MUTATES, 0, (int fd), (fd), next(fd))
 OF_FD(int, syncfs, MUTATES, 0, (int fd), (fd), next(fd))
 OF_FD(int, sync_file_range, MUTATES, 0, (int fd, off64_t o, off64_t n, unsigned int f), (fd, o, n, f), next(fd, o, n, f))
-OF_FD(int, fallocate, MUTATES, 1, (int fd, int m, off_t o, off_t n), (fd, m, o, n), next(fd, m, o, n))
-OF_FD(int, fallocate64, MUTATES, 1, (int fd, int m, off64_t o, off64_t n), (fd, m, o, n), next(fd, m, o, n))
-OF_FD(int, ftruncate, MUTATES, 1, (int fd, off_t n), (fd, n), next(fd, n))
-OF_FD(int, ftruncate64, MUTATES, 1, (int fd, off64_t n), (fd, n), next(fd, n))
+OF_FD(int, fallocate, MUTATES, 2, (int fd, int m, off_t o, off_t n), (fd, m, o, n), next(fd, m, o, n))
+OF_FD(int, fallocate64, MUTATES, 2, (int fd, int m, off64_t o, off64_t n), (fd, m, o, n), next(fd, m, o, n))
+OF_FD(int, ftruncate, MUTATES, 2, (int fd, off_t n), (fd, n), next(fd, n))
+OF_FD(int, ftruncate64, MUTATES, 2, (int fd, off64_t n), (fd, n), next(fd, n))
 OF_FD(int, fchmod, MUTATES, 0, (int fd, mode_t m), (fd, m), next(fd, m))
 OF_FD(int, futimens, MUTATES, 0, (int fd, const struct timespec t[2]), (fd, t), next(fd, t))
 
 int posix_fallocate(int fd, off_t o, off_t n) {
     NEXT(posix_fallocate);
-    MEET(MUTATES, 1, fd, NULL, errno, next(fd, o, n));
+    MEET(MUTATES, 2, fd, NULL, errno, next(fd, o, n));
     return next(fd, o, n);
 }
 int posix_fallocate64(int fd, off64_t o, off64_t n) {
     NEXT(posix_fallocate64);
-    MEET(MUTATES, 1, fd, NULL, errno, next(fd, o, n));
+    MEET(MUTATES, 2, fd, NULL, errno, next(fd, o, n));
     return next(fd, o, n);
 }
 ssize_t copy_file_range(int in, off64_t *i, int fd, off64_t *o, size_t n, unsigned int f) {
     NEXT(copy_file_range);
-    MEET(MUTATES, 1, fd, NULL, -1, next(in, i, fd, o, half(n), f));
+    MEET(MUTATES, 2, fd, NULL, -1, next(in, i, fd, o, half(n), f));
     return next(in, i, fd, o, n, f);
 }
 ssize_t sendfile(int fd, int in, off_t *o, size_t n) {
     NEXT(sendfile);
-    MEET(MUTATES, 1, fd, NULL, -1, next(fd, in, o, half(n)));
+    MEET(MUTATES, 2, fd, NULL, -1, next(fd, in, o, half(n)));
     return next(fd, in, o, n);
 }
 ssize_t sendfile64(int fd, int in, off64_t *o, size_t n) {
     NEXT(sendfile64);
-    MEET(MUTATES, 1, fd, NULL, -1, next(fd, in, o, half(n)));
+    MEET(MUTATES, 2, fd, NULL, -1, next(fd, in, o, half(n)));
     return next(fd, in, o, n);
 }
 
@@ -275,13 +275,13 @@ static int opened(int fd, int flags) {
 #define OPEN(name)                                                                                                        \
     int name(const char *path, int flags, ...) {                                                                          \
         NEXT(name); MODE_OF(flags)                                                                                        \
-        MEET(kind_of(flags), flags & O_CREAT, AT_FDCWD, path, -1, next(path, flags, mode));                               \
+        MEET(kind_of(flags), flags & O_CREAT ? 2 : 0, AT_FDCWD, path, -1, next(path, flags, mode));                               \
         return opened(next(path, flags, mode), flags);                                                                    \
     }
 #define OPENAT(name)                                                                                                      \
     int name(int dirfd, const char *path, int flags, ...) {                                                               \
         NEXT(name); MODE_OF(flags)                                                                                        \
-        MEET(kind_of(flags), flags & O_CREAT, dirfd, path, -1, next(dirfd, path, flags, mode));                           \
+        MEET(kind_of(flags), flags & O_CREAT ? 2 : 0, dirfd, path, -1, next(dirfd, path, flags, mode));                           \
         return opened(next(dirfd, path, flags, mode), flags);                                                             \
     }
 OPEN(open)
@@ -300,7 +300,7 @@ int creat64(const char *path, mode_t mode) { return open64(path, O_CREAT | O_WRO
     FILE *name(const char *path, const char *mode) {                                                                      \
         NEXT(name);                                                                                                       \
         int flags = mode[0] == 'r' && strchr(mode, '+') == NULL ? O_RDONLY : O_RDWR | O_CREAT;                            \
-        MEET(kind_of(flags), flags & O_CREAT, AT_FDCWD, path, NULL, next(path, mode));                                    \
+        MEET(kind_of(flags), flags & O_CREAT ? 2 : 0, AT_FDCWD, path, NULL, next(path, mode));                                    \
         FILE *file = next(path, mode);                                                                                    \
         if (file != NULL) opened(fileno(file), flags);                                                                    \
         return file;                                                                                                      \
@@ -323,7 +323,7 @@ long syscall(long number, ...) {
     if (orders == NULL) return next(number, a, b, c, d, e, f);
     if (number == 437 /* openat2 */) {
         int flags = ((const struct how *)c)->flags;
-        MEET(kind_of(flags), flags & O_CREAT, (int)a, (const char *)b, -1, next(number, a, b, c, d, e, f));
+        MEET(kind_of(flags), flags & O_CREAT ? 2 : 0, (int)a, (const char *)b, -1, next(number, a, b, c, d, e, f));
         return opened(next(number, a, b, c, d, e, f), flags);
     }
     if (number == SYS_renameat2) {

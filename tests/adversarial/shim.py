@@ -78,8 +78,12 @@ class Orders:
         self._orders.root = os.fsencode(root or "")
         self._orders.trace = os.fsencode(trace or "")
 
-    def let(self, action: Action, at: int = 0, *, kinds: Kind = Kind.MUTATES, error: int = 0, lasts: bool = False) -> None:
-        """Order what happens at call number `at`, from 1. Counting begins anew."""
+    def let(self, action: Action, at: int = 0, *, kinds: Kind = Kind.MUTATES, error: int = 0, lasts: int = 0) -> None:
+        """Order what happens at call number `at`, from 1. Counting begins anew.
+
+        Args:
+            lasts: later calls fail, too, as on a full disk: 2: those that write data or make names; 1: also renames and links.
+        """
         orders = self._orders
         orders.count, orders.fired, orders.fired_at = 0, 0, b""
         orders.kinds, orders.action, orders.error, orders.lasts = kinds, action, error, lasts

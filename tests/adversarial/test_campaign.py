@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.adversarial import crashes
+from tests.adversarial import crashes, damage, foreign, neighbours
 from tests.adversarial.conftest import Campaign
 
 
@@ -24,3 +24,30 @@ def test_a_load_that_is_refused_bytes_raises_or_gives_the_right_ones(campaign: C
 @pytest.mark.full
 def test_a_load_that_is_refused_any_bytes_raises_or_gives_the_right_ones(campaign: Campaign, seed: int) -> None:
     campaign(crashes.load_cases(points_each=60, seed=seed))
+
+
+def test_damage_to_a_file_is_told_and_gives_no_other_bits(campaign: Campaign, seed: int) -> None:
+    campaign(damage.cases(tries_each=1, flips_each=2, seed=seed))
+
+
+@pytest.mark.full
+def test_any_damage_to_any_file_is_told_and_gives_no_other_bits(campaign: Campaign, seed: int) -> None:
+    campaign(damage.cases(tries_each=0, flips_each=100, seed=seed))
+
+
+def test_crafts_of_a_stranger_get_nothing_in_and_stop_nothing(campaign: Campaign, seed: int) -> None:
+    campaign(foreign.cases(seed, sample=16))
+
+
+@pytest.mark.full
+def test_all_crafts_of_a_stranger_get_nothing_in_and_stop_nothing(campaign: Campaign, seed: int) -> None:
+    campaign(foreign.cases(seed))
+
+
+def test_processes_that_share_a_root_and_clocks_that_go_wrong_lose_nothing(campaign: Campaign) -> None:
+    campaign(neighbours.cases(rounds=8))
+
+
+@pytest.mark.full
+def test_processes_that_share_a_root_for_long_lose_nothing(campaign: Campaign) -> None:
+    campaign(neighbours.cases(rounds=200))
