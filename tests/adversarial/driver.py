@@ -227,7 +227,7 @@ def in_child(function: Callable[..., Any], *args: Any, timeout_s: float = _LATE_
 # The process itself
 
 
-def _serve(work: Path, found: Path, num_workers: int) -> None:
+def serve(work: Path, found: Path, num_workers: int) -> None:
     """Run the cases of a file on some workers, and write down what they yield."""
     cases = pickle.loads(work.read_bytes())
     _load_libraries({case.function.partition(":")[0] for case in cases})
@@ -279,4 +279,6 @@ def _outcomes_of(case: Case, folder: Path) -> list[Outcome]:
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    from tests.adversarial import driver  # not __main__, which an outcome would then be of
+
+    driver.serve(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from random import Random
 
 from ckpt.errors import CheckpointError
 from ckpt.topology import Topology
@@ -36,6 +36,7 @@ from recipes.report import config_differences
 from tests.adversarial import held_state
 from tests.adversarial.driver import REPO, Case, Ended, Outcome, in_child
 from tests.adversarial.shim import Orders
+from tests.ranks import run_threads
 
 MEMORY_BYTES = 1 << 30
 LATE_S = 20.0
@@ -138,7 +139,7 @@ def _why_fell(craft: Craft, attempt: str, ended: Ended, refused: bool) -> str:
     if ended.how != "returned":
         return f"{ended.how}: {ended.value}"
     answer: _Answer = ended.value
-    if not (answer.kind in _allowed_kinds(craft) or attempt == "convert" and answer.kind != "CheckpointError"):
+    if not (answer.kind in _allowed_kinds(craft) or (attempt == "convert" and answer.kind != "CheckpointError")):
         return f"{answer.kind}: {answer.text}"
     if answer.kind != "went well" and (len(answer.text) > _SENTENCE or "\n" in answer.text):
         return f"this is not one sentence: {answer.text[:_SENTENCE]}"
@@ -196,8 +197,6 @@ def _ranks_of(way: str) -> int:
 
 def _save(place: Path, way: str) -> None:
     """Save a checkpoint, twice, and put a copy of the second one where no load should look."""
-    from tests.ranks import run_threads
-
     root = place / "root"
     for checkpoint_id in ("1", "2"):
         run_threads(_ranks_of(way), _save_one, root, checkpoint_id, way.partition(",")[0])
@@ -212,8 +211,6 @@ def _save_one(topology: Topology, root: Path, checkpoint_id: str, backend: str) 
 
 def cases(seed: int, sample: int | None = None) -> list[Case]:
     """Cases for all crafts, or for some drawn by lot; a few crafts each, so that workers share them."""
-    from random import Random
-
     from tests.adversarial.foreign_crafts import crafts
 
     chosen = list(crafts())

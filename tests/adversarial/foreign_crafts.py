@@ -9,14 +9,18 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from tests.adversarial.foreign import Craft
-from tests.crafts import edit_file, edit_index, edit_json, edit_manifest, manifest_tree, resign, signed, write_listed
+from tests.crafts import edit_file, edit_index, edit_json, edit_manifest, resign, signed, write_listed
 from tests.crafts import write_manifest as write_signed
 
 Tree = dict[str, Any]
@@ -190,8 +194,6 @@ def _link(file: str, to: str, folder: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    import shutil
-
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -415,8 +417,6 @@ def _write_text(change: Callable[[bytes], bytes], folder: Path) -> None:
 def _write_listed(file: str, data: bytes, folder: Path) -> None:
     write_listed(folder, file, data)
     if file == "config.yaml":
-        import xxhash
-
         edit_manifest(folder, lambda tree: tree.update(training_args_hash=xxhash.xxh3_128_hexdigest(data)))
 
 
@@ -470,7 +470,7 @@ def _set_row(row: Any, folder: Path) -> None:
 
 def _nest_plain(folder: Path) -> None:
     deep = b'{"~tuple": [' * 100_000 + b"]}" * 100_000
-    edit_file(folder, "model/plain.json", lambda data: data.replace(b"49]", deep + b"]").replace(b"50]", deep + b"]"))
+    edit_file(folder, "model/plain.json", lambda data: re.sub(rb'(\[\["step"\], )\d+', rb"\1" + deep, data))
 
 
 # Sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.adversarial import crashes, damage, foreign, neighbours
+from tests.adversarial import crashes, damage, foreign, foreign_folders, neighbours
 from tests.adversarial.conftest import Campaign
 
 
@@ -41,7 +41,7 @@ def test_crafts_of_a_stranger_get_nothing_in_and_stop_nothing(campaign: Campaign
 
 @pytest.mark.full
 def test_all_crafts_of_a_stranger_get_nothing_in_and_stop_nothing(campaign: Campaign, seed: int) -> None:
-    campaign(foreign.cases(seed))
+    campaign([*foreign.cases(seed), *foreign_folders.cases()])
 
 
 def test_processes_that_share_a_root_and_clocks_that_go_wrong_lose_nothing(campaign: Campaign) -> None:
