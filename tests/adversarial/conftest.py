@@ -32,11 +32,17 @@ def campaign(driver: Driver, pytestconfig: pytest.Config) -> Campaign:
     def run(cases: Sequence[Case]) -> None:
         outcomes = driver.run(cases)
         pytestconfig.stash.setdefault(_OUTCOMES, []).extend(outcomes)
-        fell = [f"{one.name}\n    {one.fell}" for one in outcomes if one.fell]
+        fell = [f"{one.name}\n    {_short(one.fell)}" for one in outcomes if one.fell]
         assert outcomes, "nothing was tried"
         assert not fell, f"{len(fell)} of {len(outcomes)} fell:\n" + "\n".join(fell[:_SHOWN])
 
     return run
+
+
+def _short(text: str) -> str:
+    """The first and the last line: of a traceback, what it is and what was raised."""
+    lines = text.strip().splitlines()
+    return " ... ".join(line.strip()[:400] for line in dict.fromkeys((lines[0], lines[-1])))
 
 
 @pytest.fixture

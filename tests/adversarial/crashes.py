@@ -82,30 +82,32 @@ class Scenario:
         return "2" if self.mode == "overwrite" else "3"
 
 
-def save_cases(points_each: int, points_by_process: int, seed: int) -> list[Case]:
+def save_cases(seed: int, points: int, points_by_process: int, sample: int | None = None) -> list[Case]:
     """Cases for every way to save.
 
     Args:
-        points_each: how many tries each gets.
+        points: how many tries each way gets.
         points_by_process: for those by a writer process, which takes seconds to start.
+        sample: so many ways, drawn by lot, and none by a writer process; None: all.
     """
-    cases = []
-    for backend, mode, num_ranks in itertools.product(held_state.BACKENDS, MODES, (1, 2)):
-        points = points_by_process if mode == "async process" else points_each
-        named_seed = f"{seed} {backend} {mode} {num_ranks}"
-        arguments = {"scenario": Scenario(backend, mode, num_ranks), "points": points, "seed": named_seed}
-        cases += [Case("crashes:saves", arguments)] if points else []
-    return cases
-
-
-def load_cases(points_each: int, seed: int) -> list[Case]:
-    """Cases for both loading strategies on two ranks."""
+    ways = [Scenario(*way) for way in itertools.product(held_state.BACKENDS, MODES, (1, 2))]
+    if sample is not None:
+        ways = Random(f"{seed} ways").sample([way for way in ways if way.mode != "async process"], sample)
+    each = {True: points_by_process, False: points}
     return [
-        Case(
-            "crashes:loads",
-            {"backend": backend, "strategy": strategy, "points": points_each, "seed": f"{seed} {backend}"},
-        )
-        for backend, strategy in itertools.product(held_state.BACKENDS, ("direct", "two-stage"))
+        Case("crashes:saves", {"scenario": way, "points": each[way.mode == "async process"], "seed": f"{seed} {way}"})
+        for way in ways
+    ]
+
+
+def load_cases(seed: int, points: int, sample: int | None = None) -> list[Case]:
+    """Cases for both loading strategies on two ranks, or a sample of them."""
+    ways = list(itertools.product(held_state.BACKENDS, ("direct", "two-stage")))
+    if sample is not None:
+        ways = Random(f"{seed} loads").sample(ways, sample)
+    return [
+        Case("crashes:loads", {"backend": backend, "strategy": strategy, "points": points, "seed": f"{seed} {backend}"})
+        for backend, strategy in ways
     ]
 
 

@@ -113,20 +113,23 @@ SAVES = {
 }
 
 
-def cases(tries_each: int, flips_each: int, seed: int) -> list[Case]:
-    """A case for each way to save.
+def cases(seed: int, flips: int, sample: int | None = None) -> list[Case]:
+    """A case for each way to save: every damage to every file.
 
     Args:
-        tries_each: files that each damage befalls; 0: every file.
-        flips_each: how many more bits are flipped.
+        flips: how many more bits are flipped.
+        sample: so many ways, drawn by lot, and each damage befalls one file.
     """
-    arguments = {"tries": tries_each, "flips": flips_each}
-    made = [Case("damage:checkpoint", {"way": way, "seed": f"{seed} {way}", **arguments}) for way in SAVES]
+    ways = Random(f"{seed} damage").sample(list(SAVES), sample or len(SAVES))
+    tries = 1 if sample is not None else 0
+    made = [
+        Case("damage:checkpoint", {"way": way, "seed": f"{seed} {way}", "tries": tries, "flips": flips}) for way in ways
+    ]
     return [*made, Case("damage:beside", {"seed": str(seed)})]
 
 
 def checkpoint(folder: Path, way: str, tries: int, flips: int, seed: str) -> Iterator[Outcome]:
-    """Damage files of a checkpoint."""
+    """Damage files of a checkpoint: each way `tries` of them, or all if that is 0."""
     root, row, random = folder / "root", f"damage: {way}", Random(seed)
     in_child(_save_two, root, way).require_result()
     whole = folder / "whole"

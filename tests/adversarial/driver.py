@@ -242,6 +242,7 @@ def serve(work: Path, found: Path, num_workers: int) -> None:
                 left[pipe] -= 1
             except EOFError:
                 assert left.pop(pipe) == 0, "a worker died"
+                os.wait()
     found.write_bytes(pickle.dumps(outcomes))
 
 

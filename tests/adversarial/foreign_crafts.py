@@ -403,8 +403,8 @@ def _texts() -> Iterator[Craft]:
     yield Craft("the config holds aliases, 9^9 of them", partial(_write_listed, "config.yaml", _aliases(9)), sound=True)
     for name, data in {
         "a Python object": b"a: !!python/object/apply:os.system ['touch pwned']\n", "brackets 100,000 deep": b"[" * 100_000,
-        "no UTF-8": b"\xff\xfe\xfd", "a list": b"- 1\n", "an interpolation of itself": b"a: ${a}\n", "a bad interpolation": b"a: ${oc.env:X\n",
-        "bad YAML": b"a: [\n", "a NUL": b"a: \0\n",
+        "no UTF-8": b"\xff\xfe\xfd", "a list": b"- 1\n", "an interpolation of itself": b"a: ${a}\n",
+        "a bad interpolation": b"a: ${oc.env:X\n", "bad YAML": b"a: [\n", "a NUL": b"a: \0\n",
     }.items():  # fmt: skip
         yield Craft(f"the config holds {name}", partial(_write_listed, "config.yaml", data), sound=True)
 
@@ -565,7 +565,8 @@ def _formats() -> Iterator[Craft]:
                 f"{file} of the database is {how}", partial(_spoil_database, file, how), "tensorstore", sound=True
             )
     headers: dict[str, Any] = {
-        "no JSON": b"{" * 112, "a list": b"[]", "an offset outside": {"model.large": {"dtype": "F32", "shape": [150, 120], "data_offsets": [0, _HUGE]}},
+        "no JSON": b"{" * 112, "a list": b"[]",
+        "an offset outside": {"large": {"dtype": "F32", "shape": [150, 120], "data_offsets": [0, _HUGE]}},
         "an offset below 0": {"large": {"dtype": "F32", "shape": [150, 120], "data_offsets": [-8, 5]}},
         "another shape": {"large": {"dtype": "F32", "shape": [_HUGE], "data_offsets": [0, 72000]}}, "nothing": {}, "brackets": b"[" * 112,
     }  # fmt: skip

@@ -1,13 +1,14 @@
 """Checkpoints from a stranger in formats of others: old folders of pickled files, and Megatron-Core's folders.
 
-Whatever lies in them: no code of theirs runs, no file outside is touched, and each attempt succeeds or says one sentence. An attempt is to load
-(pickles allowed and not), to inspect, to verify and to convert.
+Whatever lies in them: no code of theirs runs, no file outside is touched, and each attempt succeeds or says one sentence. An
+attempt is to load (pickles allowed and not), to inspect, to verify and to convert.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import operator
 import os
 import pickle
 import shutil
@@ -155,7 +156,7 @@ OLD: dict[str, Callable[[], bytes]] = {
     "os.system, a plain pickle": lambda: pickle.dumps({"x": _Reduces(os.system, _TOUCH)}),
     "exec": _calls(exec, f"import os; os.system('{_TOUCH}')"),
     "eval": _calls(eval, f"__import__('os').system('{_TOUCH}')"),
-    "getattr": _calls(getattr, os, "system"),
+    "attrgetter": _calls(operator.attrgetter("system"), 5),
     "__import__": _calls(__import__, "os"),
     "a pickle inside": _calls(torch.storage._load_from_bytes, _saved(_Reduces(os.system, _TOUCH))),
     "torch.load": _calls(torch.load, "/etc/passwd"),
@@ -179,7 +180,7 @@ OLD: dict[str, Callable[[], bytes]] = {
 
 
 def _metas(place: Path) -> list[Path]:
-    return sorted(place.glob("*/.zarray"))
+    return sorted(path for path in place.glob("*/.zarray") if path.stat().st_size)  # some are empty, as marks
 
 
 def _lie(change: dict[str, Any], place: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -35,17 +35,14 @@ CLOCKS: dict[str, list[tuple[str, int, int]]] = {
 }
 
 
-def cases(rounds: int) -> list[Case]:
+def cases(rounds: int, backends: Sequence[str] = tuple(held_state.BACKENDS)) -> list[Case]:
     """Cases for all of it.
 
     Args:
         rounds: how many saves each trainer makes beside which others read.
     """
-    found = [Case("neighbours:readers", {"backend": backend, "rounds": rounds}) for backend in held_state.BACKENDS]
-    found += [
-        Case("neighbours:trainers", {"backend": backend, "rounds": max(3, rounds // 4)})
-        for backend in held_state.BACKENDS
-    ]
+    found = [Case("neighbours:readers", {"backend": backend, "rounds": rounds}) for backend in backends]
+    found += [Case("neighbours:trainers", {"backend": backend, "rounds": max(2, rounds // 4)}) for backend in backends]
     clocks = [(clock, keep_last) for clock in CLOCKS for keep_last in (None, 2)]
     return found + [Case("neighbours:clock", {"clock": clock, "keep_last": keep_last}) for clock, keep_last in clocks]
 

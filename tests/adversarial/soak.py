@@ -2,8 +2,8 @@
 
 Each round is a training run of its own, killed in a few of its lives and resumed with `resume=latest` until it ends. Then its state
 and losses must be those of a run that nobody disturbed, its checkpoints sound, and nothing may be left: processes, files in the
-temporary folder, segments of shared memory, folders in the checkpoint root. Every few rounds one process saves and loads all the while, and its memory,
-descriptors and threads must stay as they are. Ends with a table, and with exit code 1 if anything fell.
+temporary folder, segments of shared memory, folders in the checkpoint root. Every few rounds one process saves and loads all the
+while, and its memory, descriptors and threads must stay as they are. Ends with a table, and with exit code 1 if anything fell.
 """
 
 from __future__ import annotations
