@@ -78,6 +78,10 @@ class Run:
             Topology.alone(), root, self._components, backend=BACKENDS[backend], pattern_check="off", **options
         )
 
+    def resume(self) -> None:
+        """Load the newest, as a run that goes on: what the runs before have saved is its own from then on."""
+        self.coordinator.load_checkpoint()
+
     def save(self, checkpoint_id: str) -> None:
         """Let the components hold the state of an id, and save it under that."""
         state = state_of(checkpoint_id, 0, 1)

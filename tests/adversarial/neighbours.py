@@ -167,6 +167,8 @@ def _why_not_sound(root: Path, checkpoint_id: str) -> str:
 def _save_by_clock(root: Path, steps: list[tuple[str, int]], keep_last: int | None, orders: Orders) -> None:
     shim.use(orders)
     with held_state.Run(root, "zarr", keep_last=keep_last) as run:
+        if root.exists():
+            run.resume()
         for checkpoint_id, ahead_s in steps:
             orders.set_clock_back(-ahead_s)
             run.save(checkpoint_id)
