@@ -7,6 +7,7 @@ calls the code under test itself: what may die, hang, or take all memory runs in
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -231,6 +232,8 @@ def serve(work: Path, found: Path, num_workers: int) -> None:
     """Run the cases of a file on some workers, and write down what they yield."""
     cases = pickle.loads(work.read_bytes())
     _load_libraries({case.function.partition(":")[0] for case in cases})
+    gc.collect()
+    gc.freeze()  # or a child's first collection touches, and so copies, all memory
     shares = [cases[number::num_workers] for number in range(num_workers)]
     left = {_start_worker(number, share, work.parent): len(share) for number, share in enumerate(shares)}
     outcomes = []
