@@ -6,6 +6,7 @@ calls the code under test itself: what may die, hang, or take all memory runs in
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -29,6 +30,7 @@ from tests.adversarial import shim
 from tests.adversarial.shim import Orders
 
 REPO = Path(__file__).parents[2]
+_PR_SET_PDEATHSIG = 1
 _LATE_S = 60.0
 """For one child, on a machine with others on it."""
 
@@ -154,6 +156,7 @@ class Child:
         group: int | None,
         memory_bytes: int | None,
     ) -> None:
+        _die_with_parent()
         if group is not None:
             os.setpgid(0, group)
         os.dup2(self._said.fileno(), 1)
@@ -264,12 +267,18 @@ def _start_worker(number: int, cases: Sequence[Case], folder: Path) -> Connectio
     if os.fork():
         there.close()
         return here
+    _die_with_parent()
     try:
         for at, case in enumerate(cases):
             there.send(_outcomes_of(case, folder / f"{number}-{at}"))
     except BaseException:
         traceback.print_exc()
     os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Whoever stops the campaign stops all of it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _outcomes_of(case: Case, folder: Path) -> list[Outcome]:
