@@ -60,6 +60,7 @@ READ_FAULTS: tuple[Fault, ...] = (
     *((named(error), Action.FAIL, error, 0) for error in (errno.EIO, errno.EACCES, errno.EINTR)),
     ("short read", Action.SHORT, 0, 0),
 )
+_ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _AGREE_S = 20.0
 _LATE_S = 45.0
 
@@ -221,17 +222,17 @@ def _save(topology: Topology, scenario: Scenario, root: Path, checkpoint_id: str
     """Save once; return "saved", or what was raised, and its sentence.
 
     Args:
-        variant: "" for what lies in the root before; otherwise the save goes on from that, and saves another state under its id.
+        variant: "" for what lies in the root before; otherwise another state is saved under the id.
     """
     options = MODES[scenario.mode] if variant else {"saves": MODES[scenario.mode].get("saves", SaveSettings())}
     if not variant and options["saves"].is_async:
         options = {}
     try:
-        with held_state.trainer(topology, root, checkpoint_id + variant, scenario.backend, **options) as run:
-            if variant:  # a run that goes on: what retention and overwriting may remove is its own
-                run.load_checkpoint()
-            run.save_checkpoint(checkpoint_id=checkpoint_id)
-            run.wait()
+        with held_state.Run(root, scenario.backend, topology, **options) as run:
+            if checkpoint_id != "1":  # a run that goes on: what retention and overwriting remove is its own
+                run.resume()
+            run.save(checkpoint_id, checkpoint_id + variant)
+            run.coordinator.wait()
     except CheckpointError as error:
         return type(error).__name__, str(error)
     return "saved", ""
@@ -301,7 +302,7 @@ def _why_not_told(ended: Sequence[Ended]) -> str:
     for one in ended:
         if one.how in ("raised", "late"):
             return f"a rank {one.how}: {one.value}"
-        if one.how == "died" and one.value not in (-signal.SIGKILL, -signal.SIGTERM):
+        if one.how == "died" and one.value not in (-signal.SIGKILL, *_ENDED):
             return f"a rank died by {one.value}"
     return ""
 

@@ -489,14 +489,14 @@ def _sizes() -> Iterator[Craft]:
         yield Craft(f"{file} is 200 GB of nothing", partial(_inflate, file))
     yield Craft("the manifest is 200 GB of nothing", lambda folder: os.truncate(folder / MANIFEST, 200 << 30))
     yield Craft(
-        "the manifest lists a million arrays",
+        "the manifest lists 300,000 arrays",
         partial(_repeat, "arrays", {"dtype": "float32", "shape": [1], "alias_of": LARGE}),
     )
     yield Craft(
-        "the manifest lists a million groups",
-        lambda f: edit_manifest(f, lambda t: t["topology"].update(groups={f"g{n}": [] for n in range(1_000_000)})),
+        "the manifest lists 300,000 groups",
+        lambda f: edit_manifest(f, lambda t: t["topology"].update(groups={f"g{n}": [] for n in range(300_000)})),
     )
-    yield Craft("the manifest lists a million files", partial(_repeat, "files", [0, "0" * 32]))
+    yield Craft("the manifest lists 300,000 files", partial(_repeat, "files", [0, "0" * 32]))
     yield Craft(
         "10^12 chunks of one element",
         lambda f: edit_manifest(
@@ -517,7 +517,7 @@ def _inflate(file: str, folder: Path) -> None:
 
 
 def _repeat(table: str, value: Any, folder: Path) -> None:
-    edit_manifest(folder, lambda tree: tree[table].update({f"model/x{n}": value for n in range(1_000_000)}))
+    edit_manifest(folder, lambda tree: tree[table].update({f"model/x{n}": value for n in range(300_000)}))
 
 
 def _bomb(folder: Path) -> None:

@@ -70,21 +70,22 @@ def trainer(topology: Topology, root: Path, checkpoint_id: str, backend: str, **
 
 
 class Run:
-    """A trainer on one rank whose state changes between its saves."""
+    """A trainer whose state changes between its saves. All ranks make one, and call all of it."""
 
-    def __init__(self, root: Path, backend: str, **options: Any) -> None:
-        self._components = components(state_of("", 0, 1))
+    def __init__(self, root: Path, backend: str, topology: Topology | None = None, **options: Any) -> None:
+        self._topology = topology or Topology.alone()
+        self._components = components(state_of("", self._topology.rank, self._topology.world_size))
         self.coordinator = coordinator(
-            Topology.alone(), root, self._components, backend=BACKENDS[backend], pattern_check="off", **options
+            self._topology, root, self._components, backend=BACKENDS[backend], pattern_check="off", **options
         )
 
     def resume(self) -> None:
         """Load the newest, as a run that goes on: what the runs before have saved is its own from then on."""
         self.coordinator.load_checkpoint()
 
-    def save(self, checkpoint_id: str) -> None:
-        """Let the components hold the state of an id, and save it under that."""
-        state = state_of(checkpoint_id, 0, 1)
+    def save(self, checkpoint_id: str, state_id: str | None = None) -> None:
+        """Let the components hold the state of an id, and save it under that, or under another."""
+        state = state_of(state_id or checkpoint_id, self._topology.rank, self._topology.world_size)
         for component in self._components:
             held: Any = component.stateful
             held.state = state[component.key]
