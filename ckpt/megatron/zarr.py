@@ -192,7 +192,7 @@ def load_megatron_common(checkpoint_dir: Path, *, allow_pickle: bool, unknown: U
     file = checkpoint_dir / COMMON_FILE
     if not file.is_file():
         _log.debug("%s holds %s", checkpoint_dir, sorted(os.listdir(checkpoint_dir)))
-        raise CorruptCheckpointError(f"{file} is missing. {NO_DIGESTS}")
+        raise CorruptCheckpointError(f"{file} does not exist. {NO_DIGESTS}")
     common = _unpickled(file, allow_pickle, unknown)
     if not isinstance(common, dict):
         raise ConfigurationError(f"{file} holds a {type(common).__name__}, where a state dict should be")
