@@ -9,6 +9,7 @@ from pathlib import Path
 import xxhash
 
 from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.core import other_format
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.held import NOTHING_HELD, HeldFiles
 from ckpt.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name
@@ -32,7 +33,8 @@ def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
         return (checkpoint_dir / MANIFEST_NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(
-            f"{checkpoint_dir} is not a checkpoint: it has no {MANIFEST_NAME}. Give the folder of a committed checkpoint."
+            other_format(checkpoint_dir)
+            or f"{checkpoint_dir} is not a checkpoint: it has no {MANIFEST_NAME}. Give the folder of a committed checkpoint."
         ) from error
 
 

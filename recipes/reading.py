@@ -16,6 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from ckpt.core import other_format
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, sentence
 from ckpt.incremental import DiskUse, disk_use, linked_with
 from ckpt.ledger import Committed, Ledger
@@ -109,6 +110,8 @@ def committed_below(root: Path) -> list[Committed]:
             f"{root} was written by Megatron-Core's zarr strategy; turn it into a checkpoint of this format with "
             f"python -m recipes.convert src={root} dst=<a new folder> to=zarr"
         )
+    if (other := other_format(root)) is not None:
+        raise CheckpointNotFoundError(other)
     if not root.exists():
         raise CheckpointNotFoundError(f"{root} does not exist; give a checkpoint or a folder of checkpoints as path=")
     below = root / "checkpoints"

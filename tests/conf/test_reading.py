@@ -137,7 +137,11 @@ def test_a_checkpoint_folder_without_manifest_is_a_problem_of_its_root(
 def test_a_path_that_is_neither_checkpoint_nor_root_is_one_sentence(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: str
 ) -> None:
+    other = root / "torch-dist"
+    other.mkdir()
+    (other / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     for given, said in (
+        (f"path={other}", "is a torch_dist checkpoint of Megatron-Core"),
         (f"path={root}/nope", f"{root}/nope does not exist; give a checkpoint or a folder of checkpoints as path="),
         (f"path={root.parent}", f"give path={root}"),
         (f"path={root}/checkpoint-00000001/{MANIFEST_NAME}", "is no checkpoint"),
