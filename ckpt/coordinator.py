@@ -5,12 +5,28 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ckpt.arguments import (
+    as_backend,
+    as_checkpoint_id,
+    as_components,
+    as_device,
+    as_folder,
+    as_groups,
+    as_saves,
+    as_strategy,
+    as_topology,
+    check_count,
+    check_flags,
+    check_keep_last,
+    check_seconds,
+    check_text,
+)
 from ckpt.backends.base import Backend
 from ckpt.background import Background
 from ckpt.device import Device
@@ -45,12 +61,13 @@ class CheckpointCoordinator:
 
     Args:
         state_components: what a checkpoint holds. Bare modules and optimizers are wrapped.
-        process_groups: name -> torch process group, or the global ranks of this rank's instance of it.
-        topology: ranks, nodes and the agreement between them.
+        process_groups: name -> torch process group, or the global ranks of this rank's instance of it; None: there are none.
+        topology: ranks, nodes and the agreement between them. None: the ranks of torch's default process group, or this process alone
+            where torch.distributed is not initialized.
         output_dir: the checkpoint root; made when the first save needs it.
-        backend: writes the storage format.
-        strategy: spreads a load over ranks.
-        device: where the tensors live.
+        backend: writes the storage format; or "zarr", "tensorstore" or "kimi-engine" for one with its defaults.
+        strategy: spreads a load over ranks; or "direct" or "two-stage".
+        device: where the tensors live; or "cpu", "cuda" or "npu".
         keep_last: how many checkpoints stay after a save; None keeps all.
         verify: check every byte that a load reads.
         config_text: stored as config.yaml in each checkpoint; its hash goes into the manifest.
@@ -70,19 +87,20 @@ class CheckpointCoordinator:
         last_load: what the newest load did.
 
     Raises:
-        ConfigurationError: two components share a key, or one names a group that does not exist, or `packed_mib` is below 1.
+        ConfigurationError: an argument is of a wrong type or value, two components share a key, or one names a group that does not
+            exist.
     """
 
     def __init__(
         self,
-        state_components: Sequence[StateComponent],
-        process_groups: Mapping[str, Any],
-        topology: Topology,
+        state_components: Iterable[StateComponent],
+        process_groups: Mapping[str, Any] | None,
+        topology: Topology | None,
         output_dir: str | Path,
         *,
-        backend: Backend,
-        strategy: LoadingStrategy,
-        device: Device,
+        backend: Backend | str,
+        strategy: LoadingStrategy | str,
+        device: Device | str,
         keep_last: int | None = None,
         verify: bool = True,
         config_text: str | None = None,
@@ -93,16 +111,20 @@ class CheckpointCoordinator:
         packed_mib: int = PACKED_BYTES >> 20,
         saves: SaveSettings = IN_THE_FOREGROUND,
     ) -> None:
+        self.output_dir = as_folder("output_dir", output_dir)
+        components = [dataclasses.replace(c, stateful=as_stateful(c.stateful)) for c in as_components(state_components)]
+        _require_distinct(components)
+        process_groups, saves = as_groups(process_groups), as_saves(saves)
+        backend, strategy, device = as_backend(backend), as_strategy(strategy), as_device(device)
+        check_keep_last(keep_last)
+        check_count("packed_mib", packed_mib, unit=" MiB")
+        check_seconds("stale_s", stale_s)
+        check_text("config_text", config_text)
+        check_flags(verify=verify, overwrite=overwrite, allow_pickle=allow_pickle)
+        topology = as_topology(topology)
         if process_groups:
             topology.name_groups(process_groups)
-        components = [dataclasses.replace(c, stateful=as_stateful(c.stateful)) for c in state_components]
-        _require_distinct(components)
         _require_groups(components, topology)
-        if packed_mib < 1:
-            raise ConfigurationError(
-                f"packed_mib is {packed_mib}; small tensors are packed in arrays of at least 1 MiB"
-            )
-        self.output_dir = Path(output_dir)
         self.last_save: SaveReport | None = None
         self.reports: list[SaveReport] = []
         self.last_load: LoadReport | None = None
@@ -161,7 +183,7 @@ class CheckpointCoordinator:
         return cls(components, groups_of(provider), topology, output_dir, **options)
 
     def save_checkpoint(
-        self, checkpoint_path: str | Path | None = None, checkpoint_id: str | None = None, validate: bool = False
+        self, checkpoint_path: str | Path | None = None, checkpoint_id: str | int | None = None, validate: bool = False
     ) -> str | None:
         """Save all components and return the path of the checkpoint.
 
@@ -173,7 +195,7 @@ class CheckpointCoordinator:
 
         Args:
             checkpoint_path: the folder to save to, instead of a name in output_dir; its last part is `checkpoint-<id>`.
-            checkpoint_id: default: the time of day, UTC, as the lead reads it. A number is taken for the step.
+            checkpoint_id: default: the time of day, UTC, as the lead reads it. A number is taken for the step; 5 is "00000005".
             validate: compare all copies that should be equal, by every bit, hold every declaration against what the ranks have, and
                 read everything back, before the commit.
 
@@ -186,6 +208,7 @@ class CheckpointCoordinator:
                 name it begins with.
         """
         started = time.perf_counter()
+        check_flags(validate=validate)
         root, checkpoint_id = self._target(checkpoint_path, checkpoint_id)
         if self._background is not None:
             self._learn(blocking=self._saves.when_busy == "wait")
@@ -336,9 +359,11 @@ class CheckpointCoordinator:
             CorruptCheckpointError: the named one, or all of them, are damaged.
             CheckpointError: anything else, the same on every rank.
         """
+        check_flags(strict=strict)
+        path = None if checkpoint_path is None else as_folder("checkpoint_path", checkpoint_path)
         self._learn(blocking=True)
-        if checkpoint_path is not None:
-            self.last_load = self._loader.load(Path(checkpoint_path), strict=strict, may_be_old=True)
+        if path is not None:
+            self.last_load = self._loader.load(path, strict=strict, may_be_old=True)
         else:
             self.last_load = self._load_newest(strict)
         if any(one.status is Status.FAILED for one in self.last_load.components):
@@ -386,12 +411,13 @@ class CheckpointCoordinator:
             for other in phase.payloads[0]
         }
 
-    def _target(self, checkpoint_path: str | Path | None, checkpoint_id: str | None) -> tuple[Path, str]:
+    def _target(self, checkpoint_path: str | Path | None, checkpoint_id: str | int | None) -> tuple[Path, str]:
+        named = None if checkpoint_id is None else as_checkpoint_id(checkpoint_id)
         if checkpoint_path is None:
-            return self.output_dir, checkpoint_id or self._id_of_now()
-        path = Path(checkpoint_path)
+            return self.output_dir, named or self._id_of_now()
+        path = as_folder("checkpoint_path", checkpoint_path)
         start, _, rest = path.name.partition("checkpoint-")
-        if start or not rest or checkpoint_id not in (None, rest):
+        if start or not rest or named not in (None, rest):
             raise ConfigurationError(
                 f"checkpoint_path {path} with checkpoint_id {checkpoint_id}: the last part of the path must be checkpoint-<id>, and agree "
                 "with the id where both are given"

@@ -31,6 +31,9 @@ _RUNTIMES = {"torch_npu": ("CANN", "install the CANN toolkit and source its set_
 _VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES",), "npu": ("ASCEND_RT_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES")}
 """Variables of the environment that hide devices."""
 
+_KNOWN = {"cpu": ("gloo", None), "cuda": ("nccl", None), "npu": ("hccl", "torch_npu")}
+"""Types of devices -> the collectives and the plugin that go with them."""
+
 _PINS_IN_PLACE = frozenset({"cuda"})
 """Devices whose runtime can page-lock memory that is there already (cudaHostRegister)."""
 
@@ -70,6 +73,20 @@ class Device:
         self.plugin = plugin
         self.pinned_bytes = pinned_mib << 20
         self._own: torch.device | None = None
+
+    @classmethod
+    def of_type(cls, type: str) -> Device:
+        """Make one of a type that is known here, with the collectives and the plugin that go with it.
+
+        Raises:
+            ConfigurationError: the type is not known, or names one device of several.
+        """
+        if type not in _KNOWN:
+            raise ConfigurationError(
+                f"device is {type!r}; expected one of {', '.join(_KNOWN)}, without a number, or Device(type=..., collectives=...)"
+            )
+        collectives, plugin = _KNOWN[type]
+        return cls(type=type, collectives=collectives, plugin=plugin)
 
     @property
     def torch_device(self) -> torch.device:

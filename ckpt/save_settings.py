@@ -14,6 +14,8 @@ _CHOICES = {
     "on_async_error": ("raise", "warn"),
 }
 _AT_LEAST_ONE = ("writer_cores", "writer_mib_s", "staging_budget_mib")
+_FLAGS = ("overlap", "incremental")
+_NUMBERS = ("grace_s", "incremental_min_live", *_AT_LEAST_ONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ class SaveSettings:
     incremental_min_live: float = 0.5
 
     def __post_init__(self) -> None:
+        for name in _FLAGS:
+            self._require_type(name, bool, "True or False")
+        for name in _NUMBERS:
+            if getattr(self, name) is not None:
+                self._require_type(name, (int, float), "a number")
         for name, choices in _CHOICES.items():
             value: Any = getattr(self, name)
             if value not in choices:
@@ -73,6 +80,11 @@ class SaveSettings:
             raise ConfigurationError(
                 f"save.incremental_min_live={self.incremental_min_live}: expected a fraction above 0, at most 1"
             )
+
+    def _require_type(self, name: str, kinds: type | tuple[type, ...], expected: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise ConfigurationError(f"saves.{name} is {value!r}; expected {expected}")
 
     @property
     def is_async(self) -> bool:

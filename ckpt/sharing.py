@@ -122,7 +122,7 @@ def check_component(
     Raises:
         ConfigurationError: naming the component, both choices and the way out.
     """
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", key):
+    if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", key):
         raise ConfigurationError(f"component key {key!r} may hold letters, digits, '_' and '-' only: it names a folder")
     try:
         pattern = SharingPattern(sharing_pattern)
