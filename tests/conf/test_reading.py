@@ -175,7 +175,10 @@ def test_inspect_shows_components_and_arrays_with_names_as_they_are(
     assert run(monkeypatch, "inspect", f"path={root}/checkpoint-00000001") == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert any(line.startswith("model replicated rank 0 rank 0 2 120") for line in lines)
-    assert any(line.startswith("model/big[red] bfloat16 300 x 200 120.0 kB zarr model/big%5Bred%5D") for line in lines)
+    assert any(
+        line.startswith("model/big[red] bfloat16 300 x 200 120.0 kB zarr model/big%5Bred%5D by rank 0")
+        for line in lines
+    )
     assert "model/small\\n int64 2 x 3 48 bytes packed by rank 0" in lines
 
 
