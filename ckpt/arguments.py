@@ -54,7 +54,7 @@ def as_device(given: Device | str) -> Device:
     """The device that is meant: an object, or the type of one that is known."""
     if isinstance(given, str):
         return Device.of_type(given)
-    return _object(given, Device, "device", "the type of a device, such as cpu or cuda, or a ckpt.device.Device")
+    return _object(given, Device, "device", "the type of a device, such as cpu, or a ckpt.device.Device")
 
 
 def as_topology(given: Topology | None) -> Topology:

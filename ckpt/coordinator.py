@@ -67,7 +67,7 @@ class CheckpointCoordinator:
         output_dir: the checkpoint root; made when the first save needs it.
         backend: writes the storage format; or "zarr", "tensorstore" or "kimi-engine" for one with its defaults.
         strategy: spreads a load over ranks; or "direct" or "two-stage".
-        device: where the tensors live; or "cpu", "cuda" or "npu".
+        device: where the tensors live; or its type, such as "cpu".
         keep_last: how many checkpoints stay after a save; None keeps all.
         verify: check every byte that a load reads.
         config_text: stored as config.yaml in each checkpoint; its hash goes into the manifest.
@@ -253,8 +253,8 @@ class CheckpointCoordinator:
         """
         if self._publisher is None:
             raise MissingStateError(
-                f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory. Say ckpt=kimi-engine, with "
-                "ckpt.pool=true and save.writer=thread"
+                f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory. Give it "
+                "backend=KimiEngineBackend(pool=True) and saves.writer='thread'"
             )
         return await self._publisher.publish(engine, step, component)
 

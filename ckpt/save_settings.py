@@ -65,20 +65,20 @@ class SaveSettings:
         for name, choices in _CHOICES.items():
             value: Any = getattr(self, name)
             if value not in choices:
-                raise ConfigurationError(f"save.{name}={value}: expected one of {', '.join(choices)}")
+                raise ConfigurationError(f"saves.{name}={value}: expected one of {', '.join(choices)}")
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigurationError(f"save.{name}={value}: expected at least 1, or null for no limit")
+                raise ConfigurationError(f"saves.{name}={value}: expected at least 1, or nothing for no limit")
         if self.overlap and self.mode == "sync":
             raise ConfigurationError(
-                "save.overlap=true copies the state beside training, which save.mode=sync waits for: say save.mode=async, too"
+                "saves.overlap=True copies the state beside training, which saves.mode=sync waits for: give saves.mode=async, too"
             )
         if not self.grace_s >= 0:
-            raise ConfigurationError(f"save.grace_s={self.grace_s}: expected at least 0 seconds")
+            raise ConfigurationError(f"saves.grace_s={self.grace_s}: expected at least 0 seconds")
         if not 0 < self.incremental_min_live <= 1:
             raise ConfigurationError(
-                f"save.incremental_min_live={self.incremental_min_live}: expected a fraction above 0, at most 1"
+                f"saves.incremental_min_live={self.incremental_min_live}: expected a fraction above 0, at most 1"
             )
 
     def _require_type(self, name: str, kinds: type | tuple[type, ...], expected: str) -> None:

@@ -14,6 +14,7 @@ from ckpt.doctor import Verdict
 from ckpt.errors import ConfigurationError
 from ckpt.topology import Topology
 from recipes.reading import add_row, console, full_line, table_of
+from recipes.sentences import in_config_words
 from recipes.training import set_up
 
 
@@ -56,7 +57,7 @@ def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         "parallel": training.layout.name,
         "world_size": topology.world_size,
         "steps": cfg["doctor"]["steps"],
-        "components": [one.to_json() for one in coordinator.diagnose()],
+        "components": [one.to_json() | {"sentence": in_config_words(one.sentence)} for one in coordinator.diagnose()],
     }
 
 

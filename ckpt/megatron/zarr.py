@@ -241,8 +241,8 @@ def load_megatron_object(
 def _unpickled(file: Path, allow_pickle: bool, unknown: Unknown) -> Any:
     if not allow_pickle:
         raise ConfigurationError(
-            f"{file} is a pickle, which is read only where that is asked for: load with allow_pickle=True, or "
-            "load.allow_pickle=true on the command line. Then tensors, plain values and containers are made of it, and nothing that "
+            f"{file} is a pickle, which is read only where that is asked for: load with "
+            "allow_pickle=True. Then tensors, plain values and containers are made of it, and nothing that "
             "it holds is run."
         )
     return unpickle(file, unknown=unknown)

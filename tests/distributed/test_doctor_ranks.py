@@ -344,7 +344,7 @@ def test_the_three_common_mistakes_of_data_parallel_runs_are_told_apart(tmp_path
     )
     assert "optimizer is declared PER_RANK, but ranks 0 and 1 hold equal bits" in optimizer["sentence"]
     assert "rng is declared REPLICATED, but ranks 0 and 1 differ in `python`" in rng["sentence"]
-    assert rng["sentence"].endswith("every rank has its own: declare it with components.rng.sharing_pattern=per_rank")
+    assert rng["sentence"].endswith("every rank has its own: set components.rng.sharing_pattern=per_rank")
 
 
 def run_doctor(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> int:
