@@ -235,7 +235,7 @@ class Background:
             self._has_told = True
             _log.warning(
                 "the copy of rank %d's share takes %.0f MiB of host memory, of which it may take %.0f: training waits while what came "
-                "before is written. Give save.staging_budget_mib more, or shard over more ranks.",
+                "before is written. Give saves.staging_budget_mib more, or shard over more ranks.",
                 self._topology.rank,
                 whole / 2**20,
                 max(least, limit) / 2**20,
@@ -277,7 +277,7 @@ class Background:
         def go_on(num_bytes: int) -> None:
             if self._given_up.is_set():
                 raise SaveAbandonedError(
-                    f"rank {self._topology.rank} was asked to end, and the save did not within save.grace_s={self._settings.grace_s:g}"
+                    f"rank {self._topology.rank} was asked to end, and the save did not within saves.grace_s={self._settings.grace_s:g}"
                 )
             progress(num_bytes)
 

@@ -7,13 +7,29 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ckpt.arguments import (
+    as_backend,
+    as_checkpoint_id,
+    as_components,
+    as_device,
+    as_folder,
+    as_groups,
+    as_saves,
+    as_strategy,
+    as_topology,
+    check_count,
+    check_flags,
+    check_keep_last,
+    check_seconds,
+    check_text,
+)
 from ckpt.backends.base import Backend
 from ckpt.background import Background
 from ckpt.device import Device
@@ -29,7 +45,6 @@ from ckpt.incremental import linked_with
 from ckpt.keeping import keeper_of
 from ckpt.ledger import ROOT_OWNER
 from ckpt.loading import Loader, committed_newest_first
-from ckpt.names import local_path
 from ckpt.overlap import Optimizers
 from ckpt.owner import FolderLock
 from ckpt.provider import Provider, components_of, groups_of
@@ -59,12 +74,13 @@ class CheckpointCoordinator:
 
     Args:
         state_components: what a checkpoint holds. Bare modules and optimizers are wrapped.
-        process_groups: name -> torch process group, or the global ranks of this rank's instance of it.
-        topology: ranks, nodes and the agreement between them.
+        process_groups: name -> torch process group, or the global ranks of this rank's instance of it; None: there are none.
+        topology: ranks, nodes and the agreement between them. None: the ranks of torch's default process group, or this process alone
+            where torch.distributed is not initialized.
         output_dir: the checkpoint root; made when the first save needs it.
-        backend: writes the storage format.
-        strategy: spreads a load over ranks.
-        device: where the tensors live.
+        backend: writes the storage format; or "zarr", "tensorstore" or "kimi-engine" for one with its defaults.
+        strategy: spreads a load over ranks; or "direct" or "two-stage".
+        device: where the tensors live; or its type, such as "cpu".
         keep_last: how many checkpoints of this run stay in the root after a save; None keeps all. Those of a run that it was resumed
             from, by loading a checkpoint of the same root, are its own; those of others stay, and do not count.
         verify: check every byte that a load reads.
@@ -87,20 +103,20 @@ class CheckpointCoordinator:
         last_load: what the newest load did.
 
     Raises:
-        ConfigurationError: two components share a key, or one names a group that does not exist, or `packed_mib` is below 1, or
-            `output_dir` is the address of an object store.
+        ConfigurationError: an argument is of a wrong type or value, two components share a key, one names a group that does not
+            exist, or `output_dir` is the address of an object store.
     """
 
     def __init__(
         self,
-        state_components: Sequence[StateComponent],
-        process_groups: Mapping[str, Any],
-        topology: Topology,
+        state_components: Iterable[StateComponent],
+        process_groups: Mapping[str, Any] | None,
+        topology: Topology | None,
         output_dir: str | Path,
         *,
-        backend: Backend,
-        strategy: LoadingStrategy,
-        device: Device,
+        backend: Backend | str,
+        strategy: LoadingStrategy | str,
+        device: Device | str,
         keep_last: int | None = None,
         verify: bool = True,
         config_text: str | None = None,
@@ -112,16 +128,20 @@ class CheckpointCoordinator:
         packed_mib: int = PACKED_BYTES >> 20,
         saves: SaveSettings = IN_THE_FOREGROUND,
     ) -> None:
+        self.output_dir = as_folder("output_dir", output_dir)
+        components = [dataclasses.replace(c, stateful=as_stateful(c.stateful)) for c in as_components(state_components)]
+        _require_distinct(components)
+        process_groups, saves = as_groups(process_groups), as_saves(saves)
+        backend, strategy, device = as_backend(backend), as_strategy(strategy), as_device(device)
+        check_keep_last(keep_last)
+        check_count("packed_mib", packed_mib, unit=" MiB")
+        check_seconds("stale_s", stale_s)
+        check_text("config_text", config_text)
+        check_flags(verify=verify, overwrite=overwrite, shared_root=shared_root, allow_pickle=allow_pickle)
+        topology = as_topology(topology)
         if process_groups:
             topology.name_groups(process_groups)
-        components = [dataclasses.replace(c, stateful=as_stateful(c.stateful)) for c in state_components]
-        _require_distinct(components)
         _require_groups(components, topology)
-        if packed_mib < 1:
-            raise ConfigurationError(
-                f"packed_mib is {packed_mib}; small tensors are packed in arrays of at least 1 MiB"
-            )
-        self.output_dir = local_path(output_dir, "output_dir")
         self._run_ids: tuple[str | None, ...] = (secrets.token_hex(8),)
         self._shared_root = shared_root
         self._stale_s = stale_s
@@ -184,7 +204,7 @@ class CheckpointCoordinator:
         return cls(components, groups_of(provider), topology, output_dir, **options)
 
     def save_checkpoint(
-        self, checkpoint_path: str | Path | None = None, checkpoint_id: str | None = None, validate: bool = False
+        self, checkpoint_path: str | Path | None = None, checkpoint_id: str | int | None = None, validate: bool = False
     ) -> str | None:
         """Save all components and return the path of the checkpoint.
 
@@ -196,7 +216,7 @@ class CheckpointCoordinator:
 
         Args:
             checkpoint_path: the folder to save to, instead of a name in output_dir; its last part is `checkpoint-<id>`.
-            checkpoint_id: default: the time of day, UTC, as the lead reads it. A number is taken for the step.
+            checkpoint_id: default: the time of day, UTC, as the lead reads it. A number is taken for the step; 5 is "00000005".
             validate: compare all copies that should be equal, by every bit, hold every declaration against what the ranks have, and
                 read everything back, before the commit.
 
@@ -209,6 +229,7 @@ class CheckpointCoordinator:
                 name it begins with.
         """
         started = time.perf_counter()
+        check_flags(validate=validate)
         root, checkpoint_id = self._named(checkpoint_path, checkpoint_id)
         if self._background is not None:
             self._learn(blocking=self._saves.when_busy == "wait")
@@ -245,8 +266,8 @@ class CheckpointCoordinator:
         """
         if self._publisher is None:
             raise MissingStateError(
-                f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory. Say ckpt=kimi-engine, with "
-                "ckpt.pool=true and save.writer=thread"
+                f"{component} of step {step} cannot be published: this coordinator keeps nothing in memory. Give it "
+                "backend=KimiEngineBackend(pool=True) and saves.writer='thread'"
             )
         return await self._publisher.publish(engine, step, component)
 
@@ -386,9 +407,10 @@ class CheckpointCoordinator:
             CorruptCheckpointError: the named one, or all of them, are damaged.
             CheckpointError: anything else, the same on every rank.
         """
+        check_flags(strict=strict)
+        path = None if checkpoint_path is None else as_folder("checkpoint_path", checkpoint_path)
         self._learn(blocking=True)
-        if checkpoint_path is not None:
-            path = local_path(checkpoint_path, "checkpoint_path")
+        if path is not None:
             self.last_load = self._loader.load(path, strict=strict, may_be_old=True)
         else:
             self.last_load = self._load_newest(strict)
@@ -492,12 +514,13 @@ class CheckpointCoordinator:
     def _is_home(self, root: Path) -> bool:
         return os.path.realpath(root) == os.path.realpath(self.output_dir)
 
-    def _named(self, checkpoint_path: str | Path | None, checkpoint_id: str | None) -> tuple[Path, str]:
+    def _named(self, checkpoint_path: str | Path | None, checkpoint_id: str | int | None) -> tuple[Path, str]:
+        named = None if checkpoint_id is None else as_checkpoint_id(checkpoint_id)
         if checkpoint_path is None:
-            return self.output_dir, checkpoint_id or self._id_of_now()
-        path = local_path(checkpoint_path, "checkpoint_path")
+            return self.output_dir, named or self._id_of_now()
+        path = as_folder("checkpoint_path", checkpoint_path)
         start, _, rest = path.name.partition("checkpoint-")
-        if start or not rest or checkpoint_id not in (None, rest):
+        if start or not rest or named not in (None, rest):
             raise ConfigurationError(
                 f"checkpoint_path {path} with checkpoint_id {checkpoint_id}: the last part of the path must be checkpoint-<id>, and agree "
                 "with the id where both are given"

@@ -21,6 +21,9 @@ CONFIG_FNAME = "metadata.json"
 MOST_CONFIG_BYTES = 1 << 20
 """Far more than any `metadata.json` has."""
 
+TORCH_DIST = "torch_dist"
+"""The backend of Megatron-Core's checkpoints in the format of torch.distributed.checkpoint."""
+_DCP_METADATA = ".metadata"
 _DIGEST = "digest"
 
 CheckpointingException = CheckpointError
@@ -71,6 +74,27 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {sentence(error)}") from error
     return _parsed(path, data)
+
+
+def other_format(checkpoint_dir: str | os.PathLike[str]) -> str | None:
+    """Say which format a folder is in, and what can be done, if it is a known one that is not read here; else None. Any rank."""
+    folder = Path(checkpoint_dir)
+    try:
+        config = maybe_load_config(folder)
+    except CheckpointError:  # somebody else's file of that name
+        config = None
+    if config is not None and config.sharded_backend == TORCH_DIST:
+        return (
+            f"{folder} is a {TORCH_DIST} checkpoint of Megatron-Core, in the format of torch.distributed.checkpoint, whose metadata is "
+            "a pickle; this format is not read here. Load it with Megatron-Core, and save the state that it returns with ckpt.save; "
+            "Megatron-Core's zarr checkpoints are read directly"
+        )
+    if config is None and (folder / _DCP_METADATA).is_file():
+        return (
+            f"{folder} is a checkpoint of torch.distributed.checkpoint, whose metadata is a pickle; this format is not read here. "
+            "Load it into your model with torch.distributed.checkpoint.load, and save the model with a CheckpointCoordinator"
+        )
+    return None
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:

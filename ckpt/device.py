@@ -31,6 +31,9 @@ _RUNTIMES = {"torch_npu": ("CANN", "install the CANN toolkit and source its set_
 _VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES",), "npu": ("ASCEND_RT_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES")}
 """Variables of the environment that hide devices."""
 
+_KNOWN = {"cpu": ("gloo", None), "cuda": ("nccl", None), "npu": ("hccl", "torch_npu")}
+"""Types of devices -> the collectives and the plugin that go with them."""
+
 _PINS_IN_PLACE = frozenset({"cuda"})
 """Devices whose runtime can page-lock memory that is there already (cudaHostRegister)."""
 
@@ -64,12 +67,26 @@ class Device:
 
     def __init__(self, *, type: str, collectives: str, plugin: str | None = None, pinned_mib: int = 128) -> None:
         if pinned_mib < 1:
-            raise ConfigurationError(f"device.pinned_mib={pinned_mib}: give 1 or more")
+            raise ConfigurationError(f"pinned_mib={pinned_mib} of the device: give 1 or more")
         self.type = type
         self.collectives = collectives
         self.plugin = plugin
         self.pinned_bytes = pinned_mib << 20
         self._own: torch.device | None = None
+
+    @classmethod
+    def of_type(cls, type: str) -> Device:
+        """Make one of a type that is known here, with the collectives and the plugin that go with it.
+
+        Raises:
+            ConfigurationError: the type is not known, or names one device of several.
+        """
+        if type not in _KNOWN:
+            raise ConfigurationError(
+                f"device is {type!r}; expected one of {', '.join(_KNOWN)}, without a number, or Device(type=..., collectives=...)"
+            )
+        collectives, plugin = _KNOWN[type]
+        return cls(type=type, collectives=collectives, plugin=plugin)
 
     @property
     def torch_device(self) -> torch.device:
@@ -104,7 +121,7 @@ class Device:
         if not torch.distributed.is_backend_available(self.collectives):
             raise DeviceUnavailableError(
                 f"device={self.type}: torch {torch.__version__} has no {self.collectives} collectives; install one that has, "
-                "or give device.collectives=gloo"
+                "or give the device collectives=gloo"
             )
 
     def use(self, local_rank: int) -> None:
@@ -121,7 +138,7 @@ class Device:
         if local_rank >= num_devices:
             raise DeviceUnavailableError(
                 f"device={self.type}: local rank {local_rank} has no device of its own, this host shows {num_devices}; "
-                f"start at most {num_devices} ranks here: launch.nproc_per_node={num_devices}"
+                f"start at most {num_devices} ranks here"
             )
         self._own = torch.device(self.type, local_rank)
         module.set_device(self._own)
@@ -163,8 +180,8 @@ class Device:
         if set(states) != {"cpu", *generators}:
             raise ConfigurationError(
                 f"the checkpoint holds the states of the generators {_listed(states)}, this rank has "
-                f"{_listed(('cpu', *generators))}: say components.rng.elastic=derive to go on from others that follow from the run's "
-                "seed, resume on as many devices of the same type, or leave the component out with ~components.rng"
+                f"{_listed(('cpu', *generators))}: declare component rng with elastic=derive to go on from others that follow from the "
+                "run's seed, resume on as many devices of the same type, or leave component rng out"
             )
         torch.set_rng_state(states["cpu"].cpu())
         for name, at in generators.items():
@@ -182,8 +199,8 @@ class Device:
             return torch.get_device_module(self.type)
         except RuntimeError as error:
             raise DeviceUnavailableError(
-                f"device.type={self.type}: torch {torch.__version__} knows no such device; choose device=cpu, or name "
-                "the package that registers it in device.plugin"
+                f"device={self.type}: torch {torch.__version__} knows no such device; choose device=cpu, or give the device the "
+                "package that registers it as plugin"
             ) from error
 
 

@@ -66,11 +66,10 @@ class Sharing:
     def __str__(self) -> str:
         return self.pattern.name + (f" {self.group}" if self.group else "")
 
-    def overrides(self, component: str) -> str:
-        """What to write on a command line to declare it."""
-        where = f"components.{component}"
-        group = f" {where}.process_group_name={self.group}" if self.group else ""
-        return f"{where}.sharing_pattern={self.pattern.value}{group}"
+    def declaration(self, component: str) -> str:
+        """What to do to declare it."""
+        group = f" and process_group_name={self.group}" if self.group else ""
+        return f"declare component {component} with sharing_pattern={self.pattern.value}{group}"
 
     def sets(self, ranks: Ranks) -> Sets:
         """The sets of ranks of which each should hold one state."""
@@ -211,7 +210,7 @@ def _truth(component: str, found: Sequence[Sharing], conflicts: Sequence[Differe
     if not found:
         return "no pattern fits pieces of one tensor that are not equal on the ranks that hold them: make them equal before the save"
     best = found[0]
-    to_declare = f"declare it with {best.overrides(component)}"
+    to_declare = best.declaration(component)
     match best.pattern:
         case SharingPattern.PER_GROUP:
             return f"the group whose members agree is {best.group}: {to_declare}"
@@ -255,7 +254,7 @@ def _remark(component: str, declared: Sharing, found: Sequence[Sharing], seen: S
             return ""
         return (
             f"{component} is declared GLOBAL, so rank 0 writes it alone, but all {len(ranks.world)} ranks hold equal bits of it: "
-            f"as REPLICATED they share the writing, and can be compared ({best.overrides(component)})"
+            f"as REPLICATED they share the writing, and can be compared: {best.declaration(component)}"
         )
     copies = declared.sets(ranks)
     needed = 1 if best.pattern is SharingPattern.SHARDED else len(best.sets(ranks))
@@ -264,8 +263,8 @@ def _remark(component: str, declared: Sharing, found: Sequence[Sharing], seen: S
         return ""
     return (
         f"{component} is declared {declared}, but ranks {again[0]} and {again[1]} hold equal bits, which are saved once for each "
-        f"of {len(copies)} copies, {num_bytes / 1e6:.6g} MB more than need be; as {best} nothing is saved twice "
-        f"({best.overrides(component)})"
+        f"of {len(copies)} copies, {num_bytes / 1e6:.6g} MB more than need be; as {best} nothing is saved twice: "
+        f"{best.declaration(component)}"
     )
 
 

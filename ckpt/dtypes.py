@@ -30,6 +30,8 @@ _ZARR_NAMES: dict[torch.dtype, str] = {
     torch.complex128: "complex128",
 }
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _ZARR_NAMES.items()}
+STORABLE = tuple(_ZARR_NAMES)
+"""Every type that arrays of a checkpoint can have."""
 _WITHOUT_PLACEMENTS = frozenset((torch.Tensor, torch.nn.Parameter))
 _SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

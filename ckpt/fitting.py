@@ -92,8 +92,8 @@ def _prefix_of_copy(source: Source, component: StateComponent) -> str | None:
     if component.elastic == "rebuild":
         return None
     raise WorldSizeError(
-        f"component {component.key} has elastic=refuse: {moved}. Run on the ranks that saved it, set "
-        f"components.{component.key}.elastic=null, or leave it out with ~components.{component.key}.",
+        f"component {component.key} has elastic=refuse: {moved}. Run on the ranks that saved it, "
+        f"declare component {component.key} with elastic=None, or leave component {component.key} out.",
         component=component.key,
     )
 
@@ -104,8 +104,8 @@ def _any_copy(source: Source, component: StateComponent, changed: WorldSizeError
     if differing is not None:
         raise WorldSizeError(
             f"component {component.key} has elastic=replica, which takes any copy where all are equal, but the saved ones differ in "
-            f"{differing}, and it was {source.moved(component)}. Run on the same ones, set components.{component.key}.elastic to "
-            f"repartition, derive or rebuild, or leave it out with ~components.{component.key}.",
+            f"{differing}, and it was {source.moved(component)}. Run on the same ones, declare component {component.key} with "
+            f"elastic=repartition, derive or rebuild, or leave component {component.key} out.",
             component=component.key,
         ) from changed
     return source.prefixes(component)[0]
@@ -117,9 +117,8 @@ def _require_present(source: Source, component: StateComponent, strict: bool) ->
     if not (component.required and strict):
         raise MissingStateError("not in the checkpoint", component=component.key)
     raise MissingStateError(
-        f"component {component.key} is not in the checkpoint, which has: {some_of(list(source.component_keys())) or 'none'}. Leave it "
-        f"out with ~components.{component.key}, "
-        f"set components.{component.key}.required=false, or load with load.strict=false.",
+        f"component {component.key} is not in the checkpoint, which has: {some_of(list(source.component_keys())) or 'none'}. "
+        f"Leave component {component.key} out, declare component {component.key} with required=False, or load with strict=False.",
         component=component.key,
     )
 

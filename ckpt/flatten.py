@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckpt")
 
 PathPart = str | int | tuple[int | str, str]
-"""A step into a nested state dict: a dictionary key, (position, "list" | "tuple"), or (JSON of a key of another type, "key")."""
+"""A step into a nested state dict: a dictionary key, (position, "list" | "tuple"), (attribute, "Namespace" | "SimpleNamespace"), or
+(JSON of a key of another type, "key")."""
 Path = tuple[PathPart, ...]
 TensorLeaf = torch.Tensor | ShardedTensor
 _TENSORS = (torch.Tensor, ShardedTensor)
@@ -60,7 +61,7 @@ class Leaves:
 def flatten(state_dict: Mapping[Any, Any], what: str) -> Leaves:
     """Flatten a nested state dict; keys are joined with `.`.
 
-    Dictionaries are entered, lists and tuples only where they hold a tensor somewhere, so a list of numbers stays one leaf.
+    Dictionaries are entered; lists, tuples and namespaces only where they hold a tensor somewhere, so a list of numbers stays one leaf.
 
     Args:
         what: the component, for messages.
@@ -96,7 +97,7 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any,
 
 
 def path_to_json(path: Path) -> list[Any]:
-    """A path as JSON: a string or number is a dictionary key, [position, kind] an element of a list or tuple."""
+    """A path as JSON: a string or number is a dictionary key, [position or attribute, kind] a part of a list, tuple or namespace."""
     return [list(part) if isinstance(part, tuple) else part for part in path]
 
 
@@ -339,13 +340,17 @@ def _reduce_unknown(member: UnknownObject) -> tuple[Any, ...]:
     return from_json, (to_json(member, "an enum member"),)
 
 
-def _namespace(made: Any, data: Any) -> Any:
+def _filled(namespace: Any, attributes: Mapping[Any, Any]) -> Any:
     """Fill a namespace. Its constructor takes no attribute that is called `self`, or by no string."""
+    vars(namespace).update(attributes)
+    return namespace
+
+
+def _attributes(data: Any) -> dict[Any, Any]:
     attributes = _value(data)
     if type(attributes) is not dict:
         raise Refused("a namespace has attributes")
-    vars(made).update(attributes)
-    return made
+    return attributes
 
 
 def _items(data: Any) -> list[Any]:
@@ -408,6 +413,7 @@ def _dtypes() -> Mapping[str, torch.dtype]:
 _UNKNOWN_ENUMS: dict[type[UnknownObject], tuple[str, str]] = {}
 """What stands in for the enum classes that this process does not have: the class -> (module, class) of the enum."""
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_NAMESPACE_OF: dict[str, type[Any]] = {kind.__name__: kind for kind in _NAMESPACES}
 _OF_NONSENSE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
 _AS_THEY_ARE = frozenset((str, int, float, bool, type(None)))
 _NOT_FINITE = {repr(number): number for number in (math.nan, math.inf, -math.inf)}
@@ -421,8 +427,8 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
     "~set": lambda data: set(_items(data)),
     "~frozenset": lambda data: frozenset(_items(data)),
     "~Size": lambda data: torch.Size(msgspec.convert(data, list[int])),
-    "~Namespace": lambda data: _namespace(argparse.Namespace(), data),
-    "~SimpleNamespace": lambda data: _namespace(types.SimpleNamespace(), data),
+    "~Namespace": lambda data: _filled(argparse.Namespace(), _attributes(data)),
+    "~SimpleNamespace": lambda data: _filled(types.SimpleNamespace(), _attributes(data)),
     "~dtype": _dtype,
     "~enum": _enum_from_json,
     "~BytesIO": lambda data: io.BytesIO(_bytes(data)),
@@ -462,15 +468,25 @@ def _add_leaf(leaves: Leaves, value: Any, key: str, path: Path, what: str) -> No
 def _children(value: Any) -> Iterable[tuple[PathPart, Any]]:
     if isinstance(value, Mapping):
         return ((_step(key), child) for key, child in value.items())
+    if type(value) in _NAMESPACES:
+        kind = type(value).__name__
+        return (((name, kind), child) for name, child in vars(value).items())
     kind = "tuple" if isinstance(value, tuple) else "list"
     return (((position, kind), child) for position, child in enumerate(value))
 
 
 def _is_entered(value: Any) -> bool:
-    """Whether a value, which is no tensor, is a dictionary of leaves or a list that holds a tensor, and no leaf itself."""
+    """Whether a value, which is no tensor, is a dictionary, or a list or namespace that holds a tensor, and no leaf itself."""
     if isinstance(value, dict | Mapping):
         return bool(value)
-    return isinstance(value, list | tuple) and _holds_tensor(value)
+    return _is_entered_for_tensors(value) and _holds_tensor(value)
+
+
+def _is_entered_for_tensors(value: Any) -> bool:
+    """Whether a value is of a type that is taken apart where it holds tensors, and whose parts have names that a path can hold."""
+    if type(value) in _NAMESPACES:
+        return all(type(name) is str for name in vars(value))
+    return isinstance(value, list | tuple)
 
 
 def _step(key: Any) -> PathPart:
@@ -486,11 +502,11 @@ def _holds_tensor(value: Any) -> bool:
         return True
     if isinstance(value, Mapping):
         return any(_holds_tensor(child) for child in value.values())
-    return isinstance(value, list | tuple) and any(_holds_tensor(child) for child in value)
+    return _is_entered_for_tensors(value) and any(_holds_tensor(child) for _, child in _children(value))
 
 
-class _Sequence(dict[int, Any]):
-    """A list or tuple while it is being filled."""
+class _Parts(dict[int | str, Any]):
+    """A list, tuple or namespace while it is being filled."""
 
     kind = "list"
 
@@ -509,14 +525,16 @@ def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
             return
         below = path[at + 1]
         if key not in here:
-            here[key] = _Sequence() if _is_position(below) else {}
+            here[key] = _Parts() if _is_position(below) else {}
             if isinstance(below, tuple) and _is_position(below):
                 here[key].kind = below[1]
         here = here[key]
 
 
 def _close(value: Any) -> Any:
-    if isinstance(value, _Sequence):
+    if isinstance(value, _Parts) and value.kind in _NAMESPACE_OF:
+        return _filled(_NAMESPACE_OF[value.kind](), {name: _close(child) for name, child in value.items()})
+    if isinstance(value, _Parts):
         items = [_close(value[position]) for position in sorted(value)]
         return tuple(items) if value.kind == "tuple" else items
     return {key: _close(child) for key, child in value.items()} if type(value) is dict else value

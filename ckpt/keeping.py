@@ -100,15 +100,15 @@ class Keeper:
         """
         neighbours = len(topology.nodes[topology.node_rank])
         if self._budget_mib is not None:
-            room, what = self._budget_mib << 20, f"save.staging_budget_mib={self._budget_mib}"
+            room, what = self._budget_mib << 20, f"saves.staging_budget_mib={self._budget_mib}"
         else:
             room = self.pool.num_bytes + psutil.virtual_memory().available // neighbours
             what = f"the {room >> 20} MiB that this host has free for each of its ranks"
         wanted = self._num_copies * num_bytes
         if wanted > room:
             raise ConfigurationError(
-                f"ckpt.pool=true keeps what rank {topology.rank} writes in host memory, {wanted / 2**20:.0f} MiB, which is more than "
-                f"{what}: give it more, shard over more ranks, or say ckpt.pool=false"
+                f"KimiEngineBackend(pool=True) keeps what rank {topology.rank} writes in host memory, {wanted / 2**20:.0f} MiB, which is "
+                f"more than {what}: give it more, shard over more ranks, or take KimiEngineBackend(pool=False)"
             )
 
     def rooms(self, save: PooledSave, share: Share, backend: Backend) -> Mapping[int, torch.Tensor]:

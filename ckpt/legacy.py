@@ -61,7 +61,7 @@ def not_allowed(folder: Path, files: Sequence[str]) -> CheckpointNotFoundError:
     """What to raise for an old checkpoint where nobody has said that pickles may be read."""
     return CheckpointNotFoundError(
         f"{folder} has no {MANIFEST_NAME}; it looks like an old checkpoint of pickled files ({files[0]}, ...). To read tensors and "
-        "plain values from them, and nothing else, set load.allow_pickle=true (allow_pickle=True of the coordinator)."
+        "plain values from them, and nothing else, load with allow_pickle=True."
     )
 
 
@@ -114,7 +114,7 @@ class OldSource:
         if moved is not None:
             raise WorldSizeError(
                 f"component {component.key} is {was.value}, and {moved}. Run on the ranks, nodes or groups that saved it, or "
-                f"leave the component out with ~components.{component.key}.",
+                f"leave component {component.key} out.",
                 component=component.key,
             )
         return self._prefixes_here(component, copies)[self._topology.rank]
@@ -191,8 +191,8 @@ class OldSource:
             if declared not in found and len(found) != 1:
                 raise MissingStateError(
                     f"component {component.key} is declared {component.pattern.value}, and the old checkpoint has files of it for "
-                    f"{' and '.join(kind.value for kind in found) or 'other groups'}; declare what should count with "
-                    f"components.{component.key}.sharing_pattern=<pattern>",
+                    f"{' and '.join(kind.value for kind in found) or 'other groups'}; declare what should count: "
+                    f"declare component {component.key} with sharing_pattern={' or '.join(kind.value for kind in found) or '...'}",
                     component=component.key,
                 )
             kind = declared if declared in found else next(iter(found))

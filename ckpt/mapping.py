@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -42,6 +43,8 @@ __all__ = [
     "apply_factory_merges",
     "is_main_replica",
 ]
+
+logger = logging.getLogger(__name__)
 
 Coordinates = tuple[npt.NDArray[np.intp], ...]
 """Per dimension, the index of every element."""

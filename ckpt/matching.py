@@ -256,9 +256,7 @@ def settle(
     if not component.required:
         return ComponentReport(key, Status.SKIPPED, what, 0, wanted, misfits)
     way_out = (
-        f"leave it out with ~components.{key}"
-        if nothing
-        else "with load.strict=false to leave these out, which keep their values"
+        f"leave component {key} out" if nothing else "with strict=False to leave these out, which keep their values"
     )
     raise MissingStateError(
         f"component {key}: {what}. Load into the model it was saved from, or {way_out}.", component=key
@@ -378,7 +376,7 @@ def _unfit(label: str, dtype: str, shape: tuple[int, ...], saved: ArrayEntry, co
         return ShapeMismatchError(
             f"{label}: the checkpoint holds global shape {list(saved.shape)}, this run asks for "
             f"{list(shape)}. Restore with the model "
-            f"it was saved from, or leave the component out with ~components.{component}.",
+            f"it was saved from, or leave component {component} out.",
             component=component,
         )
     return ShapeMismatchError(

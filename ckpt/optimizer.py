@@ -19,7 +19,7 @@ from ckpt.errors import ShapeMismatchError, ShardingError
 from ckpt.mapping import LocalNonpersistentObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 from ckpt.utils import extract_sharded_tensors_and_factories
 
-_log = logging.getLogger("ckpt")
+logger = logging.getLogger(__name__)
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -49,7 +49,7 @@ def get_param_id_to_sharded_param_map(
     numbers = get_optim_param_to_id_map(optim_params_iter)
     found = {numbers[id(one.data)]: one for one in nested_values(sharded) if id(one.data) in numbers}
     if numbers and not found:
-        _log.warning(
+        logger.warning(
             "none of the optimizer's %d parameters is in the model's sharded state dict: make that with keep_vars=True, so that it "
             "holds the parameters and not copies",
             len(numbers),

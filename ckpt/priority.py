@@ -50,7 +50,7 @@ def in_background(num_cores: int | None = None, *, local_rank: int = 0) -> None:
         ConfigurationError: no core is left.
     """
     if num_cores is not None and num_cores < 1:
-        raise ConfigurationError(f"save.writer_cores={num_cores}: give 1 or more, or null for all cores")
+        raise ConfigurationError(f"saves.writer_cores={num_cores}: give 1 or more, or nothing for all cores")
     if sys.platform != "linux":  # elsewhere priorities are the process's
         return
     thread = threading.get_native_id()
@@ -85,7 +85,7 @@ class Throttle:
 
     def __init__(self, mib_s: float) -> None:
         if not mib_s > 0:
-            raise ConfigurationError(f"save.writer_mib_s={mib_s}: give more than 0, or null for no limit")
+            raise ConfigurationError(f"saves.writer_mib_s={mib_s}: give more than 0, or nothing for no limit")
         self._bytes_s = mib_s * (1 << 20)
         self._lock = threading.Lock()
         self._due = time.monotonic()

@@ -248,9 +248,9 @@ def unequal(
     more = f"; and in {left} more {'entry' if left == 1 else 'entries'}" if left else ""
     return ReplicationError(
         f"component {component} should be the same on ranks {_ranks(ranks)}, but differs from rank {reference} in "
-        f"{'; '.join(named)}{more}. Choose another sharing pattern with components.{component}.sharing_pattern, or list the "
-        "entries that are each rank's own in the object's attribute rank_private, or compare nothing with "
-        f"components.{component}.validation_level=none."
+        f"{'; '.join(named)}{more}. Choose another sharing_pattern, or list the "
+        "entries that are each rank's own in the object's attribute rank_private, or compare nothing: "
+        f"declare component {component} with validation_level=none."
     )
 
 

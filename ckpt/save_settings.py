@@ -23,6 +23,8 @@ _OF_THE_BACKGROUND = {
     "on_async_error": "raise",
 }
 """Settings of saves in the background, with the values that say nothing."""
+_FLAGS = ("overlap", "incremental")
+_NUMBERS = ("grace_s", "incremental_min_live", *_AT_LEAST_ONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +68,34 @@ class SaveSettings:
     incremental_min_live: float = 0.5
 
     def __post_init__(self) -> None:
+        for name in _FLAGS:
+            self._require_type(name, bool, "True or False")
+        for name in _NUMBERS:
+            if getattr(self, name) is not None:
+                self._require_type(name, (int, float), "a number")
         for name, choices in _CHOICES.items():
             value: Any = getattr(self, name)
             if value not in choices:
-                raise ConfigurationError(f"save.{name}={value}: expected one of {', '.join(choices)}")
+                raise ConfigurationError(f"saves.{name}={value}: expected one of {', '.join(choices)}")
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigurationError(f"save.{name}={value}: expected at least 1, or null for no limit")
+                raise ConfigurationError(f"saves.{name}={value}: expected at least 1, or nothing for no limit")
         if self.mode == "sync":
             for name, nothing in _OF_THE_BACKGROUND.items():
                 if getattr(self, name) != nothing:
                     raise self.without_effect(name)
         if not self.grace_s >= 0:
-            raise ConfigurationError(f"save.grace_s={self.grace_s}: expected at least 0 seconds")
+            raise ConfigurationError(f"saves.grace_s={self.grace_s}: expected at least 0 seconds")
         if not 0 < self.incremental_min_live <= 1:
             raise ConfigurationError(
-                f"save.incremental_min_live={self.incremental_min_live}: expected a fraction above 0, at most 1"
+                f"saves.incremental_min_live={self.incremental_min_live}: expected a fraction above 0, at most 1"
             )
+
+    def _require_type(self, name: str, kinds: type | tuple[type, ...], expected: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise ConfigurationError(f"saves.{name} is {value!r}; expected {expected}")
 
     @property
     def is_async(self) -> bool:
@@ -93,6 +105,6 @@ class SaveSettings:
         """The error of a setting of saves in the background, with `mode="sync"`."""
         value = getattr(self, name)
         return ConfigurationError(
-            f"save.{name}={'true' if value is True else value} has no effect with save.mode=sync, for training waits until the checkpoint "
-            f"is committed: give save.mode=async, or leave save.{name} out"
+            f"saves.{name}={value} has no effect with saves.mode=sync, for training waits until the checkpoint is committed: give "
+            f"saves.mode=async, or leave saves.{name} out"
         )

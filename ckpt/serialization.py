@@ -58,7 +58,7 @@ from ckpt.validation import (
     verify_checkpoint_and_load_strategy,
 )
 
-_log = logging.getLogger("ckpt")
+logger = logging.getLogger(__name__)
 
 
 def save(

@@ -43,7 +43,7 @@ def shared_memory(num_bytes: int) -> torch.Tensor:
         OSError: there is not enough of it.
     """
     if not hasattr(os, "memfd_create"):
-        raise ConfigurationError("save.writer=process needs Linux, for memfd_create; say save.writer=thread")
+        raise ConfigurationError("saves.writer='process' needs Linux, for memfd_create; give saves.writer='thread'")
     fd = os.memfd_create("ckpt-staging", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, -(-max(num_bytes, 1) // _PAGE) * _PAGE)

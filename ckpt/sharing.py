@@ -122,7 +122,7 @@ def check_component(
     Raises:
         ConfigurationError: naming the component, both choices and the way out.
     """
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", key):
+    if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", key):
         raise ConfigurationError(f"component key {key!r} may hold letters, digits, '_' and '-' only: it names a folder")
     try:
         pattern = SharingPattern(sharing_pattern)
@@ -132,7 +132,7 @@ def check_component(
     if pattern is SharingPattern.PER_GROUP and not process_group_name:
         raise ConfigurationError(
             f"component {key}: sharing_pattern=per_group needs process_group_name, the group whose members hold equal "
-            f"state; set components.{key}.process_group_name=... or choose another pattern"
+            "state; give it, or choose another pattern"
         )
     if process_group_name and pattern is not SharingPattern.PER_GROUP:
         raise ConfigurationError(
@@ -286,7 +286,7 @@ def _require_elastic(component: StateComponent) -> None:
             raise ConfigurationError(
                 f"component {component.key}: elastic={component.elastic} lets the object decide what a change of ranks means, but "
                 f"{type(component.stateful).__name__} has no method {method}; add it (ckpt.statefuls.Elastic says what it "
-                f"does), or set components.{component.key}.elastic=null"
+                f"does), or declare component {component.key} with elastic=None"
             )
 
 
@@ -304,5 +304,5 @@ def _require_inside(
     if not inside:
         raise ShardingError(
             f"component {component.key} is {component.pattern.value}, but {key} {across}, beyond {list(mine)} which should "
-            f"have a state of their own; set components.{component.key}.sharing_pattern=sharded"
+            f"have a state of their own; declare component {component.key} with sharing_pattern=sharded"
         )

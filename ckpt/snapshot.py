@@ -219,7 +219,7 @@ class Snapshot:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise StateChangedError(
                 f"{changed[0]}{more} was written to while the save was still copying it: between the call and the step of its optimizer "
-                "nothing may change a parameter in place; call wait_for_snapshot() before what does, or save with save.overlap=false"
+                "nothing may change a parameter in place; call wait_for_snapshot() before what does, or save with saves.overlap=False"
             )
         assert self._contribution is not None
         self._contribution.require_unchanged()

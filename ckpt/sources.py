@@ -129,8 +129,8 @@ class CommittedSource:
         moved = self.moved(component)
         if moved is not None:
             raise WorldSizeError(
-                f"component {component.key} is {was.value} and was {moved}. {_same_ones(was, self._manifest.world_size)}, or leave the "
-                f"component out with ~components.{component.key}.",
+                f"component {component.key} is {was.value} and was {moved}. {_same_ones(was, self._manifest.world_size)}, or leave "
+                f"component {component.key} out.",
                 component=component.key,
             )
         return _own_prefix(was, saved.group_name or "", self._topology)
@@ -241,8 +241,7 @@ class CommittedSource:
         if here is not None and there is not None and here.instances != there.instances:
             raise MissingStateError(
                 f"component {component.key} was saved per_group of {then} and is now declared per_group of {now}, whose members are "
-                f"others. Declare it components.{component.key}.process_group_name={then}, or leave it out with "
-                f"~components.{component.key}.",
+                f"others: declare component {component.key} with process_group_name={then}, or leave component {component.key} out.",
                 component=component.key,
             )
 
@@ -265,8 +264,8 @@ def require_same_kind(component: StateComponent, was: SharingPattern) -> None:
     if was is not now and (was in OWN_COPIES or now in OWN_COPIES):
         raise MissingStateError(
             f"component {component.key} was saved as {was.value} and is now declared {now.value}, so "
-            "it is not clear whose state to load. "
-            f"Declare it components.{component.key}.sharing_pattern={was.value}, or leave it out with ~components.{component.key}.",
+            "it is not clear whose state to load: "
+            f"declare component {component.key} with sharing_pattern={was.value}, or leave component {component.key} out.",
             component=component.key,
         )
 
@@ -292,7 +291,7 @@ def moved(manifest: CheckpointManifest, key: str, topology: Topology) -> str | N
 def _same_ones(pattern: SharingPattern, world_size: int) -> str:
     """What to run on, as advice, so that every copy is whose it was."""
     if pattern is SharingPattern.PER_RANK:
-        return f"Run on {world_size} ranks (launch.nproc_per_node={world_size})"
+        return f"Run on {world_size} ranks"
     return "Run on the same nodes" if pattern is SharingPattern.PER_NODE else "Run with the same groups"
 
 

@@ -12,6 +12,7 @@ import xxhash
 from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.consistency import MAX_FILE_BYTES, check_index
+from ckpt.core import other_format
 from ckpt.errors import CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.held import NOTHING_HELD, HeldFiles
 from ckpt.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name
@@ -42,7 +43,8 @@ def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
             return folder.read(MANIFEST_NAME, MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(
-            f"{checkpoint_dir} is not a checkpoint: it has no {MANIFEST_NAME}. Give the folder of a committed checkpoint."
+            other_format(checkpoint_dir)
+            or f"{checkpoint_dir} is not a checkpoint: it has no {MANIFEST_NAME}. Give the folder of a committed checkpoint."
         ) from error
 
 

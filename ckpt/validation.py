@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt.core import CONFIG_FNAME, maybe_load_config
+from ckpt.core import CONFIG_FNAME, maybe_load_config, other_format
 from ckpt.dict_utils import nested_values
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.job import current_topology
@@ -20,6 +20,7 @@ from ckpt.sharded.strictness import (
     CkptShardedMetadata,
     StrictHandling,
     adjust_non_strict_load,
+    logger,
     maybe_report_missing_and_unexpected_keys,
     parse_strict_flag,
     validate_integrity_and_strict_load,
@@ -41,6 +42,7 @@ __all__ = [
     "adjust_non_strict_load",
     "compare_common",
     "determine_global_metadata",
+    "logger",
     "maybe_report_missing_and_unexpected_keys",
     "parse_strict_flag",
     "validate_integrity_and_strict_load",
@@ -111,12 +113,19 @@ def verify_checkpoint_and_load_strategy(
     saved = maybe_load_config(checkpoint_dir)
     if saved is None:
         raise CheckpointNotFoundError(
-            f"{checkpoint_dir} is not a distributed checkpoint: it has no {CONFIG_FNAME}, which is written last; take a checkpoint "
+            other_format(checkpoint_dir)
+            or f"{checkpoint_dir} is not a distributed checkpoint: it has no {CONFIG_FNAME}, which is written last; take a checkpoint "
             "whose save has ended"
         )
-    sharded = _sharded_loader(sharded_strategy or (saved.sharded_backend, saved.sharded_backend_version))
+    try:
+        sharded = _sharded_loader(sharded_strategy or (saved.sharded_backend, saved.sharded_backend_version))
+        sharded.check_backend_compatibility(saved.sharded_backend)
+    except ConfigurationError as error:
+        other = other_format(checkpoint_dir)  # for which a program may have registered a strategy
+        if other is None:
+            raise
+        raise ConfigurationError(other) from error
     common = _common_loader(common_strategy or (saved.common_backend, saved.common_backend_version))
-    sharded.check_backend_compatibility(saved.sharded_backend)
     sharded.check_version_compatibility(saved.sharded_backend_version)
     common.check_backend_compatibility(saved.common_backend)
     common.check_version_compatibility(saved.common_backend_version)

@@ -265,5 +265,5 @@ def _unpickled(data: bytes, what: str) -> Any:
             raise
         raise ConfigurationError(
             f"{what} cannot be made anew in the writer process: {sentence(error)}. Define its classes in a module that can be "
-            "imported, not in the program itself, or say save.writer=thread."
+            "imported, not in the program itself, or give saves.writer='thread'."
         ) from error

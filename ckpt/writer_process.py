@@ -183,7 +183,7 @@ class _Child:
     def _popen(self, given: dict[str, Any], module: str) -> subprocess.Popen[bytes]:
         if not sys.executable:
             raise ConfigurationError(
-                "save.writer=process needs sys.executable, which is empty here; say save.writer=thread"
+                "saves.writer='process' needs sys.executable, which is empty here; give saves.writer='thread'"
             )
         given |= {
             "parent": os.getpid(),
@@ -411,8 +411,8 @@ def _pickled(thing: Any, what: str) -> bytes:
         if isinstance(error, CheckpointError):
             raise
         raise ConfigurationError(
-            f"{what} cannot be sent to a writer process: {sentence(error)}. Make it something that can be pickled, or say "
-            "save.writer=thread."
+            f"{what} cannot be sent to a writer process: {sentence(error)}. Make it something that can be pickled, or give "
+            "saves.writer='thread'."
         ) from error
 
 

@@ -18,6 +18,7 @@ from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
+from ckpt.core import other_format
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.exporting import Selection, export, select, select_of_megatron
 from ckpt.manifest import MANIFEST_NAME
@@ -227,6 +228,8 @@ def _is_megatron(src: Path) -> bool:
         raise CheckpointNotFoundError(f"src={src} does not exist")
     if _is_checkpoint(src):
         return not (src / MANIFEST_NAME).is_file()
+    if (other := other_format(src)) is not None:
+        raise CheckpointNotFoundError(f"src: {other}")
     below = sorted(path for path in src.iterdir() if _is_checkpoint(path)) if src.is_dir() else []
     hint = f"; below it there is src={below[-1]}" if below else ""
     raise CheckpointNotFoundError(

@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from ckpt.doctor import Verdict
 from ckpt.errors import ConfigurationError
 from ckpt.topology import Topology
-from recipes.reading import add_row, console, table_of
+from recipes.reading import add_row, console, full_line, table_of
+from recipes.sentences import in_config_words
 from recipes.training import set_up
 
 
@@ -56,7 +57,7 @@ def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         "parallel": training.layout.name,
         "world_size": topology.world_size,
         "steps": cfg["doctor"]["steps"],
-        "components": [one.to_json() for one in coordinator.diagnose()],
+        "components": [one.to_json() | {"sentence": in_config_words(one.sentence)} for one in coordinator.diagnose()],
     }
 
 
@@ -67,10 +68,11 @@ def show(result: Mapping[str, Any], *, as_json: bool) -> int:
         print(json.dumps({"ok": not lost, **result}, indent=2))
         return 1 if lost else 0
     ranks = "1 rank" if result["world_size"] == 1 else f"{result['world_size']} ranks"
-    table = table_of("component", "declared", "found", "verdict", "")
+    table = table_of("component", "declared", "found", "verdict")
     table.title = f"{result['parallel']} on {ranks}, after {result['steps']} steps"
     for one in result["components"]:
         found = one["found"][0] if one["found"] else "nothing that fits"
-        add_row(table, one["component"], one["declared"], found, one["verdict"], one["sentence"])
-    console().print(table)
+        add_row(table, one["component"], one["declared"], found, one["verdict"])
+    sentences = [full_line(one["sentence"]) for one in result["components"] if one["sentence"]]
+    console().print(table, *sentences, sep="\n")
     return 1 if lost else 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from rich import box
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.checkpoint_files import CheckpointFolder
+from ckpt.core import other_format
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, sentence
 from ckpt.incremental import DiskUse, disk_use, linked_with
 from ckpt.ledger import Committed, Ledger
@@ -120,6 +122,8 @@ def committed_below(root: Path) -> list[Committed]:
             f"{root} was written by Megatron-Core's zarr strategy; turn it into a checkpoint of this format with "
             f"python -m recipes.convert src={root} dst=<a new folder> to=zarr"
         )
+    if (other := other_format(root)) is not None:
+        raise CheckpointNotFoundError(other)
     if not root.exists():
         raise CheckpointNotFoundError(f"{root} does not exist; give a checkpoint or a folder of checkpoints as path=")
     below = root / "checkpoints"
@@ -209,27 +213,25 @@ def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, A
 
 
 def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int) -> None:
+    """Components that all checkpoints hold stand once above the table, problems below it: there they have the whole width."""
     table = table_of(
-        "checkpoint",
-        "committed (UTC)",
-        "ranks",
-        "components",
-        "arrays",
-        "size",
-        "files",
-        "unique",
-        right=(2, 4, 5, 6, 7),
+        "checkpoint", "committed\n(UTC)", "ranks", "arrays", "size", "files", "unique", right=(2, 3, 4, 5, 6), wide=(0,)
     )
+    sound = [row for row in rows if row["problem"] is None]
+    alike = len({tuple(row["components"]) for row in sound}) == 1
     for row in rows:
-        start = Path(row["path"]).name, row["timestamp"][:19].replace("T", " ")
+        name, when = Path(row["path"]).name, row["timestamp"][:19].split("T")
         use = decimal(row["apparent_bytes"]), decimal(row["unique_bytes"])
         if row["problem"] is not None:
-            add_row(table, *start, "", row["problem"], "", "", *use)
+            add_row(table, name, when, "damaged", "", "", *use)
             continue
-        size = decimal(row["size_bytes"])
-        add_row(table, *start, str(row["world_size"]), ", ".join(row["components"]), str(row["num_arrays"]), size, *use)
-    head = f"{root}: {_counted(len(rows), 'checkpoint')}, the oldest commit first, {decimal(on_disk)} on disk"
-    console().print(Text(printable(head)), table, sep="\n")
+        first = name if alike else (name, f"  {', '.join(row['components'])}")
+        add_row(table, first, when, str(row["world_size"]), str(row["num_arrays"]), decimal(row["size_bytes"]), *use)
+    head = [f"{root}: {_counted(len(rows), 'checkpoint')}, the oldest commit first, {decimal(on_disk)} on disk"]
+    head += [f"components: {', '.join(sound[0]['components'])}"] if alike else []
+    problems = [f"{Path(row['path']).name}: {row['problem']}" for row in rows if row["problem"] is not None]
+    below = ["", *map(full_line, problems)] if problems else []
+    console().print(*map(full_line, head), "", table, *below, sep="\n")
 
 
 def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse) -> None:
@@ -240,14 +242,14 @@ def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse) -> 
         f"{decimal(use.apparent_bytes)} in files, {decimal(use.unique_bytes)} of them its own"
     )
     components = table_of("component", "pattern", "group", "written by", "equal on", "arrays", "size", right=(5, 6))
-    arrays = table_of("array", "dtype", "shape", "size", "where", right=(3,))
+    arrays = table_of("array", "dtype", "shape", "size", "where", right=(3,), wide=(0, 4))
     for one in (manifest, *_below(path, manifest).values()):
         for key, component in one.components.items():
             num_arrays, size = str(len(one.arrays_of(key))), decimal(component.size_bytes)
             add_row(components, key, *_component_cells(component), num_arrays, size)
         for name, entry in one.arrays.items():
-            add_row(arrays, name, entry.dtype, _shape(entry.shape), decimal(entry.num_bytes), _where(entry))
-    console().print(Text(printable(head)), components, arrays, sep="\n")
+            add_row(arrays, name, entry.dtype, _shape(entry.shape), decimal(entry.num_bytes), _where(entry, name))
+    console().print(full_line(head), "", components, "", arrays, sep="\n")
 
 
 def _component_cells(component: ComponentManifest) -> tuple[str, str, str, str]:
@@ -255,13 +257,16 @@ def _component_cells(component: ComponentManifest) -> tuple[str, str, str, str]:
     return component.sharing_pattern, component.group_name or "", _ranks(component.ranks), equal_on
 
 
-def _where(entry: ArrayEntry) -> str:
+def _where(entry: ArrayEntry, name: str) -> str:
+    """Its folder is named where that is not the array's own name, its chunks where there are several."""
     if entry.alias_of is not None:
         return f"is {entry.alias_of}"
     if entry.packed_in:
         return f"packed by {_ranks(entry.packed_in)}"
     writers = _ranks(rank for rank, _, _ in entry.writers)
-    return f"{entry.store} {entry.path} in chunks of {_shape(entry.grid or ())} by {writers}"
+    folder = "" if entry.path == name else f" {entry.path}"
+    chunks = "" if entry.grid in (None, entry.shape) else f", in chunks of {_shape(entry.grid or ())}"
+    return f"{entry.store}{folder} by {writers}{chunks}"
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -285,23 +290,33 @@ def _counted(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def table_of(*columns: str, right: Sequence[int] = ()) -> Table:
-    """A table with these headings.
+def table_of(*columns: str, right: Sequence[int] = (), wide: Sequence[int] | None = None) -> Table:
+    """A table with these headings. Nothing in it is ever cut off: a text that has no room goes on in the next line.
 
     Args:
-        right: numbers of the columns that hold numbers.
+        right: numbers of the columns that hold numbers, which stay in one line.
+        wide: numbers of the columns that may be folded; None: all but those.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number in right else "left", overflow="fold")
+        folds = number not in right if wide is None else number in wide
+        justify: Literal["left", "right"] = "right" if number in right else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=not folds)
     return table
 
 
-def add_row(table: Table, *cells: str) -> None:
-    """Add a row of text, shown as it is."""
-    table.add_row(*(Text(printable(cell)) for cell in cells))
+def add_row(table: Table, *cells: str | Sequence[str]) -> None:
+    """Add a row of texts, shown as they are; a cell of several is as many lines."""
+    rows = ([cell] if isinstance(cell, str) else cell for cell in cells)
+    table.add_row(*(Text("\n".join(map(printable, lines))) for lines in rows))
+
+
+def full_line(text: str) -> Text:
+    """A line of text, shown as it is, folded where the console ends."""
+    return Text(printable(text), overflow="fold")
 
 
 def console() -> Console:
-    """Where tables are printed: as wide as the terminal, or wide enough for a pipe."""
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    """Where tables are printed: as wide as the terminal or as COLUMNS says, or wide enough for a pipe."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(file=sys.stdout, width=None if known else _PIPE_WIDTH, highlight=False)

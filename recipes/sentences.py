@@ -36,7 +36,37 @@ def sentence_of(error: BaseException, conf: Path, config_name: str) -> str:
         return _of_hydra(error, conf, config_name)
     from ckpt.errors import sentence
 
-    return sentence(error)
+    return in_config_words(sentence(error))
+
+
+_VALUES = {"None": "null", "True": "true", "False": "false"}
+_CONFIG_WORDS: tuple[tuple[str, str], ...] = (
+    (r"\bdeclare component ([\w-]+) with (\w+)=([\w-]+) and (\w+)=", r"set components.\1.\2=\3 components.\1.\4="),
+    (r"\bdeclare component ([\w-]+) with (\w+)=", r"set components.\1.\2="),
+    (r"\b([Ll])eave component ([\w-]+) out\b(?! with)", r"\1eave component \2 out with ~components.\2"),
+    (r"\bbackend=KimiEngineBackend\(pool=True\)", "ckpt=kimi-engine, ckpt.pool=true"),
+    (r"\bKimiEngineBackend\(pool=(\w+)\)", r"ckpt.pool=\1"),
+    (r"\b(group|transport)=(\w+) of TwoStageLoad\b", r"strategy.\1=\2"),
+    (r"\bpinned_mib=(\S+) of the device\b", r"device.pinned_mib=\1"),
+    (r"\bgive the device collectives=", "give device.collectives="),
+    (r"\bstart at most (\d+) ranks here(?!:)", r"start at most \1 ranks here: launch.nproc_per_node=\1"),
+    (r"(?<![\w.])backend=", "ckpt="),
+    (r"(?<![\w.])saves\.(?=\w)", "save."),
+    (r"(?<![\w.])(max_in_flight_mib|cpu_transfer)\b", r"strategy.\1"),
+    (r"(?<![\w.])(strict|allow_pickle)=", r"load.\1="),
+    (r"\bRun on (\d+) ranks(?! \()", r"Run on \1 ranks (launch.nproc_per_node=\1)"),
+    (r"(?<![\w.])(kvstore|compressors|buffer_mib)=", r"ckpt.\1="),
+    (r"(?<![\w.])rollout_dtype=", "engine.rollout_dtype="),
+    (r"(?<![\w.])keep_last is\b", "save.keep_last is"),
+)
+"""How the library's sentences name its arguments -> how a command line names them."""
+
+
+def in_config_words(said: str) -> str:
+    """Return a sentence of the library with the keys of the config in place of the library's arguments."""
+    for pattern, key in _CONFIG_WORDS:
+        said = re.sub(pattern, key, said)
+    return re.sub(r"(?<=[\w]\.)(\w+)=(None|True|False)\b", lambda found: f"{found[1]}={_VALUES[found[2]]}", said)
 
 
 def _of_hydra(error: HydraException, conf: Path, config_name: str) -> str:

@@ -11,13 +11,15 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from recipes.report import SUMMARY_NAME
 
-COLUMNS = ("save s", "load s", "blocked s", "written", "read", "state digest")
+COLUMNS = ("save s", "load s", "blocked", "written", "read", "digest")
 
 
 class SweepTable(Callback):
@@ -73,40 +75,77 @@ def show(folder: Path) -> None:
         print(f"sweep.json, sweep.txt and sweep.svg are in {folder}", flush=True)
 
 
-def table_of(rows: list[dict[str, Any]]) -> Table:
-    """Return the rows as a rich table. A failed job's row holds its sentence; overrides of all jobs stand below it."""
-    failed = any(row["error"] for row in rows)
+def table_of(rows: list[dict[str, Any]]) -> Group:
+    """Return the rows as a table that fits 80 columns, with what a failed job says below it.
+
+    A job's own overrides stand each on a line, under the last part of the key; those of all jobs, and the keys in full, stand once
+    below the table. sweep.json has everything in full.
+    """
     common = [override for override in rows[0]["overrides"] if all(override in row["overrides"] for row in rows[1:])]
     common = common if len(rows) > 1 else []
+    own = [[one.partition("=") for one in row["overrides"] if one not in common] for row in rows]
+    short = short_names([key for of_job in own for key, _, _ in of_job])
     table = Table(
-        title=f"{len(rows)} jobs: seconds of one save and one load, bytes of one checkpoint over all ranks",
-        caption=f"in all jobs: {' '.join(common)}" if common else None,
+        title=f"{len(rows)} jobs: seconds of a save and a load, bytes of one checkpoint",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
     )
+    table.add_column("job", justify="right", no_wrap=True)
     table.add_column("overrides", overflow="fold")
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "state digest" else "right", no_wrap=True)
-    if failed:
-        table.add_column("error")
-    for row in rows:
-        own = " ".join(override for override in row["overrides"] if override not in common)
-        table.add_row(Text(own), *_cells(row), *([Text(row["error"] or "")] if failed else []))
-    return table
+        table.add_column(name, justify="left" if name == "digest" else "right", no_wrap=True)
+    digits = _digest_digits(rows)
+    for number, (row, of_job) in enumerate(zip(rows, own, strict=True)):
+        lines = [_line(f"{short[key]}{sign}", value) for key, sign, value in of_job]
+        table.add_row(str(number), Text("\n".join(lines)), *_cells(row, digits))
+    notes = [f"in all jobs: {' '.join(common)}"] if common else []
+    shortened = [key for key, name in short.items() if name != key]
+    notes += [f"keys in full: {', '.join(shortened)}"] if shortened else []
+    notes += [f"job {number} failed: {row['error']}" for number, row in enumerate(rows) if row["error"]]
+    return Group(table, *(Text(note, overflow="fold") for note in notes))
 
 
+def short_names(keys: list[str]) -> dict[str, str]:
+    """Name each dotted key by its last part, or by as many as tell it from the others."""
+    names = {}
+    for key in keys:
+        parts = key.split(".")
+        shorter = [".".join(parts[-n:]) for n in range(1, len(parts) + 1)]
+        others = [f".{other}" for other in keys if other != key]
+        names[key] = next(name for name in shorter if name == key or not any(o.endswith(f".{name}") for o in others))
+    return names
+
+
+def _line(key: str, value: str) -> str:
+    """An override on one line, or, if it is long, its value on the next one."""
+    return f"{key}{value}" if len(key) + len(value) <= _OVERRIDE_WIDTH else f"{key}\n  {value}"
+
+
+_OVERRIDE_WIDTH = 20
+"""Characters that are left for an override in 80 columns."""
 _WIDTH = 200
 """Characters of the table where no terminal sets a width."""
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], digest_digits: int) -> list[str]:
     if row["error"]:
-        return [""] * len(COLUMNS)
-    seconds = [_number(row[name], "{:.3f}") for name in ("save_s", "load_s", "blocked_s")]
-    sizes = [_number(row[name], "{:,}") for name in ("bytes_written", "bytes_read")]
-    return [*seconds, *sizes, row["state_digest"]]
+        return ["failed", *[""] * (len(COLUMNS) - 1)]
+    seconds = [_seconds(row[name]) for name in ("save_s", "load_s", "blocked_s")]
+    sizes = ["-" if row[name] is None else decimal(row[name]) for name in ("bytes_written", "bytes_read")]
+    return [*seconds, *sizes, row["state_digest"][:digest_digits]]
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+def _digest_digits(rows: list[dict[str, Any]]) -> int:
+    """How many digits tell all digests of the table apart: 8, as good as always."""
+    digests = {row["state_digest"] for row in rows if not row["error"]}
+    return next(n for n in range(8, 33) if n == 32 or len({digest[:n] for digest in digests}) == len(digests))
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value < 100 else f"{value:.1f}"
 
 
 def _mean(values: list[float]) -> float | None:

@@ -57,7 +57,7 @@ class Buffers:
 
     def __init__(self, *, buffer_mib: int, direct_io: bool) -> None:
         if buffer_mib < 1:
-            raise ConfigurationError(f"ckpt.buffer_mib={buffer_mib}: give 1 or more")
+            raise ConfigurationError(f"buffer_mib={buffer_mib}: give 1 or more")
         self._num_bytes = (buffer_mib << 20) // NUM_BUFFERS
         self._idle: list[list[memoryview]] = []
         self._told_of_links = False
@@ -86,7 +86,7 @@ class Buffers:
             _log.log(
                 logging.WARNING if tell else logging.DEBUG,
                 "%s: this file system takes no direct writes (%s); saving through the page cache, which takes more of the "
-                "processor. Say ckpt.direct_io=false to save so from the start.",
+                "processor. A backend with direct_io=False does so from the start.",
                 path,
                 error.strerror,
             )

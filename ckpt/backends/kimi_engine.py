@@ -386,7 +386,7 @@ def _filling_headers(
     elif header.num_bytes > MOST_HEADER_BYTES:
         raise StorageError(
             f"{len(expected[0][1])} tensors, of which {expected[0][1][0].content.key!r} is one, would lie in one safetensors file "
-            f"whose header takes {header.num_bytes} bytes, and readers take {MOST_HEADER_BYTES}. Save with ckpt=zarr or ckpt=tensorstore."
+            f"whose header takes {header.num_bytes} bytes; readers take {MOST_HEADER_BYTES}. Save with backend=zarr or backend=tensorstore."
         )
     else:
         yield header, expected

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 
 _STORES: dict[str, Callable[[], Backend]] = {}
+
+BACKENDS: Mapping[str, Callable[[], Backend]] = {
+    "zarr": lambda: import_module("ckpt.backends.zarr").ZarrBackend(),
+    "tensorstore": lambda: import_module("ckpt.backends.tensorstore").TensorStoreBackend(),
+    "kimi-engine": lambda: import_module("ckpt.backends.kimi_engine").KimiEngineBackend(),
+}
+"""The backends of this package by the names that users know, each imported when it is made."""
 
 
 def register_store(store: str, make: Callable[[], Backend]) -> None:
@@ -27,17 +34,32 @@ def backend_of_store(store: str) -> Backend:
         register_default_stores()
     if store not in _STORES:
         raise CorruptCheckpointError(f"the manifest names the store {store!r}; known are {', '.join(sorted(_STORES))}")
-    try:
-        return _STORES[store]()
-    except ImportError as error:
+    return _made(_STORES[store], f"reading chunks of the store {store!r}")
+
+
+def backend_named(name: str) -> Backend:
+    """Return a new backend with its defaults, by one of the names in `BACKENDS`.
+
+    Raises:
+        ConfigurationError: there is no such name, or the backend's library is not installed.
+    """
+    if name not in BACKENDS:
         raise ConfigurationError(
-            f"reading chunks of the store {store!r} needs the package {error.name}, which is not installed: "
-            f"pip install {error.name}"
-        ) from error
+            f"backend is {name!r}; expected one of {', '.join(BACKENDS)}, or an object such as ZarrBackend()"
+        )
+    return _made(BACKENDS[name], f"the backend {name}")
 
 
 def register_default_stores() -> None:
     """Register the backends of this package, each imported only when it is needed."""
-    register_store("zarr", lambda: import_module("ckpt.backends.zarr").ZarrBackend())
-    register_store("safetensors", lambda: import_module("ckpt.backends.kimi_engine").KimiEngineBackend())
-    register_store("ocdbt", lambda: import_module("ckpt.backends.tensorstore").TensorStoreBackend())
+    for store, name in (("zarr", "zarr"), ("safetensors", "kimi-engine"), ("ocdbt", "tensorstore")):
+        register_store(store, BACKENDS[name])
+
+
+def _made(make: Callable[[], Backend], what: str) -> Backend:
+    try:
+        return make()
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{what} needs the package {error.name}, which is not installed: pip install {error.name}"
+        ) from error

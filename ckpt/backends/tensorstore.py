@@ -72,7 +72,7 @@ class TensorStoreBackend:
 
     def __init__(self, *, kvstore: str = "ocdbt", direct_io: bool = True, buffer_mib: int = 32) -> None:
         if kvstore not in ("ocdbt", "file"):
-            raise ConfigurationError(f"ckpt.kvstore={kvstore!r} is not known; choose ocdbt or file")
+            raise ConfigurationError(f"kvstore={kvstore!r} is not known; choose ocdbt or file")
         self._in_database = kvstore == "ocdbt"
         self.store = "ocdbt" if self._in_database else "zarr"
         self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
@@ -320,7 +320,7 @@ def _check_joined(database: Path, folders: Sequence[Path]) -> None:
     if found != expected:
         raise StorageError(
             f"{database} holds {len(found)} values where {len(expected)} were joined, {len(found & expected)} of them in their "
-            "places. Save with ckpt.kvstore=file, and report the version of tensorstore."
+            "places. Save with kvstore=file, and report the version of tensorstore."
         )
 
 

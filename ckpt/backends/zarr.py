@@ -212,12 +212,12 @@ def _check_compressors(compressors: Sequence[dict[str, Any]]) -> None:
         codecs = _metadata(ArraySpec("", "uint8", (1,), (1,)), compressors).codecs[1:]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(
-            f"ckpt.compressors={compressors}: {error}. Give a list of Zarr v3 codecs, such as "
-            "[{name: zstd, configuration: {level: 3, checksum: false}}], or null."
+            f"compressors={compressors}: {error}. Give a list of Zarr v3 codecs, such as "
+            "[{name: zstd, configuration: {level: 3, checksum: false}}], or nothing."
         ) from error
     for codec in codecs:
         if not isinstance(codec, BytesBytesCodec):
             raise ConfigurationError(
-                f"ckpt.compressors={compressors}: {type(codec).__name__} does not turn bytes into bytes. Give codecs "
-                "such as blosc, gzip or zstd, or null."
+                f"compressors={compressors}: {type(codec).__name__} does not turn bytes into bytes. Give codecs "
+                "such as blosc, gzip or zstd, or nothing."
             )

@@ -88,7 +88,7 @@ class WholeWeights:
             if holder is not EVERYBODY and found[name].is_sharded:
                 raise ShardingError(
                     f"{name}: only ranks {ranks} of {world_size} hold parts of it, as DTensors; weights of pipelines whose stages "
-                    "are sharded cannot be published: choose parallel=fsdp or parallel=tp_fsdp"
+                    "are sharded cannot be published: take a layout without stages, such as FSDP, or FSDP and tensor parallelism"
                 )
             self._rows.append((found[name], holder))
 

@@ -96,7 +96,7 @@ class LiveModel:
             if (shape, dtype) != (weight.shape, zarr_name(weight.dtype)):
                 castable = shape == weight.shape and weight.dtype in CASTABLE and torch_dtype(dtype) in CASTABLE
                 hint = (
-                    f"; cast what is sent with engine.rollout_dtype={dtype}, or make the rollout's model of that type"
+                    f"; cast what is sent with rollout_dtype={dtype}, or make the rollout's model of that type"
                     if castable
                     else ""
                 )

@@ -30,6 +30,7 @@ from ckpt.engine.joined import JoinedEngine
 from ckpt.engine.layout import WeightLayout, take_turns
 from ckpt.engine.pool import HostPool, Landing, digest_of_bucket
 from ckpt.engine.ring import on_device
+from ckpt.engine.stream import OpenUpdate, WeightStream
 from ckpt.engine.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.topology import Topology
@@ -271,12 +272,13 @@ class VersionedEngine(JoinedEngine):
 
     # Receiving
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[NamedTensor]:
-        """Yield the weights of an update that all ranks have committed, on the engine's device. All rollouts call it.
+    def receive_weights(self, global_steps: int | None = None) -> WeightStream:
+        """Return an async iterator over the weights of an update that all ranks have committed, on the engine's device. All rollouts.
 
         Nothing is yielded before the last bucket has been verified everywhere. A tensor is a view of memory that is used again:
-        copy it before the next one is asked for. A consumer that stops early, or raises, fails the update on all ranks; use
-        `contextlib.aclosing`, lest they learn it late.
+        copy it before the next one is asked for. A consumer that stops early, or raises, fails the update on all ranks, at once. Only
+        one that catches the exception in the task that iterates, and keeps the iterator in a variable, has to close it
+        (`contextlib.aclosing`): until then, or `engine.timeout_s`, the others wait.
 
         Args:
             global_steps: the step that is expected; None: any.
@@ -284,21 +286,23 @@ class VersionedEngine(JoinedEngine):
         Raises:
             CheckpointError: the update failed, on all ranks.
         """
+        return WeightStream(lambda: self._open_for_consumer(global_steps))
+
+    async def _open_for_consumer(self, global_steps: int | None) -> OpenUpdate:
         landing = await self._received(global_steps, None)
-        update, topology, began, taken = self._update, self._topology(), time.perf_counter(), 0
-        try:
-            for named in on_device(landing.weights(), self.device.torch_device, self._bucket_bytes):
-                yield named
-                taken += 1
-                topology.progress()
-        except Exception as error:
-            await self._run_to_the_end(self._fail, update, error)
-            raise
-        except BaseException:
+        update, began = self._update, time.perf_counter()
+
+        def withdraw(why: str) -> None:
             if self._thread is not None:
-                self._submit(self._withdraw, update, f"the consumer of the weights stopped after {taken} of them")
-            raise
-        await self._run_to_the_end(self._finish, update, began, None)
+                self._submit(self._withdraw, update, why)
+
+        return OpenUpdate(
+            weights=on_device(landing.weights(), self.device.torch_device, self._bucket_bytes),
+            progress=self._topology().progress,
+            finish=lambda: self._run_to_the_end(self._finish, update, began, None),
+            fail=lambda error: self._run_to_the_end(self._fail, update, error),
+            withdraw=withdraw,
+        )
 
     async def receive_into(self, sink: Sink, global_steps: int | None = None) -> dict[str, Any]:
         """Receive an update into a live model: all of it, or nothing. All rollouts call it, or `receive_weights`.

@@ -200,7 +200,7 @@ def load_megatron_common(checkpoint_dir: Path, *, allow_pickle: bool, unknown: U
     file = checkpoint_dir / COMMON_FILE
     if not file.is_file():
         _log.debug("%s holds %s", checkpoint_dir, sorted(os.listdir(checkpoint_dir)))
-        raise CorruptCheckpointError(f"{file} is missing. {NO_DIGESTS}")
+        raise CorruptCheckpointError(f"{file} does not exist. {NO_DIGESTS}")
     common = _unpickled(checkpoint_dir, COMMON_FILE, allow_pickle, unknown)
     if not isinstance(common, dict):
         raise ConfigurationError(f"{file} holds a {type(common).__name__}, where a state dict should be")
@@ -250,8 +250,8 @@ def _unpickled(checkpoint_dir: Path, path: str, allow_pickle: bool, unknown: Unk
     file = checkpoint_dir / path
     if not allow_pickle:
         raise ConfigurationError(
-            f"{file} is a pickle, which is read only where that is asked for: load with allow_pickle=True, or "
-            "load.allow_pickle=true on the command line. Then tensors, plain values and containers are made of it, and nothing that "
+            f"{file} is a pickle, which is read only where that is asked for: load with "
+            "allow_pickle=True. Then tensors, plain values and containers are made of it, and nothing that "
             "it holds is run."
         )
     with CheckpointFolder(checkpoint_dir) as folder:

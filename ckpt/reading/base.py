@@ -231,13 +231,13 @@ class LoadingStrategy(Protocol):
 
 
 def in_flight_bytes(max_in_flight_mib: int) -> int:
-    """The bytes that `strategy.max_in_flight_mib` stands for.
+    """The bytes that `max_in_flight_mib` of a strategy stands for.
 
     Raises:
         ConfigurationError: it is not positive.
     """
-    if max_in_flight_mib <= 0:
-        raise ConfigurationError(f"strategy.max_in_flight_mib={max_in_flight_mib}: expected at least 1")
+    if isinstance(max_in_flight_mib, bool) or not isinstance(max_in_flight_mib, int) or max_in_flight_mib < 1:
+        raise ConfigurationError(f"max_in_flight_mib={max_in_flight_mib!r}: expected a whole number of at least 1")
     return max_in_flight_mib << 20
 
 

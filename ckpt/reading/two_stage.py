@@ -157,7 +157,7 @@ class TwoStageLoad:
     def _settings(self, verify: bool) -> dict[str, Any]:
         """What every rank's plan follows from, besides what is wanted."""
         mib = self._in_flight_bytes >> 20
-        return {"strategy.max_in_flight_mib": mib, "strategy.cpu_transfer": self._cpu_transfer, "verify": verify}
+        return {"max_in_flight_mib": mib, "cpu_transfer": self._cpu_transfer, "verify": verify}
 
     def _link_for(self, topology: Topology, members: Sequence[int]) -> HostLink | None:
         """A link to the members on this host, if parcels are to travel in memory that they can share."""
@@ -185,7 +185,7 @@ class TwoStageLoad:
         if self._group not in topology.groups:
             known = ", ".join(sorted(topology.groups)) or "none"
             raise ConfigurationError(
-                f"strategy.group={self._group}: the run has no process group of that name, it has {known}; null takes all ranks as one"
+                f"group={self._group} of TwoStageLoad: the run has no process group of that name, it has {known}; None takes all as one"
             )
         return list(topology.groups[self._group].members)
 
@@ -267,7 +267,7 @@ class TwoStageLoad:
             return Slots(torch.empty(0, dtype=torch.uint8), slot_bytes, 0, 0)
         if count < kinds:
             raise ConfigurationError(
-                f"strategy.max_in_flight_mib={self._in_flight_bytes >> 20}: {-(-slot_bytes * kinds >> 20)} MiB are the least, for "
+                f"max_in_flight_mib={self._in_flight_bytes >> 20}: {-(-slot_bytes * kinds >> 20)} MiB are the least, for "
                 f"{kinds} block{'s' * (kinds - 1)} of {slot_bytes / 2**20:.0f} MiB, which are checked as one"
             )
         if self._cpu_transfer or device.type == "cpu":
@@ -290,7 +290,7 @@ def _device_slots(slot_bytes: int, count: int, least: int, device: torch.device)
     memory = device_memory_within(least * slot_bytes, wanted, device, unit=slot_bytes)
     if len(memory) < wanted:
         _log.warning(
-            "%s has no room for %.0f MiB in flight: loading with %.0f MiB, which takes longer; strategy.max_in_flight_mib says how much",
+            "%s has no room for %.0f MiB in flight: loading with %.0f MiB, which takes longer; max_in_flight_mib says how much",
             device,
             wanted / 2**20,
             len(memory) / 2**20,
@@ -300,7 +300,9 @@ def _device_slots(slot_bytes: int, count: int, least: int, device: torch.device)
 
 def _checked(transport: Transport | str | None) -> Transport | str | None:
     if isinstance(transport, str) and transport not in ("torch", "engine"):
-        raise ConfigurationError(f"strategy.transport={transport}: expected torch, engine or null")
+        raise ConfigurationError(
+            f"transport={transport} of TwoStageLoad: expected torch or engine, a Transport, or None"
+        )
     return transport
 
 
@@ -418,5 +420,5 @@ def _require_one_device(devices: Sequence[str | None]) -> None:
     if len(first) > 1:
         ways = ", ".join(f"rank {rank} into {device} memory" for device, rank in first.items())
         raise ConfigurationError(
-            f"strategy.cpu_transfer=false: {ways}; bytes cannot travel between the two so, set strategy.cpu_transfer=true"
+            f"cpu_transfer=False: {ways}; bytes cannot travel between the two so, give cpu_transfer=True"
         )

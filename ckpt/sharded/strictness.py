@@ -21,7 +21,8 @@ from ckpt.sharded.integrity import check_sharding, named_ranks
 CkptShardedMetadata = Mapping[str, ShardedBase]
 """The tensors and objects of a checkpoint, without data, under whatever name; their `key` counts."""
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger("ckpt.validation")
+"""That of the module which callers know; `ckpt.validation` has it too."""
 
 
 class StrictHandling(Enum):
@@ -35,7 +36,7 @@ class StrictHandling(Enum):
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
     """Nothing is looked at before; the strategy fails at an unexpected key."""
     LOG_UNEXPECTED = "log_unexpected"
-    """Unexpected keys are left out, with a warning."""
+    """Unexpected keys are left out, with a warning on every rank."""
     LOG_ALL = "log_all"
     """The same, and a warning of missing keys."""
     RAISE_UNEXPECTED = "raise_unexpected"
@@ -93,7 +94,7 @@ def validate_integrity_and_strict_load(
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
     """Compare what is requested with what the checkpoint holds, and what the ranks request with each other. Collective.
 
-    Every rank raises what any rank has to raise. Rank 0 logs what there is to log, for all ranks.
+    Every rank raises what any rank has to raise, and every rank logs the same: what there is to say of all of them.
 
     Args:
         validate_access_integrity: make sure that together the ranks request every shard, each once: see `check_sharding`.
@@ -135,7 +136,7 @@ def validate_integrity_and_strict_load(
         raise ConfigurationError(f"strict differs between the ranks: {', '.join(flags)}, by rank; give the same on all")
     if any(everybodys_missing) or any(everybodys_unexpected):
         everything_missing = sorted({key for keys in everybodys_missing for key in keys})
-        _report(everything_missing, everybodys_unexpected, raises=strict in _RAISE, logs=topology.is_lead)
+        _report(everything_missing, everybodys_unexpected, raises=strict in _RAISE)
     if validate_access_integrity:
         assert global_metadata is not None, "all ranks have just agreed on that"
         check_sharding(global_metadata)
@@ -160,7 +161,7 @@ def maybe_report_missing_and_unexpected_keys(
         MissingStateError: there are some, and `raise_error`.
     """
     if missing_keys or unexpected_keys:
-        _report(sorted(missing_keys), [sorted(unexpected_keys)], raises=raise_error, logs=True)
+        _report(sorted(missing_keys), [sorted(unexpected_keys)], raises=raise_error)
 
 
 def _misfits(
@@ -185,8 +186,14 @@ def _misfits(
     return saved - GlobalMetadata.of(everybodys).keys, unexpected
 
 
-def _report(missing: Sequence[str], unexpected: Sequence[Sequence[str]], *, raises: bool, logs: bool) -> None:
-    """Args: unexpected: by rank; where there is but one, it is not named."""
+def _report(missing: Sequence[str], unexpected: Sequence[Sequence[str]], *, raises: bool) -> None:
+    """Raise, or log as a warning.
+
+    The words "Missing keys" and "Unexpected keys" are those of Megatron-Core's messages, for programs that search logs for them.
+
+    Args:
+        unexpected: by rank; where there is but one, it is not named.
+    """
     ranks_of: dict[str, list[int]] = {}
     for rank, keys in enumerate(unexpected):
         for key in keys:
@@ -194,15 +201,14 @@ def _report(missing: Sequence[str], unexpected: Sequence[Sequence[str]], *, rais
     asked_by = {key: f" ({named_ranks(ranks)})" if len(unexpected) > 1 else "" for key, ranks in ranks_of.items()}
     parts = []
     if missing:
-        parts.append(f"missing, in the checkpoint but not requested: {some_of(missing)}")
+        parts.append(f"Missing keys (in the checkpoint, not requested): {some_of(missing)}")
     if asked_by:
         parts.append(
-            f"unexpected, requested but not in the checkpoint: {some_of([key + who for key, who in asked_by.items()])}"
+            f"Unexpected keys (requested, not in the checkpoint): {some_of([key + who for key, who in asked_by.items()])}"
         )
     differ = f"the sharded state dict and the checkpoint differ in their keys; {'; '.join(parts)}"
     if raises:
         raise MissingStateError(
             f"{differ}. Request what was saved, or load with strict=log_all to go on without these."
         )
-    if logs:
-        _log.warning("%s; the load goes on without these", differ)
+    logger.warning("%s; the load goes on without these", differ)

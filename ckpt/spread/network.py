@@ -80,7 +80,7 @@ def make_groups(instances: Sequence[Sequence[int]], backend: str, timeout_s: flo
     if not dist.is_initialized():
         raise ConfigurationError(
             "strategy=two-stage sends over the network through torch.distributed, which is not initialized; call "
-            "init_process_group first, or use strategy.transport=engine, or strategy=direct"
+            "init_process_group first, or load with transport=engine of TwoStageLoad, or strategy=direct"
         )
     made: dict[int, dist.ProcessGroup] = {}
     for ranks in sorted(tuple(sorted(instance)) for instance in instances):

@@ -8,6 +8,7 @@ them. It is a daemon: a process that ends before `close` leaves the request as a
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, describe, rebuild, 
 from ckpt.job import current_topology
 from ckpt.topology import Topology
 
+logger = logging.getLogger(__name__)
 _LOOK_S = 0.25
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, overload
 
 from ckpt.errors import ConfigurationError
-from ckpt.strategies.async_utils import AsyncRequest
+from ckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 
 if TYPE_CHECKING:
     from ckpt.mapping import ShardedStateDict, StateDict
@@ -72,8 +72,24 @@ class DeclaredFormats(LoadStrategyBase):
     backends: ClassVar[tuple[str, ...]]
     versions: ClassVar[tuple[int, ...]]
 
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        self._check("backend", loaded_backend, self.backends)
+    def check_backend_compatibility(
+        self, loaded_backend: str | None = None, *, loaded_version: str | None = None
+    ) -> None:
+        """Make sure that this strategy reads what the backend has written.
+
+        Args:
+            loaded_backend: name of the backend.
+            loaded_version: the same, under the name that the load strategies of Megatron-Core give this parameter. Give one of them.
+
+        Raises:
+            ConfigurationError: it does not read that; or not exactly one name is given.
+        """
+        given = [name for name in (loaded_backend, loaded_version) if name is not None]
+        if len(given) != 1:
+            raise ConfigurationError(
+                f"check_backend_compatibility takes the name of one backend, as loaded_backend or as loaded_version; {len(given)} are given"
+            )
+        self._check("backend", given[0], self.backends)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         self._check("version", loaded_version, self.versions)
@@ -212,6 +228,9 @@ _FILLED_BY: dict[str, tuple[str, ...]] = {
 """Backend -> the functions that register its strategies, each imported when the backend is first asked for."""
 
 default_strategies: dict[str, dict[tuple[str, int], Strategy]] = {action.value: {} for action in StrategyAction}
+
+async_calls = AsyncCallsQueue()
+"""A queue for programs that import upstream's; nothing here schedules anything in it."""
 
 
 def register_default_strategy(action: StrategyAction, backend: str, version: int, strategy: Strategy) -> None:

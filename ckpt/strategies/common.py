@@ -20,6 +20,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingState
 from ckpt.job import current_topology
 from ckpt.manifest import COMMON, MANIFEST_NAME, OBJECTS
 from ckpt.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
+from ckpt.megatron.layout import COMMON_FILE as COMMON_STATE_FNAME
 from ckpt.megatron.zarr import load_megatron_common, load_megatron_object, megatron_objects
 from ckpt.sharded.folder import save_state
 from ckpt.sharded.loading import load_state, state_keys
@@ -35,7 +36,17 @@ from ckpt.strategies.base import (
 from ckpt.topology import Topology
 from ckpt.unpickling import unknown_in
 
-_log = logging.getLogger("ckpt")
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "COMMON_STATE_FNAME",
+    "JsonLoadCommonStrategy",
+    "JsonSaveCommonStrategy",
+    "TorchCommonLoadStrategy",
+    "TorchCommonSaveStrategy",
+    "logger",
+    "register_default_common_strategies",
+]
 
 
 def register_default_common_strategies() -> None:
@@ -216,7 +227,7 @@ def _tell_of_unknown(value: Any, checkpoint_dir: Path) -> None:
     unknown = unknown_in(value)
     if unknown:
         named = ", ".join(f"{path} ({name})" for path, name in unknown.items())
-        _log.warning("%s: in the place of objects of unknown classes are inert ones: %s", checkpoint_dir, named)
+        logger.warning("%s: in the place of objects of unknown classes are inert ones: %s", checkpoint_dir, named)
 
 
 def _is_part(checkpoint_dir: Path, name: str) -> bool:

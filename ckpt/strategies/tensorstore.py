@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.errors import CorruptCheckpointError, ShapeMismatchError
 from ckpt.strategies.base import StrategyAction, register_default_strategy
 from ckpt.strategies.sharded import LoadTensors, SaveTensors
+
+logger = logging.getLogger(__name__)
 
 
 def register_default_tensorstore_strategies() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,16 +18,20 @@ from ckpt.reading.direct import DirectLoad
 from ckpt.reading.two_stage import TwoStageLoad
 from ckpt.sharded.loading import load_tensors
 from ckpt.spread.network import TorchTransport, make_groups
-from ckpt.spread.timing import Timers, summarize, timed
+from ckpt.spread.timing import Timers, summarize, timed, timers
 from ckpt.strategies.sharded import LoadTensors
 from ckpt.topology import Topology, group_of
 
 __all__ = [
     "ShardedTensorMetadata",
     "TwoStageDataParallelLoadShardedStrategy",
+    "logger",
     "sharded_tensor_chunk_id",
     "timed",
+    "timers",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.dtypes import torch_dtype
+from ckpt.dtypes import STORABLE, zarr_name
 from ckpt.errors import ConfigurationError, ShapeMismatchError
 from ckpt.manifest import MANIFEST_NAME, SHARDED
 from ckpt.mapping import ShardedStateDict, ShardedTensor
@@ -19,6 +21,17 @@ from ckpt.megatron.zarr import array_folders
 from ckpt.stored import read_manifest
 from ckpt.strategies.base import StrategyAction, register_default_strategy
 from ckpt.strategies.sharded import LoadTensors, SaveTensors, uncut
+
+logger = logging.getLogger(__name__)
+
+numpy_to_torch_dtype_dict: dict[np.dtype[Any], torch.dtype] = {
+    np.dtype(getattr(ml_dtypes, zarr_name(dtype), zarr_name(dtype))): dtype for dtype in STORABLE
+}
+"""Of every type that can be stored. bfloat16 and the float8 types are those of ml_dtypes, which other Zarr libraries use too."""
+
+torch_to_numpy_dtype_dict = {dtype: numpy_dtype for numpy_dtype, dtype in numpy_to_torch_dtype_dict.items()}
+
+HAS_BFLOAT16 = True
 
 
 def register_default_zarr_strategies() -> None:
@@ -156,6 +169,6 @@ def _to_torch(array: np.ndarray[Any, Any], key: str) -> torch.Tensor:
 
 def _torch_dtype_of(dtype: np.dtype[Any], key: str) -> torch.dtype:
     try:
-        return torch_dtype(dtype.name)
-    except ValueError as error:
+        return numpy_to_torch_dtype_dict[dtype.newbyteorder("=")]
+    except KeyError as error:
         raise ConfigurationError(f"{key}: torch has no data type for arrays of {dtype}") from error

@@ -229,7 +229,7 @@ def test_a_sweep_ends_with_one_table_in_which_a_failed_job_is_a_row(command: Com
     assert all(row["save_s"] > 0 and row["load_s"] > 0 and row["blocked_s"] > 0 for row in good)
     assert all(row["bytes_written"] > 12e6 and row["bytes_read"] > 12e6 for row in good)
     for text in (outcome.out, Path("outputs/dev/sweep.txt").read_text()):
-        assert good[0]["state_digest"] in text and "ckpt=tensorstore" in text
+        assert good[0]["state_digest"][:8] in text and "ckpt=tensorstore" in text
     assert Path("outputs/dev/sweep.svg").read_text().startswith("<svg")
     assert sorted(path.name for path in (tmp_path / "outputs" / "dev").iterdir() if path.is_dir()) == [
         "0",

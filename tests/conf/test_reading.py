@@ -138,7 +138,11 @@ def test_a_checkpoint_folder_without_manifest_is_a_problem_of_its_root(
 def test_a_path_that_is_neither_checkpoint_nor_root_is_one_sentence(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: str
 ) -> None:
+    other = root / "torch-dist"
+    other.mkdir()
+    (other / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     for given, said in (
+        (f"path={other}", "is a torch_dist checkpoint of Megatron-Core"),
         (f"path={root}/nope", f"{root}/nope does not exist; give a checkpoint or a folder of checkpoints as path="),
         (f"path={root.parent}", f"give path={root}"),
         (f"path={root}/checkpoint-00000001/{MANIFEST_NAME}", "is no checkpoint"),
@@ -172,7 +176,10 @@ def test_inspect_shows_components_and_arrays_with_names_as_they_are(
     assert run(monkeypatch, "inspect", f"path={root}/checkpoint-00000001") == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert any(line.startswith("model replicated rank 0 rank 0 2 120") for line in lines)
-    assert any(line.startswith("model/big[red] bfloat16 300 x 200 120.0 kB zarr model/big%5Bred%5D") for line in lines)
+    assert any(
+        line.startswith("model/big[red] bfloat16 300 x 200 120.0 kB zarr model/big%5Bred%5D by rank 0")
+        for line in lines
+    )
     assert "model/small\\n int64 2 x 3 48 bytes packed by rank 0" in lines
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import ExitStack, aclosing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ class Watched:
         self.held = Held(weights_of(0))
         self.live = LiveModel(self.held)
         self.problems: list[str] = []
+        self.caught: BaseException | None = None
         self.looks = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -207,12 +208,24 @@ def without_memory(engine: VersionedEngine) -> Iterator[None]:
 
 
 async def _consume(engine: VersionedEngine, step: int, how: str) -> None:
-    async with aclosing(engine.receive_weights(step)) as weights:  # type: ignore[type-var]
-        async for name, _ in weights:
-            if name == "w3":
-                if how == "raises":
-                    raise ZeroDivisionError("a bug of the consumer")
-                return
+    weights = engine.receive_weights(step)
+    async for name, _ in weights:
+        if name == "w3":
+            if how == "raises":
+                raise ZeroDivisionError("a bug of the consumer")
+            return
+
+
+def _stop_early(engine: VersionedEngine, step: int, how: str) -> BaseException | None:
+    """Consume in an event loop that never runs again; the traceback of what is returned refers to the iterator."""
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(_consume(engine, step, how))
+    except ZeroDivisionError as error:
+        return error
+    finally:
+        loop.close()
+    return None
 
 
 TROUBLES = {
@@ -242,8 +255,7 @@ def _trouble(engine: VersionedEngine, watched: Watched, step: int, trouble: str,
             asyncio.run(engine.send_weights(_half_way(step) if broken else weights_of(step).items(), step))
         if engine.rank in engine.rollouts:
             if trouble.startswith("a consumer ") and is_victim:
-                with suppress(ZeroDivisionError):
-                    asyncio.run(_consume(engine, step, trouble.split()[-1]))
+                watched.caught = _stop_early(engine, step, trouble.split()[-1])
                 raise CheckpointError("the consumer knows", rank=engine.rank)
             where = trouble.split()[1] if is_victim else ""
             asyncio.run(engine.receive_into(Refusing(watched.live, where), step))

@@ -156,5 +156,5 @@ def test_two_parcels_are_on_their_way_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_transport_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="strategy.transport=pigeon: expected torch, engine or null"):
+    with pytest.raises(ConfigurationError, match="transport=pigeon of TwoStageLoad: expected torch or engine"):
         TwoStageLoad(transport="pigeon")

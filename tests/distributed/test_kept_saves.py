@@ -299,7 +299,7 @@ def keep_too_much(topology: Topology, root: Path, mode: str) -> None:
     with (
         pytest.raises(
             ConfigurationError,
-            match=r"ckpt.pool=true keeps what rank \d .* more than save.staging_budget_mib=1: give it",
+            match=r"KimiEngineBackend\(pool=True\) keeps what rank \d .* more than saves.staging_budget_mib=1: give it",
         ),
         made(topology, root, State(topology, 1), saves=saves) as checkpoints,
     ):

@@ -380,11 +380,11 @@ def test_keys_that_the_checkpoint_or_the_program_does_not_have_are_told_on_every
     first, second = run_ranks(2, _load_strictly)
     held = {*truth("tp2").tensors, *(key.rpartition("/")[0] for key in truth("tp2").objects)}
     missing = held - {"model.decoder.final_layernorm.weight"}
-    unexpected = "unexpected, requested but not in the checkpoint: new.weight (rank 0), new.object (rank 1)."
+    unexpected = "Unexpected keys (requested, not in the checkpoint): new.weight (rank 0), new.object (rank 1)."
     says = {
         "assume_ok_unexpected": r"failed in phase \w+ on rank 1: object new\.object/shard_0_1 is not in \S+/tp2\.",
         "raise_unexpected": rf"differ in their keys; {re.escape(unexpected)}",
-        "raise_all": rf"differ in their keys; missing, in the checkpoint but not requested: .*; {re.escape(unexpected)}",
+        "raise_all": rf"differ in their keys; Missing keys \(in the checkpoint, not requested\): .*; {re.escape(unexpected)}",
     }
     for strict, pattern in says.items():
         assert first[strict] == second[strict] and first[strict].startswith("MissingStateError: ")
@@ -457,7 +457,7 @@ def test_what_is_lost_of_a_checkpoint_is_an_error_on_every_rank_and_never_zeros(
         "what an array is": "CorruptCheckpointError: .*types.int16: .*holds chunks of an array, and its .zarray is missing",
         "the metadata of an array in part": "CorruptCheckpointError: .*types.int16: .*does not describe a Zarr v2 array",
         "a whole array": "MissingStateError: .*: types.int16 is asked for, and .* does not hold it",
-        "the common state": r"CorruptCheckpointError: .*common\.pt is missing",
+        "the common state": r"CorruptCheckpointError: .*common\.pt does not exist",
         "an object": "MissingStateError: .*object bytes/shard_0_1 is not in ",
         "what a checkpoint is": r"CheckpointNotFoundError: .* is not a distributed checkpoint: it has no metadata\.json",
     }

@@ -131,7 +131,7 @@ def refuse(topology: Topology, root: Path) -> None:
     model, taken = MixedModel(1), Taken()
     with (
         made(topology, root, model, "sync", backend=ZarrBackend()) as checkpoints,
-        pytest.raises(MissingStateError, match="keeps nothing in memory. Say ckpt=kimi-engine"),
+        pytest.raises(MissingStateError, match="keeps nothing in memory. Give it backend=KimiEngineBackend"),
     ):
         publish(checkpoints, taken, 1)
     with made(topology, root, model, "sync") as checkpoints:
@@ -190,7 +190,7 @@ def save_by_another_process(topology: Topology, root: Path) -> None:
     with made(topology, root, MixedModel(1), "async", saves=saves) as checkpoints:
         checkpoints.save_checkpoint(checkpoint_id="1")
         checkpoints.wait()
-        with pytest.raises(MissingStateError, match="keeps nothing in memory.*save.writer=thread"):
+        with pytest.raises(MissingStateError, match="keeps nothing in memory.*saves.writer='thread'"):
             publish(checkpoints, Taken(), 1)
         checkpoints.load_checkpoint()
         assert checkpoints.last_load is not None and checkpoints.last_load.bytes_read > 0

@@ -24,6 +24,7 @@ from ckpt.validation import (
     StrictHandling,
     compare_common,
     determine_global_metadata,
+    logger,
     validate_integrity_and_strict_load,
     validate_sharding_integrity,
 )
@@ -127,12 +128,12 @@ def _load_strictly(topology: Topology, strict: str, exchange: bool) -> Any:
     [
         (
             "raise_unexpected",
-            "in their keys; unexpected, requested but not in the checkpoint: x (rank 1), y (ranks 1-2).",
+            "in their keys; Unexpected keys (requested, not in the checkpoint): x (rank 1), y (ranks 1-2).",
         ),
         (
             "raise_all",
-            "in their keys; missing, in the checkpoint but not requested: c; unexpected, requested but not in the checkpoint: x (rank 1), "
-            "y (ranks 1-2).",
+            "in their keys; Missing keys (in the checkpoint, not requested): c; "
+            "Unexpected keys (requested, not in the checkpoint): x (rank 1), y (ranks 1-2).",
         ),
     ],
 )
@@ -152,13 +153,37 @@ def test_missing_keys_are_those_that_no_rank_requests_and_unexpected_ones_are_ea
     assert run_threads(3, _load_strictly, "return_unexpected", False)[1] == [["a"], [], ["x", "y"]]
 
 
-def test_rank_0_logs_for_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_unexpected_leaves_the_keys_out_and_every_rank_logs_those_of_all(caplog: pytest.LogCaptureFixture) -> None:
     """S1.70"""
     with caplog.at_level(logging.WARNING):
         found = run_threads(3, _load_strictly, "log_unexpected", False)
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert "unexpected, requested but not in the checkpoint: x (rank 1), y (ranks 1-2)" in message
+    (message,) = {record.getMessage() for record in caplog.records}
+    assert "Unexpected keys (requested, not in the checkpoint): x (rank 1), y (ranks 1-2)" in message
+    assert len(caplog.records) == 3
     assert [left for left, *_ in found] == [["a"], ["a"], ["a", "b"]]
+
+
+def _logged(topology: Topology) -> list[str]:
+    """What this process logs while it loads, by a handler at the logger that programs written for Megatron-Core import."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        for strict in ("log_unexpected", "log_all"):
+            _load_strictly(topology, strict, strict == "log_all")
+    finally:
+        logger.removeHandler(handler)
+    return messages
+
+
+def test_every_process_logs_missing_and_unexpected_keys() -> None:
+    """S1.70: each rank has its own log file, and a user looks into any of them."""
+    first, second = run_ranks(2, _logged)
+    assert first == second
+    unexpected = "Unexpected keys (requested, not in the checkpoint): x (rank 1), y (rank 1)"
+    missing = "Missing keys (in the checkpoint, not requested): b, c"
+    assert [(unexpected in message, missing in message) for message in first] == [(True, False), (True, True)]
 
 
 def _load_in_two_ways(topology: Topology) -> str:

@@ -232,11 +232,11 @@ def _given_different_memory(topology: Topology, root: Path) -> str:
 def test_ranks_that_are_given_different_settings_are_told_so(tmp_path: Path) -> None:
     """They would cut the same bytes into different parcels."""
     for says in run_ranks(3, _given_different_memory, tmp_path):
-        assert "strategy.max_in_flight_mib: rank 2 was given 17, rank 0 16" in says
+        assert "max_in_flight_mib: rank 2 was given 17, rank 0 16" in says
 
 
 def test_no_memory_is_no_choice() -> None:
-    with pytest.raises(ConfigurationError, match="strategy.max_in_flight_mib=0: expected at least 1"):
+    with pytest.raises(ConfigurationError, match="max_in_flight_mib=0: expected a whole number of at least 1"):
         TwoStageLoad(max_in_flight_mib=0)
 
 

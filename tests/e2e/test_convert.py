@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,15 @@ def test_it_tells_what_went_over_and_what_did_not(convert: Command, tp2: Path, t
     assert (args.save, args.deep) == ("/old/run", [1, {}])
 
 
+def test_a_namespace_that_holds_a_tensor_goes_over(convert: Command, tp2: Path, tmp_path: Path) -> None:
+    common = truth("tp2").common
+    common["args"].mask = torch.arange(6, dtype=torch.int32).reshape(2, 3)
+    common["args"].deep = [types.SimpleNamespace(scale=torch.tensor(0.5), name="x")]
+    torch.save(common, tp2 / "common.pt")
+    assert convert(*overrides_of(tp2, tmp_path / "new"))[0] == 0
+    require_all_of(truth("tp2"), tmp_path / "new", common)
+
+
 def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
     convert: Command, tp2: Path, tmp_path: Path
 ) -> None:
@@ -237,7 +247,7 @@ def test_a_conversion_that_fails_leaves_nothing(
         "chunk": "types.int16: chunk 1.0 is missing",
         "metadata": "types.int16: {src}/types.int16 holds chunks of an array, and its .zarray is missing",
         "object": "{src}/bytes/shard_0_1.pt cannot be read",
-        "common": "{src}/common.pt is missing",
+        "common": "{src}/common.pt does not exist",
         "full disk": "save into ",
         "wrong bytes": "what was written for {dst} is not what is read back: sharded: folder/of/weight: bytes 0 to 24 of ",
         "Ctrl-C": "interrupted",

@@ -136,8 +136,8 @@ WRONG = {
     "the optimizer, by the group that holds the shards": Case(
         DP_TP, optimizer(by_column), "per_group tp_group", LOSES,
         (f"optimizer is declared PER_GROUP tp_group, but its members differ in {ATTN}: ranks 0 and 1; ",
-         "the group whose members agree is dp_group: declare it with components.optimizer.sharing_pattern=per_group "
-         "components.optimizer.process_group_name=dp_group"), "PER_GROUP dp_group",
+         "the group whose members agree is dp_group: declare component optimizer with sharing_pattern=per_group "
+         "and process_group_name=dp_group"), "PER_GROUP dp_group",
     ),
     "the model, by the group that holds the shards": Case(
         DP_TP, model(by_column), "per_group tp_group", LOSES,
@@ -183,7 +183,7 @@ WRONG = {
     "stages by the group of a pipeline": Case(
         DP_PP, stage(same, same), "per_group pp_group", LOSES,
         ("declared PER_GROUP pp_group, but its members differ in `h.0.weight` and 1 more of 2 entries: ranks 0 and 1",
-         "which only rank 0 has", "together the ranks hold one state: declare it with components.model.sharing_pattern=sharded"),
+         "which only rank 0 has", "together the ranks hold one state: declare component model with sharing_pattern=sharded"),
         "SHARDED",
     ),
     "stages as replicas": Case(
@@ -214,7 +214,7 @@ WRONG = {
     # hosts
     "what each host has, as replicas": Case(
         TWO_HOSTS, held(cache=(tensor, by_row)), "replicated", LOSES,
-        ("but ranks 0 and 2 differ in `cache`", "the ranks of each host agree: declare it with components.x.sharing_pattern=per_node"),
+        ("but ranks 0 and 2 differ in `cache`", "the ranks of each host agree: declare component x with sharing_pattern=per_node"),
         "PER_NODE",
     ),
     "what each host has, by a group across hosts": Case(
@@ -224,8 +224,8 @@ WRONG = {
     ),
     "what each rank has, by host": Case(
         TWO_HOSTS, held(cache=(tensor, by_rank)), "per_node", LOSES,
-        ("the ranks of one host differ in `cache`: ranks 0 and 1; every rank has its own: declare it with "
-         "components.x.sharing_pattern=per_rank",), "PER_RANK",
+        ("the ranks of one host differ in `cache`: ranks 0 and 1; every rank has its own: declare component x "
+         "with sharing_pattern=per_rank",), "PER_RANK",
     ),
     "what all have, by host": Case(
         TWO_HOSTS, held(cache=(tensor, same)), "per_node", WASTES,
@@ -239,17 +239,17 @@ WRONG = {
     "global weights of data parallel ranks": Case(
         DP_ONLY, model(same), "global", WASTES,
         ("model is declared GLOBAL, so rank 0 writes it alone, but all 4 ranks hold equal bits of it: as REPLICATED they share the "
-         "writing, and can be compared (components.model.sharing_pattern=replicated)",), "REPLICATED",
+         "writing, and can be compared: declare component model with sharing_pattern=replicated",), "REPLICATED",
     ),
     "replicated random generators": Case(
         DP_ONLY, generators(by_rank), "replicated", LOSES,
         ("rng is declared REPLICATED, but ranks 0 and 1 differ in `python` and 1 more of 3 entries (another plain value); "
-         "every rank has its own: declare it with components.rng.sharing_pattern=per_rank",), "PER_RANK",
+         "every rank has its own: declare component rng with sharing_pattern=per_rank",), "PER_RANK",
     ),
     "an optimizer of data parallel ranks by rank": Case(
         DP_ONLY, optimizer(same), "per_rank", WASTES,
         ("optimizer is declared PER_RANK, but ranks 0 and 1 hold equal bits, which are saved once for each of 4 copies, 0.147456 MB "
-         "more than need be; as REPLICATED nothing is saved twice (components.optimizer.sharing_pattern=replicated)",),
+         "more than need be; as REPLICATED nothing is saved twice: declare component optimizer with sharing_pattern=replicated",),
         "REPLICATED",
     ),
     # generators, wrappers, pieces

@@ -185,6 +185,21 @@ def test_what_training_scripts_keep_beside_tensors_comes_back(value: Any) -> Non
     assert back == value
 
 
+def test_a_namespace_that_holds_tensors_is_taken_apart_and_made_again() -> None:
+    """Megatron-Core's common state keeps the program's arguments in one; nothing else is entered for it."""
+    tensor = torch.arange(3)
+    deep = types.SimpleNamespace(t=tensor, self="x")
+    state = {"args": argparse.Namespace(mask=tensor, lr=0.1, of=[deep, (1, tensor)]), "plain": argparse.Namespace(a=1)}
+    leaves = flatten(state, "common")
+    assert list(leaves.tensors) == ["args.mask", "args.of.0.t", "args.of.1.1"]
+    assert leaves.plain == {"args.lr": 0.1, "args.of.0.self": "x", "args.of.1.0": 1, "plain": state["plain"]}
+    paths = {key: path_from_json(json.loads(json.dumps(path_to_json(path)))) for key, path in leaves.paths.items()}
+    back = unflatten({**leaves.tensors, **leaves.plain}, paths)
+    assert type(back["args"]) is argparse.Namespace and type(back["args"].of[0]) is types.SimpleNamespace
+    assert back["args"].mask is tensor and back["args"].of[0] == deep and back["args"].of[1] == (1, tensor)
+    assert (back["args"].lr, back["plain"]) == (0.1, state["plain"])
+
+
 def test_bytes_in_memory_come_back_wherever_they_were_read_up_to() -> None:
     stream = io.BytesIO(b"\x00abc")
     stream.seek(2)

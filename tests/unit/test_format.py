@@ -137,5 +137,5 @@ def test_small_tensors_are_packed_in_arrays_no_longer_than_the_setting_says(tmp_
 
 
 def test_a_bound_that_would_give_every_small_tensor_a_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="packed_mib is 0"):
+    with pytest.raises(ConfigurationError, match="packed_mib is 0; expected a whole number of at least 1 MiB"):
         coordinator(Topology.alone(), tmp_path, [], packed_mib=0)

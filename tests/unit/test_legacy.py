@@ -105,7 +105,7 @@ def test_an_old_checkpoint_is_refused_without_the_switch_which_the_refusal_names
     held = Held({"w": torch.zeros(3)})
     with pytest.raises(
         CheckpointNotFoundError,
-        match=r"has no checkpoint_manifest\.json.*looks like an old checkpoint.*model_state\.pt.*load\.allow_pickle=true",
+        match=r"has no checkpoint_manifest\.json.*looks like an old checkpoint.*model_state\.pt.*allow_pickle=True",
     ):
         reader(tmp_path, one(held), allow_pickle=False).load_checkpoint(folder)
     (tmp_path / "empty").mkdir()

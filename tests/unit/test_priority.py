@@ -82,10 +82,10 @@ def test_elsewhere_the_priority_of_the_whole_process_is_not_touched(monkeypatch:
 
 
 def test_no_cores_and_no_rate_are_refused_by_the_names_of_their_settings() -> None:
-    with pytest.raises(ConfigurationError, match="save.writer_cores=0: give 1 or more"):
+    with pytest.raises(ConfigurationError, match="saves.writer_cores=0: give 1 or more"):
         in_background(0)
     for rate in (0, -1.0, float("nan")):
-        with pytest.raises(ConfigurationError, match="save.writer_mib_s=.*: give more than 0"):
+        with pytest.raises(ConfigurationError, match="saves.writer_mib_s=.*: give more than 0"):
             Throttle(rate)
 
 

@@ -219,9 +219,9 @@ def test_the_error_lists_entries_ranks_and_reasons() -> None:
     assert str(unequal("m", [(0, 1, 2)], found, distances)) == (
         "component m should be the same on ranks 0, 1, 2, but differs from rank 0 in a on rank 1 (float64, not float32); "
         "b on rank 2 (which only rank 0 has); c0 on rank 1, 2 (6 elements, the first at [0], by up to 1); c1 on rank 1, 2; "
-        "c2 on rank 1, 2; and in 2 more entries. Choose another sharing pattern with components.m.sharing_pattern, or list the "
-        "entries that are each rank's own in the object's attribute rank_private, or compare nothing with "
-        "components.m.validation_level=none."
+        "c2 on rank 1, 2; and in 2 more entries. Choose another sharing_pattern, or list the "
+        "entries that are each rank's own in the object's attribute rank_private, or compare nothing: declare component m "
+        "with validation_level=none."
     )
 
 

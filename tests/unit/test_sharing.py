@@ -26,7 +26,7 @@ def test_the_patterns_have_the_strings_of_the_manifest() -> None:
 @pytest.mark.parametrize(
     ("declared", "says"),
     [
-        ({"sharing_pattern": "per_group"}, r"components\.x\.process_group_name=\.\.\."),
+        ({"sharing_pattern": "per_group"}, r"needs process_group_name, .*; give it, or choose another pattern"),
         (
             {"sharing_pattern": "replicated", "process_group_name": "dp"},
             "goes with sharing_pattern=per_group, not with replicated",

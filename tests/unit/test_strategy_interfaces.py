@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from ckpt.dtypes import STORABLE
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.mapping import ShardedTensor
-from ckpt.strategies import base
+from ckpt.strategies import base, common, two_stage, zarr
 from ckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -26,6 +29,10 @@ from ckpt.strategies.base import (
     get_default_strategy,
     register_default_strategy,
 )
+from ckpt.strategies.common import TorchCommonLoadStrategy
+from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy
+from ckpt.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy, timed
+from ckpt.strategies.zarr import ZarrLoadShardedStrategy
 
 NOWHERE = Path("nowhere")
 
@@ -146,6 +153,48 @@ def test_a_strategy_refuses_every_other_format_and_names_what_it_found_and_what_
     for version in (0, 3, "1", None):
         with pytest.raises(ConfigurationError, match=f"has version {version!r}, this strategy reads version 1 or 2;"):
             LoadsSharded().check_version_compatibility(version)
+
+
+def upstreams_strategies() -> list[LoadStrategyBase]:
+    two_stage = object.__new__(TwoStageDataParallelLoadShardedStrategy)  # made, it would need a process group
+    return [ZarrLoadShardedStrategy(), TensorStoreLoadShardedStrategy(), two_stage, TorchCommonLoadStrategy()]
+
+
+@pytest.mark.parametrize("strategy", upstreams_strategies(), ids=lambda strategy: type(strategy).__name__)
+def test_the_backend_is_also_taken_under_upstream_s_parameter_name(strategy: Any) -> None:
+    """S1.5: upstream calls it `loaded_version` in both checks."""
+    backend = strategy.backends[0]
+    strategy.check_backend_compatibility(loaded_version=backend)
+    strategy.check_backend_compatibility(loaded_backend=backend)
+    strategy.check_version_compatibility(loaded_version=1)
+    with pytest.raises(ConfigurationError, match="has backend 'torch_dist'"):
+        strategy.check_backend_compatibility(loaded_version="torch_dist")
+    for given in ({}, {"loaded_version": backend, "loaded_backend": backend}):
+        with pytest.raises(ConfigurationError, match=f"the name of one backend.*; {len(given)} are given"):
+            strategy.check_backend_compatibility(**given)
+
+
+def test_the_constants_that_programs_import_are_in_upstream_s_modules() -> None:
+    """S1.80: and they are in use, not only there."""
+    modules = ("serialization", "validation", "mapping", "optimizer", *(f"strategies.{name}" for name in UPSTREAM_LOGS))
+    for name in modules:
+        assert import_module(f"ckpt.{name}").logger.name == f"ckpt.{name}"
+    assert zarr.numpy_to_torch_dtype_dict[np.dtype("float32")] is torch.float32
+    assert zarr.numpy_to_torch_dtype_dict[np.dtype("bfloat16")] is torch.bfloat16
+    assert {zarr.numpy_to_torch_dtype_dict[found] for found in zarr.torch_to_numpy_dtype_dict.values()} == {*STORABLE}
+    assert all(np.dtype(found).itemsize == dtype.itemsize for dtype, found in zarr.torch_to_numpy_dtype_dict.items())
+    assert common.COMMON_STATE_FNAME == "common.pt"
+    assert isinstance(base.async_calls, AsyncCallsQueue) and base.async_calls.get_num_unfinalized_calls() == 0
+
+    @timed(verbose=False)
+    def a_function_of_the_program() -> None: ...
+
+    a_function_of_the_program()
+    assert len(two_stage.timers.pop("a_function_of_the_program")) == 1
+
+
+UPSTREAM_LOGS = ("async_utils", "common", "tensorstore", "two_stage", "zarr")
+"""Modules of strategies that have a `logger` there."""
 
 
 def test_a_class_that_declares_nothing_still_has_to_check_for_itself() -> None:

@@ -10,6 +10,7 @@ import torch
 from ckpt.core import CheckpointingConfig, save_config
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, MissingStateError, ShardingError
 from ckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from ckpt.stored import read_manifest
 from ckpt.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -90,8 +91,8 @@ def test_each_way_does_what_it_says_with_keys_of_one_side(
         with caplog.at_level(logging.WARNING):
             return validate_integrity_and_strict_load(requested, strict, False, metadata, [metadata], CHECKPOINT)
 
-    missing = "missing, in the checkpoint but not requested: left; " if missing_counts else ""
-    says = f"differ in their keys; {missing}unexpected, requested but not in the checkpoint: new"
+    missing = "Missing keys (in the checkpoint, not requested): left; " if missing_counts else ""
+    says = f"differ in their keys; {missing}Unexpected keys (requested, not in the checkpoint): new"
     if strict.value.startswith("raise"):
         with pytest.raises(MissingStateError) as refused:
             call()
@@ -164,11 +165,13 @@ def test_unexpected_keys_are_taken_out_of_every_depth_and_nothing_else_is() -> N
 def test_reports_name_the_keys_of_both_kinds_and_cut_long_lists(caplog: pytest.LogCaptureFixture) -> None:
     """S1.71"""
     maybe_report_missing_and_unexpected_keys(set(), set())
-    with pytest.raises(MissingStateError, match=r"not requested: a, b; unexpected, requested but not .*: c\. Request"):
+    with pytest.raises(MissingStateError, match=r"Missing keys .*: a, b; Unexpected keys .*: c\. Request"):
         maybe_report_missing_and_unexpected_keys({"b", "a"}, {"c"})
     with caplog.at_level(logging.WARNING):
         maybe_report_missing_and_unexpected_keys(set(), {f"k{n}" for n in range(9)}, raise_error=False)
-    assert "checkpoint: k0, k1, k2, k3, k4 and 4 more; the load goes on without these" in caplog.records[0].getMessage()
+    assert (
+        "checkpoint): k0, k1, k2, k3, k4 and 4 more; the load goes on without these" in caplog.records[0].getMessage()
+    )
 
 
 class Common(LoadCommonStrategy):
@@ -275,6 +278,32 @@ def test_what_is_no_checkpoint_is_refused_before_any_strategy_is_looked_for(tmp_
         verify_checkpoint_and_load_strategy(tmp_path / "nowhere")
     with pytest.raises(CheckpointNotFoundError, match="is not a distributed checkpoint: it has no metadata.json"):
         verify_checkpoint_and_load_strategy(tmp_path)
+
+
+def test_a_torch_dist_folder_is_named_as_what_it_is_with_a_way_on(tmp_path: Path) -> None:
+    """S1.74: by every call that is given a folder; a strategy that a program registers for it is used all the same."""
+    (tmp_path / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}'
+    )
+    says = (
+        "is a torch_dist checkpoint of Megatron-Core, .* not read here. Load it with Megatron-Core, and save the state"
+    )
+    for given in (None, ("zarr", 1), Sharded("zarr")):
+        with pytest.raises(ConfigurationError, match=says):
+            verify_checkpoint_and_load_strategy(tmp_path, given, Common("torch"))
+    with pytest.raises(CheckpointNotFoundError, match=says):
+        read_manifest(tmp_path)
+    verify_checkpoint_and_load_strategy(tmp_path, Sharded("torch_dist", 1), Common("torch", 1))
+    (tmp_path / "metadata.json").unlink()
+    (tmp_path / ".metadata").touch()
+    for call in (verify_checkpoint_and_load_strategy, read_manifest):
+        with pytest.raises(
+            CheckpointNotFoundError, match=r"is a checkpoint of torch\.distributed\.checkpoint, .* Load it into"
+        ):
+            call(tmp_path)
+    (tmp_path / "metadata.json").write_text("[]")
+    with pytest.raises(CheckpointNotFoundError, match="is a checkpoint of torch"):
+        read_manifest(tmp_path)
 
 
 def test_one_of_the_two_strategies_must_handle_objects() -> None:

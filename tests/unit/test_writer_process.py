@@ -312,7 +312,7 @@ def test_what_cannot_be_sent_is_refused_and_the_writer_goes_on(writer: WriterPro
     share = StandIn()
     share.items = lambda: None  # type: ignore[assignment]
     with pytest.raises(
-        ConfigurationError, match="what is to be saved cannot be sent to a writer process: .*save.writer=thread"
+        ConfigurationError, match="what is to be saved cannot be sent to a writer process: .*saves.writer='thread'"
     ):
         _write(writer, share, tmp_path / "a")
     backend: Any = NoBackend()
@@ -429,7 +429,7 @@ def test_a_writer_that_does_not_come_up_fails_the_save_in_time(tmp_path: Path, m
     ):
         _write(late, StandIn(), tmp_path / "a")
     monkeypatch.setattr(sys, "executable", "")
-    with pytest.raises(ConfigurationError, match="save.writer=process needs sys.executable"):
+    with pytest.raises(ConfigurationError, match="saves.writer='process' needs sys.executable"):
         _write(late, StandIn(), tmp_path / "a")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(StorageError, match="the writer process cannot be started: No such file or directory"):

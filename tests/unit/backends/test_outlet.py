@@ -145,8 +145,7 @@ def test_a_file_system_that_refuses_direct_writes_gets_others_and_rank_0_says_so
     assert 1 <= len(tried) <= 2  # two threads may meet the refusal at the same time
     assert len(caplog.messages) == (1 if rank == 0 else 0)
     assert all(
-        "takes no direct writes (Invalid argument)" in line and "ckpt.direct_io=false" in line
-        for line in caplog.messages
+        "takes no direct writes (Invalid argument)" in line and "direct_io=False" in line for line in caplog.messages
     )
 
 
@@ -233,7 +232,7 @@ def test_every_byte_counts_as_progress_when_it_is_written(tmp_path: Path) -> Non
 
 
 def test_room_for_no_buffer_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="ckpt.buffer_mib=0: give 1 or more"):
+    with pytest.raises(ConfigurationError, match="buffer_mib=0: give 1 or more"):
         Buffers(buffer_mib=0, direct_io=True)
 
 

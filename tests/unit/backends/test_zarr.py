@@ -62,7 +62,7 @@ def test_metadata_says_little_endian_raw_bytes_and_fill_value_zero(tmp_path: Pat
 def test_a_compressor_that_zarr_does_not_know_is_refused_before_anything_is_saved(
     compressors: list[dict[str, object]], complaint: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=f"ckpt.compressors=.*{complaint}"):
+    with pytest.raises(ConfigurationError, match=f"compressors=.*{complaint}"):
         ZarrBackend(compressors=compressors)
 
 

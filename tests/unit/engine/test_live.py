@@ -225,9 +225,7 @@ def test_another_shape_or_type_is_refused_with_both_and_a_cast_is_offered_where_
     number = (torch.int64, ())
     with pytest.raises(ShapeMismatchError, match=r"^a: the trainers send bfloat16 \[3, 2\], .* bfloat16 \[2, 3\]$"):
         live.check(layout_like(a=(torch.bfloat16, (3, 2)), n=number))
-    offer = (
-        r"send float32 \[2, 3\], .* bfloat16 \[2, 3\]; cast what is sent with engine.rollout_dtype=bfloat16, or make"
-    )
+    offer = r"send float32 \[2, 3\], .* bfloat16 \[2, 3\]; cast what is sent with rollout_dtype=bfloat16, or make"
     with pytest.raises(ShapeMismatchError, match=offer):
         live.check(layout_like(a=(torch.float32, (2, 3)), n=number))
     for dtype in (torch.float8_e4m3fn, torch.int16):

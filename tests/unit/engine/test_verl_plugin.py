@@ -6,11 +6,11 @@ import asyncio
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 from unittest.mock import MagicMock
 
 import pytest
@@ -124,7 +124,7 @@ def _require_interface(engine: type, interface: dict[str, list[str]]) -> None:
         assert not missing, f"{name} takes no {missing}"
         required = {p.name for p in own.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
         assert "kwargs" in arguments or required <= set(arguments), name
-    assert inspect.isasyncgenfunction(engine.receive_weights)
+    assert issubclass(get_type_hints(engine.receive_weights)["return"], AsyncIterator)
     assert inspect.iscoroutinefunction(engine.send_weights)
     assert isinstance(inspect.getattr_static(engine, "build_topology"), classmethod)
 
