@@ -6,7 +6,7 @@ Each gives out the memory it really uses, so a load fills it in place, and `load
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -92,14 +92,13 @@ class ModelState:
 
     def state_dict(self) -> dict[str, Any]:
         state = self.module.state_dict()
-        names = Unwrapping(self.module).names(state)
-        return {self._saved_as.get(name := names[key], name): value for key, value in state.items()}
+        names = self._names(state)
+        return dict(state) if names is None else {names[key]: value for key, value in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what is not in the module's memory already: buffers kept elsewhere, `get_extra_state` values."""
         current = self.module.state_dict()
-        names = Unwrapping(self.module).names(current)
-        given = {self._saved_as.get(name, name): key for key, name in names.items()}
+        given = {name: key for key, name in (self._names(current) or {}).items()}
         elsewhere = {
             given.get(name, name): value
             for name, value in state_dict.items()
@@ -108,6 +107,13 @@ class ModelState:
         if elsewhere:
             self.module.load_state_dict(elsewhere, strict=False)
         self.forget_prepared()
+
+    def _names(self, given: Collection[str]) -> dict[str, str] | None:
+        """The module's names of its tensors -> ours; None: they are the same."""
+        unwrapping = Unwrapping(self.module)
+        if not unwrapping.is_needed and not self._saved_as:
+            return None
+        return {one: self._saved_as.get(name := unwrapping.name(one), name) for one in given}
 
 
 class OptimizerState:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -29,13 +29,12 @@ class Unwrapping:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._root = module
-        self._attributes = {
-            getattr(sys.modules[name], kind): attribute
-            for (name, kind), attribute in _WRAPPERS.items()
-            if name in sys.modules
-        }
-        kinds = tuple(self._attributes)
-        self._has_wrappers = any(isinstance(one, kinds) for one in _modules(module))
+        kinds = {getattr(sys.modules[name], kind): at for (name, kind), at in _WRAPPERS.items() if name in sys.modules}
+        self._attributes: dict[type, str] = {}  # by each class in the tree, of which there are few
+        for one in _classes(module):
+            for kind, attribute in kinds.items():
+                if issubclass(one, kind):
+                    self._attributes[one] = attribute
 
     @property
     def inner(self) -> torch.nn.Module:
@@ -45,13 +44,14 @@ class Unwrapping:
             module = wrapped[1]
         return module
 
-    def names(self, given: Collection[str]) -> Mapping[str, str]:
-        """Given name -> name without wrappers. Hooks of some wrappers have left their part out already."""
-        return {name: self.name(name) for name in given} if self._has_wrappers else dict(zip(given, given, strict=True))
+    @property
+    def is_needed(self) -> bool:
+        """Whether there are wrappers."""
+        return bool(self._attributes)
 
     def name(self, given: str) -> str:
-        """One name without wrappers."""
-        if not self._has_wrappers:
+        """The name without wrappers. Hooks of some wrappers have left their part out already."""
+        if not self._attributes:
             return given
         kept: list[str] = []
         module: torch.nn.Module | None = self._root
@@ -67,11 +67,9 @@ class Unwrapping:
 
     def _wrapped(self, module: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
         """The attribute of a wrapper and what it wraps; None: it is no wrapper."""
-        for kind, attribute in self._attributes.items():
-            if isinstance(module, kind):
-                inner = module._modules.get(attribute)
-                return None if inner is None else (attribute, inner)
-        return None
+        attribute = self._attributes.get(type(module))
+        inner = None if attribute is None else module._modules.get(attribute)
+        return None if attribute is None or inner is None else (attribute, inner)
 
 
 def saved_under(wanted: Callable[[], Collection[str]], saved: Collection[str]) -> dict[str, str]:
@@ -102,10 +100,12 @@ def _bare(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _ATTRIBUTES)
 
 
-def _modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """All modules of a tree, some perhaps twice; faster than `Module.modules`, which names them."""
+def _classes(root: torch.nn.Module) -> set[type]:
+    """The classes of all modules of a tree; faster than `Module.modules`, which names them."""
+    found: set[type] = set()
     left = [root]
     while left:
         module = left.pop()
-        yield module
-        left.extend(child for child in module._modules.values() if child is not None)
+        found.add(type(module))
+        left += [child for child in module._modules.values() if child is not None]
+    return found
