@@ -85,7 +85,12 @@ def _paths() -> Iterator[Craft]:
     yield Craft(
         "checkpoint_path leads outside", lambda f: edit_manifest(f, lambda t: t.update(checkpoint_path=OUTSIDE))
     )
-    yield Craft("checkpoint_id leads outside", lambda f: edit_manifest(f, lambda t: t.update(checkpoint_id=OUTSIDE)))
+    yield Craft(
+        "checkpoint_id leads outside",
+        lambda f: edit_manifest(f, lambda t: t.update(checkpoint_id=OUTSIDE)),
+        sound=True,
+        forged=True,
+    )
     yield Craft("a dead file outside", partial(_moved, _add_dead, ways_out["../.."]))
 
 
@@ -291,6 +296,7 @@ _SOUND = {
     "('arrays', 'model/large', 'store') of the manifest is 'ocdbt'",
     "('arrays', 'model/large', 'store') of the manifest is 'safetensors'",
     f"('chunks', 'model/large', 0, 4) of the index is {_HUGE}",
+    "('topology',) of the manifest is {}",
     "the manifest has no training_args_hash",
 }
 """Contradict nothing that is read: raw chunks are read whatever their store is called, and one digest fits any longer block."""
