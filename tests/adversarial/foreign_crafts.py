@@ -85,7 +85,12 @@ def _paths() -> Iterator[Craft]:
     yield Craft(
         "checkpoint_path leads outside", lambda f: edit_manifest(f, lambda t: t.update(checkpoint_path=OUTSIDE))
     )
-    yield Craft("checkpoint_id leads outside", lambda f: edit_manifest(f, lambda t: t.update(checkpoint_id=OUTSIDE)))
+    yield Craft(
+        "checkpoint_id leads outside",
+        lambda f: edit_manifest(f, lambda t: t.update(checkpoint_id=OUTSIDE)),
+        sound=True,
+        forged=True,
+    )
     yield Craft("a dead file outside", partial(_moved, _add_dead, ways_out["../.."]))
 
 
@@ -170,14 +175,19 @@ _KINDS_OF_FILE = {
 
 
 def _links() -> Iterator[Craft]:
+    makers: dict[str, Callable[[Path], object]] = {
+        "a FIFO": os.mkfifo,
+        "a socket": _make_socket,
+        "a device": lambda path: path.symlink_to("/dev/zero"),
+        "a folder": Path.mkdir,
+    }
     for kind, file in _KINDS_OF_FILE.items():
-        yield Craft(f"{kind} is a link outside", partial(_link, file, OUTSIDE))
-        yield Craft(f"{kind} is a magic link", partial(_link, file, "/proc/self/root"))
-        yield Craft(f"{kind} is a FIFO", partial(_replace, file, os.mkfifo))
-        yield Craft(f"{kind} is a socket", partial(_replace, file, _make_socket))
-        yield Craft(f"{kind} is a device", partial(_replace, file, lambda path: path.symlink_to("/dev/zero")))
+        # Without its manifest a folder is no checkpoint.
         refused_as = "CheckpointNotFoundError" if file == MANIFEST else "CorruptCheckpointError"
-        yield Craft(f"{kind} is a folder", partial(_replace, file, Path.mkdir), refused_as=refused_as)
+        yield Craft(f"{kind} is a link outside", partial(_link, file, OUTSIDE), refused_as=refused_as)
+        yield Craft(f"{kind} is a magic link", partial(_link, file, "/proc/self/root"), refused_as=refused_as)
+        for name, make in makers.items():
+            yield Craft(f"{kind} is {name}", partial(_replace, file, make), refused_as=refused_as)
     yield Craft("a folder of chunks is a link outside", partial(_link, "model/large/c", OUTSIDE))
     yield Craft("a component's folder is a link outside", partial(_link, "model", OUTSIDE))
     yield Craft(
@@ -286,6 +296,7 @@ _SOUND = {
     "('arrays', 'model/large', 'store') of the manifest is 'ocdbt'",
     "('arrays', 'model/large', 'store') of the manifest is 'safetensors'",
     f"('chunks', 'model/large', 0, 4) of the index is {_HUGE}",
+    "('topology',) of the manifest is {}",
     "the manifest has no training_args_hash",
 }
 """Contradict nothing that is read: raw chunks are read whatever their store is called, and one digest fits any longer block."""

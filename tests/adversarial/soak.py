@@ -63,7 +63,7 @@ class Flat:
         return cls(len(os.listdir("/proc/self/fd")), threading.active_count(), psutil.Process().memory_info().rss >> 20)
 
     def why_grown(self, later: Flat) -> str:
-        is_flat = (self.descriptors, self.threads) == (later.descriptors, later.threads)
+        is_flat = later.descriptors <= self.descriptors and later.threads <= self.threads
         return "" if is_flat and later.mib - self.mib <= _GROWTH_MIB else f"{self} became {later}"
 
 
