@@ -364,7 +364,7 @@ class CheckpointCoordinator:
         if checkpoint_path is not None:
             path = local_path(checkpoint_path, "checkpoint_path")
             self.last_load = self._loader.load(path, strict=strict, may_be_old=True)
-            self._leave_newer(path)
+            self._leave_newer(self.last_load)
         else:
             self.last_load = self._load_newest(strict)
         self._go_on_from(self.last_load)
@@ -377,22 +377,26 @@ class CheckpointCoordinator:
             known = (loaded.run_id, *self._run_ids) if loaded.run_id is not None else (*self._run_ids, None)
             self._run_ids = tuple(dict.fromkeys(known))
 
-    def _leave_newer(self, loaded: Path) -> None:
-        """Look in output_dir for checkpoints that are newer than a loaded one of it, and set them aside if that was asked for."""
-        ledger = Ledger(self.output_dir, run_id="reader")
-        with self._topology.operation(f"load of {loaded.name}"), self._topology.phase("look for newer") as phase:
+    def _leave_newer(self, loaded: LoadReport) -> None:
+        """Look for checkpoints that are newer than a loaded one of output_dir. Set them aside if they may be overwritten.
+
+        Otherwise those of its own history are in the way of the next save; those of other runs stay, as they always do.
+        """
+        path, ledger = Path(loaded.path), Ledger(self.output_dir, run_id="reader")
+        with self._topology.operation(f"load of {path.name}"), self._topology.phase("look for newer") as phase:
             if self._topology.is_lead:
-                is_here = self._is_home(loaded.parent)
-                newer = newer_than(loaded, ledger.committed()) if is_here else None
-                phase.payload = None if newer is None else [one.path.name for one in newer]
+                newer = newer_than(path, ledger.committed()) if self._is_home(path.parent) else None
                 if newer and self._overwrite:
                     ledger.abandon(newer)
-                    _log.warning("%s are set aside: this run goes on from %s", ", ".join(phase.payload), loaded)
-        names: list[str] | None = phase.payloads[0]
-        if names is not None and self._overwrite:
+                    names = ", ".join(one.path.name for one in newer)
+                    _log.warning("set aside, for this run goes on from %s: %s", path, names)
+                    newer = []
+                own = [one.path.name for one in newer or () if one.run_id == loaded.run_id]
+                phase.payload = {"is_here": newer is not None, "newer": own}
+        said = phase.payloads[0]
+        self._left_behind = said["newer"]
+        if said["is_here"]:
             self._overwrite = False  # what is left is the history that goes on
-        else:
-            self._left_behind = names or []
 
     def _require_one_history(self) -> None:
         if self._left_behind and self.last_load is not None:

@@ -77,7 +77,7 @@ def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int, held: Held | 
     store = dist.TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     lifeline, ours = context.Pipe(duplex=False)
-    with ours, lifeline, _elastic_leaves_no_trace():
+    with ours, lifeline, _elastic_leaves_no_trace(), _start_method_that_ranks_know():
         _start_forkserver(job)
         threads = None if "OMP_NUM_THREADS" in os.environ else max(1, _num_cores() // num_ranks)
         start = _Start(job, cfg, store.port, lifeline, dict(os.environ), os.getcwd(), threads, held)
@@ -157,6 +157,20 @@ def _elastic_leaves_no_trace() -> Iterator[None]:
         for logger, propagate in zip(loggers, propagated, strict=True):
             logger.propagate = propagate
             logger.removeHandler(silence)
+
+
+@contextmanager
+def _start_method_that_ranks_know() -> Iterator[None]:
+    """Replace a default start method that is not Python's, as in processes of joblib: new processes are told of it and do not find it."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    if before in (None, *multiprocessing.get_all_start_methods()):
+        yield
+        return
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 # In the ranks

@@ -43,7 +43,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_begins_when_all_of_it
         ranks = [process for process in marked(run_dir) if process.pid != first.process.pid]
         os.kill(first.process.pid, signal.SIGKILL)
         recipes.train.main()
-        assert not any(rank.is_running() for rank in ranks)
+        assert not set(ranks) & set(marked(run_dir))
     finally:
         for process in marked(run_dir):
             process.kill()

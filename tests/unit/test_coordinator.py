@@ -312,8 +312,9 @@ def test_overwrite_removes_what_was_there_once_the_first_new_one_is_committed(tm
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_histories_are_not_mixed_after_a_load_of_an_older_checkpoint(tmp_path: Path, overwrite: bool) -> None:
-    for number in range(1, 5):
-        save(tmp_path, {"n": number}, f"{number}")
+    with coordinator(ALONE, tmp_path, [StateComponent("model", Held({"n": 1}), "global")]) as first:
+        for number in range(1, 5):
+            first.save_checkpoint(checkpoint_id=f"{number}")
     run_threads(2, _go_on_from_the_second, tmp_path, overwrite)
     names = sorted(path.name for path in tmp_path.iterdir())
     if overwrite:
