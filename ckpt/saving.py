@@ -120,6 +120,7 @@ class Learnt:
 
     Attributes:
         reached: the roots that every rank has been seen to reach.
+        in_use: the roots that exist, as far as this run knows.
         distrusted: checkpoints that nothing is to be linked to. Any rank; the lead's word counts.
         is_clock_told: a warning has said that the clock is behind.
     """
@@ -127,17 +128,31 @@ class Learnt:
     reached: set[Path] = field(default_factory=set)
     distrusted: set[Path] = field(default_factory=set)
     is_clock_told: bool = False
+    in_use: set[Path] = field(default_factory=set)
+
+    def require_not_removed(self, root: Path) -> None:
+        """Make no new root in place of one that was removed with the checkpoints of this run. Lead rank only.
+
+        Raises:
+            StorageError: the root was there before.
+        """
+        if root in self.in_use and not root.is_dir():
+            raise StorageError(
+                f"checkpoint root {root} was removed while this run was using it; nothing is saved in its place"
+            )
 
 
 class Saver:
     """Saves the same components again and again; what does not change between saves is worked out once.
 
     Args: those of `CheckpointCoordinator`, which makes one, and
+        output_dir: the checkpoint root of saves that name no other.
         keeper: keeps what is saved in memory; None: nothing is kept.
     """
 
     def __init__(
         self,
+        output_dir: Path,
         components: Sequence[StateComponent],
         topology: Topology,
         backend: Backend,
@@ -166,7 +181,7 @@ class Saver:
         self._planner = Planner()
         self._share: tuple[SavePlan, Share] | None = None
         self._merged: MergedRows = {}
-        self._learnt = Learnt()
+        self._learnt = Learnt(in_use={output_dir} if output_dir.is_dir() else set())
         self._is_claimed = False
         self._sameness = Sameness(components)
 
@@ -196,6 +211,7 @@ class Saver:
             return
         with self._topology.phase("claim"):
             if self._topology.is_lead:
+                self._learnt.require_not_removed(target.root)
                 ledger.claim(target.lock, self._topology.progress)
         self._is_claimed = self._is_claimed or target.keeps_lock
 
@@ -390,6 +406,7 @@ class PreparedSave:
         root = self.target.root
         with topology.phase("open") as phase:
             if topology.is_lead:
+                self.learnt.require_not_removed(root)
                 if self.target.lock is not None:
                     self.ledger.claim(self.target.lock, topology.progress)
                 phase.payload = [self.ledger.open(self.target.checkpoint_id).name, self._previous()]
@@ -398,6 +415,7 @@ class PreparedSave:
             with topology.phase("reach"):
                 require_reachable(root / name, topology)
             self.learnt.reached.add(root)
+            self.learnt.in_use.add(root)
         return root / name, root / previous if previous is not None else None
 
     def _previous(self) -> str | None:

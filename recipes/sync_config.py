@@ -22,6 +22,7 @@ from recipes.config import (
     kept_memories,
     made,
     make_absolute,
+    require_names,
 )
 from recipes.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 
@@ -65,6 +66,7 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     """
     typed = OmegaConf.merge(OmegaConf.structured(SyncKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    require_names(run)
     local_path(run["output_dir"], "output_dir")
     make_absolute(run, "run_dir")
     for name in ("device", "parallel", "model", "data", "optimizer"):
