@@ -395,13 +395,16 @@ def _lose_answers(topology: Topology) -> tuple[str, float]:
     with Frozen(port) as between:
         store = reach("127.0.0.1", between.port if topology.rank == 1 else port, timeout_s=5.0)
         part = dist.PrefixStore("joined anew", store)
-        with Topology.join(part, topology.rank, 2, timeout_s=1.0) as joined, pytest.raises(RankAbsentError) as caught:
-            with joined.operation(SAVE):
-                with joined.phase("plan"):
-                    pass
-                with joined.phase("write"):
-                    between.freeze()
-                    began = time.monotonic()
+        with (
+            Topology.join(part, topology.rank, 2, timeout_s=1.0) as joined,
+            pytest.raises(RankAbsentError) as caught,
+            joined.operation(SAVE),
+        ):
+            with joined.phase("plan"):
+                pass
+            with joined.phase("write"):
+                between.freeze()
+                began = time.monotonic()
         return str(caught.value), time.monotonic() - began
 
 
