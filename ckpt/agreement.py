@@ -13,12 +13,14 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CheckpointError, RankAbsentError, RankLeftError, describe
 from ckpt.heartbeat import Absence, At, Heartbeat, Lookout, place
-from ckpt.mailbox import Mailbox, StoreGoneError
+from ckpt.mailbox import Mailbox
+from ckpt.stores import StoreGoneError
 
 _SHORTEST_NAP_S = 0.0002
 _LONGEST_NAP_S = 0.005
@@ -212,18 +214,21 @@ class Agreement:
         payloads = b"[]" if error else b"[" + b",".join(verdicts[rank].payload for rank in present) + b"]"
         data = self.mailbox.put_first(_result_key(at), Result(verdicts[self.rank].what, error, payloads).encode())
         if self.rank == 0 and not gone:  # all ranks are here, so all have read every earlier result
-            for key in self._settled:
-                self.mailbox.delete(key)
-            self._settled.clear()
+            self._forget(self._settled)
         return data
 
     def _tidy(self, at: At) -> None:
         """The result is there, so nobody needs this rank's verdict any more."""
-        for key in self._unread:
-            self.mailbox.delete(key)
-        self._unread.clear()
+        self._forget(self._unread)
         if self.rank == 0:
             self._settled.append(_result_key(at))
+
+    def _forget(self, keys: list[str]) -> None:
+        """Delete keys. The result is there, and stands: should the store hang now, the next agreement says so."""
+        with suppress(StoreGoneError):
+            for key in keys:
+                self.mailbox.delete(key)
+        keys.clear()
 
 
 def _nap_s(waited_s: float, world_size: int) -> float:

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt.mailbox import Mailbox, StoreGoneError
+from ckpt.mailbox import Mailbox
+from ckpt.stores import StoreGoneError
 
 _HINTED_SILENCE_S = 3.0  # a launcher ends the other ranks because one is gone: three missed beats are enough then
 

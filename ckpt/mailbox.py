@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
+
+from ckpt.stores import StoreGoneError, connection, where_is
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed exports it where mypy cannot see it
@@ -19,10 +22,6 @@ _NOTHING = "?"  # no value of ours begins with it: see Mailbox._packed
 _T = TypeVar("_T")
 
 
-class StoreGoneError(Exception):
-    """The store does not answer any more."""
-
-
 class _VanishedError(Exception):
     """A key that was there is gone."""
 
@@ -30,13 +29,20 @@ class _VanishedError(Exception):
 class Mailbox:
     """Values of any size under keys of a store, over a connection of its own. No call waits for another rank.
 
-    One thread at a time: a connection carries one request.
+    One thread at a time: a connection carries one request. Every call may raise `StoreGoneError`, and all do after the first one.
+
+    Args:
+        writer: rank of this process.
+        timeout_s: that the store may take to answer a call.
     """
 
-    def __init__(self, store: Store, *, writer: int) -> None:
-        self._store: Store = store.clone()  # type: ignore[attr-defined]  # its stub has no clone
+    def __init__(self, store: Store, *, writer: int, timeout_s: float = 300.0) -> None:
+        self._where = where_is(store)
+        self._timeout_s = timeout_s
+        self._silence: str | None = None
+        self._store: Store = connection(store, timeout_s)
         # Only get and multi_get can wait, and only where another rank deleted a key that was there a moment ago.
-        self._store.set_timeout(timedelta(seconds=10))
+        self._store.set_timeout(timedelta(seconds=min(10.0, timeout_s)))
         self._writer = writer
         self._pieces: dict[str, list[str]] = {}
 
@@ -71,6 +77,10 @@ class Mailbox:
         except _VanishedError:
             return None
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins with 0, and return the sum. Any thread."""
+        return self._call(self._store.add, key, amount)
+
     def delete(self, key: str) -> None:
         self._call(self._store.delete_key, key)
         self._delete_pieces(key)
@@ -97,9 +107,15 @@ class Mailbox:
             self._call(self._store.delete_key, piece)
 
     def _call(self, method: Callable[..., _T], *args: Any) -> _T:
+        if self._silence is not None:  # a late answer to that call would be taken for one to this call
+            raise StoreGoneError(self._silence, is_silent=True)
+        began_s = time.monotonic()
         try:
             return method(*args)
         except dist.DistStoreError as error:
             raise _VanishedError(str(error)) from error
         except dist.DistError as error:
-            raise StoreGoneError(str(error)) from error
+            if time.monotonic() - began_s < 0.99 * self._timeout_s:
+                raise StoreGoneError(str(error)) from error
+            self._silence = f"the store at {self._where} did not answer {method.__name__} within {self._timeout_s:g} s"
+            raise StoreGoneError(self._silence, is_silent=True) from error

@@ -21,8 +21,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ckpt.agreement import Agreement, Result, Verdict, conclude
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.heartbeat import At, Heartbeat
-from ckpt.mailbox import Mailbox, StoreGoneError
+from ckpt.mailbox import Mailbox
 from ckpt.sigterm import Termination
+from ckpt.stores import StoreGoneError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -153,11 +154,11 @@ class Topology:
         host = host or socket.gethostname()
         topology = cls(rank, [host] * world_size, timeout_s=timeout_s, grace_s=grace_s)
         try:
-            heartbeat = Heartbeat(Mailbox(store, writer=rank), rank, host=host, interval_s=min(1.0, timeout_s / 4))
-            mailbox = Mailbox(store, writer=rank)
+            beats, mailbox = (Mailbox(store, writer=rank, timeout_s=timeout_s) for _ in range(2))
+            heartbeat = Heartbeat(beats, rank, host=host, interval_s=min(1.0, timeout_s / 4))
             heartbeat.start()
         except StoreGoneError as error:
-            raise _store_gone() from error
+            raise _store_gone(None, rank, error) from error
         topology._store, topology._host = store, host
         hinted = topology._termination.was_asked
         topology._agreement = Agreement(mailbox, heartbeat, rank, world_size, timeout_s, hinted)
@@ -273,8 +274,8 @@ class Topology:
                 result = self._agreement.settled_without_us(one)
                 if result is not None and result.error is not None:
                     return rebuild(result.error)
-        except StoreGoneError:
-            return _store_gone(self._what)
+        except StoreGoneError as error:
+            return _store_gone(self._what, self.rank, error)
         return None
 
     def has_raised(self, ranks: Collection[int]) -> int | None:
@@ -294,8 +295,8 @@ class Topology:
             return None
         try:
             gone = self._agreement.absent(self._at, self._what, phase, ranks)
-        except StoreGoneError:
-            return str(_store_gone())
+        except StoreGoneError as error:
+            return str(_store_gone(None, self.rank, error))
         return None if gone is None else gone.cause
 
     @contextmanager
@@ -432,7 +433,7 @@ class Topology:
                 self._at = At(self._at.operation + 1, -1)
             self._agreement.heartbeat.enter(self._at, self._what, None)
         except StoreGoneError as error:
-            self._told = _store_gone(self._what)
+            self._told = _store_gone(self._what, self.rank, error)
             raise self._told from error
 
     def _end(self, outermost: bool) -> None:
@@ -464,7 +465,7 @@ class Topology:
             found = self._mailbox.take([key])
             self._mailbox.delete(key)
         except StoreGoneError as error:
-            self._told = _store_gone(self._what)
+            self._told = _store_gone(self._what, self.rank, error)
             raise self._told from error
         assert found is not None, f"{key} was announced and is read once"
         return found[0]
@@ -491,7 +492,7 @@ class Topology:
         try:
             self._agreement.heartbeat.enter(self._at, self._what, name)
         except StoreGoneError as error:
-            self._told = _store_gone(self._what)
+            self._told = _store_gone(self._what, self.rank, error)
             raise self._told from error
 
     def _agree(self, phase: Phase | None, error: Exception | None, payload: bytes = b"null") -> list[Any]:
@@ -502,7 +503,7 @@ class Topology:
         try:
             result = self._reach(verdict)
         except StoreGoneError as gone:
-            self._told = _store_gone(self._what)
+            self._told = _store_gone(self._what, self.rank, gone)
             raise self._told from (error or gone)
         if result.error is not None:
             self._told = rebuild(result.error)
@@ -549,8 +550,11 @@ def _described(error: Exception | None, phase: Phase | None) -> dict[str, Any] |
     return described
 
 
-def _store_gone(what: str | None = None) -> RankAbsentError:
-    """Return what every rank raises that finds the store gone, in whatever phase, without a word from the others."""
+def _store_gone(what: str | None, rank: int, error: StoreGoneError) -> RankAbsentError:
+    """Return what a rank raises that finds the store gone, in whatever phase, without a word from the others."""
+    if error.is_silent:
+        start = f"{what} failed on rank {rank}: " if what else f"rank {rank}: "
+        return RankAbsentError(f"{start}{error}; the process that holds it hangs, or cannot be reached any more")
     start = f"{what} failed: " if what else ""
     gone = "the store through which the ranks agree is gone, with rank 0 or with the launcher that held it"
     return RankAbsentError(start + gone)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ckpt.errors import RankAbsentError
+from ckpt.errors import ConfigurationError, RankAbsentError
+from ckpt.mailbox import Mailbox
+from ckpt.stores import StoreGoneError, reach, serve
 from ckpt.topology import Topology
 from recipes.ranks import Environment, Job, number_of, ranks_exist, run_job, tracebacks_of_bugs
 from recipes.run_folder import RunFolder, opened
 
+_STORE_S = 300.0
 _PATIENCE_S = 10.0  # how long the rank that holds the store waits for the others to let go of it
 
 
@@ -40,7 +42,7 @@ def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> di
     num_ranks = 1 if ranks_exist() else cfg["launch"]["nproc_per_node"]
     with opened(folder, cfg) as run:
         if num_ranks > 1:
-            from recipes.local_ranks import run_local_ranks  # torch elastic; a run of one rank does without
+            from recipes.local_ranks import run_local_ranks  # a run of one rank does without
 
             return run_local_ranks(job, run.cfg, num_ranks, run.held)
         with tracebacks_of_bugs(), Topology.alone() as topology:
@@ -49,9 +51,13 @@ def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> di
 
 def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> dict[str, Any] | None:
     environment = Environment.read()
-    store = _store_of(environment)
-    # One prefix per job: the second job of a sweep must not meet the first one's addresses. The store itself counts.
-    number = store.add(f"jobs/{environment.attempt}/{environment.rank}", 1)
+    try:
+        store = _store_of(environment)
+        # One prefix per job: the second job of a sweep must not meet the first one's addresses. The store itself counts.
+        jobs = Mailbox(store, writer=environment.rank, timeout_s=_STORE_S)
+        number = jobs.add(f"jobs/{environment.attempt}/{environment.rank}", 1)
+    except StoreGoneError as error:
+        raise _unreached(environment) from error
     own = dist.PrefixStore(f"job-{environment.attempt}.{number}", store)
     try:
         with tracebacks_of_bugs():
@@ -63,32 +69,37 @@ def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> d
 
 @functools.cache
 def _store_of(environment: Environment) -> dist.TCPStore:
-    """Return the store of the ranks that exist. It is theirs, not a job's, so all jobs of this process share it."""
+    """Return the store of the ranks that exist. It is theirs, not a job's, so all jobs of this process share it.
+
+    Rank 0 holds it, unless the launcher does, and listens on the address that MASTER_ADDR names and on no other.
+    """
+    if environment.rank != 0 or environment.store_is_held:
+        return reach(environment.address, environment.port, timeout_s=_STORE_S)
     try:
-        return dist.TCPStore(
-            environment.address,
-            environment.port,
-            environment.world_size,
-            is_master=environment.rank == 0 and not environment.store_is_held,
-            wait_for_workers=False,
-            multi_tenant=True,
-            timeout=timedelta(seconds=300),
-        )
-    except dist.DistError as error:
-        raise RankAbsentError(
-            f"rank {environment.rank} cannot reach the ranks' store at {environment.address}:{environment.port}: is rank 0 "
-            "running, and are MASTER_ADDR and MASTER_PORT the same on every rank?",
-            rank=environment.rank,
+        return serve(environment.address, environment.port, timeout_s=_STORE_S, is_shared=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"rank 0 cannot hold the ranks' store at {environment.address}:{environment.port}: {error}. Set MASTER_ADDR to an address "
+            "of rank 0's machine by which the others reach it, and MASTER_PORT to a free port"
         ) from error
+
+
+def _unreached(environment: Environment) -> RankAbsentError:
+    return RankAbsentError(
+        f"rank {environment.rank} cannot reach the ranks' store at {environment.address}:{environment.port}: is rank 0 running, are "
+        "MASTER_ADDR and MASTER_PORT the same on every rank, and is MASTER_ADDR an address by which others reach rank 0's machine?",
+        rank=environment.rank,
+    )
 
 
 def _let_go(store: dist.PrefixStore, environment: Environment) -> None:
     """Rank 0 holds the store: it stays until the others are done with it, or have had the time."""
     deadline = time.monotonic() + _PATIENCE_S
     try:
-        gone = store.add("gone", 1)
+        mailbox = Mailbox(store, writer=environment.rank, timeout_s=_PATIENCE_S)
+        gone = mailbox.add("gone", 1)
         while environment.rank == 0 and gone < environment.world_size and time.monotonic() < deadline:
             time.sleep(0.02)
-            gone = store.add("gone", 0)
-    except dist.DistError:
+            gone = mailbox.add("gone", 0)
+    except StoreGoneError:
         return  # the store went first: nothing is left to wait for

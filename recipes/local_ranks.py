@@ -1,11 +1,12 @@
-"""Ranks started on this machine, through torch's elastic launcher, from a forkserver that has everything imported.
+"""Ranks started on this machine, from a forkserver that has everything imported.
 
-The launcher holds the ranks' store, so it can say of any rank what it last did, and a pipe: a rank that finds it closed
-ends itself, for its launcher is gone.
+The launcher holds the ranks' store, which listens on the loopback interface alone, so it can say of any rank what it last did; and
+a pipe: a rank that finds it closed ends itself, for its launcher is gone.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import multiprocessing
@@ -13,52 +14,70 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ckpt.addresses import LOOPBACK
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sentence
 from ckpt.heartbeat import Beat, beat_key
 from ckpt.mailbox import Mailbox
 from ckpt.sigterm import TOLD_TO_END
+from ckpt.stores import reach, serve
 from ckpt.topology import Topology
 from recipes.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, environment_with, grace_s, run_job
 from recipes.run_folder import Held
 
-_ADDRESS = "127.0.0.1"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT stays Python's: KeyboardInterrupt
-_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 _LINGER_S = 1.0
 _TOLD_TO_END_KEY = "told to end"  # a rank has saved what it was told to, and ends
+_STORE_S = 300.0
+_MORE_THAN_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
 class _Start:
-    """All that a rank is given. Of `lifeline` the launcher holds the other end, and never writes to it.
+    """All that a rank is given. Of `lifeline` the launcher holds the other end, and never writes to it; rank 0 sends its `result`.
 
     `held` is the lock of the run's folder: it is free when the launcher and every rank have ended.
     """
 
     job: Job
     cfg: dict[str, Any]
+    num_ranks: int
     port: int
     lifeline: Connection
+    result: Connection
     environment: dict[str, str]
     folder: str
     num_threads: int | None
     held: Held | None
+
+
+class _Failure(NamedTuple):
+    """The first rank that ended otherwise than well. A negative exit code is a signal."""
+
+    rank: int
+    exitcode: int
+
+
+class _AskedToEnd(BaseException):
+    """This process got a signal that ends it."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int, held: Held | None = None) -> dict[str, Any] | None:
@@ -73,34 +92,30 @@ def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int, held: Held | 
         CheckpointError: what the job failed of, once for all ranks. The traceback of an error that nobody foresaw is
             written to stderr before.
     """
-    failure: ChildFailedError | None = None
-    results: dict[int, Any] = {}
-    asked_to_end: signal.Signals | None = None
-    store = dist.TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
+    store = serve(LOOPBACK, timeout_s=_STORE_S)
     context = multiprocessing.get_context("forkserver")
     lifeline, ours = context.Pipe(duplex=False)
-    with ours, lifeline, _elastic_leaves_no_trace(), _start_method_that_ranks_know():
+    results, result = context.Pipe(duplex=False)
+    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, _num_cores() // num_ranks)
+    with ours, lifeline, results, result, _start_method_that_ranks_know():
         _start_forkserver(job)
-        threads = None if "OMP_NUM_THREADS" in os.environ else max(1, _num_cores() // num_ranks)
-        start = _Start(job, cfg, store.port, lifeline, dict(os.environ), os.getcwd(), threads, held)
+        start = _Start(job, cfg, num_ranks, store.port, lifeline, result, dict(os.environ), os.getcwd(), threads, held)
+        ranks = [context.Process(target=_rank_main, args=(start, rank)) for rank in range(num_ranks)]
         try:
-            results = elastic_launch(_config(num_ranks, grace_s(cfg)), _rank_main)(start)
-        except ChildFailedError as failed:
-            failure = failed
-        except SignalException as asked:
-            asked_to_end = asked.sigval
-    if asked_to_end is not None:  # the ranks have ended; now the signal does what it does without us
-        sys.stdout.flush()
-        if not store.check([_TOLD_TO_END_KEY]):
-            os.kill(os.getpid(), asked_to_end)
-        raise SystemExit(128 + asked_to_end)
-    if failure is not None and store.check([_TOLD_TO_END_KEY]):  # to one rank, which has told the others
+            with _signals_raised():
+                outcome = _supervised(ranks, results, grace_s(cfg) + _MORE_THAN_GRACE_S)
+        except _AskedToEnd as asked:  # the ranks have ended; now the signal does what it does without us
+            sys.stdout.flush()
+            if not store.check([_TOLD_TO_END_KEY]):
+                os.kill(os.getpid(), asked.number)
+            raise SystemExit(128 + asked.number) from None
+    if isinstance(outcome, _Failure) and store.check([_TOLD_TO_END_KEY]):  # to one rank, which has told the others
         raise SystemExit(TOLD_TO_END)
-    if failure is not None:
-        error, unforeseen = _cause(store, failure, num_ranks)
+    if isinstance(outcome, _Failure):
+        error, unforeseen = _cause(store, outcome, num_ranks)
         sys.stderr.write(unforeseen)
         raise error
-    return results[0]
+    return outcome
 
 
 def _num_cores() -> int:
@@ -108,22 +123,65 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _config(num_ranks: int, grace: float) -> LaunchConfig:
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.05,
-        start_method="forkserver",
-        local_addr=_ADDRESS,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle=",".join(number.name for number in _SIGNALS),
-        shutdown_timeout=int(grace) + 5,
-    )
+def _supervised(
+    ranks: Sequence[ForkServerProcess], results: Connection, patience_s: float
+) -> dict[str, Any] | _Failure | None:
+    """Start the ranks and wait until all have ended well, or one has not; then the others are told to end, too.
+
+    Args:
+        results: where rank 0's result comes.
+        patience_s: for a rank that is told to end; then it is killed.
+    """
+    outcome: dict[str, Any] | None = None
+    number = signal.SIGTERM
+    try:
+        for rank in ranks:
+            rank.start()
+        while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+            if results in wait([results, *running]):
+                outcome = results.recv()
+            ended = [(rank, process.exitcode) for rank, process in enumerate(ranks)]
+            if failed := [_Failure(rank, exitcode) for rank, exitcode in ended if exitcode]:
+                return failed[0]
+        return results.recv() if results.poll() else outcome
+    except _AskedToEnd as asked:
+        number = asked.number
+        raise
+    finally:
+        _end([rank for rank in ranks if rank.pid is not None], number, patience_s)
+
+
+def _end(ranks: Sequence[ForkServerProcess], number: signal.Signals, patience_s: float) -> None:
+    """Tell ranks to end, and kill those that take too long, or all where this is interrupted."""
+    until = time.monotonic() + patience_s
+    try:
+        for rank in ranks:
+            if rank.is_alive() and rank.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
+        for rank in ranks:
+            rank.join(max(0.0, until - time.monotonic()))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+            rank.close()
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Raise `_AskedToEnd` for the signals that end a process."""
+
+    def ask(number: int, _: FrameType | None) -> None:
+        raise _AskedToEnd(signal.Signals(number))
+
+    here = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.signal(number, ask) for number in _SIGNALS} if here else {}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _start_forkserver(job: Job) -> None:
@@ -133,35 +191,38 @@ def _start_forkserver(job: Job) -> None:
     package = job.__module__.partition(".")[0]
     ours = [name for name in sys.modules if name.partition(".")[0] == package and name not in main]
     # The first optimizer of a process imports torch._dynamo, which takes a second: better once than in every rank.
-    imports = ["torch.nn.parallel", "torch.distributed.launcher.api", "torch._dynamo", __name__, *ours]
+    imports = ["torch.nn.parallel", "torch._dynamo", __name__, *ours]
     preload = [*imports, "recipes.forkserver"]  # what is registered last runs first when it ends
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     wanted = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
     wanted["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is told in our words
-    with environment_with(wanted):
+    with environment_with(wanted), _no_folder_left():
         multiprocessing.forkserver.ensure_running()
 
 
 @contextmanager
-def _elastic_leaves_no_trace() -> Iterator[None]:
-    """Keep torch elastic from logging, and take back its signal handlers and environment variables."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    propagated = [logger.propagate for logger in loggers]
-    here = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS} if here else {}
-    silence = logging.NullHandler()
-    for logger in loggers:
-        logger.propagate = False
-        logger.addHandler(silence)
+def _no_folder_left() -> Iterator[None]:
+    """Let a forkserver that starts here listen on a socket that has no name any more, and so leaves no folder, however it ends.
+
+    Python's own would lie in a folder that only the launcher removes, and only if it is not killed. Where there is no /proc to reach
+    such a socket by, it stays so.
+    """
+    server = multiprocessing.forkserver._forkserver
+    before = server._forkserver_address
+    settings = multiprocessing.current_process()._config
+    folder = tempfile.mkdtemp(prefix="ckpt-forkserver-")
+    elsewhere = settings.get("tempdir")
+    settings["tempdir"] = folder
     try:
-        with environment_with({}):
-            yield
+        yield
+        if server._forkserver_address != before and os.path.isdir("/proc/self/fd"):
+            held = os.open(server._forkserver_address, os.O_PATH | os.O_CLOEXEC)
+            os.unlink(server._forkserver_address)
+            server._forkserver_address = f"/proc/self/fd/{held}"
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-        for logger, propagate in zip(loggers, propagated, strict=True):
-            logger.propagate = propagate
-            logger.removeHandler(silence)
+        settings["tempdir"] = elsewhere
+        with suppress(OSError):
+            os.rmdir(folder)
 
 
 @contextmanager
@@ -181,16 +242,18 @@ def _start_method_that_ranks_know() -> Iterator[None]:
 # In the ranks
 
 
-def _rank_main(start: _Start) -> dict[str, Any] | None:
+def _rank_main(start: _Start, rank: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the forkserver ignores it
     _end_with_launcher(start.lifeline)
+    faulthandler.enable()
     os.environ.update({name: value for name, value in start.environment.items() if name not in RANK_VARIABLES})
+    os.environ.update(_variables(start, rank))
     os.chdir(start.folder)
     if start.num_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(start.num_threads)
         torch.set_num_threads(start.num_threads)
     environment = Environment.read()
-    store = dist.TCPStore(_ADDRESS, start.port, is_master=False, wait_for_workers=False)
+    store = reach(LOOPBACK, start.port, timeout_s=_STORE_S)
 
     def job(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | None:
         with _reported(
@@ -199,7 +262,25 @@ def _rank_main(start: _Start) -> dict[str, Any] | None:
             return start.job(cfg, topology)
 
     with _reported(store, environment):
-        return run_job(job, start.cfg, store, environment, take_from_lead=False)
+        result = run_job(job, start.cfg, store, environment, take_from_lead=False)
+        if rank == 0:
+            start.result.send(result)
+
+
+def _variables(start: _Start, rank: int) -> dict[str, str]:
+    """What torchrun sets on one machine."""
+    world_size = str(start.num_ranks)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(start.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def _end_with_launcher(lifeline: Connection) -> None:
@@ -273,14 +354,13 @@ def _report_key(rank: int) -> str:
 # In the launcher, after a failure
 
 
-def _cause(store: dist.TCPStore, failure: ChildFailedError, num_ranks: int) -> tuple[CheckpointError, str]:
+def _cause(store: dist.TCPStore, failure: _Failure, num_ranks: int) -> tuple[CheckpointError, str]:
     """Return the error that stands for all ranks, and a traceback to show before, or ""."""
     keys = {rank: _report_key(rank) for rank in range(num_ranks)}
     reports = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
-    rank, process = min(failure.failures.items())
-    collateral = process.exitcode == -signal.SIGABRT and reports  # collectives abort when another rank is gone
-    if rank not in reports and not collateral:
-        return _death(store, rank, process.exitcode), ""
+    collateral = failure.exitcode == -signal.SIGABRT and reports  # collectives abort when another rank is gone
+    if failure.rank not in reports and not collateral:
+        return _death(store, *failure), ""
     first = min(reports.values(), key=lambda report: int(report["number"]))
     error = rebuild(first["error"])
     same = [report["unforeseen"] for report in reports.values() if report["error"]["message"] == str(error)]

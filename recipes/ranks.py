@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt.addresses import LOOPBACK, address_towards, interface_of, network_namespace
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
+from ckpt.stores import connection
 from ckpt.topology import Topology
 from recipes.run_folder import RunFolder, opened
 
@@ -141,10 +143,15 @@ def run_job(
     with topology, ExitStack() as open_until_the_end:
         if take_from_lead:
             cfg = _taken_from_lead(cfg, topology, folder, open_until_the_end)
-        with topology.phase("take a device"):
+        with topology.phase("take a device") as phase:
             backends = _use_device(cfg["device"], topology.local_rank)
+            phase.payload = network_namespace()
         num_members = cfg["launch"].get("in_process_group", topology.world_size)
-        with _process_group(backends, dist.PrefixStore("process group", store), topology, num_members):
+        of_group = dist.PrefixStore("process group", connection(store, cfg["agree"]["timeout_s"]))
+        with (
+            _listening_where_needed(environment, is_one_machine=len(set(phase.payloads)) == 1),
+            _process_group(backends, of_group, topology, num_members),
+        ):
             result = job(cfg, topology)
     return result if environment.rank == 0 else None
 
@@ -175,6 +182,34 @@ def _use_device(node: dict[str, Any], local_rank: int) -> str:
     device.use(local_rank)
     backends: str = device.backends
     return backends
+
+
+@contextmanager
+def _listening_where_needed(environment: Environment, *, is_one_machine: bool) -> Iterator[None]:
+    """Have what process groups listen on be out of reach for machines that have no part in the run.
+
+    That is the loopback interface for ranks of one machine, else the one by which this rank reaches the store. Variables that are
+    set already stand.
+    """
+    address = LOOPBACK if is_one_machine else _address_towards_store(environment)
+    interface = address and interface_of(address)
+    wanted = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    if is_one_machine:  # otherwise their own choice: it also says through which interfaces tensors go
+        wanted |= {name: f"={interface}" for name in ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME") if interface}
+    new = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
+
+
+def _address_towards_store(environment: Environment) -> str | None:
+    try:
+        return address_towards(environment.address, environment.port)
+    except OSError:
+        return None  # the store was reached, so there is a way that cannot be asked for
 
 
 @contextmanager

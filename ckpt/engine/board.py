@@ -15,13 +15,13 @@ from contextlib import suppress
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import DistError
 
 from ckpt.engine.joined import TOPOLOGY
 from ckpt.engine.membership import Call, Epoch, News
 from ckpt.errors import RankAbsentError
 from ckpt.heartbeat import At, Beat, Heartbeat, Lookout, beat_key
-from ckpt.mailbox import Mailbox, StoreGoneError
+from ckpt.mailbox import Mailbox
+from ckpt.stores import StoreGoneError
 
 READY, LEAVING = "ready", "leaving"
 _PREFIX = "board"
@@ -38,12 +38,18 @@ class Board:
     Args:
         store: of the first trainer.
         who: for the error when the store is gone.
+        timeout_s: that the store may take to answer.
+
+    Raises:
+        RankAbsentError: the store is gone, or hangs; so does every call.
     """
 
-    def __init__(self, store: Store, who: str) -> None:
+    def __init__(self, store: Store, who: str, *, timeout_s: float = 300.0) -> None:
         self._store = PrefixStore(_PREFIX, store)
-        self._mailbox = Mailbox(self._store, writer=0)
         self._who = who
+        self._timeout_s = timeout_s
+        with self._reached():
+            self._mailbox = Mailbox(self._store, writer=0, timeout_s=timeout_s)
         self._layout: str | None = None  # the digest of the one that is told
 
     # Calls
@@ -78,38 +84,40 @@ class Board:
     def reserve(self, count: int) -> None:
         """Keep the first numbers for the ranks that found the job. The lead alone, before anybody else can be here."""
         with self._reached():
-            self._store.add("numbers", count)
+            self._mailbox.add("numbers", count)
 
     def new_number(self) -> int:
         """A number for a rollout that comes to a running job."""
         with self._reached():
-            return int(self._store.add("numbers", 1)) - 1
+            return self._mailbox.add("numbers", 1) - 1
 
     def num_numbers(self) -> int:
         with self._reached():
-            return int(self._store.add("numbers", 0))
+            return self._mailbox.add("numbers", 0)
 
     def say(self, number: int, word: str) -> None:
         """Tell the lead what a rollout wants. Any thread."""
         with self._reached():
-            self._store.set(f"word/{number}", word)
-            self._store.add("words", 1)
+            self._mailbox.put(f"word/{number}", word.encode())
+            self._mailbox.add("words", 1)
 
     def num_words(self) -> int:
         """How many there have been: whether it is worth the lead's while to look for them."""
         with self._reached():
-            return int(self._store.add("words", 0))
+            return self._mailbox.add("words", 0)
 
     def words(self, numbers: Iterable[int]) -> dict[int, str]:
         """What these rollouts want, of those that want something."""
         with self._reached():
-            said = [number for number in numbers if self._store.check([f"word/{number}"])]
-            return {number: self._store.get(f"word/{number}").decode() for number in said}
+            said = {number: self._mailbox.peek(f"word/{number}") for number in numbers}
+        return {number: word.decode() for number, word in said.items() if word is not None}
 
     def heartbeat(self, number: int, host: str) -> Heartbeat:
         """Begin to say that a rollout lives, over a connection of its own."""
         with self._reached():
-            beat = Heartbeat(Mailbox(self._store, writer=number), number, host=host, interval_s=1.0)
+            beat = Heartbeat(
+                Mailbox(self._store, writer=number, timeout_s=self._timeout_s), number, host=host, interval_s=1.0
+            )
             beat.start()
         return beat
 
@@ -216,14 +224,14 @@ class Board:
 
     def say_closed(self, number: int) -> None:
         """Say that a member needs the store no more."""
-        with suppress(DistError):
-            self._store.set(f"closed/{number}", "1")
+        with suppress(StoreGoneError):
+            self._mailbox.put(f"closed/{number}", b"1")
 
     def linger(self, numbers: Iterable[int], patience_s: float) -> None:
         """Wait until these members need the store no more, but not for long: some may be gone."""
         keys, until = [f"closed/{number}" for number in numbers], time.monotonic() + patience_s
-        with suppress(DistError):
-            while keys and not self._store.check(keys) and time.monotonic() < until:
+        with suppress(StoreGoneError):
+            while keys and not self._mailbox.has(keys) and time.monotonic() < until:
                 time.sleep(_NAP_S)
 
     # The store
@@ -260,7 +268,9 @@ class _Reached:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, (StoreGoneError, DistError)):
+        if isinstance(error, StoreGoneError):
+            if error.is_silent:
+                raise RankAbsentError(f"{self._who} gives the first trainer up: {error}") from error
             raise RankAbsentError(
                 f"{self._who} finds the first trainer gone, and with it the store through which the job's members agree"
             ) from error

@@ -14,7 +14,6 @@ import socket
 import threading
 import uuid
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -24,12 +23,13 @@ from torch.distributed import DistError
 from ckpt.engine.base import NamedTensor
 from ckpt.engine.board import LEAVING, READY, Board
 from ckpt.engine.engine_thread import EngineThread
-from ckpt.engine.joined import done, own_address
+from ckpt.engine.joined import done, own_store
 from ckpt.engine.layout import WeightLayout
 from ckpt.engine.membership import Call, Epoch, News, Rendezvous, culprit, goes_on_after, next_epoch
 from ckpt.engine.versioned import Sink, VersionedEngine
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.heartbeat import Heartbeat
+from ckpt.stores import StoreGoneError, reach
 
 Result = TypeVar("Result")
 
@@ -43,14 +43,16 @@ _LINGER_S = 1.0
 def meeting(timeout_s: float, config: Mapping[str, Any]) -> tuple[TCPStore, Rendezvous]:
     """The store of a job, held by this process, its first trainer; and where a rollout that comes finds it.
 
+    It listens on one address, that of `ckpt.addresses.own_address`.
+
     Args:
         timeout_s: of the store.
         config: see `Rendezvous`.
     """
-    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    store, address = own_store(timeout_s)
     job = uuid.uuid4().hex
     store.set("job", job)
-    return store, Rendezvous(own_address().strip("[]"), store.port, job, config)
+    return store, Rendezvous(address, store.port, job, config)
 
 
 def reached_store(rendezvous: Rendezvous) -> TCPStore:
@@ -61,15 +63,9 @@ def reached_store(rendezvous: Rendezvous) -> TCPStore:
     """
     where = f"{rendezvous.address}:{rendezvous.port}"
     try:
-        store = TCPStore(
-            rendezvous.address,
-            rendezvous.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_REACH_S),
-        )
+        store = reach(rendezvous.address, rendezvous.port, timeout_s=_REACH_S)
         found = store.get("job").decode() if store.check(["job"]) else None
-    except DistError as error:
+    except (StoreGoneError, DistError) as error:
         raise RankAbsentError(f"nobody answers at {where}: the job has ended, or this host cannot reach it") from error
     if found != rendezvous.job:
         raise RankAbsentError(f"another job answers at {where}: the one that wrote this rendezvous has ended")
@@ -107,7 +103,7 @@ class ElasticEngine:
         self._host = host or socket.gethostname()
         self._is_rollout = epoch is None or number >= epoch.num_trainers
         self._who = f"rollout {number}" if self._is_rollout else f"trainer {number}"
-        self._board = Board(store, self._who)
+        self._board = Board(store, self._who, timeout_s=engine.timeout_s)
         self._beat: Heartbeat | None = None
         self._thread = EngineThread()
         self._given_up = threading.Event()
@@ -168,7 +164,7 @@ class ElasticEngine:
             RankAbsentError: the job has ended.
         """
         store = reached_store(rendezvous)
-        number = Board(store, "a new rollout").new_number()
+        number = Board(store, "a new rollout", timeout_s=engine.timeout_s).new_number()
         member = cls(engine, store, number, None, host=host)
         member._live()
         return member

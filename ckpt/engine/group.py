@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from ckpt.device import Device
 from ckpt.errors import RankLeftError
+from ckpt.stores import connection
 
 _LOOK = timedelta(seconds=0.2)
 
@@ -47,7 +48,7 @@ class OwnGroup:
             self.members.index(rank),
             [],
             device.collectives,  # alone: torch warns of two, where one of them is a plugin's
-            PrefixStore(name, store.clone()),  # type: ignore[attr-defined]  # its stub has no clone
+            PrefixStore(name, connection(store, timeout_s)),
             group_name=distributed_c10d.GroupName(name),
             timeout=timedelta(seconds=timeout_s),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 import uuid
@@ -11,17 +10,18 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from ckpt.addresses import own_address
 from ckpt.device import Device
 from ckpt.engine.base import CheckpointEngineWithCache, MasterMetadata
 from ckpt.engine.engine_thread import EngineThread
 from ckpt.engine.layout import ALIGNED
 from ckpt.errors import ConfigurationError, RankAbsentError
+from ckpt.stores import StoreGoneError, reach, serve
 from ckpt.topology import Topology
 
 Result = TypeVar("Result")
@@ -108,10 +108,8 @@ class JoinedEngine(CheckpointEngineWithCache):
         if not self.is_master:
             return None
         if self._meeting is None:
-            store = TCPStore(
-                "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self.timeout_s)
-            )
-            self._meeting = store, MasterMetadata(own_address().strip("[]"), store.port)
+            store, address = own_store(self.timeout_s)
+            self._meeting = store, MasterMetadata(address, store.port)
         return self._meeting[1]
 
     @classmethod
@@ -271,14 +269,8 @@ class JoinedEngine(CheckpointEngineWithCache):
         if self._meeting is not None:
             return self._meeting[0]
         try:
-            return TCPStore(
-                master.address,
-                master.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self.timeout_s),
-            )
-        except DistError as error:
+            return reach(master.address, master.port, timeout_s=self.timeout_s)
+        except StoreGoneError as error:
             raise RankAbsentError(
                 f"rank {self.rank} cannot reach the first trainer's store at {master.address}:{master.port}"
             ) from error
@@ -355,11 +347,16 @@ async def done(future: Future[Result]) -> Result:
     return future.result()
 
 
-def own_address() -> str:
-    """An address under which other hosts reach this one; its name, if that cannot be known."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: the system only picks the interface
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
+def own_store(timeout_s: float) -> tuple[TCPStore, str]:
+    """Hold a store for the ranks of an engine, and return it with the one address on which it listens.
+
+    Raises:
+        ConfigurationError: it cannot listen there.
+    """
+    address = own_address()
+    try:
+        return serve(address, timeout_s=timeout_s), address
+    except OSError as error:
+        raise ConfigurationError(
+            f"no store can listen on {address}, this machine's address: {error}; name its interface by GLOO_SOCKET_IFNAME"
+        ) from error

@@ -13,7 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, StorageError
+from ckpt.stores import reach, where_is
 from ckpt.topology import Topology
+from tests.frozen import Frozen
 from tests.ranks import Dead, run_ranks
 
 SAVE = "save of checkpoint-00000020"
@@ -380,3 +382,35 @@ def test_a_deadline_fails_the_test_and_shows_every_stack(capsys: pytest.CaptureF
 def test_a_rank_that_ends_without_a_word_fails_the_test() -> None:
     with pytest.raises(AssertionError, match="rank 1 ended with exit code -9 and no result"):
         run_ranks(2, _signal_on, 1, signal.SIGKILL)
+
+
+# The store hangs
+
+
+def _lose_answers(topology: Topology) -> tuple[str, float]:
+    """Join once more, rank 1 through something that stops to carry answers in a phase; return what was raised, and after how long."""
+    whole = topology.store_for("a part")
+    assert whole is not None
+    port = int(where_is(whole).rpartition(":")[2])
+    with Frozen(port) as between:
+        store = reach("127.0.0.1", between.port if topology.rank == 1 else port, timeout_s=5.0)
+        part = dist.PrefixStore("joined anew", store)
+        with (
+            Topology.join(part, topology.rank, 2, timeout_s=1.0) as joined,
+            pytest.raises(RankAbsentError) as caught,
+            joined.operation(SAVE),
+        ):
+            with joined.phase("plan"):
+                pass
+            with joined.phase("write"):
+                between.freeze()
+                began = time.monotonic()
+        return str(caught.value), time.monotonic() - began
+
+
+def test_a_store_that_does_not_answer_a_rank_fails_it_and_the_others_in_time() -> None:
+    (others, after_s), (own, own_after_s) = run_ranks(2, _lose_answers)
+    start = f"{SAVE} failed on rank 1: the store at 127.0.0.1:"
+    assert own.startswith(start) and " did not answer compare_set within 1 s; the process that holds it hangs" in own
+    assert others.startswith("rank 1 (pid "), others
+    assert max(after_s, own_after_s) < 5.0

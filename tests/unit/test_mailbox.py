@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
+import time
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
 
-from ckpt.mailbox import Mailbox, StoreGoneError
+from ckpt.mailbox import Mailbox
+from ckpt.stores import StoreGoneError, connection, reach, serve
+from tests.frozen import Frozen
 
 SIZES = [0, 1, 64 << 10, (64 << 10) + 1, 4 << 20, (4 << 20) + 1, 9 << 20]
 
@@ -75,3 +80,57 @@ def test_a_store_that_has_gone_is_one_error_of_ours_whatever_is_asked() -> None:
     for ask in (lambda: mailbox.peek("key"), lambda: mailbox.has(["key"]), lambda: mailbox.take(["key"])):
         with pytest.raises(StoreGoneError):
             ask()
+
+
+# A store whose process is there and does not answer
+
+CALLS: dict[str, Callable[[Mailbox], object]] = {
+    "set": lambda mailbox: [mailbox.put("key", b"x" * (4 << 20), compress=False) for _ in range(16)],
+    "compare_set": lambda mailbox: mailbox.peek("key"),
+    "check": lambda mailbox: mailbox.has(["key"]),
+    "multi_get": lambda mailbox: mailbox.take(["key"]),
+    "add": lambda mailbox: mailbox.add("count", 1),
+    "delete_key": lambda mailbox: mailbox.delete("key"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_to_a_store_that_hangs_ends_and_says_which_store_and_which_call(
+    store: dist.TCPStore, call: str
+) -> None:
+    with Frozen(store.port) as between:
+        mailbox = Mailbox(reach("127.0.0.1", between.port, timeout_s=5.0), writer=1, timeout_s=0.2)
+        mailbox.put("key", b"value")
+        assert mailbox.peek("key") == b"value"
+        between.freeze()
+        began = time.monotonic()
+        where = re.escape(f"127.0.0.1:{between.port}")
+        with pytest.raises(StoreGoneError, match=f"^the store at {where} did not answer {call} within 0.2 s$"):
+            CALLS[call](mailbox)
+        assert time.monotonic() - began < 2.0
+        between.thaw()
+        with pytest.raises(StoreGoneError, match=call):  # a late answer is not taken for one to the next call
+            mailbox.peek("key")
+
+
+def test_a_connection_to_a_store_that_hangs_ends(store: dist.TCPStore) -> None:
+    with Frozen(store.port) as between:
+        base = reach("127.0.0.1", between.port, timeout_s=5.0)
+        between.freeze()
+        for connect in (
+            lambda: Mailbox(base, writer=0, timeout_s=0.2),
+            lambda: connection(dist.PrefixStore("part", base), 0.2),
+            lambda: reach("127.0.0.1", between.port, timeout_s=0.2),
+        ):
+            with pytest.raises(StoreGoneError, match="did not answer a new connection within 0.2 s"):
+                connect()
+
+
+def test_a_store_listens_on_one_address() -> None:
+    held = serve("127.0.0.2", timeout_s=5.0)
+    held.set("key", "value")
+    assert reach("127.0.0.2", held.port, timeout_s=5.0).get("key") == b"value"
+    with pytest.raises(StoreGoneError):
+        reach("127.0.0.1", held.port, timeout_s=0.2)
+    with pytest.raises(OSError):
+        serve("192.0.2.77", timeout_s=5.0)  # an address for documentation, no machine's
