@@ -13,6 +13,7 @@ from importlib import import_module
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
@@ -21,7 +22,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.backends.pool import Memories
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.keeping import memories_of
 from ckpt.names import local_path
 from ckpt.pattern_check import check_choice
@@ -48,6 +49,8 @@ GIVEN = "given_on_the_command_line"
 """The key of a checked config under which `given_keys` are; a checkpoint does not store it."""
 
 _HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
+
+_MOST_CONFIG_CHARS = 1 << 20
 
 
 @dataclass
@@ -178,6 +181,32 @@ def given_keys(overrides: Iterable[str]) -> list[str]:
         name = one.get_key_element().lstrip("+~")
         keys += [f"{name}.{key}" for key in one.value()] if isinstance(one.value(), dict) else [name]
     return keys
+
+
+def values_of(text: str) -> dict[str, Any]:
+    """Return the values of a checkpoint's config.yaml by dotted key; none of a checkpoint without one.
+
+    Raises:
+        CorruptCheckpointError: it is no config that a run wrote. None has an alias: five lines of them can stand for gigabytes.
+    """
+    try:
+        if len(text) > _MOST_CONFIG_CHARS or any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise yaml.YAMLError("it has aliases, or is too long for one")
+        return by_dotted_key(OmegaConf.to_container(OmegaConf.create(text), resolve=False)) if text else {}
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"the checkpoint's config.yaml is not the config of a run: {' '.join(str(error).split()):.200}"
+        ) from error
+
+
+def by_dotted_key(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested dictionaries: `{"a": {"b": 1}}` is `{"a.b": 1}`. An empty dictionary is a value."""
+    if not (isinstance(node, Mapping) and node):
+        return {prefix: node}
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        found |= by_dotted_key(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
 
 
 def config_text(run: Mapping[str, Any]) -> str:

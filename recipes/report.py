@@ -11,16 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from ckpt.errors import StorageError, sentence
+from ckpt.errors import CorruptCheckpointError, StorageError, sentence
 from ckpt.loading import LoadReport
 from ckpt.saving import SaveReport
-from recipes.config import GIVEN
+from recipes.config import GIVEN, by_dotted_key, values_of
 
 SUMMARY_NAME = "summary.json"
 
@@ -199,21 +196,13 @@ class Report:
         self.console.print(text, style=style)
 
 
-_MOST_CONFIG_CHARS = 1 << 20
-
-
 def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
-    """Return one line for each key whose value is not the one that a checkpoint's config.yaml holds.
-
-    A text that is no config of ours is told in one line. No config has an alias: five lines of them may stand for gigabytes.
-    """
+    """Return one line for each key whose value is not the one that a checkpoint's config.yaml holds; one if that is no config."""
     try:
-        if len(saved) > _MOST_CONFIG_CHARS or any(isinstance(token, yaml.AliasToken) for token in yaml.scan(saved)):
-            raise yaml.YAMLError("it has aliases, or is too long for one")
-        before = dict(_flat(OmegaConf.to_container(OmegaConf.create(saved), resolve=False)))
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        return [f"the checkpoint's config.yaml cannot be compared, {' '.join(str(error).split()):.200}"]
-    after = dict(_flat({key: value for key, value in now.items() if key != GIVEN}))
+        before = values_of(saved)
+    except CorruptCheckpointError as error:
+        return [str(error)]
+    after = by_dotted_key({key: value for key, value in now.items() if key != GIVEN})
     absent = object()
     return [
         f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
@@ -227,14 +216,6 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
         return "(not there)"
     value = values[key]
     return str(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping) and node:
-        for key, value in node.items():
-            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, node
 
 
 def _saved(one: SaveReport) -> str:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import OmegaConf
 
 from ckpt.errors import ConfigurationError
 from ckpt.loading import LoadReport
 from ckpt.report import Status
-from recipes.config import GIVEN
+from recipes.config import GIVEN, values_of
 
 CHANGEABLE = ("lr", "weight_decay", "betas", "eps")
 """Options of an optimizer that may change when a run goes on: none of them says what state the optimizer keeps."""
@@ -46,7 +45,7 @@ def settle(
     restored = {one.key for one in loaded.components if one.status in (Status.RESTORED, Status.PARTLY)}
     settled = Settled(copy.deepcopy(dict(cfg)), [])
     given = cfg.get(GIVEN, ())
-    stored = _flat(loaded.config_text)
+    stored = values_of(loaded.config_text)
     if "optimizer" in restored:
         _require_same_class(cfg, stored, loaded.path)
     for option, in_use in _options_in_use(restored, optimizer, scheduler).items():
@@ -136,16 +135,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item()
     return list(value) if isinstance(value, tuple) else value
-
-
-def _flat(text: str) -> dict[str, Any]:
-    """The values of a stored config.yaml by dotted key; none of a checkpoint without one."""
-    return dict(_leaves(OmegaConf.to_container(OmegaConf.create(text), resolve=False))) if text else {}
-
-
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, node
