@@ -187,7 +187,7 @@ class CheckpointFolder:
         if stat.S_ISREG(found.st_mode):
             return
         if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.root / path))
+            raise self._is_folder(path)
         raise link_in_checkpoint(self.root / path, path) if stat.S_ISLNK(found.st_mode) else self._is_special(path)
 
     def _named(self, error: OSError, path: str) -> Exception:
@@ -197,9 +197,14 @@ class CheckpointFolder:
                 return link_in_checkpoint(self.root / path, path)
             case errno.ENXIO:
                 return self._is_special(path)
+            case errno.EISDIR:
+                return self._is_folder(path)
             case errno.ENAMETOOLONG:
                 return CorruptCheckpointError(f"{path!r:.200}... is longer than the name of a file can be", file=path)
         return OSError(error.errno, error.strerror, str(self.root / path))
+
+    def _is_folder(self, path: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.root / path} is a folder, where a file should be", file=path)
 
     def _is_special(self, path: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.root / path} is not a regular file, and is not opened", file=path)

@@ -48,6 +48,7 @@ def check_manifest(manifest: CheckpointManifest) -> None:
     check_inner_paths(_paths_in(manifest))
     indexes = _index_ranks(manifest)
     _check_files(manifest)
+    _check_config(manifest)
     for key, component in manifest.components.items():
         _check_component(key, component, manifest, indexes)
     for name, entry in {id(entry): (name, entry) for name, entry in manifest.arrays.items()}.values():
@@ -98,6 +99,13 @@ def _check_files(manifest: CheckpointManifest) -> None:
             raise Refused(
                 f"{path!r:.80} would have {size} bytes; of a file that is read whole {MAX_FILE_BYTES} are the most"
             )
+
+
+def _check_config(manifest: CheckpointManifest) -> None:
+    """The hash of the training arguments is the digest of config.yaml, which is listed with it."""
+    _, digest = manifest.files.get("config.yaml", (0, None))
+    if digest != manifest.training_args_hash:
+        raise Refused("its training_args_hash is not the digest that it lists for config.yaml")
 
 
 def _check_component(key: str, component: ComponentManifest, manifest: CheckpointManifest, indexes: Set[int]) -> None:

@@ -437,7 +437,7 @@ class ExtentReader:
             fd = self._held.open(file)
             if fd is None:
                 fd = self._folder.open(file)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise CorruptCheckpointError(
                 f"{name}: {self._root / file} is missing. Load an earlier checkpoint.", file=file
             ) from error

@@ -271,9 +271,10 @@ class Ledger:
     def discard(self, unpublished: Path) -> None:
         """Drop a save that failed. Never raises: what cannot be removed now, the next `open` of this run removes."""
         match = _HIDDEN.fullmatch(unpublished.name)
-        if match is not None and unpublished.exists():
-            self._remove(unpublished, match["id"])
-        self._release(unpublished)
+        if match is None or not unpublished.exists() or self._remove(unpublished, match["id"]):
+            self._release(unpublished)
+        elif (owner := self._owners.pop(unpublished, None)) is not None:
+            owner.let_go()  # its file stays, and says whose folder this is
 
     def discard_all(self) -> None:
         """Drop every save that this object has opened, and neither published nor discarded. Never raises."""

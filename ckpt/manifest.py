@@ -237,6 +237,8 @@ class CheckpointManifest:
         head, rows = _parted(text)
         tree = parse(head, where)
         _require_version(tree, where)
+        if rows is not None and "arrays" in tree:
+            raise corrupt(where, "'arrays' stands twice in it")
         said = fit(tree, _Document, where)
         manifest = cls(
             checkpoint_id=said.checkpoint_id,
@@ -516,7 +518,7 @@ class _Document(msgspec.Struct):
     topology: _Topology
     components: dict[str, ComponentManifest]
     files: dict[str, tuple[Count, Digest]]
-    checkpoint_path: str = "."
+    checkpoint_path: Literal["."] = "."
     training_args_hash: Digest | None = None
     ckpt_version: str | None = None
     pytorch_version: str | None = None

@@ -319,7 +319,7 @@ class _Rewriting:
         """Copy one file, which should have this size."""
         try:
             source = old.stream(path)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise CorruptCheckpointError(f"{old.root.name}/{path} is missing", file=path) from error
         with source, os.fdopen(new.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb", buffering=0) as target:
             found = os.fstat(source.fileno()).st_size

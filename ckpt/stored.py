@@ -51,13 +51,10 @@ def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
 def identity_of(checkpoint_dir: Path) -> tuple[int, ...] | None:
     """What tells the checkpoint at a path from another that comes to lie there; None: there is none that can be read."""
     try:
-        descriptor = os.open(checkpoint_dir / MANIFEST_NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+        with CheckpointFolder(checkpoint_dir) as folder, folder.stream(MANIFEST_NAME) as stream:
+            manifest = os.fstat(stream.fileno())  # opened, for network file systems ask the server then
+    except (OSError, CorruptCheckpointError):
         return None
-    try:
-        manifest = os.fstat(descriptor)  # opened, for network file systems ask the server then
-    finally:
-        os.close(descriptor)
     return manifest.st_dev, manifest.st_ino, manifest.st_size, manifest.st_mtime_ns
 
 
@@ -210,7 +207,7 @@ def _check_file(
 ) -> None:
     try:
         size = (folder.stat(path) if fd is None else os.fstat(fd)).st_size
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptCheckpointError(f"{path} is missing", file=path) from error
     if size != record.size:
         raise CorruptCheckpointError(f"{path} has {size} bytes, its index says {record.size}", file=path)
@@ -262,5 +259,5 @@ def _read_if_there(checkpoint_dir: Path, path: str, size: int) -> bytes:
     try:
         with CheckpointFolder(checkpoint_dir) as folder:
             return folder.read(path, size)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):
         return b""

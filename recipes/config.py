@@ -50,7 +50,14 @@ GIVEN = "given_on_the_command_line"
 
 _HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
 
-_MOST_CONFIG_CHARS = 1 << 20
+_MOST_CONFIG_CHARS, _MOST_LEVELS = 1 << 20, 64
+_OPENING = (
+    yaml.FlowSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.BlockMappingStartToken,
+)
+_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 
 
 @dataclass
@@ -190,13 +197,22 @@ def values_of(text: str) -> dict[str, Any]:
         CorruptCheckpointError: it is no config that a run wrote. None has an alias: five lines of them can stand for gigabytes.
     """
     try:
-        if len(text) > _MOST_CONFIG_CHARS or any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise yaml.YAMLError("it has aliases, or is too long for one")
+        _require_plain_yaml(text)
         return by_dotted_key(OmegaConf.to_container(OmegaConf.create(text), resolve=False)) if text else {}
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"the checkpoint's config.yaml is not the config of a run: {' '.join(str(error).split()):.200}"
         ) from error
+
+
+def _require_plain_yaml(text: str) -> None:
+    depth = 0
+    if len(text) > _MOST_CONFIG_CHARS:
+        raise yaml.YAMLError("it is too long for one")
+    for token in yaml.scan(text):
+        depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+        if isinstance(token, yaml.AliasToken) or depth > _MOST_LEVELS:
+            raise yaml.YAMLError("it has aliases, or is nested too deeply")
 
 
 def by_dotted_key(node: Any, prefix: str = "") -> dict[str, Any]:
