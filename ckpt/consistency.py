@@ -21,7 +21,7 @@ import numpy as np
 from ckpt.backends.base import CLIPPED_STORES, stored_shape
 from ckpt.box import Box, chunk_box, num_chunks
 from ckpt.dtypes import item_bytes
-from ckpt.names import PLAIN_NAME, is_inner_path
+from ckpt.names import COMPONENT_KEY, PLAIN_NAME, is_inner_path
 from ckpt.strict_json import MAX_INT, Refused
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def check_manifest(manifest: CheckpointManifest) -> None:
     for name, entry in {id(entry): (name, entry) for name, entry in manifest.arrays.items()}.values():
         _check_array(name, entry, manifest, indexes)
     _check_paths(manifest.arrays)
+    _check_names(manifest)
 
 
 def check_inner_paths(paths: Iterable[str]) -> None:
@@ -110,8 +111,10 @@ def _check_config(manifest: CheckpointManifest) -> None:
 
 def _check_component(key: str, component: ComponentManifest, manifest: CheckpointManifest, indexes: Set[int]) -> None:
     """Its ranks are those of the run, its copies those of nodes or groups there are, its plain values in a file that is listed."""
-    if component.key != key:
-        raise Refused(f"component {key!r:.80} calls itself {component.key!r:.80}")
+    if component.key != key or not COMPONENT_KEY.fullmatch(key):
+        raise Refused(
+            f"component {key!r:.80} calls itself {component.key!r:.80}; a key has letters, digits, '_' and '-' only"
+        )
     ranks = (*component.ranks, *(component.replicated_across or ()), *component.plain_in.values())
     _require_ranks(ranks, manifest.world_size, f"component {key!r:.80} is")
     if component.sharing_pattern == "per_node" and not manifest.topology.get("nodes"):
@@ -167,6 +170,13 @@ def _check_writers(name: str, entry: ArrayEntry, grid: tuple[int, ...]) -> None:
     total = math.prod(num_chunks(entry.shape, grid))
     if at != total:
         raise Refused(f"{name!r:.80} has {total} chunks, and writers of {at}")
+
+
+def _check_names(manifest: CheckpointManifest) -> None:
+    """Each array is one of a component's."""
+    for key in {name.partition("/")[0] for name in manifest.arrays}:
+        if key not in manifest.components:
+            raise Refused(f"it has arrays of {key!r:.80}, which is none of its components")
 
 
 def _check_paths(arrays: Mapping[str, ArrayEntry]) -> None:

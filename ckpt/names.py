@@ -13,6 +13,9 @@ from ckpt.errors import ConfigurationError
 
 PLAIN_NAME = "plain.json"
 MAX_NAME_CHARS = 150
+COMPONENT_KEY = re.compile(r"[A-Za-z0-9_-]+")
+"""What a component may be called: the name of a folder everywhere."""
+_PATH_MAX = 4096
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
 _OURS = (PLAIN_NAME, "zarr.json")
 _PART = r"(?!\.{1,2}(?:/|\Z))[^/\0\ud800-\udfff]+"
@@ -44,13 +47,13 @@ def is_inner_path(path: str) -> bool:
     """Whether this is the path of something inside of a folder: relative, with `/` between parts, and no part leads back out.
 
     A file system need not be asked: no part is empty, `.` or `..`, none holds NUL or a lone surrogate, and the whole begins neither
-    with a backslash nor with a drive.
+    with a backslash nor with a drive, and is no longer than Linux takes.
 
     Example:
         >>> [is_inner_path(path) for path in ("model/w/c/0", "", "/etc/passwd", "a/../../b", "a//b", "C:/b")]
         [True, False, False, False, False, False]
     """
-    return _INNER_PATH.fullmatch(path) is not None
+    return len(path) < _PATH_MAX and _INNER_PATH.fullmatch(path) is not None
 
 
 def local_path(path: str | os.PathLike[str], what: str) -> Path:

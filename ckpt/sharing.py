@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +14,7 @@ from ckpt.dtypes import is_dtensor
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.flatten import Leaves, TensorLeaf
 from ckpt.mapping import ShardedTensor
+from ckpt.names import COMPONENT_KEY
 from ckpt.replication import check_level
 from ckpt.topology import Topology
 
@@ -122,7 +122,7 @@ def check_component(
     Raises:
         ConfigurationError: naming the component, both choices and the way out.
     """
-    if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", key):
+    if not isinstance(key, str) or not COMPONENT_KEY.fullmatch(key):
         raise ConfigurationError(f"component key {key!r} may hold letters, digits, '_' and '-' only: it names a folder")
     try:
         pattern = SharingPattern(sharing_pattern)

@@ -106,5 +106,5 @@ def _is_locked(path: Path) -> bool:
     try:
         with CheckpointFolder(path.parent) as folder, folder.stream(path.name) as file:
             return not _lock(file.fileno())
-    except (FileNotFoundError, IsADirectoryError, CorruptCheckpointError):
+    except (FileNotFoundError, CorruptCheckpointError):
         return False

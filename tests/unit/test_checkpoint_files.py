@@ -404,21 +404,15 @@ def test_where_the_kernel_has_no_such_call_the_same_is_refused(
         require_refused(ACTIONS[name], folder, outside, tmp_path / "dst")
 
 
-@pytest.mark.parametrize("name", ["zstd", "kimi", "ocdbt"])
-def test_libraries_that_open_files_on_their_own_are_not_led_out(
-    craft: Callable[..., Path], outside: Watched, tmp_path: Path, name: str
+def test_a_library_that_opens_files_on_its_own_is_not_led_out(
+    craft: Callable[..., Path], outside: Watched, tmp_path: Path
 ) -> None:
-    """Chunks that are said to be encoded are read by the library of their store, which follows links."""
-    folder = craft(name)
-    edit_index(folder, 0, lambda tree: tree["chunks"]["model/w"][0].__setitem__(6, 0))
+    """Encoded chunks are read by the library of their store, which follows links. Other stores than zarr have none."""
+    folder = craft("zstd")
     load(folder, tmp_path)  # it is, and can be
-    place = {"zstd": "model/w/zarr.json", "kimi": "model/model.safetensors", "ocdbt": "arrays.ocdbt/d"}[name]
-    if name == "kimi":
-        (outside.folder / "x").write_bytes(b"secret")
-        (folder / "model" / "another.safetensors").symlink_to(outside.folder / "x")
-    else:
-        (folder / place).rename(outside.folder / "x")
-        (folder / place).symlink_to(outside.folder / "x")
+    place = folder / "model/w/zarr.json"
+    place.rename(outside.folder / "x")
+    place.symlink_to(outside.folder / "x")
     for act in (load, convert_to("zarr")):
         assert "symbolic link" in require_refused(act, folder, outside, tmp_path / "dst")
 
@@ -537,7 +531,7 @@ def test_hard_links_are_ordinary_files(tmp_path: Path, door: str) -> None:
         ("missing", FileNotFoundError),
         ("file/below", NotADirectoryError),
         ("missing/below", FileNotFoundError),
-        ("folder", IsADirectoryError),
+        ("folder", CorruptCheckpointError),
         ("link", CorruptCheckpointError),
         ("linked/file", CorruptCheckpointError),
         ("linked", CorruptCheckpointError),
