@@ -160,7 +160,6 @@ def _elastic_leaves_no_trace() -> Iterator[None]:
 
 
 def _rank_main(start: _Start) -> dict[str, Any] | None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the forkserver ignores it
     _end_with_launcher(start.lifeline)
     os.environ.update({name: value for name, value in start.environment.items() if name not in RANK_VARIABLES})
     os.chdir(start.folder)
