@@ -15,5 +15,12 @@ def _end_at_once(forkserver: int) -> None:
         os._exit(0)
 
 
-atexit.register(_end_at_once, os.getpid())
+def _heed_again() -> None:
+    if os.getppid() == _FORKSERVER:  # whatever is forked here, also what other parts of the program ask for
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+_FORKSERVER = os.getpid()
+atexit.register(_end_at_once, _FORKSERVER)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.register_at_fork(after_in_child=_heed_again)

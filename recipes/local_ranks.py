@@ -243,7 +243,6 @@ def _start_method_that_ranks_know() -> Iterator[None]:
 
 
 def _rank_main(start: _Start, rank: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the forkserver ignores it
     _end_with_launcher(start.lifeline)
     faulthandler.enable()
     os.environ.update({name: value for name, value in start.environment.items() if name not in RANK_VARIABLES})
