@@ -167,7 +167,6 @@ class Saver:
         self._share: tuple[SavePlan, Share] | None = None
         self._merged: MergedRows = {}
         self._learnt = Learnt()
-        self._is_claimed = False
         self._sameness = Sameness(components)
 
     def save(self, target: SaveTarget) -> SaveReport:
@@ -186,22 +185,13 @@ class Saver:
             stale_s=self._stale_s,
             delete=self._delete,
         )
-        self._claim(target, ledger)
         with _released_unless_prepared(target):
             return self._prepare(target, ledger)
 
-    def _claim(self, target: SaveTarget, ledger: Ledger) -> None:
-        """Have the lead acquire the lock of the root, before the first save into it."""
-        if target.lock is None or (self._is_claimed and target.keeps_lock):
-            return
-        with self._topology.phase("claim"):
-            if self._topology.is_lead:
-                ledger.claim(target.lock, self._topology.progress)
-        self._is_claimed = self._is_claimed or target.keeps_lock
-
     def _prepare(self, target: SaveTarget, ledger: Ledger) -> PreparedSave:
         look = self._is_to_look(target.validate)
-        mine, summaries = self._collect(validate=target.validate, look=look)
+        claim = partial(ledger.claim, target.lock, self._topology.progress) if target.lock is not None else lambda: None
+        mine, summaries = self._collect(validate=target.validate, look=look, claim=claim)
         plain = settle_plain(mine, summaries, self._topology, self._merged)
         if look:
             self._check_patterns(mine)
@@ -260,11 +250,19 @@ class Saver:
         act_on(diagnoses, mine.components, self._pattern_check, tell=tell)
         self._was_examined = True
 
-    def _collect(self, *, validate: bool, look: bool) -> tuple[Contribution, list[dict[str, Any]]]:
-        """Step 1 and 2: ask the components; leave out an optional one that fails anywhere, and ask again."""
+    def _collect(
+        self, *, validate: bool, look: bool, claim: Callable[[], object] = lambda: None
+    ) -> tuple[Contribution, list[dict[str, Any]]]:
+        """Step 1 and 2: ask the components; leave out an optional one that fails anywhere, and ask again.
+
+        Args:
+            claim: called by the lead, before it asks: it acquires the root, or sees that it still has it.
+        """
         without: set[str] = set()
         while True:
             with self._topology.phase("collect") as phase:
+                if self._topology.is_lead:
+                    claim()
                 mine = collect(self._components, self._topology, without=without, compare_all=validate, look=look)
                 phase.payload = mine.summary()
             summaries: list[dict[str, Any]] = phase.payloads
@@ -390,8 +388,6 @@ class PreparedSave:
         root = self.target.root
         with topology.phase("open") as phase:
             if topology.is_lead:
-                if self.target.lock is not None:
-                    self.ledger.claim(self.target.lock, topology.progress)
                 phase.payload = [self.ledger.open(self.target.checkpoint_id).name, self._previous()]
         name, previous = phase.payloads[0]
         if root not in self.learnt.reached:
