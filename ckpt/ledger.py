@@ -42,7 +42,7 @@ ROOT_OWNER = f".run{OWNER_SUFFIX}"
 _VALID_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _HIDDEN = re.compile(r"\.(?P<kind>unpublished|replaced|quarantined|abandoned|removed)-(?P<id>.+)-[0-9a-f]{8}")
 _TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
-_COMMIT_NUMBER = re.compile(rb'"commit_number"\s*:\s*(\d{1,13})\s*[,}]')
+_COMMIT_NUMBER = re.compile(rb'"commit_number"\s*:\s*(-?\d[\d.]*)\s*[,}]')
 _RUN_ID = re.compile(rb'"run_id"\s*:\s*"([0-9A-Za-z_.-]{1,64})"')
 _HEAD_BYTES = 4096  # holds these keys as `CheckpointManifest` writes them; other writers may order them otherwise
 _MOST_BYTES = 1 << 16
@@ -420,15 +420,20 @@ def _look(checkpoint_id: str, path: Path) -> Committed | None:
             timestamp = datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
     except FileNotFoundError:
         return None
-    found = int(number[1]) if number is not None else 0
     return Committed(
         checkpoint_id,
         path,
         timestamp,
-        number=_UNKNOWN if is_damaged else found if found <= MAX_COMMIT_NUMBER else 0,
+        number=_UNKNOWN if is_damaged else _counted(number[1] if number is not None else b""),
         run_id=run_id[1].decode() if run_id is not None else None,
         is_ahead=timestamp - datetime.now(UTC) > _AHEAD,
     )
+
+
+def _counted(number: bytes) -> int:
+    """A number that saves have counted up to; 0: it is another one."""
+    found = int(number) if number.isdigit() and len(number) <= len(str(MAX_COMMIT_NUMBER)) else 0
+    return found if found <= MAX_COMMIT_NUMBER else 0
 
 
 def _placed(found: Sequence[Committed]) -> list[Committed]:

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.device import Device, wait_for_all
-from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, describe, rebuild
+from ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingStateError,
+    RankAbsentError,
+    StorageError,
+    describe,
+    rebuild,
+)
 from ckpt.fitting import copies_for_object, fit, goes_on, prefixes_for_object, require_something
 from ckpt.held import NOTHING_HELD, HeldFiles
 from ckpt.keeping import Keeper
@@ -37,6 +46,9 @@ from ckpt.strict_json import refusing
 from ckpt.topology import Phase, Topology
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]
+
+_MAY_COME_OF_REMOVAL = (CorruptCheckpointError, StorageError, CheckpointNotFoundError, MissingStateError)
+"""What a load raises whose checkpoint is removed meanwhile; the last one where all components are optional."""
 
 _log = logging.getLogger("ckpt")
 
@@ -97,9 +109,7 @@ class Loader:
         before = identity_of(path) if self._topology.is_lead else None
         try:
             report = self._load(path, strict=strict, may_be_old=may_be_old)
-        except RankAbsentError:
-            raise
-        except CheckpointError as error:  # that nothing of optional components was restored may come of it, too
+        except _MAY_COME_OF_REMOVAL as error:
             self._require_still_there(path, before, error)
             raise
         if any(one.status is Status.FAILED for one in report.components):

@@ -182,7 +182,6 @@ class Saver:
         self._share: tuple[SavePlan, Share] | None = None
         self._merged: MergedRows = {}
         self._learnt = Learnt(in_use={output_dir} if output_dir.is_dir() else set())
-        self._is_claimed = False
         self._sameness = Sameness(components)
 
     def save(self, target: SaveTarget) -> SaveReport:
@@ -201,23 +200,19 @@ class Saver:
             stale_s=self._stale_s,
             delete=self._delete,
         )
-        self._claim(target, ledger)
         with _released_unless_prepared(target):
             return self._prepare(target, ledger)
 
     def _claim(self, target: SaveTarget, ledger: Ledger) -> None:
-        """Have the lead acquire the lock of the root, before the first save into it."""
-        if target.lock is None or (self._is_claimed and target.keeps_lock):
-            return
-        with self._topology.phase("claim"):
-            if self._topology.is_lead:
-                self._learnt.require_not_removed(target.root)
-                ledger.claim(target.lock, self._topology.progress)
-        self._is_claimed = self._is_claimed or target.keeps_lock
+        """Acquire the root, or see that this run still has it, and that nobody has removed it. Lead rank only."""
+        self._learnt.require_not_removed(target.root)
+        if target.lock is not None:
+            ledger.claim(target.lock, self._topology.progress)
 
     def _prepare(self, target: SaveTarget, ledger: Ledger) -> PreparedSave:
         look = self._is_to_look(target.validate)
-        mine, summaries = self._collect(validate=target.validate, look=look)
+        claim = partial(self._claim, target, ledger)
+        mine, summaries = self._collect(validate=target.validate, look=look, claim=claim)
         plain = settle_plain(mine, summaries, self._topology, self._merged)
         if look:
             self._check_patterns(mine)
@@ -276,11 +271,19 @@ class Saver:
         act_on(diagnoses, mine.components, self._pattern_check, tell=tell)
         self._was_examined = True
 
-    def _collect(self, *, validate: bool, look: bool) -> tuple[Contribution, list[dict[str, Any]]]:
-        """Step 1 and 2: ask the components; leave out an optional one that fails anywhere, and ask again."""
+    def _collect(
+        self, *, validate: bool, look: bool, claim: Callable[[], object] = lambda: None
+    ) -> tuple[Contribution, list[dict[str, Any]]]:
+        """Step 1 and 2: ask the components; leave out an optional one that fails anywhere, and ask again.
+
+        Args:
+            claim: called by the lead, before it asks: it acquires the root, or sees that it still has it.
+        """
         without: set[str] = set()
         while True:
             with self._topology.phase("collect") as phase:
+                if self._topology.is_lead:
+                    claim()
                 mine = collect(self._components, self._topology, without=without, compare_all=validate, look=look)
                 phase.payload = mine.summary()
             summaries: list[dict[str, Any]] = phase.payloads
@@ -407,8 +410,6 @@ class PreparedSave:
         with topology.phase("open") as phase:
             if topology.is_lead:
                 self.learnt.require_not_removed(root)
-                if self.target.lock is not None:
-                    self.ledger.claim(self.target.lock, topology.progress)
                 phase.payload = [self.ledger.open(self.target.checkpoint_id).name, self._previous()]
         name, previous = phase.payloads[0]
         if root not in self.learnt.reached:
