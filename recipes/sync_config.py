@@ -12,6 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
 from recipes.config import AT_RUN_TIME, LaunchKeys, LoadKeys, RunKeys, bind, check_batch, checked, made
+from recipes.facts import ENGINE_AT_RUN_TIME
 from recipes.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 
 PUBLISH = ("live", "saved")
@@ -38,6 +39,8 @@ class SyncKeys(RunKeys):
 @dataclass
 class JoinKeys:
     run: str = MISSING
+    engine: dict[str, Any] | None = None
+    model: dict[str, Any] | None = None
     updates: int | None = MISSING
     catch_up: bool = MISSING
     wait_s: float = MISSING
@@ -57,7 +60,7 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     run["run_dir"] = str(Path(run["run_dir"]).absolute())
     for name in ("device", "parallel", "model", "data", "optimizer"):
         bind(run[name], name, AT_RUN_TIME[name])
-    bind(run["engine"], "engine", ("device", "colocated", "is_master"))
+    bind(run["engine"], "engine", ENGINE_AT_RUN_TIME)
     _check_numbers(run)
     _check_saves(run)
     made(run["device"]).require()
@@ -83,6 +86,9 @@ def checked_join(cfg: DictConfig) -> dict[str, Any]:
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     run["run"] = str(Path(run["run"]).absolute())
     bind(run["device"], "device", AT_RUN_TIME["device"])
+    for name, given in (("engine", ENGINE_AT_RUN_TIME), ("model", AT_RUN_TIME["model"])):
+        if run[name] is not None:
+            bind(run[name], name, given)
     if run["updates"] is not None and run["updates"] < 1:
         raise ConfigurationError(f"updates={run['updates']}: expected at least 1, or null to stay until the run ends")
     for key in ("wait_s", "local_rank"):
