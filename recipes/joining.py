@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ckpt.addresses import address_towards
 from ckpt.device import Device
 from ckpt.engine import LiveModel
 from ckpt.engine.base import WeightVersion
@@ -28,11 +29,14 @@ from ckpt.sharing import StateComponent
 from ckpt.statefuls import ModelState
 from ckpt.topology import Topology
 from recipes.config import made
+from recipes.facts import RunOfRollouts, run_of
+from recipes.ranks import listening_on
 from recipes.rollout import held_by, live_model
 from recipes.syncing import RENDEZVOUS_NAME
 
 _LOOK_S = 0.1
 _TRIES = 3
+_MOST_BYTES = 1 << 20
 
 
 def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -45,11 +49,14 @@ def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
     """
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     rendezvous = _found(Path(cfg["run"]), cfg["wait_s"])
-    job = rendezvous.config
+    job = run_of(rendezvous.facts, cfg, str(Path(cfg["run"], RENDEZVOUS_NAME)))
     device: Device = made(cfg["device"])
     device.use(cfg["local_rank"])
-    with ElasticEngine.come(made(job["engine"], device=device), rendezvous) as member:
-        live = live_model(job["model"], member.engine, device, seed=job["train"]["seed"] + 1 + member.number)
+    with (
+        listening_on(_address_towards(rendezvous)),
+        ElasticEngine.come(made(job.engine, device=device), rendezvous) as member,
+    ):
+        live = live_model(job.model, member.engine, device, seed=job.seed + 1 + member.number)
         news = member.news()
         if news is not None:
             live.check(news[1])  # before the others have to do with it
@@ -108,7 +115,7 @@ def _found(run_dir: Path, wait_s: float) -> Rendezvous:
     path, until = run_dir / RENDEZVOUS_NAME, time.monotonic() + wait_s
     while True:
         try:
-            return Rendezvous.decode(path.read_bytes(), str(path))
+            return Rendezvous.decode(_beginning_of(path), str(path))
         except FileNotFoundError as error:
             if time.monotonic() > until:
                 raise RankAbsentError(
@@ -118,7 +125,19 @@ def _found(run_dir: Path, wait_s: float) -> Rendezvous:
             time.sleep(_LOOK_S)
 
 
-def _catch_up(live: LiveModel, member: ElasticEngine, job: Mapping[str, Any], device: Device) -> str:
+def _beginning_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_MOST_BYTES)
+
+
+def _address_towards(rendezvous: Rendezvous) -> str | None:
+    try:
+        return address_towards(rendezvous.address, rendezvous.port)
+    except OSError:
+        return None  # to reach it fails with a sentence
+
+
+def _catch_up(live: LiveModel, member: ElasticEngine, job: RunOfRollouts, device: Device) -> str:
     """Get the newest version there is, out of band, and say how that went. There may be none."""
     told = []
     for _ in range(_TRIES):
@@ -128,11 +147,11 @@ def _catch_up(live: LiveModel, member: ElasticEngine, job: Mapping[str, Any], de
             return _said(_from_peers(live, member, *found, device), "out of the trainers' memory")
         except (CorruptCheckpointError, RankAbsentError, ConfigurationError) as error:
             told.append(str(error))
-    for path in committed_newest_first(Path(job["checkpoint_root"])):
+    for path in committed_newest_first(Path(job.checkpoint_root)):
         if (found := member.news()) is None:
             break
         try:
-            return _said(_from_checkpoint(live, member, *found, path, job["model"]), f"from {path}")
+            return _said(_from_checkpoint(live, member, *found, path, job.model), f"from {path}")
         except (CheckpointError, OSError) as error:  # damaged, of another model, or removed meanwhile
             told.append(str(error))
     return f"could not catch up and waits for its first update: {'; '.join(told) or 'there is no checkpoint'}"

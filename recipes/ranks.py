@@ -149,7 +149,7 @@ def run_job(
         num_members = cfg["launch"].get("in_process_group", topology.world_size)
         of_group = dist.PrefixStore("process group", connection(store, cfg["agree"]["timeout_s"]))
         with (
-            _listening_where_needed(environment, is_one_machine=len(set(phase.payloads)) == 1),
+            listening_on(LOOPBACK if len(set(phase.payloads)) == 1 else _address_towards_store(environment)),
             _process_group(backends, of_group, topology, num_members),
         ):
             result = job(cfg, topology)
@@ -185,17 +185,18 @@ def _use_device(node: dict[str, Any], local_rank: int) -> str:
 
 
 @contextmanager
-def _listening_where_needed(environment: Environment, *, is_one_machine: bool) -> Iterator[None]:
-    """Have what process groups listen on be out of reach for machines that have no part in the run.
+def listening_on(address: str | None) -> Iterator[None]:
+    """Have process groups listen on the interface with this address, and on no other. Variables that are set already stand.
 
-    That is the loopback interface for ranks of one machine, else the one by which this rank reaches the store. Variables that are
-    set already stand.
+    Args:
+        address: of this machine; None: as torch does.
     """
-    address = LOOPBACK if is_one_machine else _address_towards_store(environment)
     interface = address and interface_of(address)
     wanted = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    if is_one_machine:  # otherwise their own choice: it also says through which interfaces tensors go
-        wanted |= {name: f"={interface}" for name in ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME") if interface}
+    if (
+        interface and address == LOOPBACK
+    ):  # otherwise their own choice: it also says through which interfaces tensors go
+        wanted |= {"NCCL_SOCKET_IFNAME": f"={interface}", "HCCL_SOCKET_IFNAME": f"={interface}"}
     new = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(new)
     try:

@@ -61,12 +61,12 @@ def require_ranks(roles: Mapping[str, Any], num_ranks: int, topology: Topology) 
 
 
 def found_job(
-    make: Callable[[], VersionedEngine], topology: Topology, roles: Mapping[str, Any], config: Mapping[str, Any]
+    make: Callable[[], VersionedEngine], topology: Topology, roles: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> tuple[ElasticEngine, Rendezvous]:
     """Make this rank's engine and join the others', such that rollouts can come and go. Collective.
 
     Args:
-        config: what a rollout that comes has to know of the job's.
+        facts: what a rollout that comes has to know of the job, as data.
 
     Returns:
         the engine, and where such a rollout finds the job.
@@ -75,7 +75,7 @@ def found_job(
     with topology.operation("the set-up of the run"), topology.phase("prepare the engine") as phase:
         engine = make()
         if topology.is_lead:
-            store, rendezvous = meeting(engine.timeout_s, config)
+            store, rendezvous = meeting(engine.timeout_s, facts)
             phase.payload = asdict(rendezvous)
     rendezvous = Rendezvous(**phase.payloads[0])
     member = ElasticEngine.found(

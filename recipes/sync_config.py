@@ -24,6 +24,7 @@ from recipes.config import (
     make_absolute,
     require_names,
 )
+from recipes.facts import ENGINE_AT_RUN_TIME
 from recipes.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 
 PUBLISH = ("live", "saved")
@@ -50,6 +51,8 @@ class SyncKeys(RunKeys):
 @dataclass
 class JoinKeys:
     run: str = MISSING
+    engine: dict[str, Any] | None = None
+    model: dict[str, Any] | None = None
     updates: int | None = MISSING
     catch_up: bool = MISSING
     wait_s: float = MISSING
@@ -71,7 +74,7 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     make_absolute(run, "run_dir")
     for name in ("device", "parallel", "model", "data", "optimizer"):
         bind(run[name], name, AT_RUN_TIME[name])
-    bind(run["engine"], "engine", ("device", "colocated", "is_master"))
+    bind(run["engine"], "engine", ENGINE_AT_RUN_TIME)
     _check_numbers(run)
     _check_saves(run)
     made(run["device"]).require()
@@ -98,6 +101,9 @@ def checked_join(cfg: DictConfig) -> dict[str, Any]:
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     make_absolute(run, "run")
     bind(run["device"], "device", AT_RUN_TIME["device"])
+    for name, given in (("engine", ENGINE_AT_RUN_TIME), ("model", AT_RUN_TIME["model"])):
+        if run[name] is not None:
+            bind(run[name], name, given)
     if run["updates"] is not None and run["updates"] < 1:
         raise ConfigurationError(f"updates={run['updates']}: expected at least 1, or null to stay until the run ends")
     for key in ("wait_s", "local_rank"):

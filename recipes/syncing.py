@@ -25,6 +25,7 @@ from ckpt.sigterm import sigterm_noted
 from ckpt.statefuls import ModelState
 from ckpt.topology import Topology
 from recipes.config import config_text, made
+from recipes.facts import facts_of
 from recipes.report import Report, Summary, write_summary
 from recipes.roles import found_job, join_engine, require_ranks
 from recipes.rollout import held_by, live_model
@@ -33,7 +34,6 @@ from recipes.training import Training, resume, settle_start
 
 RENDEZVOUS_NAME = "rendezvous.json"
 """The file of a run that says where rollouts find it, as long as it runs."""
-_TOLD_TO_ROLLOUTS = ("engine", "model", "train", "checkpoint_root")
 
 
 def settle_sync(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def sync_weights(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | No
             open_engines.enter_context(engine)
             trainer = _Trainer(cfg, topology, device, _Colocated(cfg, topology, device, engine))
             return trainer.run(run_dir)
-        member, rendezvous = found_job(make, topology, roles, {name: cfg[name] for name in _TOLD_TO_ROLLOUTS})
+        member, rendezvous = found_job(make, topology, roles, facts_of(cfg))
         open_engines.enter_context(member)
         if topology.rank < roles["trainer"]:
             return _Trainer(cfg, topology, device, _Separate(topology, member, rendezvous)).run(run_dir)

@@ -40,19 +40,19 @@ _REACH_S = 10.0
 _LINGER_S = 1.0
 
 
-def meeting(timeout_s: float, config: Mapping[str, Any]) -> tuple[TCPStore, Rendezvous]:
+def meeting(timeout_s: float, facts: Mapping[str, Any]) -> tuple[TCPStore, Rendezvous]:
     """The store of a job, held by this process, its first trainer; and where a rollout that comes finds it.
 
     It listens on one address, that of `ckpt.addresses.own_address`.
 
     Args:
         timeout_s: of the store.
-        config: see `Rendezvous`.
+        facts: see `Rendezvous`.
     """
     store, address = own_store(timeout_s)
     job = uuid.uuid4().hex
     store.set("job", job)
-    return store, Rendezvous(address, store.port, job, config)
+    return store, Rendezvous(address, store.port, job, facts)
 
 
 def reached_store(rendezvous: Rendezvous) -> TCPStore:

@@ -7,6 +7,7 @@ of the job ever had, and in each epoch a rank of the engine: trainers first, the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -132,18 +133,19 @@ class News:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a job that takes rollouts is to be found, as a file of its run says.
+    """Where a job that takes rollouts is to be found, as a file of its run says. Data alone: nothing in it is code, or names any to run.
 
     Attributes:
         address, port: of the first trainer's store.
         job: hex digits that no other job has.
-        config: what of the job's configuration a rollout has to know to have the same model.
+        facts: what a rollout has to know of the job to have the same model: plain values, lists and dictionaries of them. No name
+            in it begins with "_".
     """
 
     address: str
     port: int
     job: str
-    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), indent=2).encode() + b"\n"
@@ -155,8 +157,42 @@ class Rendezvous:
             ConfigurationError: it is not what `encode` makes.
         """
         try:
-            return cls(**json.loads(data))
-        except (ValueError, TypeError) as error:
+            found = cls(**json.loads(data))
+            _require_data(found)
+        except (ValueError, TypeError, RecursionError) as error:
             raise ConfigurationError(
                 f"{where} is no rendezvous of a job that gives weights to rollouts: {error}"
             ) from error
+        return found
+
+
+def _require_data(found: Rendezvous) -> None:
+    """
+    Raises:
+        ValueError: a value is of another type than it should be, or out of range, or a name is not one of data.
+    """
+    if not isinstance(found.address, str) or not re.fullmatch(r"[0-9A-Za-z.:%_-]{1,255}", found.address):
+        raise ValueError(f"address is {_shown(found.address)}, expected a host's name or address")
+    if type(found.port) is not int or not 0 < found.port < 1 << 16:
+        raise ValueError(f"port is {_shown(found.port)}, expected a number from 1 to 65535")
+    if not isinstance(found.job, str) or not re.fullmatch("[0-9a-f]{32}", found.job):
+        raise ValueError(f"job is {_shown(found.job)}, expected 32 hex digits")
+    if not isinstance(found.facts, dict):
+        raise ValueError(f"facts is {_shown(found.facts)}, expected a dictionary")
+    _require_names_of_data(found.facts, "facts")
+
+
+def _require_names_of_data(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for name, one in value.items():
+            if name.startswith("_"):
+                raise ValueError(f"{where} holds {_shown(name)}, which is no name of data")
+            _require_names_of_data(one, f"{where}.{name}")
+    elif isinstance(value, list):
+        for one in value:
+            _require_names_of_data(one, where)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

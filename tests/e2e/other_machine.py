@@ -71,12 +71,12 @@ def why_not_here() -> str:
         "ip",
         "link",
         "add",
-        "a",
+        "outside",
         "type",
         "veth",
         "peer",
         "name",
-        "b",
+        "inside",
     ]
     tried = subprocess.run(made, capture_output=True, text=True, check=False)
     return f"network namespaces are not permitted: {tried.stderr.strip()}" if tried.returncode else ""
@@ -122,7 +122,7 @@ def _look(pid: int) -> tuple[set[tuple[str, int]], set[int], int]:
                 reached.add(port)
             except OSError:
                 continue
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def _listeners(pid: int) -> set[tuple[str, int]]:

@@ -117,7 +117,7 @@ def test_news_and_a_rendezvous_read_as_they_were_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{}", b"[1, 2]", b'{"address": "x", "port": 1, "job": "j", "config": {}, "more": 1}']
+    "data", [b"", b"{}", b"[1, 2]", b'{"address": "x", "port": 1, "job": "j", "facts": {}, "more": 1}']
 )
 def test_what_is_no_rendezvous_is_named(data: bytes) -> None:
     with pytest.raises(ConfigurationError, match="run/rendezvous.json is no rendezvous"):
