@@ -326,11 +326,8 @@ def test_a_sweep_ends_with_one_table_in_which_a_failed_job_is_a_row(command: Com
     assert sorted(folders) == ["0", "2"], "a refused job leaves no folder"
 
 
-@pytest.mark.parametrize(
-    ("launcher", "package"),
-    [("joblib", "joblib"), pytest.param("submitit_local", "submitit", marks=pytest.mark.full)],
-    ids=["joblib", "submitit"],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("launcher", "package"), [("joblib", "joblib"), ("submitit_local", "submitit")])
 def test_a_sweep_in_other_processes_ends_with_the_same_table(command: Command, launcher: str, package: str) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{package}_launcher")
     with warnings.catch_warnings():
