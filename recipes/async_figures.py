@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from recipes.async_keys import DCP, OURS
-from recipes.comparison import wide_console
+from recipes.comparison import print_table
 
 Told = dict[str, Any]
 """What one rank saw of one save: `call_s`, `finish_s`, `durable_s`, `peak_mib`; `before_s` of the steps before it; and `beside`, for each
@@ -94,10 +94,9 @@ def line(figures: Figures) -> str:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the figures and the ratios as tables."""
-    console = wide_console()
-    console.print(_figures(result))
+    print_table(_figures(result))
     if any(result["ratios"].values()):
-        console.print(_ratios(result["ratios"]))
+        print_table(_ratios(result["ratios"]))
 
 
 def title_of(result: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -42,12 +43,12 @@ def compared(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
 def show(result: Mapping[str, Any]) -> None:
     """Print the figures and the ratios as tables."""
     console = wide_console()
-    console.print(_figures(result))
+    print_table(_figures(result), console)
     columns = {
         heading: of_ours for heading, of_ours in _ratio_columns(result["ratios"]).items() if any(of_ours.values())
     }
     if columns:
-        console.print(_ratios(columns, [name for name in result["medians"] if ours(name)]))
+        print_table(_ratios(columns, [name for name in result["medians"] if ours(name)]), console)
     for name, reason in result["left_out"].items():
         console.print(f"left out: {name}: {reason}", highlight=False)
 
@@ -55,6 +56,38 @@ def show(result: Mapping[str, Any]) -> None:
 def wide_console() -> Console:
     """Return a console that is as wide as the terminal, or wide enough for a table where there is none."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Print a table; where the console is too narrow, as several below each other, each with the first column.
+
+    Args:
+        console: None: that of `wide_console`.
+    """
+    console = console or wide_console()
+    for part in parts_of(table, console.width):
+        console.print(part)
+
+
+def parts_of(table: Table, width: int) -> list[Table]:
+    """A table of texts as tables that have so many of its columns as fit `width`, the first one in each."""
+    texts = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    first, *others = [max(cell_len(line) for text in column for line in text.split("\n")) + 3 for column in texts]
+    groups: list[list[int]] = [[]]
+    room = width - first - 1
+    for number, needed in enumerate(others, 1):
+        if groups[-1] and sum(others[at - 1] for at in groups[-1]) + needed > room:
+            groups.append([])
+        groups[-1].append(number)
+    parts = []
+    for group in groups:
+        part = Table(title=table.title if not parts else None)
+        for at in (0, *group):
+            part.add_column(texts[at][0], justify=table.columns[at].justify, overflow="fold")
+        for row in zip(*(texts[at][1:] for at in (0, *group)), strict=True):
+            part.add_row(*row)
+        parts.append(part)
+    return parts
 
 
 def title_of(result: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorSt
 from ckpt.strategies.zarr import ZarrSaveShardedStrategy
 from ckpt.topology import Topology
 from recipes.benchmarking import SCRATCH, require_counts, typed_keys
-from recipes.comparison import wide_console
+from recipes.comparison import print_table
 from recipes.config import made
 from recipes.gpt import SIZES
 from recipes.measuring import PeakMemory, forget_cache, make_durable, timed, together
@@ -306,7 +306,7 @@ def show(result: Mapping[str, Any]) -> None:
         table.add_row(
             f"{counterpart(name)} / {name}", *("" if ratios[c] is None else f"{ratios[c]:.2f}" for c in COLUMNS), "", ""
         )
-    wide_console().print(table)
+    print_table(table)
 
 
 def _interpreter(path: str | None) -> str:

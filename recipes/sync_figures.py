@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from recipes.comparison import wide_console
+from recipes.comparison import print_table
 from recipes.sync_keys import DELTA, OURS, RAW, RAW_ALL, REFERENCE, TUNED, WITHOUT_DELTA
 
 Seconds = Mapping[str, float]
@@ -49,10 +49,9 @@ def line(seconds: Seconds) -> str:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the figures and the ratios as tables."""
-    console = wide_console()
-    console.print(_figures(result))
+    print_table(_figures(result))
     if result["ratios"]:
-        console.print(_ratio_table(result["ratios"]))
+        print_table(_ratio_table(result["ratios"]))
 
 
 def title_of(result: Mapping[str, Any]) -> str:

@@ -52,7 +52,8 @@ def test_no_sentence_of_the_library_speaks_to_a_command_line() -> None:
         ("cpu_transfer=False: rank 0", "strategy.cpu_transfer=false: rank 0"),
         ("group=dp of TwoStageLoad: the run", "strategy.group=dp: the run"),
         ("transport=pigeon of TwoStageLoad: expected", "strategy.transport=pigeon: expected"),
-        ("Run on 3 ranks or leave component x out.", "Run on 3 ranks (launch.nproc_per_node=3) or leave component x out with ~components.x."),  # noqa: E501
+        ("Run on 3 ranks or leave component x out.",
+            "Run on 3 ranks (launch.nproc_per_node=3) or leave component x out with ~components.x."),
         ("start at most 2 ranks here", "start at most 2 ranks here: launch.nproc_per_node=2"),
         ("kvstore='s3' is not known", "ckpt.kvstore='s3' is not known"),
         ("load with allow_pickle=True.", "load with load.allow_pickle=true."),

@@ -212,8 +212,8 @@ def _refused(topology: Topology, root: Path, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"max_in_flight_mib": 3}, "strategy.max_in_flight_mib=3: 4 MiB are the least, for 1 block of 4 MiB"),
-        ({"group": "data"}, "strategy.group=data: the run has no process group of that name, it has none"),
+        ({"max_in_flight_mib": 3}, "max_in_flight_mib=3: 4 MiB are the least, for 1 block of 4 MiB"),
+        ({"group": "data"}, "group=data of TwoStageLoad: the run has no process group of that name, it has none"),
         ({"cpu_transfer": False}, "torch.distributed, which is not initialized"),
     ],
 )

@@ -337,7 +337,7 @@ def test_a_wrapper_that_does_not_name_its_own_entries_is_refused_with_their_name
     (said,) = set(run_threads(3, save_wrapped, tmp_path, Held, "tensor"))
     assert said is not None
     for text in ("note.buffer3 on rank 1, 2", "note.scalar on rank 1, 2", "list the entries that are each rank's own",
-                 "rank_private", "components.optimizer.validation_level=none"):  # fmt: skip
+                 "rank_private", "component optimizer with validation_level=none"):  # fmt: skip
         assert text in said
     (said,) = set(run_threads(3, save_wrapped, tmp_path, Held, None))
     assert said is not None

@@ -223,7 +223,7 @@ def test_an_old_checkpoint_of_pickled_files_is_planned_where_it_may_be_read(plan
     torch.save(GPT().state_dict(), folder / "model_state.pt")
     only_model = [f"~components.{key}" for key in ("optimizer", "scheduler", "dataset", "rng")]
     code, _, err = plan(f"checkpoint={folder}", *only_model)
-    assert code == 1 and "set load.allow_pickle=true" in err
+    assert code == 1 and "load.allow_pickle=true" in err
     tree = plan.json(f"checkpoint={folder}", *only_model, "load.allow_pickle=true")
     assert (verdicts(tree), tree["saved"]) == ({"model": "loaded"}, None)
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 import xxhash
 from rich.console import Console
+from rich.table import Table
 
 from ckpt import StateComponent
 from ckpt.topology import Topology
+from recipes.comparison import parts_of
 from recipes.patterns import show as show_doctor
 from recipes.reading import ReadingKeys, show
 from recipes.sweep import short_names, table_of
@@ -192,3 +194,20 @@ def test_the_doctor_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert fits(text) and joined(sentence) in joined(text)
     assert "optimizer  PER_RANK  PER_GROUP data_parallel  loses state" in text
+
+
+def test_a_benchmark_s_table_that_is_too_wide_is_printed_in_parts() -> None:
+    headings = ["", "save s", "load s, cold", "load s, warm", "save peak MiB", "load peak MiB", "read / needed"]
+    names = ("ckpt zarr, incremental", "torch.distributed.checkpoint")
+    wide = Table(title="workload")
+    for heading in headings:
+        wide.add_column(heading, no_wrap=True)
+    for name in names:
+        wide.add_row(name, *(f"{at}.25 (0.20..12.34)" for at in range(1, 7)))
+    parts = parts_of(wide, 80)
+    text = "".join(map(printed, parts))
+    assert fits(text) and len(parts) == 3
+    assert [text.count(name) for name in names] == [3, 3] and text.count("workload") == 1
+    assert all(heading in text for heading in headings)
+    assert all(text.count(f" {at}.25 (0.20..12.34)") == 2 for at in range(1, 7))
+    assert len(parts_of(wide, 200)) == 1
