@@ -1,7 +1,7 @@
 """The rules that no schema says: how the numbers in a manifest and in its indexes must agree with one another. Pure.
 
 A checkpoint that breaks one of them was not written by this package, whatever its digests say. Every rule is here, each stated
-where it is enforced; types and ranges of single values are the schema's, in manifest.py.
+where it is enforced; types and ranges of single values are the schema's, in manifest_parsing.py.
 
     check_manifest          the manifest alone, when it is parsed
     check_inner_paths, check_extents, check_pieces     an index alone, when it is parsed
@@ -14,18 +14,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckpt.backends.base import CLIPPED_STORES, stored_shape
 from ckpt.box import Box, chunk_box, num_chunks
 from ckpt.dtypes import item_bytes
+from ckpt.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, Index, Piece
 from ckpt.names import COMPONENT_KEY, PLAIN_NAME, is_inner_path
 from ckpt.strict_json import MAX_INT, Refused
-
-if TYPE_CHECKING:
-    from ckpt.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, Index, Piece
 
 MAX_FILE_BYTES = 1 << 30
 """Of a file that is read whole: a manifest, an index, plain values, a description. A million tensors take 0.2 GiB."""

@@ -30,6 +30,7 @@ from ckpt.keeping import Keeper
 from ckpt.ledger import Ledger
 from ckpt.legacy import OldSource, not_allowed, old_files
 from ckpt.manifest import CONFIG_NAME, MANIFEST_NAME, CheckpointManifest
+from ckpt.manifest_parsing import parse_manifest
 from ckpt.matching import (
     Match,
     beside_own_memory,
@@ -166,7 +167,7 @@ class Loader:
                     phase.payload = files
                 else:
                     data = read_manifest_bytes(path)
-                    manifest = CheckpointManifest.from_bytes(data, where)
+                    manifest = parse_manifest(data, where)
                     listed = CONFIG_NAME in manifest.files
                     held = self._held(data)
                     with refusing(CONFIG_NAME):
@@ -176,7 +177,7 @@ class Loader:
         if isinstance(said, list):
             return OldSource(path, said, self._topology)
         data = said["manifest"].encode()
-        stored = StoredCheckpoint(path, manifest or CheckpointManifest.from_bytes(data, where), self._held(data))
+        stored = StoredCheckpoint(path, manifest or parse_manifest(data, where), self._held(data))
         return CommittedSource(
             stored, said["config"], self._topology, self._strategy, self._device, verify=self._verify
         )

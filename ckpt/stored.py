@@ -16,6 +16,7 @@ from ckpt.core import other_format
 from ckpt.errors import CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.held import NOTHING_HELD, HeldFiles
 from ckpt.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name
+from ckpt.manifest_parsing import parse_index, parse_manifest
 from ckpt.strict_json import refusing
 
 _PIECE_BYTES = 4 << 20
@@ -28,7 +29,7 @@ def read_manifest(checkpoint_dir: Path) -> CheckpointManifest:
         CheckpointNotFoundError: the folder is missing or holds no manifest: it is no checkpoint.
         CorruptCheckpointError: the manifest is not as it was written.
     """
-    return CheckpointManifest.from_bytes(read_manifest_bytes(checkpoint_dir), str(checkpoint_dir / MANIFEST_NAME))
+    return parse_manifest(read_manifest_bytes(checkpoint_dir), str(checkpoint_dir / MANIFEST_NAME))
 
 
 def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
@@ -120,16 +121,16 @@ def read_index(checkpoint_dir: Path, manifest: CheckpointManifest, rank: int, he
     path = index_name(rank)
     if path not in manifest.files:  # a later generation, or none
         path = manifest.index_paths().get(rank, path)
-    return parse_index(read_listed_file(checkpoint_dir, manifest, path, held), manifest, rank, path)
+    return checked_index(read_listed_file(checkpoint_dir, manifest, path, held), manifest, rank, path)
 
 
-def parse_index(data: bytes, manifest: CheckpointManifest, rank: int, path: str) -> Index:
+def checked_index(data: bytes, manifest: CheckpointManifest, rank: int, path: str) -> Index:
     """Parse the index of a rank, whose bytes are as they were written, and hold it against the manifest.
 
     Raises:
         CorruptCheckpointError: what it says cannot be: see `ckpt.consistency`.
     """
-    index = Index.from_bytes(data, path)
+    index = parse_index(data, path)
     with refusing(path):
         check_index(index, manifest, rank)
     return index

@@ -23,7 +23,7 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
 from ckpt.flatten import check_plain_file
 from ckpt.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManifest, Index
 from ckpt.names import PLAIN_NAME
-from ckpt.stored import parse_index, read_listed_file, read_manifest, read_plain_file
+from ckpt.stored import checked_index, read_listed_file, read_manifest, read_plain_file
 from ckpt.strict_json import Refused
 
 _READ_BYTES = 4 << 20
@@ -81,7 +81,7 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
             result.num_bytes += len(data)
             progress(len(data))
             indexes |= {
-                rank: parse_index(data, manifest, rank, path) for rank, name in index_paths.items() if name == path
+                rank: checked_index(data, manifest, rank, path) for rank, name in index_paths.items() if name == path
             }
     for rank, index in indexes.items():
         listed.update(index.files)

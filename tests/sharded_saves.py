@@ -16,7 +16,7 @@ from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.errors import CheckpointError
 from ckpt.job import use_topology
-from ckpt.manifest import Index
+from ckpt.manifest_parsing import parse_index
 from ckpt.strategies.base import LoadShardedStrategy
 from ckpt.strategies.sharded import SaveTensors
 from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
@@ -79,7 +79,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 def chunks_by_rank(folder: Path) -> dict[int, list[tuple[str, int]]]:
     """Rank -> (array, number) of the chunks that its index lists."""
-    indexes = [Index.from_bytes(path.read_bytes()) for path in sorted(folder.glob("index-*.json"))]
+    indexes = [parse_index(path.read_bytes()) for path in sorted(folder.glob("index-*.json"))]
     return {index.rank: [(path, number) for path in index.chunks for number in index.chunks[path]] for index in indexes}
 
 

@@ -19,7 +19,8 @@ from ckpt.dtypes import torch_dtype
 from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
 from ckpt.flatten import Path as StatePath
 from ckpt.flatten import from_json, path_from_json, unflatten
-from ckpt.manifest import MANIFEST_NAME, SHARDED, CheckpointManifest
+from ckpt.manifest import MANIFEST_NAME, SHARDED
+from ckpt.manifest_parsing import parse_manifest
 from ckpt.mapping import ShardedStateDict, ShardedTensor
 from ckpt.megatron.chunks import MegatronChunks
 from ckpt.megatron.layout import headless
@@ -183,7 +184,7 @@ def open_tensors(checkpoint_dir: Path, library: Library, topology: Topology, str
             phase.payload = read_manifest_bytes(checkpoint_dir).decode()
     if phase.payloads[0] is None:
         return MegatronTensors(checkpoint_dir, library, strategy, topology)
-    manifest = CheckpointManifest.from_bytes(phase.payloads[0].encode(), where)
+    manifest = parse_manifest(phase.payloads[0].encode(), where)
     return OurTensors(StoredCheckpoint(checkpoint_dir, manifest), strategy, topology)
 
 

@@ -30,7 +30,7 @@ from ckpt.errors import (
     ShardingError,
 )
 from ckpt.job import use_topology
-from ckpt.manifest import Index
+from ckpt.manifest_parsing import parse_index
 from ckpt.verify import verify_checkpoint
 from tests.ranks import Dead, Topology, run_ranks
 from tests.sharded_saves import (
@@ -391,7 +391,7 @@ def place_that_is_read(file: str, folder: Path) -> int | None:
     """The number of a byte that a load of everything reads of a file; None if it reads none."""
     if file.endswith("zarr.json"):
         return None
-    indexes = [Index.from_bytes(path.read_bytes()) for path in folder.glob("index-*.json")]
+    indexes = [parse_index(path.read_bytes()) for path in folder.glob("index-*.json")]
     chunks = chain.from_iterable(by_number.values() for index in indexes for by_number in index.chunks.values())
     of_file = [extent.offset + extent.length // 2 for extent in chunks if extent.file == file]
     if of_file or file.startswith("arrays.ocdbt/"):

@@ -29,7 +29,7 @@ from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.errors import CorruptCheckpointError, StorageError, describe, rebuild
 from ckpt.incremental import DiskUse, disk_use, linked_with, previous_from, previous_of
 from ckpt.ledger import Ledger
-from ckpt.manifest import Index
+from ckpt.manifest_parsing import parse_index
 from ckpt.stored import check_file, read_index, read_manifest
 from ckpt.verify import examine, verify_checkpoint
 from tests import plain_safetensors
@@ -748,8 +748,8 @@ def test_an_index_keeps_what_is_dead_and_says_nothing_where_there_is_none(tmp_pa
     first, second = ((shelf.folder(one) / "index-00000.json").read_bytes() for one in "01")
     assert b'"dead"' not in first and b'"dead"' in second
     for data in (first, second):
-        assert Index.from_bytes(data).to_bytes() == data
-    assert Index.from_bytes(second).dead == shelf.written["1"][0].dead
+        assert parse_index(data).to_bytes() == data
+    assert parse_index(second).dead == shelf.written["1"][0].dead
 
 
 @pytest.mark.parametrize("store", STORES)

@@ -23,6 +23,7 @@ from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, MissingStateError
 from ckpt.job import use_topology
 from ckpt.manifest import MANIFEST_NAME, Index, digest_of
+from ckpt.manifest_parsing import parse_index
 from ckpt.sharded import removing, removing_shards
 from ckpt.stored import read_manifest
 from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
@@ -105,7 +106,7 @@ def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def indexes_of(folder: Path) -> list[Index]:
-    return [Index.from_bytes(path.read_bytes()) for path in sorted(folder.glob("index-*.json"))]
+    return [parse_index(path.read_bytes()) for path in sorted(folder.glob("index-*.json"))]
 
 
 def require_holds(folder: Path, keys: set[str]) -> None:
