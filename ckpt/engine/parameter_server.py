@@ -419,6 +419,8 @@ class _Messages:
 
 
 class _PatientSocket(zmq.Socket[bytes]):
+    """Both ends are threads of this process, so no other one can connect, whatever address the package has in mind."""
+
     _require_open: Callable[[], None]
 
     @classmethod
@@ -427,10 +429,20 @@ class _PatientSocket(zmq.Socket[bytes]):
         object.__setattr__(made, "_require_open", require_open)
         return made
 
+    def bind(self, addr: str) -> Any:
+        return super().bind(_within_process(addr))
+
+    def connect(self, addr: str) -> Any:
+        return super().connect(_within_process(addr))
+
     def recv(self, *args: Any, **named: Any) -> Any:
         while not self.poll(200):
             self._require_open()
         return super().recv(*args, **named)
+
+
+def _within_process(address: str) -> str:
+    return f"inproc://{address.removeprefix('ipc://')}"
 
 
 _lent: dict[int, torch.Tensor] = {}

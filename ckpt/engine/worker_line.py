@@ -9,6 +9,7 @@ that nobody is left without a word. Ours is a DEALER socket in place of a REQ on
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
@@ -40,13 +41,16 @@ class WorkerLine:
         worker: the name under which the worker looks for `address`.
 
     Attributes:
-        address: where it connects; of this host, and of this network namespace.
+        address: where it connects; of this host, and of this network namespace. Only a process of this user can.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], worker: str) -> None:
         self.worker = worker
         self.address = f"ipc://@ckpt-engine-{uuid.uuid4().hex}.sock"
         self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(
+            zmq.IPC_FILTER_UID, os.geteuid()
+        )  # such an address has no permissions: anybody could connect
         self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.bind(self.address)
         self._saying: list[bytes] | None = None

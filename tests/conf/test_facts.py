@@ -98,7 +98,7 @@ def test_nothing_that_a_rendezvous_names_is_run(craft: str, tmp_path: Path) -> N
     _, told = of_a_run(tmp_path / "run")
     said, ran = json.loads(told.encode()), tmp_path / "ran"
     change, sentence = CRAFTS[craft]
-    change(said, {"_target_": "builtins.dict", "inner": {"_target_": "os.system", "command": f"touch {ran}"}})
+    change(said, {"_target_": "builtins.dict", "inner": {"_target_": "os.mkdir", "path": str(ran)}})
     (tmp_path / "rendezvous.json").write_text(json.dumps(said))
     with pytest.raises(ConfigurationError) as refused:
         join_rollout(joining(f"run={tmp_path}"))

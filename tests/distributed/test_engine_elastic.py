@@ -13,7 +13,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -479,10 +479,9 @@ def test_trainers_go_on_without_any_rollout_until_one_comes() -> None:
 
 def test_a_rollout_that_finds_no_job_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     store, rendezvous = meeting(20.0, {})
-    other = Rendezvous("127.0.0.1", store.port, "another", {})
-    assert other.port == rendezvous.port
-    with pytest.raises(RankAbsentError, match="another job answers at 127.0.0.1"):
-        ElasticEngine.come(engine_of("broadcast"), other)
+    assert rendezvous.port == store.port
+    with pytest.raises(RankAbsentError, match=f"another job answers at {rendezvous.address}"):
+        ElasticEngine.come(engine_of("broadcast"), replace(rendezvous, job="another"))
     monkeypatch.setattr(elastic, "_REACH_S", 0.5)
     with pytest.raises(RankAbsentError, match="nobody answers at"):
         ElasticEngine.come(engine_of("broadcast"), Rendezvous("127.0.0.1", 1, "x", {}))

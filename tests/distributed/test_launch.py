@@ -199,7 +199,8 @@ def test_a_sweep_leaves_nothing_behind_but_the_forkserver(sweep: tuple[dict[str,
 @contextmanager
 def _running(folder: Path, num_ranks: int) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """Start ranks that save without end, wait until all have saved; yield the launcher and all processes below it."""
-    launcher = _jobs(f"says_who_runs:{num_ranks}", FOLDER_OF_PIDS=str(folder))
+    (folder / "temporary").mkdir()
+    launcher = _jobs(f"says_who_runs:{num_ranks}", FOLDER_OF_PIDS=str(folder), TMPDIR=str(folder / "temporary"))
     family: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + 60
@@ -235,10 +236,12 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def test_nobody_survives_a_kill_of_the_launcher_for_a_second(tmp_path: Path) -> None:
+def test_nobody_and_nothing_survives_a_kill_of_the_launcher_for_a_second(tmp_path: Path) -> None:
     with _running(tmp_path, 3) as (launcher, family):
         launcher.kill()
         assert _alive(family, 1.0) == []
+    left = [one.name for one in (tmp_path / "temporary").iterdir()]
+    assert [name for name in left if not name.startswith("torchinductor")] == [], "torch keeps one folder for each user"
 
 
 @pytest.mark.parametrize(

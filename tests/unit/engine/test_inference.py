@@ -19,7 +19,10 @@ from ckpt.engine.layout import WeightLayout
 from ckpt.errors import CheckpointError, ConfigurationError
 
 pytest.importorskip("zmq", reason="pyzmq comes with checkpoint-engine")
+import zmq
+
 from ckpt.engine import inference, inference_requests
+from ckpt.engine.worker_line import WorkerLine
 
 VERSION = WeightVersion(7, "0" * 32)
 HANDLES = {"GPU-1": "ipc://@one.sock", "GPU-2": "ipc://@two.sock"}
@@ -176,3 +179,23 @@ def test_a_model_beside_an_inference_engine_keeps_what_it_has_if_that_fails() ->
     with pytest.raises(ZeroDivisionError, match="engine"):
         inference.Sinks(One("engine", fails=True), One("model")).load(iter(weights), VERSION)
     assert seen == ["engine loads ab"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
+def test_a_worker_of_another_user_hears_nothing() -> None:
+    with zmq.Context() as context:
+        line = WorkerLine(context, "GPU-1")
+        line.say("weights")
+        for user, hears in ((65534, False), (0, True)):
+            os.seteuid(user)
+            try:
+                with context.socket(zmq.REP) as worker:
+                    worker.connect(line.address)
+                    for _ in range(30):
+                        line.look()
+                        if worker.poll(10):
+                            break
+                    assert bool(worker.poll(0)) is hears
+            finally:
+                os.seteuid(0)
+        line.close()

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ from tests.ranks import run_ranks
 from tests.states import Held, global_index
 
 parameter_server = pytest.importorskip("ckpt.engine.parameter_server")
+import zmq  # noqa: E402
+
 from ckpt.engine.kimi import KimiCheckpointEngine  # noqa: E402
 
 FORGOTTEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PS_MAX_BUCKET_SIZE_GB")
@@ -200,6 +203,17 @@ def test_kimi_two_jobs_of_one_host_do_not_meet() -> None:
         for number, sink in enumerate(sinks, 1):
             held = sink.live.state_dict()
             assert all(torch.equal(held[name], one) for name, one in weights_of(number).items())
+
+
+def test_kimi_messages_within_a_process_have_no_socket_that_others_could_connect_to() -> None:
+    messages, name = parameter_server._Messages(), "ipc://@checkpoint-engine-some-device-0.sock"
+    server, worker = messages.socket(zmq.REQ), messages.socket(zmq.REP)
+    server.bind(name)
+    worker.connect(name)
+    server.send(b"a pickle")
+    assert worker.recv() == b"a pickle"
+    assert "checkpoint-engine-some-device" not in Path("/proc/net/unix").read_text()
+    messages.close()
 
 
 def test_kimi_is_quiet(engine: KimiCheckpointEngine, capfd: pytest.CaptureFixture[str]) -> None:
