@@ -30,12 +30,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from ckpt.errors import FolderInUseError, sentence
 
 OWNER_SUFFIX = ".owner.json"
 HEARTBEAT_S = 1.0
 
 _ATTEMPTS = 100
+_HELPERS_S = 5.0
 _CLAIM = re.compile(r"\.claim-[0-9a-f]{8}")
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
@@ -70,6 +73,9 @@ class _Claim:
     def stands(self) -> bool:
         """Is it open, and does the file still have its name? Another process may have removed or replaced it."""
         return self._is_open and _has_name(self.file, self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
 
     def release(self) -> None:
         """End the claim and remove the file."""
@@ -155,6 +161,11 @@ class FolderLock:
                 claim.num_users += 1
             self._claim, self._give_back = claim, weakref.finalize(self, _give_back, claim)
 
+    def fileno(self) -> int:
+        """The descriptor of the lock. Processes that are given it work for this one: the folder is in use until the last has closed it."""
+        assert self._claim is not None, "the lock is not held"
+        return self._claim.fileno()
+
     def release(self) -> None:
         """End the claim, if no other lock of this process shares it. Does nothing if it is not held."""
         if self._give_back is not None:
@@ -189,7 +200,7 @@ class FolderLock:
         with _opened(self._file) as old:
             if old is None:
                 return None
-            lock = _lock(old, wait=False)
+            lock = _lock_once_its_helpers_end(old)
             if lock is _Lock.HELD_BY_ANOTHER:
                 time.sleep(
                     HEARTBEAT_S / 20
@@ -321,6 +332,26 @@ def _lock(descriptor: int, *, wait: bool) -> _Lock:
             return _Lock.UNSUPPORTED
         raise
     return _Lock.TAKEN
+
+
+def _lock_once_its_helpers_end(descriptor: int) -> _Lock:
+    """Lock an owner file. Processes that worked for a dead owner may hold its lock for a moment longer, while they end: wait for them."""
+    until = time.monotonic() + _HELPERS_S
+    while (lock := _lock(descriptor, wait=False)) is _Lock.HELD_BY_ANOTHER:
+        if time.monotonic() > until or not _has_ended(_read(descriptor)):
+            break
+        time.sleep(HEARTBEAT_S / 20)
+    return lock
+
+
+def _has_ended(about: Mapping[str, Any]) -> bool:
+    """Is this the owner file of a process of this machine that exists no more?"""
+    try:
+        return about["machine"] == _machine() and bool(psutil.Process(about["pid"]).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+    except (KeyError, TypeError, ValueError, psutil.Error):
+        return False
 
 
 def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], object]) -> int:

@@ -52,6 +52,19 @@ def lock_on(file: Path, stale_s: float = 60.0) -> FolderLock:
     return FolderLock(file, run_id="mine", what="the folder", advice="go elsewhere", stale_s=stale_s)
 
 
+@contextmanager
+def helper_of(file: Path, pid: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that keeps the lock of an owner: of the one of that number, which does not hold it any more."""
+    lock = lock_on(file)
+    lock.acquire()
+    with subprocess.Popen(["sleep", "0.3"], pass_fds=[lock.fileno()]) as helper:
+        said = json.loads(file.read_text()) | {"pid": pid}
+        os.pwrite(lock.fileno(), json.dumps(said).ljust(4096).encode(), 0)
+        assert lock._claim is not None
+        lock._claim.let_go()
+        yield helper
+
+
 def leave(file: Path, silent_s: float, **about: object) -> None:
     """Leave the owner file of a process that holds no lock that is seen here."""
     said = {"run_id": "far", "host": "elsewhere", "pid": 7, "since": "2026-01-01T00:00:00+00:00", "machine": "another"}
@@ -220,3 +233,18 @@ def test_a_forked_child_neither_holds_the_lock_nor_removes_the_file(file: Path) 
     os.waitpid(child, 0)
     assert file.exists()
     lock.release()
+
+
+def test_a_dead_owners_helpers_keep_the_folder_until_the_last_of_them_has_ended(file: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    with helper_of(file, dead.pid) as helper, lock_on(file):
+        assert helper.poll() is not None or helper.wait(0.2) == 0, "the lock was free while the helper lived"
+    assert not file.exists()
+
+
+def test_a_living_owners_helper_is_not_waited_for(file: Path) -> None:
+    began = time.monotonic()
+    with helper_of(file, os.getppid()), pytest.raises(FolderInUseError, match=f"pid {os.getppid()}"):
+        lock_on(file).acquire()
+    assert time.monotonic() - began < owner._HELPERS_S
