@@ -18,6 +18,7 @@ from ckpt.background import Background
 from ckpt.device import Device
 from ckpt.doctor import Diagnosis
 from ckpt.errors import (
+    CheckpointExistsError,
     CheckpointGoneError,
     CheckpointNotFoundError,
     ConfigurationError,
@@ -26,7 +27,7 @@ from ckpt.errors import (
 )
 from ckpt.incremental import linked_with
 from ckpt.keeping import keeper_of
-from ckpt.ledger import ROOT_OWNER
+from ckpt.ledger import ROOT_OWNER, Ledger, newer_than
 from ckpt.loading import Loader, committed_newest_first
 from ckpt.names import local_path
 from ckpt.overlap import Optimizers
@@ -67,7 +68,8 @@ class CheckpointCoordinator:
             from, by loading a checkpoint of the same root, are its own; those of others stay, and do not count.
         verify: check every byte that a load reads.
         config_text: stored as config.yaml in each checkpoint; its hash goes into the manifest.
-        overwrite: checkpoints that lie in the root already, of whatever run, are removed once the first new one is committed.
+        overwrite: checkpoints that lie in the root already, of whatever run, are removed once the first new one is committed. After a
+            load of one of them, by its path, only the newer ones go, at once: they are renamed `.abandoned-<id>-<nonce>`.
         shared_root: several runs may save into the root at a time. Otherwise the first save claims it, until the coordinator is closed
             or its process ends, and another run's save is refused.
         allow_pickle: a checkpoint without a manifest, named by its path, is read from its pickled files (ckpt/legacy.py): tensors
@@ -130,12 +132,14 @@ class CheckpointCoordinator:
         self._topology = topology
         self._keep_last = keep_last
         self._overwrite = overwrite
+        self._left_behind: list[str] = []  # newer than what was loaded, and of a history that does not go on
         self._refused: dict[Path, str] = {}
         self._condemned: dict[Path, str] = {}
         self._saves = saves
         self._background = Background(topology, saves, device, backend) if saves.is_async else None
         self._keeper = keeper_of(backend, saves)
         self._saver = Saver(
+            self.output_dir,
             components,
             topology,
             backend,
@@ -202,12 +206,15 @@ class CheckpointCoordinator:
             the path; None if nothing is saved, because another save is under way still and `saves.when_busy` is "skip".
 
         Raises:
+            CheckpointExistsError: an older checkpoint of output_dir was loaded by its path, newer ones lie there, and `overwrite` is false.
             CheckpointError: the same on every rank; nothing was committed, unless it says so at its end: then another rank
                 failed when the lead had renamed the folder already. It may be the error of an earlier save in the background, whose
                 name it begins with.
         """
         started = time.perf_counter()
         root, checkpoint_id = self._named(checkpoint_path, checkpoint_id)
+        if self._is_home(root):
+            self._require_one_history()
         if self._background is not None:
             self._learn(blocking=self._saves.when_busy == "wait")
             if self._background.num_pending and self._saves.when_busy == "skip":
@@ -353,9 +360,11 @@ class CheckpointCoordinator:
             CheckpointError: anything else, the same on every rank.
         """
         self._learn(blocking=True)
+        self._left_behind = []
         if checkpoint_path is not None:
             path = local_path(checkpoint_path, "checkpoint_path")
             self.last_load = self._loader.load(path, strict=strict, may_be_old=True)
+            self._leave_newer(self.last_load)
         else:
             self.last_load = self._load_newest(strict)
         self._go_on_from(self.last_load)
@@ -367,6 +376,35 @@ class CheckpointCoordinator:
         if self._is_home(Path(loaded.path).parent) and not self._overwrite:
             known = (loaded.run_id, *self._run_ids) if loaded.run_id is not None else (*self._run_ids, None)
             self._run_ids = tuple(dict.fromkeys(known))
+
+    def _leave_newer(self, loaded: LoadReport) -> None:
+        """Look for checkpoints that are newer than a loaded one of output_dir. Set them aside if they may be overwritten.
+
+        Otherwise those of its own history are in the way of the next save; those of other runs stay, as they always do.
+        """
+        path, ledger = Path(loaded.path), Ledger(self.output_dir, run_id="reader")
+        with self._topology.operation(f"load of {path.name}"), self._topology.phase("look for newer") as phase:
+            if self._topology.is_lead:
+                newer = newer_than(path, ledger.committed()) if self._is_home(path.parent) else None
+                if newer and self._overwrite:
+                    ledger.abandon(newer)
+                    names = ", ".join(one.path.name for one in newer)
+                    _log.warning("set aside, for this run goes on from %s: %s", path, names)
+                    newer = []
+                own = [one.path.name for one in newer or () if one.run_id == loaded.run_id]
+                phase.payload = {"is_here": newer is not None, "newer": own}
+        said = phase.payloads[0]
+        self._left_behind = said["newer"]
+        if said["is_here"]:
+            self._overwrite = False  # what is left is the history that goes on
+
+    def _require_one_history(self) -> None:
+        if self._left_behind and self.last_load is not None:
+            raise CheckpointExistsError(
+                f"{Path(self.last_load.path).name} was loaded, and {self.output_dir} holds newer checkpoints: "
+                f"{', '.join(self._left_behind)}. What is saved now would lie among them, as one history. Set them aside with "
+                "overwrite=True, or save to another output_dir"
+            )
 
     def _load_newest(self, strict: bool) -> LoadReport:
         """Load the newest checkpoint that is sound. If one is removed while it is read, look at the list again."""

@@ -12,6 +12,7 @@ Names below the checkpoint root:
     .quarantined-<id>-<nonce>             was damaged, and had the name that a save needed or shared a damaged file; or was no
                                           checkpoint, and had such a name; kept
     .quarantined-<id>-<nonce>.reason.txt  beside it: why
+    .abandoned-<id>-<nonce>               was newer than the one that a run went on from with overwrite=True; kept
     .removed-<id>-<nonce>                 on its way out: never read, and the next save finishes the removal
 """
 
@@ -38,7 +39,7 @@ from ckpt.owner import OWNER_SUFFIX, FolderLock, Owner, abandoned, file_system_n
 _COMMITTED = "checkpoint-"
 ROOT_OWNER = f".run{OWNER_SUFFIX}"
 _VALID_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
-_HIDDEN = re.compile(r"\.(?P<kind>unpublished|replaced|quarantined|removed)-(?P<id>.+)-[0-9a-f]{8}")
+_HIDDEN = re.compile(r"\.(?P<kind>unpublished|replaced|quarantined|abandoned|removed)-(?P<id>.+)-[0-9a-f]{8}")
 _TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
 _COMMIT_NUMBER = re.compile(rb'"commit_number"\s*:\s*(-?\d[\d.]*)\s*[,}]')
 _RUN_ID = re.compile(rb'"run_id"\s*:\s*"([0-9A-Za-z_.-]{1,64})"')
@@ -86,6 +87,13 @@ class Commit(NamedTuple):
     number: int
     timestamp: datetime
     behind: timedelta
+
+
+def newer_than(checkpoint: Path, committed: Sequence[Committed]) -> list[Committed] | None:
+    """The checkpoints that were committed after this one, the oldest first; None: this one is not among them."""
+    where = os.path.realpath(checkpoint)
+    at = next((number for number, one in enumerate(committed) if os.path.realpath(one.path) == where), None)
+    return None if at is None else list(committed[at + 1 :])
 
 
 class Ledger:
@@ -237,6 +245,26 @@ class Ledger:
             if one is not None and not self._is(one.path, keep):
                 with _warned(f"cannot move {one.path} into quarantine"):
                     moved.append(self._put_in_quarantine(one.path, one.id, reason))
+        return moved
+
+    def abandon(self, newer: Sequence[Committed]) -> list[Path]:
+        """Set aside checkpoints of a history that a run leaves, for it goes on from an older one; return where they went.
+
+        The newest goes first, so that a kill in between leaves a history, shorter than it was. They are kept until the user
+        removes them. Lead rank only.
+
+        Args:
+            newer: the oldest first.
+
+        Raises:
+            StorageError: one cannot be renamed.
+        """
+        moved = []
+        with _told(f"newer checkpoints in {self._root} cannot be set aside"):
+            for one in reversed(newer):
+                moved.append(self._aside("abandoned", one.id))
+                os.rename(one.path, moved[-1])
+                sync_folder(self._root)
         return moved
 
     def discard(self, unpublished: Path) -> None:

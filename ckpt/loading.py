@@ -52,6 +52,24 @@ _MAY_COME_OF_REMOVAL = (CorruptCheckpointError, StorageError, CheckpointNotFound
 _log = logging.getLogger("ckpt")
 
 
+def require_checkpoint(path: Path, *, allow_pickle: bool) -> None:
+    """Make sure that a folder holds a checkpoint, before there are ranks to load it. Any process.
+
+    Raises:
+        CheckpointNotFoundError: it holds none, or an old one, and `allow_pickle` is false.
+    """
+    if not _old_files(path, allow_pickle):
+        read_manifest_bytes(path)
+
+
+def _old_files(path: Path, allow_pickle: bool) -> list[str]:
+    """The files of an old checkpoint; none if it is one with a manifest."""
+    files = old_files(path)
+    if files and not allow_pickle:
+        raise not_allowed(path, files)
+    return files
+
+
 class Loader:
     """Loads one checkpoint into the objects of the components.
 
@@ -142,9 +160,7 @@ class Loader:
         manifest: CheckpointManifest | None = None
         with self._topology.phase("open") as phase:
             if self._topology.is_lead:
-                files = old_files(path) if may_be_old else []
-                if files and not self._allow_pickle:
-                    raise not_allowed(path, files)
+                files = _old_files(path, self._allow_pickle) if may_be_old else []
                 if files:
                     phase.payload = files
                 else:

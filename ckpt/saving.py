@@ -120,6 +120,7 @@ class Learnt:
 
     Attributes:
         reached: the roots that every rank has been seen to reach.
+        in_use: the roots that exist, as far as this run knows.
         distrusted: checkpoints that nothing is to be linked to. Any rank; the lead's word counts.
         is_clock_told: a warning has said that the clock is behind.
     """
@@ -127,17 +128,31 @@ class Learnt:
     reached: set[Path] = field(default_factory=set)
     distrusted: set[Path] = field(default_factory=set)
     is_clock_told: bool = False
+    in_use: set[Path] = field(default_factory=set)
+
+    def require_not_removed(self, root: Path) -> None:
+        """Make no new root in place of one that was removed with the checkpoints of this run. Lead rank only.
+
+        Raises:
+            StorageError: the root was there before.
+        """
+        if root in self.in_use and not root.is_dir():
+            raise StorageError(
+                f"checkpoint root {root} was removed while this run was using it; nothing is saved in its place"
+            )
 
 
 class Saver:
     """Saves the same components again and again; what does not change between saves is worked out once.
 
     Args: those of `CheckpointCoordinator`, which makes one, and
+        output_dir: the checkpoint root of saves that name no other.
         keeper: keeps what is saved in memory; None: nothing is kept.
     """
 
     def __init__(
         self,
+        output_dir: Path,
         components: Sequence[StateComponent],
         topology: Topology,
         backend: Backend,
@@ -166,7 +181,7 @@ class Saver:
         self._planner = Planner()
         self._share: tuple[SavePlan, Share] | None = None
         self._merged: MergedRows = {}
-        self._learnt = Learnt()
+        self._learnt = Learnt(in_use={output_dir} if output_dir.is_dir() else set())
         self._sameness = Sameness(components)
 
     def save(self, target: SaveTarget) -> SaveReport:
@@ -188,9 +203,15 @@ class Saver:
         with _released_unless_prepared(target):
             return self._prepare(target, ledger)
 
+    def _claim(self, target: SaveTarget, ledger: Ledger) -> None:
+        """See that the root is this run's. Lead rank only."""
+        self._learnt.require_not_removed(target.root)
+        if target.lock is not None:
+            ledger.claim(target.lock, self._topology.progress)
+
     def _prepare(self, target: SaveTarget, ledger: Ledger) -> PreparedSave:
         look = self._is_to_look(target.validate)
-        claim = partial(ledger.claim, target.lock, self._topology.progress) if target.lock is not None else lambda: None
+        claim = partial(self._claim, target, ledger)
         mine, summaries = self._collect(validate=target.validate, look=look, claim=claim)
         plain = settle_plain(mine, summaries, self._topology, self._merged)
         if look:
@@ -388,12 +409,14 @@ class PreparedSave:
         root = self.target.root
         with topology.phase("open") as phase:
             if topology.is_lead:
+                self.learnt.require_not_removed(root)
                 phase.payload = [self.ledger.open(self.target.checkpoint_id).name, self._previous()]
         name, previous = phase.payloads[0]
         if root not in self.learnt.reached:
             with topology.phase("reach"):
                 require_reachable(root / name, topology)
             self.learnt.reached.add(root)
+            self.learnt.in_use.add(root)
         return root / name, root / previous if previous is not None else None
 
     def _previous(self) -> str | None:

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ckpt import StateComponent
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.digest import state_digest
 from ckpt.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
@@ -29,6 +31,7 @@ from ckpt.save_settings import SaveSettings
 from ckpt.statefuls import ModelState, OptimizerState, RNGState
 from ckpt.stored import read_manifest
 from ckpt.topology import Topology
+from tests.ranks import run_threads
 from tests.states import BACKENDS, Held, coordinator, cpu, global_index, random_bits, same_bits
 
 ALONE = Topology.alone()
@@ -310,6 +313,47 @@ def test_overwrite_removes_what_was_there_once_the_first_new_one_is_committed(tm
     made.save_checkpoint(checkpoint_id="8")
     made.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-7", "checkpoint-8"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_histories_are_not_mixed_after_a_load_of_an_older_checkpoint(tmp_path: Path, overwrite: bool) -> None:
+    with coordinator(ALONE, tmp_path, [StateComponent("model", Held({"n": 1}), "global")]) as first:
+        for number in range(1, 5):
+            first.save_checkpoint(checkpoint_id=f"{number}")
+    run_threads(2, _go_on_from_the_second, tmp_path, overwrite)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    if overwrite:
+        assert [name.rpartition("-")[0] for name in names[:2]] == [".abandoned-3", ".abandoned-4"]
+        assert names[2:] == ["checkpoint-1", "checkpoint-2", "checkpoint-9"]
+    else:
+        assert names == [f"checkpoint-{number}" for number in range(1, 5)]
+
+
+def _go_on_from_the_second(topology: Topology, root: Path, overwrite: bool) -> None:
+    made = coordinator(topology, root, [StateComponent("model", Held({"n": 0}), "global")], overwrite=overwrite)
+    made.load_checkpoint(root / "checkpoint-2")
+    if overwrite:
+        names = {path.name for path in root.iterdir()}
+        assert names.isdisjoint({"checkpoint-3", "checkpoint-4"}), "set aside at once"
+        made.save_checkpoint(checkpoint_id="9")
+        return
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointExistsError, match="holds newer checkpoints: checkpoint-3, checkpoint-4. .*overwrite=True"
+        ):
+            made.save_checkpoint(checkpoint_id="9")
+    made.load_checkpoint(root / "checkpoint-4")  # the newest: there is nothing to leave
+    made.save_checkpoint(root / "checkpoint-4")
+
+
+def test_a_root_that_was_removed_is_not_made_anew(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    made = coordinator(ALONE, root, [StateComponent("model", Held({"w": torch.arange(4)}), "global")])
+    made.save_checkpoint(checkpoint_id="1")
+    shutil.rmtree(root)
+    with pytest.raises(StorageError, match="checkpoint root .*root was removed while this run was using it"):
+        made.save_checkpoint(checkpoint_id="2")
+    assert not root.exists()
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_loudly_then_quarantined_by_the_save_that_needs_its_name(

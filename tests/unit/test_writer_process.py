@@ -107,7 +107,7 @@ def _prepared(root: Path, store: str, seed: int) -> PreparedSave:
     topology = Topology.alone()
     backend = backend_named(store)
     components = [StateComponent("model", Held(state), "global")]
-    saver = Saver(components, topology, backend, cpu(), config_text=None, stale_s=1e9, run_id="r")
+    saver = Saver(root, components, topology, backend, cpu(), config_text=None, stale_s=1e9, run_id="r")
     with topology.operation("save"):
         return saver.prepare(SaveTarget(root, "1", validate=False, refused={}, keep_last=None))
 
