@@ -14,11 +14,13 @@ from recipes.cli import recipe
 @recipe("benchmark_sync")
 def main(cfg: DictConfig) -> None:
     from recipes.launch import launch
+    from recipes.run_folder import RunFolder
     from recipes.sync_figures import show
     from recipes.sync_keys import checked_benchmark
     from recipes.sync_rounds import benchmark
 
-    result = launch(benchmark, checked_benchmark(cfg))
+    folder = RunFolder(cfg)
+    result = launch(benchmark, checked_benchmark(cfg), folder)
     if result is not None:
         show(result)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,16 +24,13 @@ def measure(cfg: DictConfig, home: ModuleType) -> None:
     """
     from recipes.config import checked
     from recipes.launch import launch
-    from recipes.ranks import rank_of_environment
+    from recipes.run_folder import RunFolder
 
+    folder = RunFolder(cfg, temporary=SCRATCH)
     with open_dict(cfg):
         wanted = OmegaConf.to_container(cfg.pop("benchmark"))
     run = checked(cfg) | {"benchmark": home.check_benchmark(wanted)}
-    try:
-        result = launch(home.benchmark, run)
-    finally:
-        if rank_of_environment() == 0:  # ranks that were ended in the middle have left it
-            shutil.rmtree(Path(run["run_dir"], SCRATCH), ignore_errors=True)
+    result = launch(home.benchmark, run, folder)
     if result is not None:
         home.show(result)
 

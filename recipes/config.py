@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -275,7 +276,7 @@ def _convert(node: Mapping[str, Any], target: Any, name: str) -> None:
     hints = _hints(target)
     for key in [key for key in node if key in hints and not isinstance(node[key], Mapping)]:
         try:
-            schema = OmegaConf.structured(make_dataclass("Argument", [(str(key), hints[key])]))
+            schema = OmegaConf.structured(make_dataclass("Argument", [(str(key), _written(hints[key]))]))
         except (OmegaConfBaseException, TypeError):  # a type of the target's own
             continue
         try:
@@ -283,6 +284,14 @@ def _convert(node: Mapping[str, Any], target: Any, name: str) -> None:
         except OmegaConfBaseException as error:
             raise ConfigurationError(f"{name}.{key}={node[key]}: {str(error).strip().splitlines()[0]}") from error
         node[key] = OmegaConf.to_container(value)[key]  # type: ignore[index,call-overload]
+
+
+def _written(hint: Any) -> Any:
+    """The part of a union that can be written in a config: float of `float | Tensor`."""
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    plain = tuple(kind for kind in get_args(hint) if kind in (bool, int, float, str, NoneType))
+    return Union[plain] if plain not in ((), (NoneType,)) else hint  # noqa: UP007  # of a tuple
 
 
 def _component(key: str, node: Any, group_names: Collection[str]) -> dict[str, Any]:
@@ -352,14 +361,27 @@ def _check_numbers(run: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"{key}={run[section][name]}: expected more than 0 seconds")
 
 
+def require_names(run: Mapping[str, Any]) -> None:
+    """Refuse names and paths that are empty, as those are of `resume=` without a value."""
+    for key, wanted in {
+        "resume": "latest, null or the path of a checkpoint",
+        "run_name": "a name",
+        "output_dir": "a folder",
+        "checkpoint_root": "a folder",
+    }.items():
+        if key in run and run[key] is not None and not run[key].strip():
+            raise ConfigurationError(f"{key}= has no value: it is {wanted}; leave the key out for its default")
+
+
 def _check_start(run: dict[str, Any]) -> None:
-    """Make the paths absolute: ranks may live elsewhere. Refuse two answers to where a run begins."""
+    """Make the paths absolute: ranks may live elsewhere. Refuse two answers to where a run begins, and empty ones."""
+    require_names(run)
     local_path(run["output_dir"], "output_dir")
     for key in ("run_dir", "checkpoint_root"):
         make_absolute(run, key)
-    if run["resume"] is not None and run["overwrite"]:
+    if run["resume"] == "latest" and run["overwrite"]:
         raise ConfigurationError(
-            f"resume={run['resume']} goes on from a checkpoint and overwrite=true starts anew: give one of the two"
+            "resume=latest goes on from the newest checkpoint, so overwrite=true has nothing to overwrite: give one of the two"
         )
     if run["resume"] not in (None, "latest"):
         make_absolute(run, "resume")

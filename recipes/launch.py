@@ -12,11 +12,12 @@ import torch.distributed as dist
 from ckpt.errors import RankAbsentError
 from ckpt.topology import Topology
 from recipes.ranks import Environment, Job, number_of, ranks_exist, run_job, tracebacks_of_bugs
+from recipes.run_folder import RunFolder, opened
 
 _PATIENCE_S = 10.0  # how long the rank that holds the store waits for the others to let go of it
 
 
-def launch(job: Job, cfg: dict[str, Any]) -> dict[str, Any] | None:
+def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> dict[str, Any] | None:
     """Run `job(cfg, topology)` on all ranks of this run, and return what it returned on rank 0.
 
     Ranks that exist already (torchrun, Slurm: RANK is set) are joined: every one of them calls this, all of them run rank
@@ -27,25 +28,26 @@ def launch(job: Job, cfg: dict[str, Any]) -> dict[str, Any] | None:
     Args:
         job: a function of an importable module.
         cfg: plain values that JSON can hold.
+        folder: the run's, held open for as long as the job runs: by this process if it starts the ranks or is the only one, by rank 0
+            of ranks that exist. None: the job writes nothing.
 
     Raises:
-        CheckpointError: the job failed; with started ranks, one error that stands for all of them.
+        CheckpointError: the job failed; with started ranks, one error that stands for all of them. Or the folder cannot be opened; then
+            no rank has begun.
     """
-    if ranks_exist():
-        return _join_existing(job, cfg)
-    num_ranks = cfg["launch"]["nproc_per_node"]
-    if num_ranks > 1:
-        from recipes.local_ranks import run_local_ranks  # torch elastic; a run of one rank does without
+    if ranks_exist() and number_of("WORLD_SIZE") > 1:
+        return _join_existing(job, cfg, folder)
+    num_ranks = 1 if ranks_exist() else cfg["launch"]["nproc_per_node"]
+    with opened(folder, cfg) as run:
+        if num_ranks > 1:
+            from recipes.local_ranks import run_local_ranks  # torch elastic; a run of one rank does without
 
-        return run_local_ranks(job, cfg, num_ranks)
-    with tracebacks_of_bugs(), Topology.alone() as topology:
-        return job(cfg, topology)
-
-
-def _join_existing(job: Job, cfg: dict[str, Any]) -> dict[str, Any] | None:
-    if number_of("WORLD_SIZE") == 1:
+            return run_local_ranks(job, run.cfg, num_ranks, run.held)
         with tracebacks_of_bugs(), Topology.alone() as topology:
-            return job(cfg, topology)
+            return job(run.cfg, topology)
+
+
+def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> dict[str, Any] | None:
     environment = Environment.read()
     store = _store_of(environment)
     # One prefix per job: the second job of a sweep must not meet the first one's addresses. The store itself counts.
@@ -53,7 +55,7 @@ def _join_existing(job: Job, cfg: dict[str, Any]) -> dict[str, Any] | None:
     own = dist.PrefixStore(f"job-{environment.attempt}.{number}", store)
     try:
         with tracebacks_of_bugs():
-            return run_job(job, cfg, own, environment, take_from_lead=True)
+            return run_job(job, cfg, own, environment, take_from_lead=True, folder=folder)
     finally:
         if not environment.store_is_held:
             _let_go(own, environment)

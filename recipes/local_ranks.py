@@ -34,6 +34,7 @@ from ckpt.heartbeat import Beat, beat_key
 from ckpt.mailbox import Mailbox
 from ckpt.topology import Topology
 from recipes.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, environment_with, grace_s, run_job
+from recipes.run_folder import Held
 
 _ADDRESS = "127.0.0.1"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT stays Python's: KeyboardInterrupt
@@ -43,7 +44,10 @@ _LINGER_S = 1.0
 
 @dataclass(frozen=True)
 class _Start:
-    """All that a rank is given. Of `lifeline` the launcher holds the other end, and never writes to it."""
+    """All that a rank is given. Of `lifeline` the launcher holds the other end, and never writes to it.
+
+    `held` is the lock of the run's folder: it is free when the launcher and every rank have ended.
+    """
 
     job: Job
     cfg: dict[str, Any]
@@ -52,12 +56,16 @@ class _Start:
     environment: dict[str, str]
     folder: str
     num_threads: int | None
+    held: Held | None
 
 
-def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int) -> dict[str, Any] | None:
+def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int, held: Held | None = None) -> dict[str, Any] | None:
     """Run the job on `num_ranks` new processes and return rank 0's result. Nothing of them is left afterwards.
 
     Only the forkserver stays, for the next job of this process, and ends with it.
+
+    Args:
+        held: the lock of the run's folder, which the ranks share; None: the job has no folder.
 
     Raises:
         CheckpointError: what the job failed of, once for all ranks. The traceback of an error that nobody foresaw is
@@ -69,10 +77,10 @@ def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int) -> dict[str, 
     store = dist.TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     lifeline, ours = context.Pipe(duplex=False)
-    with ours, lifeline, _elastic_leaves_no_trace():
+    with ours, lifeline, _elastic_leaves_no_trace(), _start_method_that_ranks_know():
         _start_forkserver(job)
         threads = None if "OMP_NUM_THREADS" in os.environ else max(1, _num_cores() // num_ranks)
-        start = _Start(job, cfg, store.port, lifeline, dict(os.environ), os.getcwd(), threads)
+        start = _Start(job, cfg, store.port, lifeline, dict(os.environ), os.getcwd(), threads, held)
         try:
             results = elastic_launch(_config(num_ranks, grace_s(cfg)), _rank_main)(start)
         except ChildFailedError as failed:
@@ -149,6 +157,20 @@ def _elastic_leaves_no_trace() -> Iterator[None]:
         for logger, propagate in zip(loggers, propagated, strict=True):
             logger.propagate = propagate
             logger.removeHandler(silence)
+
+
+@contextmanager
+def _start_method_that_ranks_know() -> Iterator[None]:
+    """Replace a default start method that is not Python's, as in processes of joblib: new processes are told of it and do not find it."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    if before in (None, *multiprocessing.get_all_start_methods()):
+        yield
+        return
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 # In the ranks

@@ -9,7 +9,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError
+from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.topology import Topology
+from recipes.run_folder import RunFolder, opened
 
 Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
 
@@ -114,14 +115,21 @@ def grace_s(cfg: Mapping[str, Any]) -> float:
 
 
 def run_job(
-    job: Job, cfg: dict[str, Any], store: dist.Store, environment: Environment, *, take_from_lead: bool
+    job: Job,
+    cfg: dict[str, Any],
+    store: dist.Store,
+    environment: Environment,
+    *,
+    take_from_lead: bool,
+    folder: RunFolder | None = None,
 ) -> dict[str, Any] | None:
     """Join the other ranks in `store`, which this job alone uses, and run the job. Every rank calls it.
 
     Args:
-        take_from_lead: run rank 0's `cfg` in place of this rank's own.
+        take_from_lead: run rank 0's `cfg` in place of this rank's own, as it is once rank 0 has opened the run's folder.
+        folder: the run's, which rank 0 opens and holds while the job runs; None: it is open already, or the job writes nothing.
     """
-    with Topology.join(
+    topology = Topology.join(
         dist.PrefixStore("topology", store),
         environment.rank,
         environment.world_size,
@@ -129,17 +137,34 @@ def run_job(
         host=environment.host,
         timeout_s=cfg["agree"]["timeout_s"],
         grace_s=grace_s(cfg),
-    ) as topology:
+    )
+    with topology, ExitStack() as open_until_the_end:
         if take_from_lead:
-            with topology.phase("take rank 0's configuration") as phase:
-                phase.payload = cfg if topology.is_lead else None
-            cfg = phase.payloads[0]
+            cfg = _taken_from_lead(cfg, topology, folder, open_until_the_end)
         with topology.phase("take a device"):
             backends = _use_device(cfg["device"], topology.local_rank)
         num_members = cfg["launch"].get("in_process_group", topology.world_size)
         with _process_group(backends, dist.PrefixStore("process group", store), topology, num_members):
             result = job(cfg, topology)
     return result if environment.rank == 0 else None
+
+
+def _taken_from_lead(
+    cfg: dict[str, Any], topology: Topology, folder: RunFolder | None, stack: ExitStack
+) -> dict[str, Any]:
+    """Open the run's folder on the lead, and return its config on every rank, or raise on every rank why the folder does not open."""
+    refusal: BaseException | None = None
+    with topology.phase("take rank 0's configuration") as phase:
+        if topology.is_lead:
+            try:
+                phase.payload = {"config": stack.enter_context(opened(folder, cfg, topology.progress)).cfg}
+            except (CheckpointError, OSError) as error:
+                refusal, phase.payload = error, {"refused": describe(error)}
+    said = phase.payloads[0]
+    if "refused" in said:
+        raise rebuild(said["refused"]) from refusal
+    config: dict[str, Any] = said["config"]
+    return config
 
 
 def _use_device(node: dict[str, Any], local_rank: int) -> str:

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from ckpt.errors import StorageError, sentence
 from ckpt.loading import LoadReport
 from ckpt.saving import SaveReport
 
@@ -91,13 +92,27 @@ class Summary:
         """Write summary.json, whole or not at all, and return its path."""
         return write_summary(run_dir, self.as_dict())
 
+    def write_if_none(self, run_dir: Path) -> Path:
+        """Write it for a run that had nothing to do, unless the one is there of the run that did it."""
+        path = run_dir / SUMMARY_NAME
+        return path if path.exists() else self.write(run_dir)
+
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
-    """Write a run's summary.json, whole or not at all, and return its path."""
+    """Write a run's summary.json, whole or not at all, and return its path.
+
+    Raises:
+        StorageError: it cannot be written, for the folder was removed, or the disk is full.
+    """
     path = run_dir / SUMMARY_NAME
     unfinished = run_dir / f".{SUMMARY_NAME}.unfinished"
-    unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise StorageError(
+            f"the summary of the run cannot be written: {sentence(error)}; was its folder removed while it ran?"
+        ) from error
     return path
 
 
@@ -126,10 +141,10 @@ class Report:
         if not self.console.is_terminal or self.console.quiet:
             yield
             return
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"))
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[loss]}"))
         # No thread of its own: a debugger in the training loop keeps the terminal to itself.
         with Progress(*columns, TimeRemainingColumn(), console=self.console, auto_refresh=False) as self._bar:
-            self._task = self._bar.add_task("", total=self.steps, completed=first_step - 1, loss=float("nan"))
+            self._task = self._bar.add_task("", total=self.steps, completed=first_step - 1, loss="")
             yield
         self._bar = None
 
@@ -144,7 +159,7 @@ class Report:
             self._say(line)
         self._is_first = False
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, loss=loss, refresh=True)
+            self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}", refresh=True)
 
     def saved(self, saved: Sequence[SaveReport]) -> None:
         """Show saves that have been committed beside training."""

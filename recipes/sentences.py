@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,24 @@ def sentence_of(error: BaseException, conf: Path, config_name: str) -> str:
     return sentence(error)
 
 
+def sentence_of_arguments(said: str, arguments: Sequence[str]) -> str:
+    """Return the same of what argparse says of options that do not exist or lack their value.
+
+    Args:
+        arguments: the command line, as the user typed it.
+    """
+    text = " ".join(said.rpartition(": error: ")[2].split())
+    unknown = re.match(r"unrecognized arguments: .*?(?P<word>-\S+)", text)
+    if unknown is None:
+        return f"{text}; --help shows how the command is used"
+    word = unknown["word"]
+    key, _, value = word.lstrip("-").partition("=")
+    after = list(arguments[arguments.index(word) + 1 :][:1]) if word in arguments else []
+    is_value = not value and after and not after[0].startswith("-") and "=" not in after[0]
+    shown = f"{word} {after[0]}" if is_value else word
+    return f"{shown}: there is no such option; a key is given without dashes, as {key}={after[0] if is_value else value or '<value>'}"
+
+
 def _of_hydra(error: HydraException, conf: Path, config_name: str) -> str:
     refused = re.match(r"Could not (?:override|delete(?: from config\.)?) '([^']+)'", str(error))
     if refused is not None:
@@ -46,6 +64,10 @@ def _of_hydra(error: HydraException, conf: Path, config_name: str) -> str:
     merging = re.match(r"Error merging override (.*)", str(error))
     if merging is not None and isinstance(error.__cause__, OmegaConfBaseException):
         return f"{merging[1]}: {_first_line(error.__cause__)}"
+    several = re.match(r"Ambiguous value for argument '(.*)'$", str(error).splitlines()[0] if str(error) else "")
+    if several is not None:
+        key = several[1].partition("=")[0]
+        return f"{several[1]}: several values are a sweep, which needs -m; one value that is a list is {key}=[a,b]"
     text = " ".join(re.sub(r"See https://hydra\.cc\S* for details", "", str(error)).split())
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read as key=value: {text}"

@@ -1,10 +1,17 @@
-"""The table of a sweep: one row per job, written anew after every job, so that a broken sweep leaves what it had."""
+"""The table of a sweep: one row per job, written anew after every job, so that a broken sweep leaves what it had.
+
+Jobs may run at the same time in several processes (`hydra/launcher=joblib`, `submitit_local`): each leaves its row as a file of its own,
+and whoever writes the table gathers all rows. The command does so once more at the end.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from recipes.report import SUMMARY_NAME
+
+_ROWS = ".rows"
+"""The folder of the jobs' rows, as long as the sweep runs."""
 
 COLUMNS = ("save s", "load s", "blocked s", "written", "read", "state digest")
 
@@ -30,13 +40,16 @@ class SweepTable(Callback):
         if _is_lead():
             for name in ("sweep.json", "sweep.txt", "sweep.svg"):
                 (_folder(config) / name).unlink(missing_ok=True)
+            shutil.rmtree(_folder(config) / _ROWS, ignore_errors=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         if str(config.hydra.mode).endswith("MULTIRUN") and _is_lead():
             folder = _folder(config)
-            rows = [*_rows(folder), row_of(job_return)]
-            _write(folder / "sweep.json", json.dumps(rows, indent=2) + "\n")
-            _draw(folder, rows)
+            (folder / _ROWS).mkdir(exist_ok=True)
+            _write(folder / _ROWS / f"{config.hydra.job.num:05d}.json", json.dumps(row_of(job_return)))
+            with contextlib.suppress(OSError):  # a job that was refused has made no file
+                Path(str(config.hydra.runtime.output_dir)).rmdir()
+            _leave_table(folder)
 
 
 def row_of(job: JobReturn) -> dict[str, Any]:
@@ -64,8 +77,9 @@ def row_of(job: JobReturn) -> dict[str, Any]:
 
 
 def show(folder: Path) -> None:
-    """Print the table of the sweep in `folder`, if a job has run there."""
-    rows = _rows(folder)
+    """Write the table of the sweep in `folder` a last time, and print it, if a job has run there."""
+    rows = _leave_table(folder)
+    shutil.rmtree(folder / _ROWS, ignore_errors=True)
     if rows:
         console = Console()
         wide = console if console.is_terminal else Console(width=_WIDTH)
@@ -113,6 +127,15 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def _leave_table(folder: Path) -> list[dict[str, Any]]:
+    """Gather the rows that there are, in the order of the jobs, and write the table if there are any."""
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / _ROWS).glob("*.json"))]
+    if rows:
+        _write(folder / "sweep.json", json.dumps(rows, indent=2) + "\n")
+        _draw(folder, rows)
+    return rows
+
+
 def _draw(folder: Path, rows: list[dict[str, Any]]) -> None:
     console = Console(file=io.StringIO(), record=True, width=_WIDTH)
     console.print(table_of(rows))
@@ -121,15 +144,11 @@ def _draw(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = path.with_name(
+        f".{path.name}.{socket.gethostname()}-{os.getpid()}.unfinished"
+    )  # jobs may end at a time
     unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, path)
-
-
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "sweep.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return rows
 
 
 def _folder(config: DictConfig) -> Path:

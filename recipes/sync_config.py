@@ -11,7 +11,18 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
 from ckpt.names import local_path
-from recipes.config import AT_RUN_TIME, LaunchKeys, LoadKeys, RunKeys, bind, check_batch, checked, made, make_absolute
+from recipes.config import (
+    AT_RUN_TIME,
+    LaunchKeys,
+    LoadKeys,
+    RunKeys,
+    bind,
+    check_batch,
+    checked,
+    made,
+    make_absolute,
+    require_names,
+)
 from recipes.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 
 PUBLISH = ("live", "saved")
@@ -54,6 +65,7 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     """
     typed = OmegaConf.merge(OmegaConf.structured(SyncKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    require_names(run)
     local_path(run["output_dir"], "output_dir")
     make_absolute(run, "run_dir")
     for name in ("device", "parallel", "model", "data", "optimizer"):

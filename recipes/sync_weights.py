@@ -14,12 +14,11 @@ from recipes.cli import recipe
 @recipe("sync_weights")
 def main(cfg: DictConfig) -> None:
     from recipes.launch import launch
+    from recipes.run_folder import RunFolder
     from recipes.sync_config import checked_sync
-    from recipes.syncing import sync_weights
-    from recipes.training import settle_start
+    from recipes.syncing import settle_sync, sync_weights
 
-    run = checked_sync(cfg)
-    launch(sync_weights, run if run["ckpt"] is None else settle_start(run))
+    launch(sync_weights, checked_sync(cfg), RunFolder(cfg, settle_sync))
 
 
 if __name__ == "__main__":

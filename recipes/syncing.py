@@ -29,11 +29,16 @@ from recipes.report import Report, Summary, write_summary
 from recipes.roles import found_job, join_engine, require_ranks
 from recipes.rollout import held_by, live_model
 from recipes.sync_config import num_ranks
-from recipes.training import Training, resume
+from recipes.training import Training, resume, settle_start
 
 RENDEZVOUS_NAME = "rendezvous.json"
 """The file of a run that says where rollouts find it, as long as it runs."""
 _TOLD_TO_ROLLOUTS = ("engine", "model", "train", "checkpoint_root")
+
+
+def settle_sync(cfg: dict[str, Any]) -> dict[str, Any]:
+    """Decide where the run begins, as `settle_start` does, if it has checkpoints."""
+    return cfg if cfg["ckpt"] is None else settle_start(cfg)
 
 
 def sync_weights(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | None:

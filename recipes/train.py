@@ -15,10 +15,10 @@ from recipes.cli import recipe
 def main(cfg: DictConfig) -> None:
     from recipes.config import checked
     from recipes.launch import launch
-    from recipes.ranks import rank_of_environment
+    from recipes.run_folder import RunFolder
     from recipes.training import settle_start, train
 
-    launch(train, settle_start(checked(cfg), quiet=rank_of_environment() != 0))
+    launch(train, checked(cfg), RunFolder(cfg, settle_start))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from ckpt.errors import (
     StorageError,
     sentence,
 )
-from ckpt.ledger import Ledger
-from ckpt.loading import LoadReport
+from ckpt.ledger import Committed, Ledger, newer_than
+from ckpt.loading import LoadReport, require_checkpoint
 from ckpt.statefuls import ModelState, OptimizerState, RNGState
 from ckpt.topology import Topology
 from recipes.config import COMPONENT_KEYS, check_batch, made
@@ -34,47 +34,79 @@ from recipes.report import Report, Summary
 WARMUP_STEPS = 20
 
 
-def settle_start(cfg: dict[str, Any], *, quiet: bool = False) -> dict[str, Any]:
+def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
     """Decide what `resume` means over the checkpoints there are, before any rank starts.
 
     Returns:
         the config, whose `resume=latest` has become null if there is nothing to go on from.
 
     Raises:
-        CheckpointExistsError: a fresh run would save among the checkpoints of an earlier one.
+        CheckpointNotFoundError: `resume` names a folder that holds no checkpoint.
+        CheckpointExistsError: the run would save among checkpoints that it does not go on from.
         StorageError: there cannot be a checkpoint root, which better shows now than at the first save.
     """
-    root = cfg["checkpoint_root"]
+    root, resumed = cfg["checkpoint_root"], cfg["resume"]
+    if resumed not in (None, "latest"):
+        require_checkpoint(Path(resumed), allow_pickle=cfg["load"]["allow_pickle"])
     committed = Ledger(Path(root), run_id="reader").committed()
-    if cfg["resume"] is None and committed and not cfg["overwrite"]:
-        raise CheckpointExistsError(
-            f"{root} holds the checkpoints of an earlier run, the newest is {committed[-1].path.name}: go on from it "
-            "with resume=latest, leave it and write elsewhere with run_name=<another>, or start anew over it with "
-            "overwrite=true"
-        )
+    if not cfg["overwrite"]:
+        _require_own_history(cfg, committed)
     try:
         Path(root).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
             f"the checkpoint root cannot be made: {sentence(error)}; choose another with checkpoint_root=<folder>"
         ) from error
-    if cfg["resume"] == "latest" and not committed:
-        if not quiet:
-            print(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1", flush=True)
+    if resumed == "latest" and not committed:
+        print(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1", flush=True)
         return cfg | {"resume": None}
     return cfg
+
+
+def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed]) -> None:
+    """Refuse to save among checkpoints that the run does not go on from: `resume=latest` would go on from a mixture of both.
+
+    Raises:
+        CheckpointExistsError: there are such.
+    """
+    root, resumed = cfg["checkpoint_root"], cfg["resume"]
+    if resumed is None and committed:
+        raise CheckpointExistsError(
+            f"{root} holds the checkpoints of an earlier run, the newest is {committed[-1].path.name}: go on from it "
+            "with resume=latest, leave it and write elsewhere with run_name=<another>, or start anew over it with "
+            "overwrite=true"
+        )
+    if resumed in (None, "latest") or _has_nothing_to_do(Path(resumed), cfg["train"]["steps"]):
+        return
+    newer = newer_than(Path(resumed), committed)
+    foreign = newer is None
+    others = [one.path.name for one in (committed if newer is None else newer)]
+    if others:
+        kind, then = ("checkpoints of another history", "remove") if foreign else ("newer checkpoints", "set aside")
+        raise CheckpointExistsError(
+            f"resume={resumed}: {root} holds {kind}: {', '.join(others)}. Give overwrite=true to {then} them, run_name=<another> to go on "
+            "elsewhere, or resume=latest to go on from the newest"
+        )
+
+
+def _has_nothing_to_do(resumed: Path, steps: int) -> bool:
+    """A run that is resumed at its last step saves nothing, among whatever checkpoints."""
+    step = resumed.name.removeprefix("checkpoint-")
+    return step.isdecimal() and int(step) >= steps
 
 
 def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     """Train from where `resume` says to `train.steps`, saving on the way; return the summary. Every rank calls it."""
     training, coordinator = set_up(cfg, topology)
-    if topology.is_lead:
-        Summary.remove(Path(cfg["run_dir"]))
+    run_dir = Path(cfg["run_dir"])
     report = Report(cfg, shown=topology.is_lead)
     summary = Summary(world_size=topology.world_size)
     with coordinator:
         if cfg["resume"] is not None:
             resume(training, coordinator, summary, report)
+        has_steps = summary.first_step <= cfg["train"]["steps"]
+        if topology.is_lead and has_steps:
+            Summary.remove(run_dir)
         with report.running(summary.first_step):
             for step in range(summary.first_step, cfg["train"]["steps"] + 1):
                 summary.add_step(step, training.step())
@@ -87,7 +119,7 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         if cfg["load"]["reread"] and summary.checkpoints:
             _reread(training, coordinator, summary, report)
     if topology.is_lead:
-        report.done(summary, summary.write(Path(cfg["run_dir"])))
+        report.done(summary, summary.write(run_dir) if has_steps else summary.write_if_none(run_dir))
     return summary.as_dict()
 
 
@@ -153,7 +185,7 @@ class Training:
             self._complete(arranged)
 
     def _complete(self, arranged: Arranged) -> None:
-        self.optimizer = arranged.wrap_optimizer(made(self.cfg["optimizer"], params=self.model.parameters()))
+        self.optimizer = arranged.wrap_optimizer(_made_optimizer(self.cfg["optimizer"], self.model))
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor)
         self.model_state = ModelState(self.model)
         self.optimizer_state = OptimizerState(self.optimizer, self.model)
@@ -214,6 +246,14 @@ class Training:
         torch.distributed.all_gather(losses, mine)
         known = [float(one) for rank, one in enumerate(losses) if self.layout.knows_loss(rank, num_ranks)]
         return sum(known) / len(known)
+
+
+def _made_optimizer(node: Mapping[str, Any], model: torch.nn.Module) -> torch.optim.Optimizer:
+    try:
+        optimizer: torch.optim.Optimizer = made(node, params=model.parameters())
+    except (TypeError, ValueError) as error:  # of values that their types allow, such as lr=-1
+        raise ConfigurationError(f"optimizer: {node['_target_']} refuses its values: {error}") from None
+    return optimizer
 
 
 def learning_rate_factor(step: int) -> float:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 import recipes.train
 import recipes.verify
@@ -29,6 +33,22 @@ class Outcome:
 
 
 Command = Callable[..., Outcome]
+
+
+class Remover:
+    """A component of the user's own that removes the folder of the run before the second save."""
+
+    def __init__(self, model: object) -> None:
+        self.times = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.times += 1
+        if self.times == 2:
+            shutil.rmtree("outputs/dev")
+        return {"times": self.times}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        raise NotImplementedError
 
 
 class Broken:
@@ -64,6 +84,12 @@ def summary(run_dir: str = "outputs/dev") -> dict[str, Any]:
     return loaded
 
 
+def files(run_dir: str = "outputs/dev") -> dict[str, tuple[bytes, int]]:
+    """What lies in a run's folder: content and time of each file."""
+    found = [path for path in Path(run_dir).rglob("*") if path.is_file()]
+    return {str(path.relative_to(run_dir)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+
+
 def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(REPO)} | environment
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
@@ -97,11 +123,33 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         ),
         (
             ["-m", "output_dir=/proc/x", "train.steps=1,2"],
-            "the folder of the run cannot be made: No such file or directory: '/proc/x'; ",
+            "the folder of the sweep, /proc/x, cannot be written: No such file or directory: '/proc/x'; choose another with output_dir=",
         ),
+        (["output_dir=/proc"], "the folder of the run, /proc, cannot be written: No such file or directory: '/proc/"),
+        (["optimizer.lr=abc"], "optimizer.lr=abc: Value 'abc' of type 'str' could not be converted to Float"),
+        (["resume="], "resume= has no value: it is latest, null or the path of a checkpoint; leave the key out"),
+        (["run_name="], "run_name= has no value: it is a name; leave the key out for its default"),
+        (["output_dir="], "output_dir= has no value: it is a folder; leave the key out for its default"),
+        (["ckpt=zarr,tensorstore"], "ckpt=zarr,tensorstore: several values are a sweep, which needs -m; "),
+        (
+            ["--resume", "latest"],
+            "--resume latest: there is no such option; a key is given without dashes, as resume=latest",
+        ),
+        (
+            ["train.steps=3", "--resume=latest"],
+            "--resume=latest: there is no such option; a key is given without dashes, ",
+        ),
+        (["--multirun=3"], "argument --multirun/-m: ignored explicit argument '3'; --help shows how "),
         (["-m", "ckpt=zarr,nope"], "ckpt=nope: there is no such choice; ckpt is one of kimi-engine, tensorstore, zarr"),
         (["-m", "trian.steps=3,4"], "trian.steps: there is no such key; did you mean train.steps?"),
-        (["resume=/no/such/checkpoint-3"], "load of "),
+        (
+            ["-m", "trian.steps=3,4", "ckpt=zarr,tensorstore"],
+            "trian.steps: there is no such key; did you mean train.steps?",
+        ),
+        (
+            ["resume=/no/such/checkpoint-3"],
+            "/no/such/checkpoint-3 is not a checkpoint: it has no checkpoint_manifest.json",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -109,7 +157,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_1(command: Command, arguments: 
     outcome = command(*arguments)
     assert outcome.code == 1
     assert outcome.err.startswith(sentence) and outcome.err.count("\n") == 1, outcome.err
-    assert not list(Path().rglob("checkpoint-*"))
+    assert not list(Path().iterdir()), "a refused run leaves no folder"
 
 
 def test_a_run_tells_its_progress_and_leaves_a_summary(command: Command, tmp_path: Path) -> None:
@@ -165,9 +213,14 @@ def test_a_resumed_run_equals_the_straight_one_bit_for_bit_and_says_what_has_cha
     assert resumed["loaded_digest"] is not None and resumed["bytes_read"] == resumed["bytes_needed"] > 12e6
 
 
-def test_a_run_resumed_at_its_last_step_changes_nothing_but_the_summary(command: Command) -> None:
+def test_a_run_resumed_at_its_last_step_writes_a_summary_only_if_there_is_none(command: Command) -> None:
     command(*SMALL, "train.steps=2")
-    before = summary()
+    before, path = summary(), Path("outputs/dev/summary.json")
+    written = path.read_bytes(), path.stat().st_mtime_ns
+    outcome = command(*SMALL, "resume=latest", "train.steps=2")
+    assert outcome.code == 0 and "nothing to do" in outcome.out
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == written
+    path.unlink()
     outcome = command(*SMALL, "resume=latest", "train.steps=2")
     after = summary()
     assert outcome.code == 0 and "nothing to do" in outcome.out
@@ -183,13 +236,51 @@ def test_resuming_where_there_is_nothing_says_so_and_begins(command: Command) ->
 
 def test_the_same_command_twice_is_refused_with_three_ways_out(command: Command) -> None:
     command(*SMALL, "train.steps=1")
-    before = Path("outputs/dev/summary.json").read_bytes()
-    outcome = command(*SMALL, "train.steps=1")
+    before = files()
+    assert {"summary.json", ".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml"} <= set(before)
+    assert OmegaConf.load("outputs/dev/.hydra/config.yaml").train.steps == 1
+    assert OmegaConf.load("outputs/dev/.hydra/overrides.yaml") == [*SMALL, "train.steps=1"]
+    outcome = command(*SMALL, "train.steps=1", "save.every=7")
     assert outcome.code == 1 and outcome.err.count("\n") == 1
     assert all(way in outcome.err for way in ("resume=latest", "run_name=", "overwrite=true"))
-    assert Path("outputs/dev/summary.json").read_bytes() == before
+    assert files() == before
     assert command(*SMALL, "train.steps=1", "overwrite=true").code == 0
     assert command(*SMALL, "train.steps=1", "run_name=another").code == 0
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside_before_step_1_if_that_was_asked_for(
+    command: Command,
+) -> None:
+    command(*SMALL, "train.steps=4", "save.every=1", "~components.rng")
+    root, before = Path("outputs/dev/checkpoints"), files()
+    on = [*SMALL, f"resume={root}/checkpoint-00000002", "train.steps=3", "train.seed=1", "~components.rng"]
+    refused = command(*on)
+    assert refused.code == 1 and refused.err.count("\n") == 1
+    newer = "newer checkpoints: checkpoint-00000003, checkpoint-00000004. "
+    assert all(part in refused.err for part in (newer, "overwrite=true", "run_name=", "resume=latest")), refused.err
+    assert files() == before
+    assert command(*on, "overwrite=true").code == 0
+    names = sorted(path.name for path in root.iterdir())
+    assert [name.rpartition("-")[0] for name in names[:2]] == [".abandoned-00000003", ".abandoned-00000004"]
+    assert names[2:] == ["checkpoint-00000001", "checkpoint-00000002", "checkpoint-00000003"]
+    assert command(*SMALL, "resume=latest", "train.steps=4", "~components.rng").code == 0
+    assert summary()["resumed_from"].endswith("checkpoint-00000003")
+    foreign = command(
+        *SMALL, f"resume={root}/checkpoint-00000002", "run_name=other", "train.steps=3", "~components.rng"
+    )
+    assert foreign.code == 0
+    back = command(*SMALL, "resume=outputs/other/checkpoints/checkpoint-00000003", "train.steps=9", "~components.rng")
+    assert back.code == 1 and "holds checkpoints of another history: checkpoint-00000001, " in back.err
+
+
+def test_a_run_whose_folder_is_removed_says_so_at_the_next_save_and_makes_no_other(command: Command) -> None:
+    remover = f"+components.remover={{_target_: {__name__}.Remover, sharing_pattern: global}}"
+    outcome = command(*SMALL, "train.steps=3", "save.every=1", remover)
+    assert outcome.code == 1 and outcome.err.count("\n") == 1
+    assert (
+        "outputs/dev/checkpoints was removed while this run was using it; nothing is saved in its place" in outcome.err
+    )
+    assert not Path("outputs/dev").exists()
 
 
 def test_a_damaged_checkpoint_is_passed_over_loudly_unless_it_was_named(command: Command) -> None:
@@ -230,12 +321,28 @@ def test_a_sweep_ends_with_one_table_in_which_a_failed_job_is_a_row(command: Com
     for text in (outcome.out, Path("outputs/dev/sweep.txt").read_text()):
         assert good[0]["state_digest"] in text and "ckpt=tensorstore" in text
     assert Path("outputs/dev/sweep.svg").read_text().startswith("<svg")
-    assert sorted(path.name for path in (tmp_path / "outputs" / "dev").iterdir() if path.is_dir()) == [
-        "0",
-        "1",
-        "2",
-        "3",
-    ]
+    folders = [path.name for path in (tmp_path / "outputs" / "dev").iterdir() if path.is_dir()]
+    assert sorted(folders) == ["0", "2"], "a refused job leaves no folder"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("launcher", "package"), [("joblib", "joblib"), ("submitit_local", "submitit")])
+def test_a_sweep_in_other_processes_ends_with_the_same_table(command: Command, launcher: str, package: str) -> None:
+    pytest.importorskip(f"hydra_plugins.hydra_{package}_launcher")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs, of processes and files that are closed late
+        outcome = command(*SMALL, "-m", f"hydra/launcher={launcher}", "train.steps=2,-1", "ckpt=zarr")
+        if launcher == "joblib":  # its processes wait for more work
+            import_module("joblib.externals.loky").get_reusable_executor().shutdown(wait=True)
+    assert (outcome.code, outcome.err) == (1, "train.steps=-1: expected at least 1\n")
+    rows = json.loads(Path("outputs/dev/sweep.json").read_text())
+    assert [row["error"] for row in rows] == [None, "train.steps=-1: expected at least 1"]
+    assert rows[0]["save_s"] > 0 and rows[0]["load_s"] > 0
+    for text in (outcome.out, Path("outputs/dev/sweep.txt").read_text()):
+        assert rows[0]["state_digest"] in text and "train.steps=-1" in text
+    said = OmegaConf.load(Path(rows[0]["run_dir"], ".hydra", "hydra.yaml")).hydra
+    assert package in said.launcher._target_ and said.job.id != 0
+    assert not Path("outputs/dev/1").exists() and not Path("outputs/dev/.rows").exists()
 
 
 def test_a_bug_keeps_its_traceback(command: Command) -> None:

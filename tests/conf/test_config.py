@@ -238,7 +238,11 @@ def test_an_added_component_without_what_it_needs_is_refused(tmp_path: Path, nod
 
 def test_going_on_and_starting_anew_exclude_each_other(tmp_path: Path) -> None:
     said = complaint(tmp_path, "resume=latest", "overwrite=true")
-    assert said == "resume=latest goes on from a checkpoint and overwrite=true starts anew: give one of the two"
+    assert said == (
+        "resume=latest goes on from the newest checkpoint, so overwrite=true has nothing to overwrite: give one of the two"
+    )
+    older = config(tmp_path, "resume=/runs/checkpoint-3", "overwrite=true")  # sets newer ones aside
+    assert older["overwrite"]
 
 
 def test_a_checkpoint_named_relative_to_here_is_made_absolute(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_the_number_of_ranks_follows_from_the_roles(tmp_path: Path) -> None:
         (["publish=perhaps"], "publish=perhaps: expected one of live, saved"),
         (["ckpt=zarr", "save.every=0"], "save.every=0: expected at least 1"),
         (["ckpt=zarr", "save.mode=perhaps"], "perhaps"),
-        (["ckpt=zarr", "resume=latest", "overwrite=true"], "resume=latest goes on from a checkpoint and overwrite=true"),
+        (["ckpt=zarr", "resume=latest", "overwrite=true"], "resume=latest goes on from the newest checkpoint, so overwrite=true"),
         (["ckpt=kimi-engine", "+ckpt.compressors=3"], "ckpt.compressors: ckpt.backends.kimi_engine.KimiEngineBackend takes no"),
         (["roles.trainer=2", "roles.colocated=true"], "roles.colocated=true: each of the 2 trainers is a rollout; give roles.rollout=2"),
         (["engine=naive"], "engine=naive has trainer and rollout in one process: give roles.colocated=true"),

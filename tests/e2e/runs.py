@@ -36,7 +36,7 @@ Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
 def run(run_dir: Path, *overrides: str, ranks: int = 1, job: Job = train) -> dict[str, Any]:
     """Do what `python -m recipes.train` does once Hydra has composed, on new ranks, and return the summary."""
     cfg = config(run_dir, f"data.path={TEXT}", f"launch.nproc_per_node={ranks}", *overrides)
-    summary = launch(job, settle_start(cfg, quiet=True))
+    summary = launch(job, settle_start(cfg))
     assert summary is not None
     return summary
 

@@ -18,8 +18,7 @@ from recipes.cli import CONF
 from recipes.joining import join_rollout
 from recipes.launch import launch
 from recipes.sync_config import checked_join, checked_sync
-from recipes.syncing import sync_weights
-from recipes.training import settle_start
+from recipes.syncing import settle_sync, sync_weights
 from tests.async_runs import until
 from tests.conf.configs import composed
 from tests.e2e.runs import TEXT, Command, checkpoint, committed
@@ -29,7 +28,7 @@ STEPS = 3
 
 def sync(run_dir: Path, *overrides: str, job: Any = sync_weights) -> dict[str, Any]:
     cfg = checked_sync(composed(run_dir, f"data.path={TEXT}", f"train.steps={STEPS}", *overrides, root="sync_weights"))
-    summary = launch(job, cfg if cfg["ckpt"] is None else settle_start(cfg, quiet=True))
+    summary = launch(job, settle_sync(cfg))
     assert summary is not None
     return summary
 

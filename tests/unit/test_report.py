@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ckpt.loading import LoadReport
 from ckpt.saving import SaveReport
@@ -72,3 +74,16 @@ def test_only_one_rank_speaks(capsys: pytest.CaptureFixture[str]) -> None:
         "step      1/2  loss 3.0000",
         "step      2/2  loss 2.0000  saved checkpoint-00000002: 0.500 s, 4.0 MB, 0.01 GB/s",
     ]
+
+
+def test_a_bar_shows_no_loss_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    report = Report({"train": {"steps": 2}}, shown=True)
+    report.console = Console(force_terminal=True, width=100, file=io.StringIO())
+    with report.running(1):
+        assert report._bar is not None
+        report._bar.refresh()
+        before = report.console.file.getvalue()  # type: ignore[attr-defined]
+        report.step(1, 2.5, ())
+    assert "0/2" in before and "loss" not in before
+    assert "loss 2.5000" in report.console.file.getvalue()  # type: ignore[attr-defined]
