@@ -25,7 +25,7 @@ from ckpt.box import Box, num_chunks, whole
 from ckpt.collect import Contribution, exchange_tables, settle_plain
 from ckpt.dtypes import item_bytes
 from ckpt.errors import ConfigurationError
-from ckpt.manifest import ArrayEntry, CheckpointManifest, digest_of, index_name
+from ckpt.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, digest_of, index_name
 from ckpt.manifest_parsing import parse_manifest
 from ckpt.names import encode_key
 from ckpt.plan import PlannedArray, SavePlan, plan_save
@@ -325,7 +325,8 @@ def _manifest_figures(plan: SavePlan, world_size: int) -> dict[str, Any]:
             else ArrayEntry(array.dtype, array.shape, "zarr", packed_in=tuple(sorted(set(array.packs.values()))))
         )
     files = {index_name(rank): (0, digest_of(b"")) for rank in range(world_size)}
-    data = CheckpointManifest("1", datetime.now(UTC), world_size, {}, {}, arrays, files).to_bytes()
+    components = {key: ComponentManifest(key, pattern, [0]) for key, pattern in _PATTERNS.items()}
+    data = CheckpointManifest("1", datetime.now(UTC), world_size, {}, components, arrays, files).to_bytes()
     written = time.perf_counter()
     parse_manifest(data, "manifest")
     return {
