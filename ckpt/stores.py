@@ -25,6 +25,8 @@ _T = TypeVar("_T")
 _FOLDERS = ("/proc/self/fd", "/dev/fd")
 _TIMEVAL = struct.Struct("@ll")
 _LONGEST_S = 1e6
+_CONNECT_S = 10.0
+"""That a new connection may take, if its calls may take less: torch asks name servers who is at its other end."""
 
 
 class StoreGoneError(Exception):
@@ -131,12 +133,12 @@ def _connected(connect: Callable[[], _T], port: int, where: str, timeout_s: floa
     Torch does not tell which descriptor is the connection's. Of two threads that connect to one server at once, each may see the
     other's as new: the shorter deadline holds for both.
     """
-    before = set(_sockets())
+    before, patience_s = set(_sockets()), max(timeout_s, _CONNECT_S)
     try:
-        made = _in_time(connect, timeout_s)
+        made = _in_time(connect, patience_s)
     except TimeoutError:
         raise StoreGoneError(
-            f"the store at {where} did not answer a new connection within {timeout_s:g} s", is_silent=True
+            f"the store at {where} did not answer a new connection within {patience_s:g} s", is_silent=True
         ) from None
     except DistError as error:
         raise StoreGoneError(str(error)) from error

@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -204,25 +205,28 @@ def _start_forkserver(job: Job) -> None:
 def _no_folder_left() -> Iterator[None]:
     """Let a forkserver that starts here listen on a socket that has no name any more, and so leaves no folder, however it ends.
 
-    Python's own would lie in a folder that only the launcher removes, and only if it is not killed. Where there is no /proc to reach
-    such a socket by, it stays so.
+    Python's own would lie in a folder that only the launcher removes, and only if it is not killed. Folder and socket are reached by
+    their descriptors, which no path is too long for. Where there is no /proc all is as Python does it.
     """
+    if not os.path.isdir("/proc/self/fd"):
+        yield
+        return
     server = multiprocessing.forkserver._forkserver
-    before = server._forkserver_address
     settings = multiprocessing.current_process()._config
-    folder = tempfile.mkdtemp(prefix="ckpt-forkserver-")
-    elsewhere = settings.get("tempdir")
-    settings["tempdir"] = folder
+    before, elsewhere = server._forkserver_address, settings.get("tempdir")
+    folder = tempfile.mkdtemp(prefix="ckpt-")
+    there = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    settings["tempdir"] = f"/proc/self/fd/{there}"
     try:
         yield
-        if server._forkserver_address != before and os.path.isdir("/proc/self/fd"):
+        if server._forkserver_address != before:
             held = os.open(server._forkserver_address, os.O_PATH | os.O_CLOEXEC)
             os.unlink(server._forkserver_address)
             server._forkserver_address = f"/proc/self/fd/{held}"
     finally:
         settings["tempdir"] = elsewhere
-        with suppress(OSError):
-            os.rmdir(folder)
+        os.close(there)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

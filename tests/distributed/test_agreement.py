@@ -396,7 +396,7 @@ def _lose_answers(topology: Topology) -> tuple[str, float]:
         store = reach("127.0.0.1", between.port if topology.rank == 1 else port, timeout_s=5.0)
         part = dist.PrefixStore("joined anew", store)
         with (
-            Topology.join(part, topology.rank, 2, timeout_s=1.0) as joined,
+            Topology.join(part, topology.rank, 2, timeout_s=2.0) as joined,
             pytest.raises(RankAbsentError) as caught,
             joined.operation(SAVE),
         ):
@@ -411,6 +411,6 @@ def _lose_answers(topology: Topology) -> tuple[str, float]:
 def test_a_store_that_does_not_answer_a_rank_fails_it_and_the_others_in_time() -> None:
     (others, after_s), (own, own_after_s) = run_ranks(2, _lose_answers)
     start = f"{SAVE} failed on rank 1: the store at 127.0.0.1:"
-    assert own.startswith(start) and " did not answer compare_set within 1 s; the process that holds it hangs" in own
+    assert own.startswith(start) and " did not answer compare_set within 2 s; the process that holds it hangs" in own
     assert others.startswith("rank 1 (pid "), others
-    assert max(after_s, own_after_s) < 5.0
+    assert max(after_s, own_after_s) < 8.0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
+from ckpt import stores
 from ckpt.mailbox import Mailbox
 from ckpt.stores import StoreGoneError, connection, reach, serve
 from tests.frozen import Frozen
@@ -113,7 +114,8 @@ def test_every_call_to_a_store_that_hangs_ends_and_says_which_store_and_which_ca
             mailbox.peek("key")
 
 
-def test_a_connection_to_a_store_that_hangs_ends(store: dist.TCPStore) -> None:
+def test_a_connection_to_a_store_that_hangs_ends(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_CONNECT_S", 0.2)
     with Frozen(store.port) as between:
         base = reach("127.0.0.1", between.port, timeout_s=5.0)
         between.freeze()
