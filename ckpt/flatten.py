@@ -152,7 +152,7 @@ def _step_text(part: Any) -> str:
     match part:
         case [step, "list" | "tuple"] if type(step) is int:
             return str(step)
-        case [str() as step, "key"]:
+        case [str() as step, "key" | "Namespace" | "SimpleNamespace"]:
             return step
     raise Refused(f"{part!r:.80} is no step into a state dict")
 
@@ -533,6 +533,8 @@ def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
 
 def _close(value: Any) -> Any:
     if isinstance(value, _Parts) and value.kind in _NAMESPACE_OF:
+        if not all(type(name) is str for name in value):
+            raise TypeError(f"{value.kind} has attributes that are no names: {list(value)!r:.80}")
         return _filled(_NAMESPACE_OF[value.kind](), {name: _close(child) for name, child in value.items()})
     if isinstance(value, _Parts):
         items = [_close(value[position]) for position in sorted(value)]

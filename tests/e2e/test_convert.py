@@ -184,8 +184,8 @@ def test_values_that_only_the_old_program_has_are_refused_by_name_or_left_out(
         (["src={src}"], "no dst is given; add dst=<a folder for the new one>"),
         (
             ["src={src}", "dst={dst}"],
-            "{src}/common.pt is a pickle, which is read only where that is asked for: load with allow_pickle=True, or "
-            "load.allow_pickle=true",
+            "{src}/common.pt is a pickle, which is read only where that is asked for: load with "
+            "load.allow_pickle=true. Then",
         ),
         (
             ["src={src}", "dst={dst}", "to=npz"],

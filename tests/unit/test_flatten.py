@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.errors import ConfigurationError, ShardingError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, ShardingError
 from ckpt.flatten import flatten, from_json, path_from_json, path_to_json, to_json, unflatten
 from ckpt.unpickling import UnknownObject, unknown_in
 
@@ -198,6 +198,13 @@ def test_a_namespace_that_holds_tensors_is_taken_apart_and_made_again() -> None:
     assert type(back["args"]) is argparse.Namespace and type(back["args"].of[0]) is types.SimpleNamespace
     assert back["args"].mask is tensor and back["args"].of[0] == deep and back["args"].of[1] == (1, tensor)
     assert (back["args"].lr, back["plain"]) == (0.1, state["plain"])
+
+
+@pytest.mark.parametrize("steps", [([0, "list"], ["x", "Namespace"]), (["x", "SimpleNamespace"], [0, "tuple"])])
+def test_paths_that_make_one_value_a_list_and_a_namespace_are_refused(steps: tuple[list[Any], ...]) -> None:
+    paths = {str(step): path_from_json(["a", step]) for step in steps}
+    with pytest.raises(CorruptCheckpointError, match="a path in plain.json is none that was saved"):
+        unflatten(dict.fromkeys(paths, 1), paths)
 
 
 def test_bytes_in_memory_come_back_wherever_they_were_read_up_to() -> None:
