@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -15,6 +16,7 @@ import torch
 
 import ckpt
 from ckpt import ShardedObject, ShardedTensor, StateComponent, checkpoint_files
+from ckpt.backends.base import FileRecord
 from ckpt.backends.growing import Buffers
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.outlet import Outlet
@@ -27,6 +29,7 @@ from ckpt.job import use_topology
 from ckpt.reading.two_stage import TwoStageLoad
 from ckpt.rewriting import rewrite
 from ckpt.serialization import load_common_state_dict, remove_sharded_tensors
+from ckpt.stored import check_file
 from ckpt.topology import Topology
 from ckpt.verify import verify_checkpoint
 from recipes.reading import ReadingKeys, show
@@ -595,3 +598,27 @@ def test_a_manifest_that_names_other_checkpoints_inside_is_refused(craft: Callab
 def test_common_state_of_a_sound_checkpoint_loads(saved: dict[str, Path]) -> None:
     with use_topology(Topology.alone()):
         assert load_common_state_dict(saved["sharded"])["step"] == 3
+
+
+@pytest.mark.parametrize(("code", "error"), [(errno.ENOENT, CorruptCheckpointError), (errno.EIO, OSError)])
+def test_a_file_that_is_missing_is_damage_and_one_that_cannot_be_read_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]
+) -> None:
+    """A load passes damage over for good; a disk that fails for a moment must not cost a sound checkpoint."""
+
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(checkpoint_files, "_open_below", fail)
+    with CheckpointFolder(tmp_path) as folder, pytest.raises(error) as caught:
+        check_file(folder, "x", FileRecord(1, "0" * 32), [])
+    assert isinstance(caught.value, CorruptCheckpointError) == (error is CorruptCheckpointError)
+
+
+@pytest.mark.parametrize("path", [MANIFEST, "index-00000.json", "rng/rank-00000/plain.json", W])
+def test_a_folder_in_place_of_a_file_is_damage(craft: Callable[..., Path], tmp_path: Path, path: str) -> None:
+    folder = craft("zarr")
+    (folder / path).unlink()
+    (folder / path).mkdir()
+    with pytest.raises(CorruptCheckpointError, match="is a folder, where a file should be|is missing or not as"):
+        load(folder, tmp_path)

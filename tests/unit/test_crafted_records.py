@@ -118,6 +118,14 @@ def value(plain: Any) -> Callable[[Any], Any]:
 
 
 IN_MANIFEST: dict[str, Change] = {
+    "it lies elsewhere": set_at("checkpoint_path", to="../2"),
+    "its config has another hash": set_at("training_args_hash", to="0" * 32),
+    "a component is a path": lambda tree: tree["components"].update(
+        {"x/y": {**tree["components"]["rng"], "key": "x/y"}}
+    ),
+    "an array of no component": lambda tree: tree["arrays"].update(
+        {"link/big": tree["arrays"]["model/big"] | {"path": "x"}}
+    ),
     "world_size is a boolean": set_at("world_size", to=True),
     "world_size is 0": set_at("world_size", to=0),
     "world_size is 10^12": set_at("world_size", to=10**12),

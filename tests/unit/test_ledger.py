@@ -282,6 +282,26 @@ def test_a_file_where_the_root_should_be_is_one_sentence(tmp_path: Path) -> None
             Ledger(root, run_id="a").committed()
 
 
+def test_a_discarded_save_that_cannot_be_moved_away_is_cleared_by_the_next_save(
+    root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that has no room for a name refuses the rename; the owner file stays, and says whose folder it is."""
+    run = Ledger(root, run_id="run")
+    unpublished = run.open("1")
+    clock.fill(unpublished)
+    with monkeypatch.context() as full:
+        full.setattr(os, "rename", refuse)
+        run.discard(unpublished)
+    assert unpublished.exists() and owner_file(unpublished).exists()
+    again = Ledger(root, run_id="run")
+    again.discard(again.open("2"))
+    assert list(root.iterdir()) == []
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_folder_that_cannot_be_made_leaves_no_owner_behind(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = Path.mkdir
 
