@@ -34,6 +34,9 @@ _VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES",), "npu": ("ASCEND_RT_VISIBLE_DEVICE
 _KNOWN = {"cpu": ("gloo", None), "cuda": ("nccl", None), "npu": ("hccl", "torch_npu")}
 """Types of devices -> the collectives and the plugin that go with them."""
 
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+"""Variables of the environment that name the network interfaces which a device's collectives may use."""
+
 _PINS_IN_PLACE = frozenset({"cuda"})
 """Devices whose runtime can page-lock memory that is there already (cudaHostRegister)."""
 

@@ -166,6 +166,11 @@ class FolderLock:
         assert self._claim is not None, "the lock is not held"
         return self._claim.fileno()
 
+    @property
+    def is_held(self) -> bool:
+        """Was it acquired, and not given back since?"""
+        return self._claim is not None
+
     def release(self) -> None:
         """End the claim, if no other lock of this process shares it. Does nothing if it is not held."""
         if self._give_back is not None:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -514,10 +514,17 @@ class PreparedSave:
 
 @contextmanager
 def _released_unless_prepared(target: SaveTarget) -> Iterator[None]:
+    """Leave the root as it was found if the save is refused in the block: unclaimed, unless an earlier save claimed it."""
+    was_held = target.lock is not None and target.lock.is_held
+    was_there = target.root.exists()
     try:
         yield
     except BaseException:
-        target.release_lock()
+        if target.lock is not None and target.lock.is_held and not was_held:  # on the lead alone
+            target.lock.release()
+            if not was_there:
+                with suppress(OSError):  # something else lies in it by now
+                    target.root.rmdir()
         raise
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.addresses import LOOPBACK, address_towards, interface_of, network_namespace
+from ckpt.device import INTERFACE_VARIABLES
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.stores import connection
 from ckpt.topology import Topology
@@ -193,10 +194,8 @@ def listening_on(address: str | None) -> Iterator[None]:
     """
     interface = address and interface_of(address)
     wanted = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    if (
-        interface and address == LOOPBACK
-    ):  # otherwise their own choice: it also says through which interfaces tensors go
-        wanted |= {"NCCL_SOCKET_IFNAME": f"={interface}", "HCCL_SOCKET_IFNAME": f"={interface}"}
+    if interface and address == LOOPBACK:  # else their own choice: it also says through which interfaces tensors go
+        wanted |= dict.fromkeys(INTERFACE_VARIABLES, f"={interface}")
     new = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(new)
     try:

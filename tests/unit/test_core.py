@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.core import (
     CONFIG_FNAME,
     CheckpointingConfig,
@@ -105,9 +107,12 @@ def test_a_file_that_is_no_such_record_is_named_and_is_not_taken_for_none(
         assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_cannot_be_read_is_a_storage_error(tmp_path: Path) -> None:
-    (tmp_path / CONFIG_FNAME).mkdir()
-    with pytest.raises(StorageError, match="metadata.json cannot be read: Is a directory"):
+def test_a_file_that_cannot_be_read_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(CheckpointFolder, "read", fail)
+    with pytest.raises(StorageError, match="metadata.json cannot be read: Input/output error"):
         maybe_load_config(tmp_path)
 
 

@@ -400,10 +400,14 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path: Path, place: str, libra
         load_megatron_common(folder, allow_pickle=True)
         load_megatron_object(folder, "o/shard_0_1", allow_pickle=True)
 
-    with pytest.raises(CorruptCheckpointError, match="symbolic link|not a regular file|not a path inside of"):
+    with pytest.raises(
+        CorruptCheckpointError, match="symbolic link|not a regular file|not a path inside of|dimension_separator"
+    ):
         everything()
     if place.startswith("w/") and place != "w/.zarray":
-        with pytest.raises(CorruptCheckpointError, match="symbolic link|not a regular file|not a path inside of"):
+        with pytest.raises(
+            CorruptCheckpointError, match="symbolic link|not a regular file|not a path inside of|dimension_separator"
+        ):
             read(MegatronZarr(folder, library), "w")
 
 
