@@ -8,11 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ckpt.addresses import LOOPBACK
 from ckpt.errors import ConfigurationError, RankAbsentError
 from ckpt.mailbox import Mailbox
 from ckpt.stores import StoreGoneError, reach, serve
 from ckpt.topology import Topology
-from recipes.ranks import Environment, Job, number_of, ranks_exist, run_job, tracebacks_of_bugs
+from recipes.ranks import Environment, Job, listening_on, number_of, ranks_exist, run_job, tracebacks_of_bugs
 from recipes.run_folder import RunFolder, opened
 
 _STORE_S = 300.0
@@ -45,7 +46,7 @@ def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> di
             from recipes.local_ranks import run_local_ranks  # a run of one rank does without
 
             return run_local_ranks(job, run.cfg, num_ranks, run.held)
-        with tracebacks_of_bugs(), Topology.alone() as topology:
+        with tracebacks_of_bugs(), listening_on(LOOPBACK), Topology.alone() as topology:
             return job(run.cfg, topology)
 
 
