@@ -138,6 +138,8 @@ def _check_array(name: str, entry: ArrayEntry, manifest: CheckpointManifest, ind
         raise Refused(f"{name!r:.80} of shape {list(entry.shape)} would have {entry.num_bytes} bytes")
     if entry.alias_of is not None:
         _check_alias(name, entry, manifest.arrays.get(entry.alias_of))
+    if entry.path is not None and entry.path.partition("/")[0] != name.partition("/")[0]:
+        raise Refused(f"{name!r:.80} lies in {entry.path!r:.80}, outside of the folder of its component")
     if entry.grid is not None:
         _check_writers(name, entry, entry.grid)
     ranks = {*entry.packed_in, *(run[0] for run in entry.writers)}
@@ -364,6 +366,8 @@ def _check_packed(index: Index, manifest: CheckpointManifest) -> None:
         if alike is not None:
             sound.add(alike)
     for path, length in index.packed.items():
+        if path.partition("/")[0] not in manifest.components:
+            raise Refused(f"the packed array {path!r:.80} lies in the folder of none of the components")
         _check_packed_array(path, length, index, *form_of.get(path, (None, None)))
         if path in owned.arrays:
             raise Refused(f"{path!r:.80} is a packed array and one of its own")

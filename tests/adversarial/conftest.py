@@ -13,7 +13,7 @@ from tests.adversarial.driver import Case, Driver, Outcome
 
 _OUTCOMES = pytest.StashKey[list[Outcome]]()
 _SEED = pytest.StashKey[int]()
-_SHOWN = 20
+_SHOWN = 60
 
 Campaign = Callable[[Sequence[Case]], None]
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from random import Random
 
 from ckpt.errors import CheckpointError
+from ckpt.manifest import MANIFEST_NAME
 from ckpt.topology import Topology
 from recipes.converting import ConvertKeys, LoadKeys, convert
 from recipes.reading import ReadingKeys, show, verify
@@ -174,7 +175,8 @@ def why_outside(orders: Orders, allowed: list[Path]) -> str:
 def _allowed(attempt: str, place: Path) -> list[Path]:
     root = place / "root"
     inside = root / "checkpoint-2" if attempt in ("load", "convert") else root  # verify looks who shares a damaged file
-    return [inside, place / "out", *(Path(name) for name in ("/dev/null", "/dev/shm", "/memfd:"))]
+    newer = [root / "checkpoint-1" / MANIFEST_NAME] if attempt == "load" else []  # is the loaded one the newest?
+    return [inside, *newer, place / "out", *(Path(name) for name in ("/dev/null", "/dev/shm", "/memfd:"))]
 
 
 def _libraries() -> tuple[Path, ...]:

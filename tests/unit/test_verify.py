@@ -152,7 +152,7 @@ def test_a_folder_where_a_file_was_is_one_problem_that_names_it(checkpoint: Path
         problems = verify_checkpoint(checkpoint)
         path.rmdir()
         assert len(problems) == 1, (name, problems)
-        assert f"{name} cannot be read: Is a directory" in problems[0]
+        assert f"{name} is a folder, where a file should be" in problems[0]
 
 
 def test_extra_files_are_named_and_empty_folders_are_not(checkpoint: Path) -> None:
