@@ -91,6 +91,11 @@ class ArrayEntry:
         """Of its elements."""
         return math.prod(self.shape) * item_bytes(self.dtype)
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Of the elements of one whole chunk of an array of its own."""
+        return math.prod(self.grid or ()) * item_bytes(self.dtype)
+
     def writer_of(self, chunk: int) -> int:
         """Return the rank whose index knows where row-major `chunk` lies."""
         at = bisect_right(self.writers, chunk, key=lambda run: run[1]) - 1

@@ -200,7 +200,9 @@ def require_own_digest(data: bytes, where: str) -> None:
 
 class _Topology(msgspec.Struct):
     nodes: list[list[Rank]] = []
-    groups: dict[str, list[list[Rank]]] = {}
+    groups: dict[
+        str, Annotated[list[Annotated[list[Rank], msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
+    ] = {}
 
 
 class _Document(msgspec.Struct):

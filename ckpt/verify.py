@@ -14,6 +14,7 @@ from typing import BinaryIO
 import xxhash
 
 from ckpt.backends.base import ArraySpec, ChunkExtent, FileRecord
+from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.backends.zarr_format import DOCUMENT, below, require_spec, spec_in
 from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.consistency import MAX_FILE_BYTES, check_whole
@@ -98,7 +99,7 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
     if len(indexes) == len(index_paths):  # else nobody knows which files and chunks there should be
         result.problems += _scattered(manifest, indexes)
         _check_plain(checkpoint_dir, manifest, indexes, result)
-        _check_descriptions(checkpoint_dir, manifest, result)
+        _check_descriptions(checkpoint_dir, manifest, indexes, result)
         extra = _extra(checkpoint_dir, listed, {str(folder) for folder in below})
         result.problems += [f"{path} does not belong to the checkpoint" for path in extra]
     return result
@@ -309,8 +310,10 @@ def _check_plain(
                     check_plain_file(data, path, tensors)
 
 
-def _check_descriptions(checkpoint_dir: Path, manifest: CheckpointManifest, result: Verification) -> None:
-    """What other tools read of an array in a Zarr directory must be what the manifest says. A load does not look at it."""
+def _check_descriptions(
+    checkpoint_dir: Path, manifest: CheckpointManifest, indexes: Mapping[int, Index], result: Verification
+) -> None:
+    """What a library reads of an array in a Zarr directory: its description, and how long its encoded chunks become."""
     for entry in manifest.arrays.values():
         if entry.store != "zarr" or entry.path is None or entry.grid is None:
             continue
@@ -319,8 +322,17 @@ def _check_descriptions(checkpoint_dir: Path, manifest: CheckpointManifest, resu
             is_told = any(path in problem for problem in result.problems)
             if not is_told and (checkpoint_dir / path).is_file():
                 with CheckpointFolder(checkpoint_dir) as folder:
-                    described = spec_in(folder.read(path, MAX_FILE_BYTES), entry.path)
-                require_spec(described, ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid))
+                    described, codec = spec_in(folder.read(path, MAX_FILE_BYTES), entry.path)
+                    require_spec(described, ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid))
+                    for file in _encoded_in(entry.path, indexes):
+                        folder.require_regular(file)
+                        require_decodes_within(checkpoint_dir / file, codec or "", entry.chunk_bytes)
+
+
+def _encoded_in(path: str, indexes: Mapping[int, Index]) -> list[str]:
+    """The files of an array's chunks that only a library can read."""
+    extents = (extent for index in indexes.values() for extent in index.chunks.get(path, {}).values())
+    return [extent.file for extent in extents if not extent.raw]
 
 
 def _extra(checkpoint_dir: Path, listed: set[str], without: set[str]) -> list[str]:

@@ -41,6 +41,10 @@ class _Grid(msgspec.Struct):
     configuration: _Cells
 
 
+class _Codec(msgspec.Struct):
+    name: str
+
+
 class _Document(msgspec.Struct):
     """The `zarr.json` of an array, as far as it says what the manifest says, too."""
 
@@ -49,16 +53,18 @@ class _Document(msgspec.Struct):
     shape: Shape
     data_type: str
     chunk_grid: _Grid
+    codecs: list[_Codec] = []
 
 
-def spec_in(document: bytes, path: str) -> ArraySpec:
-    """What the `zarr.json` of the array at `path` describes.
+def spec_in(document: bytes, path: str) -> tuple[ArraySpec, str | None]:
+    """What the `zarr.json` of the array at `path` describes, and the name of the outermost codec of its chunks.
 
     Raises:
         CorruptCheckpointError: no array that we write.
     """
     said = read(document, _Document, below(path, DOCUMENT))
-    return ArraySpec(path, said.data_type, said.shape, said.chunk_grid.configuration.chunk_shape)
+    codec = said.codecs[-1].name if said.codecs else None
+    return ArraySpec(path, said.data_type, said.shape, said.chunk_grid.configuration.chunk_shape), codec
 
 
 def require_spec(described: ArraySpec, array: ArraySpec) -> None:

@@ -333,9 +333,10 @@ def _lies() -> Iterator[Craft]:
     yield Craft("the index of rank 1 is that of rank 0", _swap_indexes, "zarr, 2 ranks")
     for backend in ("tensorstore", "kimi-engine"):
         for value in (-1, _HUGE, 0):
-            yield Craft(
-                f"an offset is {value}, {backend}", partial(_put_into, _edit_first_index, (*_ROW, 2), value), backend
-            )
+            # The bytes at the start of a data file are signed anew as the chunk's: other values, and no contradiction.
+            forged = (backend, value) == ("tensorstore", 0)
+            change = partial(_put_into, _edit_first_index, (*_ROW, 2), value)
+            yield Craft(f"an offset is {value}, {backend}", change, backend, sound=forged, forged=forged)
 
 
 def _shown(value: Any) -> str:
@@ -507,7 +508,7 @@ def _sizes() -> Iterator[Craft]:
         "the manifest lists 300,000 groups",
         lambda f: edit_manifest(f, lambda t: t["topology"].update(groups={f"g{n}": [] for n in range(300_000)})),
     )
-    yield Craft("the manifest lists 300,000 files", partial(_repeat, "files", [0, "0" * 32]))
+    yield Craft("the manifest lists 100,000 files", partial(_repeat, "files", [0, "0" * 32], times=100_000))
     yield Craft(
         "10^12 chunks of one element",
         lambda f: edit_manifest(
@@ -527,8 +528,8 @@ def _inflate(file: str, folder: Path) -> None:
     edit_manifest(folder, lambda tree: tree["files"].update({file: [200 << 30, "0" * 32]}))
 
 
-def _repeat(table: str, value: Any, folder: Path) -> None:
-    edit_manifest(folder, lambda tree: tree[table].update({f"model/x{n}": value for n in range(300_000)}))
+def _repeat(table: str, value: Any, folder: Path, times: int = 300_000) -> None:
+    edit_manifest(folder, lambda tree: tree[table].update({f"model/x{n}": value for n in range(times)}))
 
 
 def _bomb(folder: Path) -> None:
