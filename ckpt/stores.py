@@ -184,7 +184,8 @@ def _limit(descriptor: int, port: int, timeout_s: float) -> None:
     """Give a socket a deadline, if the other end is this port, and it has no shorter one."""
     wanted = _TIMEVAL.pack(int(min(timeout_s, _LONGEST_S)), int(min(timeout_s, _LONGEST_S) % 1 * 1e6))
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as made:
-        if made.getpeername()[1] != port:
+        # Other threads make sockets meanwhile, of other kinds, too: the peer of a Unix socket is a name.
+        if made.family not in (socket.AF_INET, socket.AF_INET6) or made.getpeername()[1] != port:
             return
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             now = _TIMEVAL.unpack(made.getsockopt(socket.SOL_SOCKET, option, _TIMEVAL.size))

@@ -131,7 +131,7 @@ class Shelf:
             timestamp=datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=len(self.saved)),
             world_size=max(self.ranks) + 1,
             topology={},
-            components={"model": ComponentManifest("model", "replicated", list(self.ranks))},
+            components={key: ComponentManifest(key, "replicated", list(self.ranks)) for key in ("model", "optimizer")},
             arrays=self._entries(arrays),
             files={path: (len(data), digest_of(data)) for path, data in listed.items()},
         )

@@ -524,7 +524,7 @@ _REFUSED = {
     "shape": (ShapeMismatchError, r"norm: the trainers send float32 \[301\], the rollout's model has float32 \[300\]"),
     "dtype": (
         ShapeMismatchError,
-        r"norm: .* has bfloat16 \[301\]; cast what is sent with engine.rollout_dtype=bfloat16",
+        r"norm: .* has bfloat16 \[301\]; cast what is sent with rollout_dtype=bfloat16",
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import socket
 import time
 from collections.abc import Callable
 
@@ -136,3 +137,14 @@ def test_a_store_listens_on_one_address() -> None:
         reach("127.0.0.1", held.port, timeout_s=0.2)
     with pytest.raises(OSError):
         serve("192.0.2.77", timeout_s=5.0)  # an address for documentation, no machine's
+
+
+def test_sockets_that_other_threads_make_beside_a_new_connection_are_left_alone(store: dist.TCPStore) -> None:
+    """Which socket is the connection's is found by what is new; the peer of a Unix socket has no port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = listener.getsockname()
+        pair = stores._connected(socket.socketpair, store.port, "here", 5.0)
+        elsewhere = stores._connected(lambda: socket.create_connection(other), store.port, "here", 5.0)
+        for one in (*pair, elsewhere):
+            assert one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16) == bytes(16)
+            one.close()
