@@ -264,7 +264,7 @@ def _cases(draw: st.DrawFn) -> Case:
 
 
 def _held() -> tuple[int, int, int]:
-    """Threads, open files and shared segments of this process."""
+    """Threads, open files and shared segments of this process. Fewer than before are those of earlier tests, collected meanwhile."""
     maps = Path("/proc/self/maps").read_text()
     return threading.active_count(), len(os.listdir("/proc/self/fd")), maps.count("ckpt-in-flight")
 
@@ -284,7 +284,7 @@ def test_every_rank_ends_with_its_bytes_and_each_is_read_once_and_nothing_is_lef
     for mine in requests:
         _require_bytes(stock, mine)
     assert max(stock.read.values(), default=1) == 1
-    assert _held() == before
+    assert all(now <= then for now, then in zip(_held(), before, strict=True))
 
 
 @given(_cases(), st.integers(0, 5), st.sampled_from(["fetch", "place", "read_own"]), st.integers(0, 3))
@@ -307,7 +307,7 @@ def test_what_fails_on_one_rank_is_raised_there_and_keeps_nobody_waiting(
     assert time.monotonic() - started < PATIENCE_S
     assert [rank for rank, error in enumerate(raised) if error is not None] == failed
     assert [str(error) for error in raised if error is not None] == ["as it was to be"] * len(failed)
-    assert _held() == before
+    assert all(now <= then for now, then in zip(_held(), before, strict=True))
 
 
 def _spoil(ends: RankEnds, what: str, nth: int, note: Callable[[], None], error: BaseException) -> None:
