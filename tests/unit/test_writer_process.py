@@ -555,4 +555,4 @@ def test_shared_memory_is_found_by_address_and_closed_with_its_last_tensor() -> 
     del one, part, first
     with pytest.raises(OSError):
         os.fstat(fd)
-    assert num_fds() == before
+    assert num_fds() <= before
