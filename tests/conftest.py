@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -19,6 +20,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="module")
+def collected() -> None:
+    """For tests that count threads or descriptors: what earlier modules have left to the collector, such as locks, is let go of before."""
+    gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

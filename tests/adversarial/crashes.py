@@ -293,7 +293,7 @@ def _why_fell(scenario: Scenario, root: Path, action: Action, error: int, ended:
     if wrong:
         return wrong
     said_saved = any(one.how == "returned" and one.value[0] == "saved" for one in ended)
-    checked = in_child(_why_damaged, scenario, root, said_saved)
+    checked = in_child(_why_damaged, scenario, root, said_saved, bool(error))
     return str(checked.value) if checked.how == "returned" else f"the check {checked.how}: {checked.value}"
 
 
@@ -323,13 +323,17 @@ def _why_not_alike(ended: Sequence[Ended], causes: Sequence[str]) -> str:
     return ""
 
 
-def _why_damaged(scenario: Scenario, root: Path, said_saved: bool) -> str:
+def _why_damaged(scenario: Scenario, root: Path, said_saved: bool, is_refused: bool) -> str:
     """What is wrong with a root after a try, by one fresh process."""
     committed = held_state.committed(root)
     ids = {one.id for one in committed}
     expected = {"1", "2", scenario.target} if said_saved else {"1", "2"}
     if scenario.mode == "keep_last" and "3" in ids:
-        expected.discard("1")  # still there where the disk refused to remove it: that is told, and no save fails for it
+        expected.discard("1")
+        if (
+            said_saved and not is_refused and "1" in ids
+        ):  # a removal that the disk refuses is told, and no save fails for it
+            return "checkpoint-1 should have been removed"
     if not expected <= ids:
         return f"of {sorted(expected)} only {sorted(ids)} are there: {os.listdir(root)}"
     for one in committed:

@@ -14,6 +14,8 @@ from ckpt.spread.parcels import Parcel, Piece, Spread
 from ckpt.spread.slots import Slots
 from ckpt.topology import Topology
 
+pytestmark = pytest.mark.usefixtures("collected")
+
 SLOT = 64
 PATIENCE_S = 20.0
 
@@ -104,7 +106,7 @@ def test_damage_is_raised_when_all_parcels_have_gone_their_way() -> None:
         one.run()
     assert not ends.begun[2].is_set(), "nothing is read after damage"
     assert ends.placed in ({}, {0: 0})
-    assert threading.active_count() <= before
+    assert threading.active_count() == before
 
 
 def test_whatever_ends_the_reader_is_raised_by_the_calling_thread() -> None:
@@ -129,7 +131,7 @@ def test_an_interrupt_ends_both_threads() -> None:
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         courier(ends, parcels=10, slots=2).run()
-    assert threading.active_count() <= before
+    assert threading.active_count() == before
 
 
 def test_an_interrupt_ends_a_reader_that_is_far_ahead() -> None:
@@ -144,4 +146,4 @@ def test_an_interrupt_ends_a_reader_that_is_far_ahead() -> None:
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         courier(ends, parcels=700, slots=700).run()
-    assert threading.active_count() <= before
+    assert threading.active_count() == before

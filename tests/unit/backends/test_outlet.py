@@ -26,6 +26,8 @@ from ckpt.backends.outlet import DIRECT_BYTES, Outlet
 from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.errors import ConfigurationError
 
+pytestmark = pytest.mark.usefixtures("collected")
+
 DATA = bytes(range(251)) * 12_000  # 3 MB, no piece of it like another
 
 
@@ -170,7 +172,7 @@ def test_a_write_that_fails_is_raised_with_its_own_file_s_name_and_leaves_nothin
         out.flush()
     assert caught.value.filename == str(tmp_path / "first")
     out.abort()
-    assert set(open_files()) <= set(before) and threading.active_count() <= threads
+    assert open_files() == before and threading.active_count() == threads
     monkeypatch.undo()
     again = outlet(tmp_path, buffers)
     again.write("again", [memoryview(DATA)], len(DATA))
