@@ -1,4 +1,4 @@
-"""The addresses of this machine: on which one a process listens, and by which one others reach it."""
+"""What tells this machine from others, and its addresses: on which one a process listens, by which one others reach it."""
 
 from __future__ import annotations
 
@@ -50,11 +50,17 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def network_namespace() -> str:
-    """Return a text that is equal in two processes if and only if one reaches what the other has on its loopback interface."""
+def machine(namespace: str | None = None) -> str:
+    """Return a text that is equal in two processes if and only if they run on one kernel, in the same namespace of this kind.
+
+    Args:
+        namespace: "net": they reach what the other has on its loopback interface; "pid": they see each other's pids; None: whatever
+            it is, they see each other's locks.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+            boot = file.read().strip()
+        return boot if namespace is None else f"{boot} {os.readlink(f'/proc/self/ns/{namespace}')}"
     except OSError:
         return socket.gethostname()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ckpt.addresses import machine
 from ckpt.mailbox import Mailbox
 from ckpt.stores import StoreGoneError
 
@@ -77,7 +77,7 @@ class Heartbeat:
 
     def __init__(self, mailbox: Mailbox, rank: int, *, host: str, interval_s: float) -> None:
         pid = os.getpid()
-        self._beat = Beat(rank, pid, _born(pid) or "", host, _machine())
+        self._beat = Beat(rank, pid, _born(pid) or "", host, machine("pid"))
         self._mailbox = mailbox
         self._interval_s = interval_s
         self._lock = threading.Lock()
@@ -166,7 +166,7 @@ class Lookout:
         self._wanted = wanted
         self._timeout_s = timeout_s
         self._patience_s = timeout_s - min(1.5, timeout_s / 10)
-        self._machine = _machine()
+        self._machine = machine("pid")
         self._seen: dict[int, _Seen] = {}
 
     def absent(self, ranks: Iterable[int], *, hinted: bool) -> dict[int, Absence]:
@@ -245,12 +245,3 @@ def _born_without_proc(pid: int) -> str | None:
     except PermissionError:
         return ""
     return ""
-
-
-def _machine() -> str:
-    """Return a text that is equal in two processes if and only if they see each other's pids."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()

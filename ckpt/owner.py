@@ -32,6 +32,7 @@ from typing import Any, Self
 
 import psutil
 
+from ckpt.addresses import machine
 from ckpt.errors import FolderInUseError, sentence
 
 OWNER_SUFFIX = ".owner.json"
@@ -215,7 +216,7 @@ class FolderLock:
                 return None
             if not _has_name(self._file, old):
                 return None
-            is_seen_here = lock is _Lock.TAKEN and _read(old).get("machine") == _machine()
+            is_seen_here = lock is _Lock.TAKEN and _read(old).get("machine") == machine()
             if not is_seen_here and not self._is_silent(old, progress):
                 return None
             new = _make(self._file, _about(self._run_id), os.replace)
@@ -352,7 +353,7 @@ def _lock_once_its_helpers_end(descriptor: int) -> _Lock:
 def _has_ended(about: Mapping[str, Any]) -> bool:
     """Is this the owner file of a process of this machine that exists no more?"""
     try:
-        return about["machine"] == _machine() and bool(psutil.Process(about["pid"]).status() == psutil.STATUS_ZOMBIE)
+        return about["machine"] == machine() and bool(psutil.Process(about["pid"]).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
     except (KeyError, TypeError, ValueError, psutil.Error):
@@ -432,7 +433,7 @@ def _is_same_file(one: Path, other: Path) -> bool:
 def _about(run_id: str) -> dict[str, object]:
     since = datetime.now(UTC).isoformat(timespec="seconds")
     host = socket.gethostname()
-    return {"run_id": run_id, "host": host, "pid": os.getpid(), "since": since, "machine": _machine()}
+    return {"run_id": run_id, "host": host, "pid": os.getpid(), "since": since, "machine": machine()}
 
 
 def _read(descriptor: int) -> dict[str, Any]:
@@ -446,12 +447,3 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 def _who(about: Mapping[str, Any]) -> str:
     return f"run {about.get('run_id', '?')} (pid {about.get('pid', '?')} on {about.get('host', '?')})"
-
-
-def _machine() -> str:
-    """A text that two processes have in common only if each sees the other's locks: they run on one kernel."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()

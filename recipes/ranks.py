@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt.addresses import LOOPBACK, address_towards, interface_of, network_namespace
+from ckpt.addresses import LOOPBACK, address_towards, interface_of, machine
 from ckpt.device import INTERFACE_VARIABLES
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.stores import connection
@@ -146,7 +146,7 @@ def run_job(
             cfg = _taken_from_lead(cfg, topology, folder, open_until_the_end)
         with topology.phase("take a device") as phase:
             backends = _use_device(cfg["device"], topology.local_rank)
-            phase.payload = network_namespace()
+            phase.payload = machine("net")
         num_members = cfg["launch"].get("in_process_group", topology.world_size)
         of_group = dist.PrefixStore("process group", connection(store, cfg["agree"]["timeout_s"]))
         with (
