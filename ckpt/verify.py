@@ -314,14 +314,14 @@ def _check_descriptions(
     checkpoint_dir: Path, manifest: CheckpointManifest, indexes: Mapping[int, Index], result: Verification
 ) -> None:
     """What a library reads of an array in a Zarr directory: its description, and how long its encoded chunks become."""
-    for entry in manifest.arrays.values():
-        if entry.store != "zarr" or entry.path is None or entry.grid is None:
-            continue
-        path = below(entry.path, DOCUMENT)
-        with _noting(path, result):
-            is_told = any(path in problem for problem in result.problems)
-            if not is_told and (checkpoint_dir / path).is_file():
-                with CheckpointFolder(checkpoint_dir) as folder:
+    with CheckpointFolder(checkpoint_dir) as folder:
+        for entry in manifest.arrays.values():
+            if entry.store != "zarr" or entry.path is None or entry.grid is None:
+                continue
+            path = below(entry.path, DOCUMENT)
+            with _noting(path, result):
+                is_told = any(path in problem for problem in result.problems)
+                if not is_told and (checkpoint_dir / path).is_file():
                     described, codec = spec_in(folder.read(path, MAX_FILE_BYTES), entry.path)
                     require_spec(described, ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid))
                     for file in _encoded_in(entry.path, indexes):
