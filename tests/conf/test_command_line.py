@@ -346,7 +346,7 @@ def test_a_sweep_in_other_processes_ends_with_the_same_table(command: Command, l
     assert [row["error"] for row in rows] == [None, "train.steps=-1: expected at least 1"]
     assert rows[0]["save_s"] > 0 and rows[0]["load_s"] > 0
     for text in (outcome.out, Path("outputs/dev/sweep.txt").read_text()):
-        assert rows[0]["state_digest"] in text and "train.steps=-1" in text
+        assert rows[0]["state_digest"][:8] in text and "train.steps=-1" in text
     said = OmegaConf.load(Path(rows[0]["run_dir"], ".hydra", "hydra.yaml")).hydra
     assert package in said.launcher._target_ and said.job.id != 0
     assert not Path("outputs/dev/1").exists() and not Path("outputs/dev/.rows").exists()

@@ -132,8 +132,8 @@ ON_HOST = [
     Mutant(
         "a load begins while its tensors are copied",
         "ckpt/coordinator.py",
-        "        self._learn(blocking=True)\n        if checkpoint_path",
-        "        if checkpoint_path",
+        "        self._learn(blocking=True)\n        self._left_behind",
+        "        self._left_behind",
         (f"{OVERLAP}::test_a_load_waits_for_the_copy_and_goes_back_to_the_state_of_the_call",),
     ),
     Mutant(
@@ -146,15 +146,15 @@ ON_HOST = [
     Mutant(
         "a process that is told to end does not wait for its saves",
         "ckpt/background.py",
-        "        self._epilogue.arm()\n",
-        "",
+        "        self._epilogue.arm()\n        self.wait_for_snapshots()",
+        "        self.wait_for_snapshots()",
         (f"{SIGTERM}::test_a_save_that_takes_less_than_the_grace_is_committed_before_the_process_ends",),
     ),
     Mutant(
         "a process that is told to end waits for its saves for ever",
         "ckpt/sigterm.py",
-        "        while not self._is_over() and time.monotonic() < ends_at:\n",
-        "        while not self._is_over():\n",
+        "(left_s := ends_at - time.monotonic()) > 0:\n",
+        "(left_s := _LOOK_S) > 0:\n",
         (f"{SIGTERM}::test_a_save_that_takes_longer_is_given_up_and_the_one_before_stays",),
     ),
     Mutant(
@@ -174,7 +174,7 @@ ON_HOST = [
     Mutant(
         "a checkpoint that is equal to an older one raises no alarm",
         "ckpt/saving.py",
-        "        alarms = self.sameness.alarms(self.target.checkpoint_id, votes)\n",
+        "        alarms = self.sameness.alarms(target.checkpoint_id, votes)\n",
         "        alarms: list[str] = []\n",
         (f"{BYTES}::test_the_alarm_is_raised_on_every_rank_alike",),
     ),

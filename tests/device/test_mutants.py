@@ -163,7 +163,7 @@ MUTANTS = [
     Mutant(
         "a parcel is taken before it has come over the network",
         "ckpt/spread/slots.py",
-        "            self._network.wait()\n",
+        "            done.wait()\n",
         "",
         (f"{LATE}::test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns",),
     ),
@@ -184,8 +184,8 @@ MUTANTS = [
     Mutant(
         "the network is used on the program's own stream",
         "ckpt/spread/slots.py",
-        "        with self._network:\n            yield\n",
-        "        with nullcontext():\n            yield\n",
+        "        with self._network:\n            wait = begin()\n",
+        "        with nullcontext():\n            wait = begin()\n",
         (f"{LATE}::test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns",),
     ),
     Mutant(
@@ -245,6 +245,19 @@ MUTANTS = [
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
 def test_a_program_that_does_not_wait_is_found_out(mutant: Mutant, tmp_path: Path) -> None:
     require_found_out(mutant, tmp_path)
+
+
+def test_every_mutant_changes_a_text_that_the_product_holds_once() -> None:
+    from tests.device import test_async_mutants, test_engine_mutants
+
+    all_of_them = [
+        *MUTANTS,
+        *test_async_mutants.ON_HOST,
+        *test_async_mutants.ON_DEVICE,
+        *test_engine_mutants.ON_HOST,
+        *test_engine_mutants.ON_DEVICE,
+    ]
+    assert [one.name for one in all_of_them if (CHECKOUT / one.file).read_text().count(one.old) != 1] == []
 
 
 def require_found_out(mutant: Mutant, tmp_path: Path) -> None:
