@@ -14,6 +14,7 @@ from tests.device.devices import why_absent
 
 # Torch asks the name server who is at the other end of each connection between ranks; an answer that gets lost costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+os.environ.pop("COLUMNS", None)  # which pytest-xdist sets: tables are as wide as where no terminal bounds them
 torch.set_num_threads(1)  # several wait for each other in loops: beside one more process that takes ten times as long
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what we start shall hear Ctrl-C

@@ -1,33 +1,42 @@
-"""Real ranks for tests: processes from a forkserver that has torch loaded already, with a store and a topology each.
+"""Real ranks for tests: processes that live for the whole test run, and give each case a store of its own and a new topology.
 
-The first call starts the forkserver (seconds), each later one takes a fraction of a second.
+They come from a forkserver that has torch loaded already. A process in which a case has left something (tests/leaks.py), in which it
+failed, or whose device or environment is not the usual, runs no other.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import functools
+import gc
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import zarr
 
 from ckpt.device import Device
 from ckpt.topology import Topology
+from tests import leaks
 from tests.device import devices
 
 _PRELOAD = [
@@ -37,6 +46,7 @@ _PRELOAD = [
     "pytest",
     "recipes.training",
     "tests.engines",
+    "tests.leaks",
     "tests.ranks",
     "tests.states",
 ]
@@ -57,11 +67,23 @@ class _Job:
     args: tuple[Any, ...]
     world_size: int
     port: int
+    number: int
     agree_s: float
     grace_s: float
     process_group: bool
     device: str
     environment: Mapping[str, str]
+    is_only: bool
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A job, as one rank gets it."""
+
+    job: _Job
+    rank: int
+    host: str
+    output: Path
 
 
 def run_ranks(
@@ -76,6 +98,7 @@ def run_ranks(
     grace_s: float = 20.0,
     device: str = "cpu",
     environment: Mapping[str, str] | None = None,
+    is_only: bool = False,
 ) -> list[Any]:
     """Run module-level `fn(topology, *args)` on `world_size` processes and return what each returned, by rank.
 
@@ -91,21 +114,32 @@ def run_ranks(
         device: "cpu", "npu" (the stand-in) or "cuda". Each rank works on the one of its local rank before `fn` begins. The test
             is skipped where there are fewer devices than ranks.
         environment: set in each rank before it loads anything for its device.
+        is_only: the processes are new, and run nothing else: for cases that measure memory.
     """
     if reason := devices.why_too_many(device, world_size):
         pytest.skip(reason)
     devices.prepare(device)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = _Job(fn, args, world_size, server.port, agree_s, grace_s, process_group, device, dict(environment or {}))
+    job = _Job(
+        fn=fn,
+        args=args,
+        world_size=world_size,
+        port=_pool.store.port,
+        number=_pool.next_number(),
+        agree_s=agree_s,
+        grace_s=grace_s,
+        process_group=process_group,
+        device=device,
+        environment=dict(environment or {}),
+        is_only=bool(expect_dead or environment or device != "cpu" or is_only),
+    )
     hosts = [f"host-{node}" for node, ranks in enumerate(nodes or [world_size]) for _ in range(ranks)]
     assert len(hosts) == world_size, f"nodes {nodes} do not add up to {world_size} ranks"
     with tempfile.TemporaryDirectory(prefix="ranks-") as outputs, _started(job, hosts, Path(outputs)) as ranks:
         outcomes = _collect(ranks, time.monotonic() + timeout_s, set(expect_dead))
         printed = [(Path(outputs) / str(rank)).read_text(errors="replace") for rank in range(world_size)]
-    sys.stderr.write("".join(f"--- rank {rank} printed\n{text}" for rank, text in enumerate(printed) if text))
-    problems = [str(outcome) for outcome in outcomes if isinstance(outcome, _Problem)]
-    if problems:
-        raise AssertionError("\n".join(problems))
+        sys.stderr.write("".join(f"--- rank {rank} printed\n{text}" for rank, text in enumerate(printed) if text))
+        if problems := [str(outcome) for outcome in outcomes if isinstance(outcome, _Problem)]:
+            raise AssertionError("\n".join(problems))
     return outcomes
 
 
@@ -139,36 +173,88 @@ class _Problem(str):
     """A sentence about a rank that did not do what it should."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Rank:
-    number: int
+    """A process that runs cases, seen from outside; `number` is its rank in the case at hand."""
+
     process: Any
     pipe: Connection
+    number: int = -1
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
+
+
+@dataclass
+class _Pool:
+    """Processes that wait for a case, and the store's server for all cases."""
+
+    idle: list[_Rank] = field(default_factory=list)
+    num_cases: int = 0
+
+    @functools.cached_property
+    def store(self) -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def next_number(self) -> int:
+        self.num_cases += 1
+        return self.num_cases
+
+    def take(self) -> _Rank:
+        return self.idle.pop() if self.idle else _new_rank()
+
+    def give(self, rank: _Rank) -> None:
+        """Take a process back whose case has ended well, once it has looked what the case has left."""
+        left = rank.pipe.recv() if rank.pipe.poll(_LOOKING_S) else ["no answer"]
+        if left:
+            rank.end()
+        else:
+            self.idle.append(rank)
+
+    def close(self) -> None:
+        while self.idle:
+            self.idle.pop().end()
+
+
+_LOOKING_S = 20.0
+"""That a process may take to look what its case has left."""
+
+_pool = _Pool()
+atexit.register(_pool.close)
+
+
+def _new_rank() -> _Rank:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    here, there = context.Pipe()
+    with _autoload_off():
+        process = context.Process(target=_rank_main, args=(there,))
+        process.start()
+    there.close()
+    return _Rank(process, here)
 
 
 @contextmanager
 def _started(job: _Job, hosts: list[str], outputs: Path) -> Iterator[list[_Rank]]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    ranks = []
+    ranks: list[_Rank] = []
+    is_well = False
     try:
-        with _autoload_off():
-            for number, host in enumerate(hosts):
-                here, there = context.Pipe()
-                mates = [rank for rank, its_host in enumerate(hosts) if its_host == host]
-                own = replace(job, environment={**job.environment, **devices.shown_to(job.device, mates)})
-                process = context.Process(target=_rank_main, args=(own, number, host, there, outputs / str(number)))
-                process.start()
-                there.close()
-                ranks.append(_Rank(number, process, here))
+        for number, host in enumerate(hosts):
+            mates = [rank for rank, its_host in enumerate(hosts) if its_host == host]
+            own = replace(job, environment={**job.environment, **devices.shown_to(job.device, mates)})
+            rank = _new_rank() if job.is_only else _pool.take()
+            ranks.append(rank)
+            rank.number = number
+            rank.pipe.send(_Case(own, number, host, outputs / str(number)))
         yield ranks
+        is_well = not job.is_only
     finally:
         for rank in ranks:
-            if rank.process.is_alive():
-                rank.process.kill()
-            rank.process.join()
-            rank.process.close()
-            rank.pipe.close()
+            _pool.give(rank) if is_well else rank.end()
 
 
 @contextmanager
@@ -228,33 +314,81 @@ def _give_up(ranks: list[_Rank], outcomes: dict[int, Any]) -> list[Any]:
     return [outcomes[rank.number] for rank in ranks]
 
 
-def _rank_main(job: _Job, rank: int, host: str, pipe: Connection, output: Path) -> None:
+def _rank_main(pipe: Connection) -> None:
     sys.stdout.reconfigure(line_buffering=True)
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     torch.set_num_threads(1)
+    leaks.watch_audit_hooks()
+    gc.freeze()  # what is there now is not looked at again after each case
+    while (case := _next_case(pipe)) is not None:
+        descriptor = os.open(case.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        before = None if case.job.is_only else _as_it_is(case.job.port)
+        try:
+            outcome = ("result", _run(case.job, case.rank, case.host))
+        except BaseException:
+            outcome = ("error", traceback.format_exc())
+        pipe.send(outcome)
+        if before is None or outcome[0] == "error":
+            return
+        del outcome
+        pipe.send(leaks.left_since(before))
+
+
+def _next_case(pipe: Connection) -> _Case | None:
     try:
-        outcome = ("result", _run(job, rank, host))
-    except BaseException:
-        outcome = ("error", traceback.format_exc())
-    pipe.send(outcome)
+        return pipe.recv()
+    except EOFError:  # the test run is over
+        return None
+
+
+def _as_it_is(port: int) -> leaks.Traces:
+    """The process as it is, once libraries have opened what they keep: the store's connection, libuv's pipe, zarr's event loop."""
+    _store_at(port)
+    _keep_what_libraries_keep()
+    return leaks.traces()
+
+
+@functools.cache
+def _keep_what_libraries_keep() -> None:
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    zarr.create_array(store={}, shape=(1,), dtype="i4")[:] = 1
+
+
+@functools.cache
+def _store_at(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+@contextmanager
+def _as_if_new() -> Iterator[None]:
+    """Random numbers, and which warnings have been seen, as in a process that has just begun. Torch's groups leave a hook, too."""
+    hook, states = sys.excepthook, (torch.random.get_rng_state(), random.getstate(), np.random.get_state())
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        torch.random.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        sys.excepthook = hook
 
 
 def _run(job: _Job, rank: int, host: str) -> Any:
     os.environ.update(job.environment)
     devices.make_importable(job.device)
-    store = dist.TCPStore(
-        "127.0.0.1", job.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(job.agree_s, 30))
-    )
+    server = _store_at(job.port)
+    server.set_timeout(timedelta(seconds=max(job.agree_s, 30)))
+    store = dist.PrefixStore(f"case {job.number}", server)
     topology = Topology.join(
         dist.PrefixStore("topology", store), rank, job.world_size, host=host, timeout_s=job.agree_s, grace_s=job.grace_s
     )
     with topology:
         device = devices.made(job.device)
         device.use(topology.local_rank)
-        with _process_group(job, device, rank, store):
+        with _as_if_new(), _process_group(job, device, rank, store):
             return job.fn(topology, *job.args)
 
 

@@ -78,14 +78,14 @@ def _grown(topology: Topology, root: Path, saves: SaveSettings) -> list[float]:
 def test_a_save_over_budget_streams_part_by_part_through_what_it_is_given(tmp_path: Path, writer: str) -> None:
     budget_mib = 12
     saves = settings(writer=writer, staging_budget_mib=budget_mib)
-    for grown in run_ranks(2, _grown, tmp_path, saves):
+    for grown in run_ranks(2, _grown, tmp_path, saves, is_only=True):
         assert max(grown) <= budget_mib + 2 * LARGEST_MIB + BUFFER_MIB + SLACK_MIB
         assert max(grown) < 0.9 * STATE_MIB
 
 
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 def test_the_memory_of_the_first_save_is_that_of_all_later_ones(tmp_path: Path, writer: str) -> None:
-    for first, *later in run_ranks(2, _grown, tmp_path, settings(writer=writer)):
+    for first, *later in run_ranks(2, _grown, tmp_path, settings(writer=writer), is_only=True):
         assert first <= STATE_MIB + 2 * LARGEST_MIB + BUFFER_MIB + SLACK_MIB
         assert max(later) <= 2 * LARGEST_MIB + SLACK_MIB
 
