@@ -30,6 +30,9 @@ _ENDS_S = 0.5
 _STAYS = ("zarr_io", "asyncio_")
 """How threads are called that zarr starts once, and for all of its process's life."""
 
+_KEPT = (("ckpt.device", "_streams"),)
+"""What the product keeps in modules for as long as its process lives."""
+
 _LIMITS = ("RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE")
 _SIGNALS = (
     signal.SIGTERM,
@@ -86,6 +89,8 @@ def traces() -> Traces:
 def left_since(before: Traces) -> list[str]:
     """What a case has left, a few words each; nothing: the process is as it was."""
     gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
     end = time.monotonic() + _ENDS_S
     while (left := _differences(before, traces())) and time.monotonic() < end:
         time.sleep(0.01)
@@ -167,7 +172,7 @@ def _names_of(module: ModuleType) -> Iterator[tuple[str, Any]]:
     """Every name of a module, and of the classes defined in it, and what it stands for; but for what Python and msgspec keep there."""
     is_ours = module.__name__ not in _OTHERS
     for key, value in list(vars(module).items()):
-        if key.startswith("__"):
+        if key.startswith("__") or (module.__name__, key) in _KEPT:
             continue
         yield key, _held(value) if is_ours else value
         if is_ours and isinstance(value, type) and value.__module__ == module.__name__:
