@@ -115,7 +115,7 @@ def run_ranks(
         device: "cpu", "npu" (the stand-in) or "cuda". Each rank works on the one of its local rank before `fn` begins. The test
             is skipped where there are fewer devices than ranks.
         environment: set in each rank before it loads anything for its device.
-        is_only: the processes are new, and run nothing else: for cases that measure memory.
+        is_only: the processes are new, and run nothing else: for cases that measure memory, and for those on CUDA.
     """
     if reason := devices.why_too_many(device, world_size):
         pytest.skip(reason)
@@ -131,7 +131,7 @@ def run_ranks(
         process_group=process_group,
         device=device,
         environment=dict(environment or {}),
-        is_only=bool(expect_dead or is_only),
+        is_only=bool(expect_dead or is_only or device == "cuda"),
     )
     hosts = [f"host-{node}" for node, ranks in enumerate(nodes or [world_size]) for _ in range(ranks)]
     assert len(hosts) == world_size, f"nodes {nodes} do not add up to {world_size} ranks"
