@@ -14,7 +14,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -52,7 +54,7 @@ class Traces:
     """A process, as far as a case could change it and the next one notice."""
 
     threads: frozenset[threading.Thread]
-    descriptors: dict[int, str]
+    descriptors: Counter[str]
     groups: bool
     children: str
     environment: dict[str, str]
@@ -99,7 +101,7 @@ def left_since(before: Traces) -> list[str]:
 
 def _differences(before: Traces, now: Traces) -> list[str]:
     left = [f"thread {thread.name}" for thread in now.threads - before.threads]
-    left += [f"descriptor {now.descriptors[fd]}" for fd in now.descriptors.keys() - before.descriptors.keys()]
+    left += [f"descriptor {kind}" for kind in now.descriptors - before.descriptors]
     left += [f"environment {name}" for name in _changed(before.environment, now.environment)]
     left += [f"setting {name}" for name in _changed(before.settings, now.settings)]
     for module in before.modules.keys() & now.modules.keys():
@@ -118,14 +120,13 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (type(one) in (str, int, bool, tuple, _Contents) and one == other)
 
 
-def _descriptors() -> dict[int, str]:
-    found = {}
+def _descriptors() -> Counter[str]:
+    """How many there are of each kind: a file's path, "socket", "pipe" ..."""
+    kinds: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
-        try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}").partition(":")[0]
-        except OSError:
-            continue  # that of the listing itself
-    return found
+        with suppress(OSError):  # that of the listing itself
+            kinds[os.readlink(f"/proc/self/fd/{name}").partition(":")[0]] += 1
+    return kinds
 
 
 def _children() -> str:

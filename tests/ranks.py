@@ -34,6 +34,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import zarr
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt.device import Device
 from ckpt.topology import Topology
@@ -357,7 +359,10 @@ def _next_case(pipe: Connection) -> _Case | None:
 
 
 def _prepare(job: _Job) -> None:
-    """Load what the device needs, and have libraries open what they keep: the store's connection, libuv's pipe, zarr's event loop."""
+    """Load what the device needs, and have libraries open what they keep.
+
+    That is the store's connection, libuv's pipe, zarr's event loop, and the last group that a DTensor has used.
+    """
     os.environ.update(job.environment)
     _store_at(job.port)
     _load(job.device)
@@ -365,10 +370,15 @@ def _prepare(job: _Job) -> None:
 
 @functools.cache
 def _load(device: str) -> None:
+    hook = sys.excepthook
     devices.make_importable(device)
     devices.made(device).use(0)
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     zarr.create_array(store={}, shape=(1,), dtype="i4")[:] = 1
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    distribute_tensor(torch.ones(1), init_device_mesh("cpu", (1,)), [Shard(0)]).full_tensor()
+    dist.destroy_process_group()
+    sys.excepthook = hook
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable
@@ -37,7 +38,8 @@ def _descriptor() -> None:
 
 def _child() -> None:
     if os.fork() == 0:
-        signal.pause()
+        time.sleep(3)  # it outlives the process that it is a child of, and no longer
+        os._exit(0)
 
 
 def _environment() -> None:
