@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -158,15 +158,24 @@ class Lookout:
     `timeout_s`, both counted from when this lookout began to watch; never because something takes long while it moves.
     A beat tells of what was up to a second ago, and word has to get around: patience ends a little earlier, so that the
     others know within `timeout_s`, if that is 15 s or more.
+
+    Args:
+        mailbox: where the ranks' heartbeats are.
+        at: the agreement that the ranks are waited for at.
+        wanted: how messages name it.
+        clock: gives the time in seconds.
     """
 
-    def __init__(self, mailbox: Mailbox, at: At, wanted: str, timeout_s: float) -> None:
+    def __init__(
+        self, mailbox: Mailbox, at: At, wanted: str, timeout_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._mailbox = mailbox
         self._at = at
         self._wanted = wanted
         self._timeout_s = timeout_s
         self._patience_s = timeout_s - min(1.5, timeout_s / 10)
         self._machine = machine("pid")
+        self._clock = clock
         self._seen: dict[int, _Seen] = {}
 
     def absent(self, ranks: Iterable[int], *, hinted: bool) -> dict[int, Absence]:
@@ -188,7 +197,7 @@ class Lookout:
         return [None if data is None else Beat.decode(data) for data in found]
 
     def _note(self, rank: int, beat: Beat | None) -> None:
-        now = time.monotonic()
+        now = self._clock()
         seen = self._seen.setdefault(rank, _Seen(beat, now, now))
         if beat is not None:
             if seen.beat is None or beat.number != seen.beat.number:
@@ -198,7 +207,7 @@ class Lookout:
         seen.beat = beat
 
     def _absence(self, rank: int, seen: _Seen, hinted: bool) -> Absence | None:
-        now = time.monotonic()
+        now = self._clock()
         beat = seen.beat
         if beat is None:
             never = f"rank {rank} did not join the job within {self._timeout_s:g} s"

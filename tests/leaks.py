@@ -14,7 +14,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -29,6 +31,9 @@ _ENDS_S = 0.5
 
 _STAYS = ("zarr_io", "asyncio_")
 """How threads are called that zarr starts once, and for all of its process's life."""
+
+_KEPT = (("ckpt.device", "_streams"),)
+"""What the product keeps in modules for as long as its process lives."""
 
 _LIMITS = ("RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE")
 _SIGNALS = (
@@ -49,7 +54,7 @@ class Traces:
     """A process, as far as a case could change it and the next one notice."""
 
     threads: frozenset[threading.Thread]
-    descriptors: dict[int, str]
+    descriptors: Counter[str]
     groups: bool
     children: str
     environment: dict[str, str]
@@ -86,6 +91,8 @@ def traces() -> Traces:
 def left_since(before: Traces) -> list[str]:
     """What a case has left, a few words each; nothing: the process is as it was."""
     gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
     end = time.monotonic() + _ENDS_S
     while (left := _differences(before, traces())) and time.monotonic() < end:
         time.sleep(0.01)
@@ -94,7 +101,7 @@ def left_since(before: Traces) -> list[str]:
 
 def _differences(before: Traces, now: Traces) -> list[str]:
     left = [f"thread {thread.name}" for thread in now.threads - before.threads]
-    left += [f"descriptor {now.descriptors[fd]}" for fd in now.descriptors.keys() - before.descriptors.keys()]
+    left += [f"descriptor {kind}" for kind in now.descriptors - before.descriptors]
     left += [f"environment {name}" for name in _changed(before.environment, now.environment)]
     left += [f"setting {name}" for name in _changed(before.settings, now.settings)]
     for module in before.modules.keys() & now.modules.keys():
@@ -113,14 +120,13 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (type(one) in (str, int, bool, tuple, _Contents) and one == other)
 
 
-def _descriptors() -> dict[int, str]:
-    found = {}
+def _descriptors() -> Counter[str]:
+    """How many there are of each kind: a file's path, "socket", "pipe" ..."""
+    kinds: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
-        try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}").partition(":")[0]
-        except OSError:
-            continue  # that of the listing itself
-    return found
+        with suppress(OSError):  # that of the listing itself
+            kinds[os.readlink(f"/proc/self/fd/{name}").partition(":")[0]] += 1
+    return kinds
 
 
 def _children() -> str:
@@ -167,7 +173,7 @@ def _names_of(module: ModuleType) -> Iterator[tuple[str, Any]]:
     """Every name of a module, and of the classes defined in it, and what it stands for; but for what Python and msgspec keep there."""
     is_ours = module.__name__ not in _OTHERS
     for key, value in list(vars(module).items()):
-        if key.startswith("__"):
+        if key.startswith("__") or (module.__name__, key) in _KEPT:
             continue
         yield key, _held(value) if is_ours else value
         if is_ours and isinstance(value, type) and value.__module__ == module.__name__:

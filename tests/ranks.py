@@ -1,7 +1,7 @@
 """Real ranks for tests: processes that live for the whole test run, and give each case a store of its own and a new topology.
 
 They come from a forkserver that has torch loaded already. A process in which a case has left something (tests/leaks.py), in which it
-failed, or whose device or environment is not the usual, runs no other.
+failed, or from which its end was expected, runs no other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import zarr
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt.device import Device
 from ckpt.topology import Topology
@@ -114,7 +117,7 @@ def run_ranks(
         device: "cpu", "npu" (the stand-in) or "cuda". Each rank works on the one of its local rank before `fn` begins. The test
             is skipped where there are fewer devices than ranks.
         environment: set in each rank before it loads anything for its device.
-        is_only: the processes are new, and run nothing else: for cases that measure memory.
+        is_only: the processes are new, and run nothing else: for cases that measure memory, and for those on CUDA.
     """
     if reason := devices.why_too_many(device, world_size):
         pytest.skip(reason)
@@ -130,7 +133,7 @@ def run_ranks(
         process_group=process_group,
         device=device,
         environment=dict(environment or {}),
-        is_only=bool(expect_dead or environment or device != "cpu" or is_only),
+        is_only=bool(expect_dead or is_only or device == "cuda"),
     )
     hosts = [f"host-{node}" for node, ranks in enumerate(nodes or [world_size]) for _ in range(ranks)]
     assert len(hosts) == world_size, f"nodes {nodes} do not add up to {world_size} ranks"
@@ -173,12 +176,17 @@ class _Problem(str):
     """A sentence about a rank that did not do what it should."""
 
 
+_Kind = tuple[str, tuple[tuple[str, str], ...]]
+"""A device, and the environment in which a process has loaded what it needs for it."""
+
+
 @dataclass(eq=False)
 class _Rank:
     """A process that runs cases, seen from outside; `number` is its rank in the case at hand."""
 
     process: Any
     pipe: Connection
+    kind: _Kind
     number: int = -1
 
     def end(self) -> None:
@@ -193,7 +201,7 @@ class _Rank:
 class _Pool:
     """Processes that wait for a case, and the store's server for all cases."""
 
-    idle: list[_Rank] = field(default_factory=list)
+    idle: dict[_Kind, list[_Rank]] = field(default_factory=lambda: defaultdict(list))
     num_cases: int = 0
 
     @functools.cached_property
@@ -204,20 +212,24 @@ class _Pool:
         self.num_cases += 1
         return self.num_cases
 
-    def take(self) -> _Rank:
-        return self.idle.pop() if self.idle else _new_rank()
+    def take(self, kind: _Kind) -> _Rank:
+        return self.idle[kind].pop() if self.idle[kind] else _new_rank(kind)
 
     def give(self, rank: _Rank) -> None:
         """Take a process back whose case has ended well, once it has looked what the case has left."""
-        left = rank.pipe.recv() if rank.pipe.poll(_LOOKING_S) else ["no answer"]
+        try:
+            left = rank.pipe.recv() if rank.pipe.poll(_LOOKING_S) else ["no answer"]
+        except (EOFError, ConnectionResetError):
+            left = ["it has ended"]
         if left:
             rank.end()
         else:
-            self.idle.append(rank)
+            self.idle[rank.kind].append(rank)
 
     def close(self) -> None:
-        while self.idle:
-            self.idle.pop().end()
+        for idle in self.idle.values():
+            while idle:
+                idle.pop().end()
 
 
 _LOOKING_S = 20.0
@@ -227,7 +239,7 @@ _pool = _Pool()
 atexit.register(_pool.close)
 
 
-def _new_rank() -> _Rank:
+def _new_rank(kind: _Kind) -> _Rank:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     here, there = context.Pipe()
@@ -235,7 +247,7 @@ def _new_rank() -> _Rank:
         process = context.Process(target=_rank_main, args=(there,))
         process.start()
     there.close()
-    return _Rank(process, here)
+    return _Rank(process, here, kind)
 
 
 @contextmanager
@@ -246,7 +258,8 @@ def _started(job: _Job, hosts: list[str], outputs: Path) -> Iterator[list[_Rank]
         for number, host in enumerate(hosts):
             mates = [rank for rank, its_host in enumerate(hosts) if its_host == host]
             own = replace(job, environment={**job.environment, **devices.shown_to(job.device, mates)})
-            rank = _new_rank() if job.is_only else _pool.take()
+            kind = job.device, tuple(sorted(own.environment.items()))
+            rank = _new_rank(kind) if job.is_only else _pool.take(kind)
             ranks.append(rank)
             rank.number = number
             rank.pipe.send(_Case(own, number, host, outputs / str(number)))
@@ -325,7 +338,8 @@ def _rank_main(pipe: Connection) -> None:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
-        before = None if case.job.is_only else _as_it_is(case.job.port)
+        _prepare(case.job)
+        before = None if case.job.is_only else leaks.traces()
         try:
             outcome = ("result", _run(case.job, case.rank, case.host))
         except BaseException:
@@ -344,17 +358,27 @@ def _next_case(pipe: Connection) -> _Case | None:
         return None
 
 
-def _as_it_is(port: int) -> leaks.Traces:
-    """The process as it is, once libraries have opened what they keep: the store's connection, libuv's pipe, zarr's event loop."""
-    _store_at(port)
-    _keep_what_libraries_keep()
-    return leaks.traces()
+def _prepare(job: _Job) -> None:
+    """Load what the device needs, and have libraries open what they keep.
+
+    That is the store's connection, libuv's pipe, zarr's event loop, and the last group that a DTensor has used.
+    """
+    os.environ.update(job.environment)
+    _store_at(job.port)
+    _load(job.device)
 
 
 @functools.cache
-def _keep_what_libraries_keep() -> None:
+def _load(device: str) -> None:
+    hook = sys.excepthook
+    devices.make_importable(device)
+    devices.made(device).use(0)
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     zarr.create_array(store={}, shape=(1,), dtype="i4")[:] = 1
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    distribute_tensor(torch.ones(1), init_device_mesh("cpu", (1,)), [Shard(0)]).full_tensor()
+    dist.destroy_process_group()
+    sys.excepthook = hook
 
 
 @functools.cache
@@ -377,8 +401,6 @@ def _as_if_new() -> Iterator[None]:
 
 
 def _run(job: _Job, rank: int, host: str) -> Any:
-    os.environ.update(job.environment)
-    devices.make_importable(job.device)
     server = _store_at(job.port)
     server.set_timeout(timedelta(seconds=max(job.agree_s, 30)))
     store = dist.PrefixStore(f"case {job.number}", server)
