@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from rich.console import Console
 from rich.table import Table
 
 from ckpt.backends.base import ChunkExtent
@@ -26,6 +25,7 @@ from ckpt.extents import SLAB_BYTES, Part, Wanted
 from ckpt.topology import Topology
 from ckpt.writing import PACKED_BYTES
 from recipes.benchmarking import require_counts, typed_keys
+from recipes.comparison import print_table
 from recipes.measuring import timed
 
 MIB = 1 << 20
@@ -105,7 +105,7 @@ def show(result: Mapping[str, Any]) -> None:
             for text in (f"{row['gb_s'][way]:.1f} of {row['gb_s'][f'plain {way}']:.1f}", f"{row['ratios'][way]:.2f}")
         ]
         table.add_row(name, f"{row['tensors']:,}", f"{row['bytes'] / MIB:.0f}", *speeds)
-    Console().print(table)
+    print_table(table)
 
 
 class Kind:

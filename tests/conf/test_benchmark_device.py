@@ -48,3 +48,16 @@ def test_small_tensors_are_copied_together_as_far_as_a_pack_goes_and_large_ones_
         [PACKED_BYTES - 2],
         [7],
     ]
+
+
+def test_every_name_stands_whole_in_a_table_of_wide_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {
+        "tensors": 1_000_000,
+        "bytes": 4 << 40,
+        "gb_s": {"save": 1234.5, "plain save": 1234.5, "load": 1234.5, "plain load": 1234.5},
+        "ratios": {"save": 1234.5, "load": 1234.5},
+    }
+    names = ("large tensors", "tensors of 4 KiB", "transposed")
+    copy_speeds.show({"name": "an NPU", "ranks": 8, "repeats": 5, "states": dict.fromkeys(names, row)})
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)
