@@ -359,19 +359,18 @@ def _next_case(pipe: Connection) -> _Case | None:
 
 
 def _prepare(job: _Job) -> None:
-    """Load what the device needs, and have libraries open what they keep.
-
-    That is the store's connection, libuv's pipe, zarr's event loop, and the last group that a DTensor has used.
-    """
+    """Make ready for a case whatever a later one would find there, too."""
     os.environ.update(job.environment)
+    devices.make_importable(job.device)
     _store_at(job.port)
-    _load(job.device)
+    if not job.is_only:
+        _open_what_stays(job.device)
 
 
 @functools.cache
-def _load(device: str) -> None:
+def _open_what_stays(device: str) -> None:
+    """Have libraries open what they keep: the device, libuv's pipe, zarr's event loop, and the last group that a DTensor has used."""
     hook = sys.excepthook
-    devices.make_importable(device)
     devices.made(device).use(0)
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     zarr.create_array(store={}, shape=(1,), dtype="i4")[:] = 1

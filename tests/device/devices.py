@@ -77,6 +77,7 @@ def prepare(name: str) -> None:
         npu_sim_build.build()
 
 
+@functools.cache
 def make_importable(name: str) -> None:
     """Let this process, a rank, find the plugin of a device, and the tools of its driver."""
     if name == "npu":

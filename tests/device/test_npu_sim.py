@@ -696,7 +696,7 @@ def test_it_has_the_entry_point_of_the_real_one() -> None:
 
 @pytest.mark.npu
 def test_npu_smi_shows_a_process_on_the_devices_that_it_has_set() -> None:
-    (first, first_pid), (second, second_pid) = run_ranks(2, _asked_npu_smi, device="npu")
+    (first, first_pid), (second, second_pid) = run_ranks(2, _asked_npu_smi, device="npu", is_only=True)
     assert [(npu, pid) for npu, _, pid in first] == [(0, first_pid)]
     assert [(npu, pid) for npu, _, pid in second] == [(1, second_pid), (2, second_pid)]
     assert first[0][1] != second[0][1]
