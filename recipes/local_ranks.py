@@ -371,13 +371,23 @@ def _cause(store: dist.TCPStore, failure: _Failure, num_ranks: int) -> tuple[Che
 
 
 def _death(store: dist.TCPStore, rank: int, exitcode: int) -> RankAbsentError:
-    """Say how a rank ended that could not say so itself, and where its last heartbeat was."""
-    data = Mailbox(dist.PrefixStore("topology", store), writer=rank).peek(beat_key(rank))
-    beat = None if data is None else Beat.decode(data)
+    """Say how a rank ended that could not say so itself, and where its last heartbeat was: of a save in the background, that one's."""
+    beats = list(_last_beats(store, rank))
+    beat = next((beat for beat in beats if beat.what is not None), beats[0] if beats else None)
     how = f"was killed by {_signal_name(exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
     where = beat.place if beat else "before it had joined the other ranks"
     hint = "; the kernel does that when memory runs out" if exitcode == -signal.SIGKILL else ""
     return RankAbsentError(f"rank {rank} {how} {where}{hint}", rank=rank, phase=beat.phase if beat else None)
+
+
+def _last_beats(store: dist.TCPStore, rank: int) -> Iterator[Beat]:
+    """The last heartbeats of a rank: where its own thread was, then where those were that save in the background."""
+    own = beat_key(rank)
+    parts = [key.removesuffix(f"/{own}") for key in store.list_keys() if key.endswith(f"/{own}")]
+    for part in sorted(parts, key=len):
+        data = Mailbox(dist.PrefixStore(part, store), writer=rank).peek(own)
+        if data is not None and not (beat := Beat.decode(data)).left:
+            yield beat
 
 
 def _signal_name(exitcode: int) -> str:
