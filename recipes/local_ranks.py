@@ -373,7 +373,7 @@ def _cause(store: dist.TCPStore, failure: _Failure, num_ranks: int) -> tuple[Che
 def _death(store: dist.TCPStore, rank: int, exitcode: int) -> RankAbsentError:
     """Say how a rank ended that could not say so itself, and where its last heartbeat was: of a save in the background, that one's."""
     beats = list(_last_beats(store, rank))
-    beat = next((beat for beat in beats if beat.what is not None), beats[0] if beats else None)
+    beat = next((beat for beat in beats if beat.what is not None and not beat.left), beats[0] if beats else None)
     how = f"was killed by {_signal_name(exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
     where = beat.place if beat else "before it had joined the other ranks"
     hint = "; the kernel does that when memory runs out" if exitcode == -signal.SIGKILL else ""
@@ -386,8 +386,8 @@ def _last_beats(store: dist.TCPStore, rank: int) -> Iterator[Beat]:
     parts = [key.removesuffix(f"/{own}") for key in store.list_keys() if key.endswith(f"/{own}")]
     for part in sorted(parts, key=len):
         data = Mailbox(dist.PrefixStore(part, store), writer=rank).peek(own)
-        if data is not None and not (beat := Beat.decode(data)).left:
-            yield beat
+        if data is not None:
+            yield Beat.decode(data)
 
 
 def _signal_name(exitcode: int) -> str:

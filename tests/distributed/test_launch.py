@@ -16,9 +16,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from ckpt.errors import ConfigurationError
+from ckpt.heartbeat import At, Heartbeat
+from ckpt.mailbox import Mailbox
 from recipes.launch import launch
+from recipes.local_ranks import _death
 from recipes.ranks import RANK_VARIABLES, rank_of_environment, ranks_exist
 from tests.jobs import SAVE, adds_up, config
 
@@ -298,3 +302,34 @@ def _check_joined(outcomes: list[Any], errors: str) -> None:
         assert not by_rank[rank][3]["left"]["process_group"]
         assert by_rank[rank][3]["left"]["threads"] == ["MainThread"]
     assert "Traceback" not in errors
+
+
+# Where a rank was that could not say so itself
+
+
+def _beat(store: dist.Store, part: str) -> Heartbeat:
+    return Heartbeat(Mailbox(dist.PrefixStore(part, store), writer=1), 1, host="here", interval_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("own", "beside", "where"),
+    [
+        (None, None, "outside of any save or load"),
+        (None, "save of 4", "in phase write of save of 4"),
+        ("load of 2", "save of 4", "in phase write of load of 2"),
+    ],
+)
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_death_is_placed_by_the_last_heartbeats_of_the_rank(
+    own: str | None, beside: str | None, where: str, has_left: bool
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert str(_death(store, 1, 3)) == "rank 1 ended with exit code 3 before it had joined the other ranks"
+    for part, what in (("topology", own), ("topology/branch 1/1", beside)):
+        beat = _beat(store, part)
+        beat.enter(At(1, 0), what, "write" if what else None)
+        if has_left:
+            beat.stop()
+    if has_left:  # then it has ended its saves, too, and its own last place is told
+        where = "outside of any save or load" if own is None else f"in phase write of {own}"
+    assert str(_death(store, 1, 3)) == f"rank 1 ended with exit code 3 {where}"
