@@ -366,7 +366,8 @@ def _check_packed(index: Index, manifest: CheckpointManifest) -> None:
         if alike is not None:
             sound.add(alike)
     for path, length in index.packed.items():
-        if path.partition("/")[0] not in manifest.components:
+        # what a rank keeps in memory of the manifest that its lead wrote names arrays and files, and no components
+        if manifest.components and path.partition("/")[0] not in manifest.components:
             raise Refused(f"the packed array {path!r:.80} lies in the folder of none of the components")
         _check_packed_array(path, length, index, *form_of.get(path, (None, None)))
         if path in owned.arrays:
