@@ -76,6 +76,7 @@ class _Job:
     process_group: bool
     device: str
     environment: Mapping[str, str]
+    folder: str
     is_only: bool
 
 
@@ -133,6 +134,7 @@ def run_ranks(
         process_group=process_group,
         device=device,
         environment=dict(environment or {}),
+        folder=os.getcwd(),
         is_only=bool(expect_dead or is_only or device == "cuda"),
     )
     hosts = [f"host-{node}" for node, ranks in enumerate(nodes or [world_size]) for _ in range(ranks)]
@@ -360,6 +362,7 @@ def _next_case(pipe: Connection) -> _Case | None:
 
 def _prepare(job: _Job) -> None:
     """Make ready for a case whatever a later one would find there, too."""
+    os.chdir(job.folder)  # that of an earlier case may be gone
     os.environ.update(job.environment)
     devices.make_importable(job.device)
     _store_at(job.port)
