@@ -1,4 +1,4 @@
-"""For the whole suite: how hypothesis runs, and that tests of a device are skipped where it is absent, saying why."""
+"""For the whole suite: how hypothesis runs, how slow this machine is, and that tests of a device are skipped where it is absent, saying why."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 
 from tests.device.devices import why_absent
+from tests.pace import pace_at_start
 
 # Torch asks the name server who is at the other end of each connection between ranks; an answer that gets lost costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
@@ -21,6 +22,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("any machine")
+
+
+def pytest_report_header() -> str:
+    return f"deadlines: those of a quiet machine, times {pace_at_start():.1f}"
 
 
 @pytest.fixture(scope="module")
