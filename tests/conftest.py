@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,11 @@ def pytest_report_header() -> str:
     return f"deadlines: those of a quiet machine, times {pace_at_start():.1f}"
 
 
+_HERE = Path(__file__).parent
+_HEAVIEST_FIRST = ("adversarial", "e2e", "distributed", "device", "conf", "unit")
+"""So that what is left at the end is small, and no worker is left alone with a long file."""
+
+
 @pytest.fixture(scope="module")
 def collected() -> None:
     """For tests that count threads or descriptors: what earlier modules have left to the collector, such as locks, is let go of before."""
@@ -35,6 +41,7 @@ def collected() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _HEAVIEST_FIRST.index(item.path.relative_to(_HERE).parts[0]))
     for item in items:
         for name in ("npu", "cuda"):
             if item.get_closest_marker(name) is not None and (reason := why_absent(name)):
