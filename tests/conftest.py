@@ -1,4 +1,4 @@
-"""For the whole suite: how hypothesis runs, how slow this machine is, and that tests of a device are skipped where it is absent, saying why."""
+"""For the whole suite: how hypothesis runs, which folder comes first, and that tests of an absent device are skipped, saying why."""
 
 from __future__ import annotations
 
