@@ -5,6 +5,7 @@ A process that runs case after case (tests/ranks.py) compares itself with what i
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
@@ -15,9 +16,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import is_
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +34,7 @@ _ENDS_S = 0.5
 _STAYS = ("zarr_io", "asyncio_")
 """How threads are called that zarr starts once, and for all of its process's life."""
 
-_KEPT = (("ckpt.device", "_streams"),)
+_KEPT = {"ckpt.device": "_streams"}
 """What the product keeps in modules for as long as its process lives."""
 
 _LIMITS = ("RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE")
@@ -60,7 +62,7 @@ class Traces:
     environment: dict[str, str]
     settings: dict[str, Any]
     logging: list[Any]
-    modules: dict[str, dict[str, Any]]
+    spaces: dict[str, _Space]
 
 
 def watch_audit_hooks() -> None:
@@ -74,8 +76,8 @@ def watch_audit_hooks() -> None:
     sys.addaudithook = adding
 
 
-def traces() -> Traces:
-    """What there is now. In the thread that runs the cases."""
+def traces(before: Traces | None = None) -> Traces:
+    """What there is now; quicker, where it is as before. In the thread that runs the cases."""
     return Traces(
         threads=frozenset(thread for thread in threading.enumerate() if not thread.name.startswith(_STAYS)),
         descriptors=_descriptors(),
@@ -84,19 +86,19 @@ def traces() -> Traces:
         environment=dict(os.environ),
         settings=_settings(),
         logging=[_of_logger(logging.getLogger(name)) for name in ("", "ckpt", "recipes")],
-        modules={name: dict(_names_of(module)) for name, module in list(sys.modules.items()) if _is_compared(name)},
+        spaces=dict(_spaces(before.spaces if before is not None else {})),
     )
 
 
-def left_since(before: Traces) -> list[str]:
-    """What a case has left, a few words each; nothing: the process is as it was."""
+def left_since(before: Traces) -> tuple[list[str], Traces]:
+    """What a case has left, a few words each, nothing if the process is as it was; and what there is now."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
     end = time.monotonic() + _ENDS_S
-    while (left := _differences(before, traces())) and time.monotonic() < end:
+    while (left := _differences(before, now := traces(before))) and time.monotonic() < end:
         time.sleep(0.01)
-    return left
+    return left, now
 
 
 def _differences(before: Traces, now: Traces) -> list[str]:
@@ -104,8 +106,8 @@ def _differences(before: Traces, now: Traces) -> list[str]:
     left += [f"descriptor {kind}" for kind in now.descriptors - before.descriptors]
     left += [f"environment {name}" for name in _changed(before.environment, now.environment)]
     left += [f"setting {name}" for name in _changed(before.settings, now.settings)]
-    for module in before.modules.keys() & now.modules.keys():
-        left += [f"name {module}.{name}" for name in _changed(before.modules[module], now.modules[module])]
+    for name in before.spaces.keys() & now.spaces.keys():
+        left += [f"name {name}.{key}" for key in before.spaces[name].changed(now.spaces[name])]
     return left + [name for name in ("groups", "children", "logging") if getattr(before, name) != getattr(now, name)]
 
 
@@ -121,9 +123,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _descriptors() -> Counter[str]:
-    """How many there are of each kind: a file's path, "socket", "pipe" ..."""
+    """How many there are of each kind: a file's path, "socket", "pipe" ...; but for where a case prints."""
     kinds: Counter[str] = Counter()
-    for name in os.listdir("/proc/self/fd"):
+    for name in {*os.listdir("/proc/self/fd")} - {"1", "2"}:
         with suppress(OSError):  # that of the listing itself
             kinds[os.readlink(f"/proc/self/fd/{name}").partition(":")[0]] += 1
     return kinds
@@ -136,7 +138,6 @@ def _children() -> str:
 
 def _settings() -> dict[str, Any]:
     return {
-        "working folder": os.getcwd(),
         "temporary folder": tempfile.tempdir or "",
         "path": tuple(sys.path),
         "collector": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
@@ -146,16 +147,12 @@ def _settings() -> dict[str, Any]:
         "torch threads": torch.get_num_threads(),
         "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook),
         "audit hooks": len(_audited),
-        "modules that a case has made up": _made_up(),
+        "modules that a case has made up": _known_modules().made_up,
         "cores": tuple(sorted(os.sched_getaffinity(0))),
         "priority": os.getpriority(os.PRIO_PROCESS, 0),
         **{f"handler of {number.name}": signal.getsignal(number) for number in _SIGNALS},
         **{name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
     }
-
-
-def _made_up() -> tuple[str, ...]:
-    return tuple(sorted(name for name, module in sys.modules.items() if getattr(module, "__spec__", None) is None))
 
 
 def _of_logger(logger: logging.Logger) -> Any:
@@ -169,22 +166,91 @@ class _Contents:
     of: Any
 
 
-def _names_of(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Every name of a module, and of the classes defined in it, and what it stands for; but for what Python and msgspec keep there."""
-    is_ours = module.__name__ not in _OTHERS
-    for key, value in list(vars(module).items()):
-        if key.startswith("__") or (module.__name__, key) in _KEPT:
-            continue
-        yield key, _held(value) if is_ours else value
-        if is_ours and isinstance(value, type) and value.__module__ == module.__name__:
-            for inner, one in list(vars(value).items()):
-                if callable(one) or not inner.startswith("__"):
-                    yield f"{key}.{inner}", _held(one)
+@dataclass(frozen=True)
+class _Space:
+    """The names of a module or class and what they stand for; of its own dicts, lists and sets, what these held; and its classes."""
+
+    names: dict[str, Any]
+    held: dict[str, Any]
+    classes: tuple[type, ...] = ()
+
+    def has(self, names: dict[str, Any]) -> bool:
+        """Whether these are its names, which is nearly always so, and quickly seen."""
+        return len(names) == len(self.names) and all(map(is_, names.values(), self.names.values()))
+
+    def changed(self, now: _Space) -> list[str]:
+        return [] if self.has(now.names) and self.held == now.held else _changed(self._all(), now._all())
+
+    def _all(self) -> dict[str, Any]:
+        names = {key: value for key, value in self.names.items() if _counts(key, value)}
+        return names | {key: _Contents(value) for key, value in self.held.items()}
+
+
+def _counts(key: str, value: Any) -> bool:
+    """But for what Python and msgspec keep in modules and classes; their methods do."""
+    return not key.startswith("__") or (callable(value) and not isinstance(value, type))
+
+
+def _spaces(before: Mapping[str, _Space]) -> Iterator[tuple[str, _Space]]:
+    """Of every module that is compared, and of the classes defined in it."""
+    for name in _known_modules().compared:
+        module = _space(name, sys.modules[name], before.get(name))
+        yield name, module
+        for cls in module.classes:
+            path = f"{name}.{cls.__qualname__}"
+            yield path, _space(path, cls, before.get(path))
+
+
+def _space(name: str, of: ModuleType | type, before: _Space | None) -> _Space:
+    names = dict(vars(of))
+    if kept := _KEPT.get(name):
+        names.pop(kept, None)
+    if before is not None and before.has(names):
+        return _Space(names, _copied(names, before.held), before.classes)
+    if name in _OTHERS:
+        return _Space(names, {})
+    classes = (
+        [one for one in names.values() if isinstance(one, type) and one.__module__ == name]
+        if isinstance(of, ModuleType)
+        else []
+    )
+    return _Space(names, _held(names), tuple(classes))
+
+
+def _held(names: dict[str, Any]) -> dict[str, Any]:
+    own = [key for key, value in names.items() if type(value) in (dict, list, set) and not key.startswith("__")]
+    return _copied(names, [key for key in own if len(names[key]) < 1000])
+
+
+def _copied(names: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: copy.copy(names[key]) for key in keys}
+
+
+@dataclass(frozen=True)
+class _Modules:
+    """Of the modules that there are: all names; those that are compared; those that nobody can import."""
+
+    names: tuple[str, ...]
+    compared: tuple[str, ...]
+    made_up: tuple[str, ...]
+
+
+def _known_modules() -> _Modules:
+    """Looked at anew only when there are other modules than before."""
+    global _modules
+    names = tuple(sys.modules)
+    if _modules is None or names != _modules.names:
+        _modules = _Modules(
+            names,
+            tuple(name for name in names if _is_compared(name)),
+            tuple(sorted(name for name in names if getattr(sys.modules[name], "__spec__", None) is None)),
+        )
+    return _modules
+
+
+_modules: _Modules | None = None
 
 
 def _is_compared(name: str) -> bool:
-    return name.partition(".")[0] in _PACKAGES or name.startswith("test_") or name in _OTHERS
-
-
-def _held(value: Any) -> Any:
-    return _Contents(type(value)(value)) if type(value) in (dict, list, set) and len(value) < 1000 else value
+    is_ours = name.partition(".")[0] in _PACKAGES or name.startswith("test_")
+    return (is_ours or name in _OTHERS) and name != __name__

@@ -174,7 +174,9 @@ def run_threads(
             return fn(topology, *args)
 
     with ThreadPoolExecutor(world_size) as ranks:
-        return [result.result(patience(timeout_s)) for result in [ranks.submit(run, rank) for rank in range(world_size)]]
+        return [
+            result.result(patience(timeout_s)) for result in [ranks.submit(run, rank) for rank in range(world_size)]
+        ]
 
 
 class _Problem(str):
@@ -338,13 +340,15 @@ def _rank_main(pipe: Connection) -> None:
     torch.set_num_threads(1)
     leaks.watch_audit_hooks()
     gc.freeze()  # what is there now is not looked at again after each case
+    before = None
     while (case := _next_case(pipe)) is not None:
         descriptor = os.open(case.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
         _prepare(case.job)
-        before = None if case.job.is_only else leaks.traces()
+        if before is None and not case.job.is_only:
+            before = leaks.traces()
         try:
             outcome = ("result", _run(case.job, case.rank, case.host))
         except BaseException:
@@ -353,7 +357,8 @@ def _rank_main(pipe: Connection) -> None:
         if before is None or outcome[0] == "error":
             return
         del outcome
-        pipe.send(leaks.left_since(before))
+        left, before = leaks.left_since(before)
+        pipe.send(left)
 
 
 def _next_case(pipe: Connection) -> _Case | None:
@@ -431,6 +436,10 @@ def _process_group(job: _Job, device: Device, rank: int, store: dist.Store) -> I
         world_size=job.world_size,
         timeout=timedelta(seconds=patience(60.0)),
     )
+    store.set(f"has joined {rank}", "")
+    store.wait(
+        [f"has joined {one}" for one in range(job.world_size)]
+    )  # who left before all have would break their group
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,10 +45,6 @@ def _child() -> None:
 
 def _environment() -> None:
     os.environ["CKPT_LEFT"] = "1"
-
-
-def _working_folder() -> None:
-    os.chdir("/")
 
 
 def _handler() -> None:
@@ -102,7 +99,6 @@ def test_a_case_that_leaves_nothing_is_followed_by_the_next_in_the_same_processe
         _descriptor,
         _child,
         _environment,
-        _working_folder,
         _handler,
         _function,
         _contents_of_a_list,
@@ -116,6 +112,20 @@ def test_a_case_that_leaves_nothing_is_followed_by_the_next_in_the_same_processe
 def test_a_case_that_leaves_something_is_the_last_of_its_process(what: Callable[[], None]) -> None:
     (used,) = run_ranks(1, does, what)
     assert run_ranks(1, pid_of) != [used]
+
+
+def test_each_case_begins_in_the_folder_of_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        assert run_ranks(1, moved) == [str(tmp_path / name)]
+        (tmp_path / name).rmdir()
+
+
+def moved(topology: Topology) -> str:
+    before = os.getcwd()
+    os.chdir("/")
+    return before
 
 
 def test_a_case_that_fails_is_the_last_of_its_processes() -> None:
