@@ -5,6 +5,7 @@ A process that runs case after case (tests/ranks.py) compares itself with what i
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -15,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
@@ -32,8 +33,8 @@ _ENDS_S = 0.5
 _STAYS = ("zarr_io", "asyncio_")
 """How threads are called that zarr starts once, and for all of its process's life."""
 
-_KEPT = (("ckpt.device", "_streams"),)
-"""What the product keeps in modules for as long as its process lives."""
+_KEPT = (("ckpt.device", "_streams"), ("tests.leaks", "_looked_at"))
+"""What is kept in modules for as long as its process lives."""
 
 _LIMITS = ("RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE")
 _SIGNALS = (
@@ -47,6 +48,8 @@ _SIGNALS = (
 )
 
 _audited: list[Any] = []
+_looked_at: dict[str, tuple[ModuleType, dict[str, Any]]] = {}
+"""Modules and what their names stood for when a case had left nothing: as they are still when the next one begins."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,12 @@ def watch_audit_hooks() -> None:
 
 
 def traces() -> Traces:
-    """What there is now. In the thread that runs the cases."""
+    """What there is before a case. In the thread that runs the cases."""
+    return _traces(_looked_at)
+
+
+def _traces(known: Mapping[str, tuple[ModuleType, dict[str, Any]]]) -> Traces:
+    modules = {name: module for name, module in list(sys.modules.items()) if _is_compared(name)}
     return Traces(
         threads=frozenset(thread for thread in threading.enumerate() if not thread.name.startswith(_STAYS)),
         descriptors=_descriptors(),
@@ -84,7 +92,10 @@ def traces() -> Traces:
         environment=dict(os.environ),
         settings=_settings(),
         logging=[_of_logger(logging.getLogger(name)) for name in ("", "ckpt", "recipes")],
-        modules={name: dict(_names_of(module)) for name, module in list(sys.modules.items()) if _is_compared(name)},
+        modules={
+            name: known[name][1] if name in known and known[name][0] is module else dict(_names_of(module))
+            for name, module in modules.items()
+        },
     )
 
 
@@ -94,8 +105,10 @@ def left_since(before: Traces) -> list[str]:
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
     end = time.monotonic() + _ENDS_S
-    while (left := _differences(before, traces())) and time.monotonic() < end:
+    while (left := _differences(before, now := _traces({}))) and time.monotonic() < end:
         time.sleep(0.01)
+    if not left:
+        _looked_at.update({name: (sys.modules[name], names) for name, names in now.modules.items()})
     return left
 
 
@@ -182,6 +195,7 @@ def _names_of(module: ModuleType) -> Iterator[tuple[str, Any]]:
                     yield f"{key}.{inner}", _held(one)
 
 
+@functools.cache
 def _is_compared(name: str) -> bool:
     return name.partition(".")[0] in _PACKAGES or name.startswith("test_") or name in _OTHERS
 
