@@ -1,8 +1,9 @@
 """One fault of one rank at any phase of a save or load, and what every rank says of it.
 
 Which phases there are is found out, not listed: a save and a load are made in good health first, and written down. Then
-each fault gets a job of its own, with folder, store and topology. Many jobs are threads of the same processes, side by
-side, so that a matrix of hundreds takes as long as a few: jobs that hang, hang together, and one signal kills them all.
+each fault gets a job, its own or one after others, with folder, store and topology. Many jobs are threads of the same
+processes, side by side, so that a matrix of hundreds takes as long as a few: jobs that hang, hang together, and one signal
+kills them all.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from tests.distributed.test_patterns import LARGE, blank, groups_of, seed_of, st
 from tests.states import Held, coordinator, random_bits, same_bits
 
 OPERATIONS = ("save", "load")
+AWAITED = ("is absent", "hangs")
 FAULTS = ("raises", "raises before", "goes elsewhere", "is absent", "hangs", "is killed")
 BY_OTHERS = "per_rank, saved by other ranks"  # a pattern more for loads: what each rank had is handed to all
 CUTS = (0, 7, 20, 33, 48)  # rows of the sharded tensor: its shards are no whole chunks, and parts of them are sent
@@ -75,8 +77,8 @@ class Told:
 
     Attributes:
         fault_at_s: when the fault began, on the rank it befell.
-        committed: the checkpoints in the folder, once every rank had raised.
-        recovered: all ranks then saved, and loaded the same bits; None where one of them is dead.
+        committed: the checkpoints that are new in the folder, once every rank had raised.
+        recovered: after the last case of its job, all ranks saved, and loaded the same bits; None where one of them is dead.
         left: what lies beside the checkpoints after that.
     """
 
@@ -307,17 +309,41 @@ def find_steps(topology: Topology, root: Path, pattern: str) -> list[Step]:
     return run_jobs(topology, root, [note], agree_s=_PATIENCE_S)[0]
 
 
-def run_cases(topology: Topology, root: Path, cases: Sequence[Case], *, agree_s: float) -> list[Told]:
-    """Run every case as a job of its own, all at once; return what this rank can say of each.
+def run_cases(
+    topology: Topology, root: Path, cases: Sequence[Case], *, agree_s: float, in_a_row: int = 1
+) -> list[Told]:
+    """Run the cases, so many of them in one job, one after another, and all jobs at once; return what this rank can say of each.
 
-    If ranks are to be killed, it is one and the same in all cases, and it does not return. When is in root / "killed-at".
+    Cases that fail the same call of the same pattern share a job. After its last one, the ranks of a job save and load.
+
+    If ranks are to be killed, it is one and the same in all cases, each a job of its own, and it does not return. When is in
+    root / "killed-at".
     """
     doom = _Doom(len(cases), root / "killed-at")
+    rows = _rows_of(cases, in_a_row)
 
-    def job_of(case: Case) -> Callable[[Job], Told]:
-        return lambda job: _run_case(job, case, doom)
+    def job_of(row: Sequence[int]) -> Callable[[Job], list[Told]]:
+        return lambda job: _run_row(job, [cases[number] for number in row], doom)
 
-    return run_jobs(topology, root, [job_of(case) for case in cases], agree_s=agree_s)
+    told = run_jobs(topology, root, [job_of(row) for row in rows], agree_s=agree_s)
+    by_number = {
+        number: one for row, of_row in zip(rows, told, strict=True) for number, one in zip(row, of_row, strict=True)
+    }
+    return [by_number[number] for number in range(len(cases))]
+
+
+def _rows_of(cases: Sequence[Case], length: int) -> list[list[int]]:
+    """Numbers of cases, in rows of one pattern and call. The rows of a call share out its faults that others wait for."""
+    if length == 1:
+        return [[number] for number in range(len(cases))]
+    alike: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for number, case in sorted(enumerate(cases), key=lambda one: one[1].fault in AWAITED):
+        alike[case.pattern, case.step.call].append(number)
+    return [
+        numbers[at :: -(-len(numbers) // length)]
+        for numbers in alike.values()
+        for at in range(-(-len(numbers) // length))
+    ]
 
 
 class _Doom:
@@ -339,9 +365,27 @@ class _Doom:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _run_case(job: Job, case: Case, doom: _Doom) -> Told:
+def _run_row(job: Job, cases: Sequence[Case], doom: _Doom) -> list[Told]:
+    pattern, call = cases[0].pattern, cases[0].step.call
+    _be_ready(job, pattern, call)
+    told: list[Told] = []
+    there: list[str] = []
+    for number, case in enumerate(cases):
+        told.append(_run_case(job, case, number, doom))
+        if case.fault != "is killed":
+            before, there = there, [name for name in names_in(job) if name.startswith("checkpoint-")]
+            told[-1] = replace(told[-1], committed=[name for name in there if name not in before])
+    if any(case.fault == "is killed" for case in cases):
+        return told
+    recovered = works(job, pattern)
+    left = [name for name in names_in(job) if not name.startswith("checkpoint-")]
+    return [replace(one, recovered=recovered, left=left) for one in told]
+
+
+def _run_case(job: Job, case: Case, number_in_row: int, doom: _Doom) -> Told:
+    """Befall one rank; what is committed and left, and whether the ranks recover, is seen later."""
     topology, pattern = job.topology, case.pattern
-    others = [f"raised/{rank}" for rank in range(topology.world_size) if rank != case.victim]
+    others = [f"raised/{number_in_row}/{rank}" for rank in range(topology.world_size) if rank != case.victim]
     began: list[float] = []
 
     def befall(number: int, where: str) -> None:
@@ -360,7 +404,6 @@ def _run_case(job: Job, case: Case, doom: _Doom) -> Told:
             case "is killed":
                 doom.meet(topology)
 
-    _be_ready(job, pattern, case.step.call)
     act = _prepared(job, pattern, case.step.call)
     topology.recover()
     topology.short_at = case.step.number
@@ -369,17 +412,11 @@ def _run_case(job: Job, case: Case, doom: _Doom) -> Told:
         topology.stray_at = case.step.number if case.fault == "goes elsewhere" else -1
     raised = _raised_by(act)
     raised_at_s = time.monotonic()
-    job.mailbox.put(f"raised/{topology.rank}", b"")
+    job.mailbox.put(f"raised/{number_in_row}/{topology.rank}", b"")
     topology.recover()
-    committed, left = [], []
-    recovered = None
-    if case.fault != "is killed":
-        committed = [name for name in names_in(job) if name.startswith("checkpoint-")]
-        recovered = works(job, pattern)
-        left = [name for name in names_in(job) if not name.startswith("checkpoint-")]
     kind = type(raised).__name__
     fault_at_s = began[0] if began else None
-    return Told(kind, str(raised), raised.rank, raised.phase, raised_at_s, fault_at_s, committed, recovered, left)
+    return Told(kind, str(raised), raised.rank, raised.phase, raised_at_s, fault_at_s, [], None, [])
 
 
 def _raised_by(act: Callable[[], object]) -> CheckpointError:

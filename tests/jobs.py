@@ -89,6 +89,7 @@ def is_killed_in_training(cfg: dict[str, Any], topology: Topology) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     while True:
         dist.all_reduce(torch.ones(3))
+        time.sleep(0.001)
 
 
 def hangs_in_a_save(cfg: dict[str, Any], topology: Topology) -> None:

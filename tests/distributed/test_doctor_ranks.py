@@ -306,7 +306,7 @@ def test_one_rank_is_found_to_be_right_whatever_it_declares(tmp_path: Path) -> N
 
 
 def _examine(topology: Topology, cfg: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = patterns.examine(cfg | {"doctor": {"steps": 2}}, topology)["components"]
+    found: list[dict[str, Any]] = patterns.examine(cfg | {"doctor": {"steps": 1}}, topology)["components"]
     return found
 
 

@@ -25,9 +25,10 @@ LEGS = [(4, 2), (3, 4), (2, 6)]
 def _train_and_tell(topology: Topology, cfg: dict[str, Any]) -> list[list[int]]:
     """Train, and return the numbers of the windows that this rank was given, step by step."""
     given: list[list[int]] = []
-    for loader in (text.DispatchedLoader, text.OwnLoader):
-        loader.next_batch = _spied(loader.next_batch, given)  # type: ignore[method-assign]
-    train(cfg, topology)
+    with pytest.MonkeyPatch.context() as patch:
+        for loader in (text.DispatchedLoader, text.OwnLoader):
+            patch.setattr(loader, "next_batch", _spied(loader.next_batch, given))
+        train(cfg, topology)
     return given
 
 

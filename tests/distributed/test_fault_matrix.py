@@ -39,6 +39,7 @@ from tests.ranks import Dead, run_ranks
 NODES = (2, 2)
 VICTIMS = (0, 2)
 AGREE_S = 2.0
+IN_A_ROW = 4  # faults of one call, on the same ranks
 SLACK_S = 15.0  # for a machine that is busy with something else; how long it really took is reported
 ALL_PATTERNS = (*PATTERNS, BY_OTHERS)
 TOGETHER = (ALL_PATTERNS[:2], ALL_PATTERNS[2:4], ALL_PATTERNS[4:])  # in one launch
@@ -51,11 +52,11 @@ AFTER_THE_COMMIT = ("publish", "retention")
 
 
 class Outcome(NamedTuple):
-    """A case, what the ranks that live say of it by rank, its folder, and when the fault began."""
+    """A case, what the ranks that live say of it by rank, its folder if one is dead, and when the fault began."""
 
     case: Case
     told: dict[int, Told]
-    root: Path
+    root: Path | None
     fault_at_s: float
 
 
@@ -115,7 +116,9 @@ def _befall(topology: Topology, root: Path, patterns: Sequence[str], fault: str 
     alive = [case for case in cases if case.fault != "is killed"]
     killed = [case for case in cases if case.fault == "is killed"]
     with topology.phase("tell of those that live") as phase:
-        phase.payload = [asdict(one) for one in run_cases(topology, root / "alive", alive, agree_s=AGREE_S)]
+        in_a_row = IN_A_ROW if fault is None else 1
+        told = run_cases(topology, root / "alive", alive, agree_s=AGREE_S, in_a_row=in_a_row)
+        phase.payload = [asdict(one) for one in told]
     return alive, phase.payloads, killed, run_cases(topology, root / "killed", killed, agree_s=AGREE_S)
 
 
@@ -142,7 +145,7 @@ def _outcomes(root: Path, patterns: Sequence[str], fault: str | None, victim: in
         told = {rank: Told(**said[number]) for rank, said in enumerate(payloads)}
         fault_at_s = told[case.victim].fault_at_s
         assert fault_at_s is not None, f"{case}: the fault did not happen"
-        outcomes.append(Outcome(case, told, root / "alive" / str(number), fault_at_s))
+        outcomes.append(Outcome(case, told, None, fault_at_s))
     for number, case in enumerate(killed):
         told = {rank: said[3][number] for rank, said in living.items()}
         killed_at_s = float((root / "killed" / "killed-at").read_text())
@@ -190,7 +193,7 @@ def _sentence(case: Case) -> str:
 def _check_what_is_committed(outcome: Outcome, message: str) -> None:
     """Nothing, unless all was done before something else failed, and then the error says so."""
     committed = [one.committed for one in outcome.told.values()]
-    if outcome.case.fault == "is killed":
+    if outcome.root is not None:
         committed = [sorted(path.name for path in outcome.root.glob("checkpoint-*"))]
     assert all(names == committed[0] for names in committed)
     assert bool(committed[0]) == bool(re.search(STANDS, message)), f"{outcome.case}: {committed[0]}: {message}"
@@ -279,17 +282,24 @@ class Calls(NamedTuple):
 
 SAVE, OTHER_SAVE, LOAD, OTHER_LOAD = ("save", "3"), ("save", "4"), ("load", "1"), ("load", "2")
 FIRST_PHASE = {"save": "collect", "load": "open"}
-DIFFERENT = [
-    Calls(None, SAVE), Calls(None, LOAD), Calls(SAVE, LOAD), Calls(LOAD, SAVE), Calls(SAVE, OTHER_SAVE),
-    Calls(LOAD, OTHER_LOAD), Calls(SAVE, None),
-]  # fmt: skip
+DIFFERENT = [Calls(SAVE, LOAD), Calls(LOAD, SAVE), Calls(SAVE, OTHER_SAVE), Calls(LOAD, OTHER_LOAD)]
+MISSING = [Calls(None, SAVE), Calls(None, LOAD), Calls(OTHER_SAVE, None)]
+"""Of different names in a row: a rank that makes the call which it has missed is late, and told what the others were."""
+ROWS = [[(calls, odd_one) for calls in row] for row in (DIFFERENT, MISSING) for odd_one in VICTIMS]
 
 
-def _call(job: Job, calls: Calls, odd_one: int) -> tuple[Any, bool]:
-    """Call what this rank is to call, note what comes of it, and then save and load with all."""
+def _call(job: Job, row: Sequence[tuple[Calls, int]]) -> list[tuple[Any, bool]]:
+    """Call what this rank is to call, time after time, note what comes of it, and then save and load with all."""
     topology = job.topology
     for checkpoint_id in ("1", "2"):
         State(topology, job.root, "sharded").coordinator.save_checkpoint(checkpoint_id=checkpoint_id)
+    said = [_call_once(job, calls, odd_one, f"raised/{number}") for number, (calls, odd_one) in enumerate(row)]
+    works_again = works(job, "sharded") and names_in(job) == ["checkpoint-1", "checkpoint-2", "checkpoint-again"]
+    return [(one, works_again) for one in said]
+
+
+def _call_once(job: Job, calls: Calls, odd_one: int, raised: str) -> Any:
+    topology = job.topology
     state = State(topology, job.root, "sharded", empty=True)
     mine = calls.one if topology.rank == odd_one else calls.others
     callers = [rank for rank in range(topology.world_size) if (calls.one if rank == odd_one else calls.others)]
@@ -304,28 +314,26 @@ def _call(job: Job, calls: Calls, odd_one: int) -> tuple[Any, bool]:
                 state.coordinator.load_checkpoint(job.root / f"checkpoint-{mine[1]}")
         error = caught.value
         said = (type(error).__name__, str(error), error.rank, error.phase), time.monotonic() - began
-        job.mailbox.put(f"raised/{topology.rank}", b"")
-    while not job.mailbox.has([f"raised/{rank}" for rank in callers]):  # whoever called nothing does something else
+        job.mailbox.put(f"{raised}/{topology.rank}", b"")
+    while not job.mailbox.has([f"{raised}/{rank}" for rank in callers]):  # whoever called nothing does something else
         time.sleep(0.05)
     topology.recover()
-    works_again = works(job, "sharded")
-    return said, works_again and names_in(job) == ["checkpoint-1", "checkpoint-2", "checkpoint-again"]
+    return said
 
 
-def _call_different_things(topology: Topology, root: Path) -> list[Any]:
-    def job_of(calls: Calls, odd_one: int) -> Callable[[Job], Any]:
-        return lambda job: _call(job, calls, odd_one)
+def _call_different_things(topology: Topology, root: Path) -> list[tuple[Any, bool]]:
+    def job_of(row: Sequence[tuple[Calls, int]]) -> Callable[[Job], list[tuple[Any, bool]]]:
+        return lambda job: _call(job, row)
 
-    jobs = [job_of(calls, odd_one) for calls in DIFFERENT for odd_one in VICTIMS]
-    return run_jobs(topology, root / "jobs", jobs, agree_s=AGREE_S)
+    told = run_jobs(topology, root / "jobs", [job_of(row) for row in ROWS], agree_s=AGREE_S)
+    return [one for row in told for one in row]
 
 
 def test_a_rank_that_calls_nothing_or_something_else_is_named_by_all_and_takes_part_in_the_next_save(
     tmp_path: Path,
 ) -> None:
     outcomes = run_ranks(sum(NODES), _call_different_things, tmp_path, nodes=list(NODES))
-    cases = [(calls, odd_one) for calls in DIFFERENT for odd_one in VICTIMS]
-    for number, (calls, odd_one) in enumerate(cases):
+    for number, (calls, odd_one) in enumerate([one for row in ROWS for one in row]):
         told = [outcome[number] for outcome in outcomes]
         assert all(works_again for _, works_again in told), (calls, odd_one)
         said = {one[0] for one, _ in told if one is not None}

@@ -25,6 +25,7 @@ PATTERNS = [pattern.value for pattern in SharingPattern]
 SAVED_ON = (2, 2)
 TOPOLOGIES = [(2, 2), (2, 1), (4,), (3, 3, 2)]
 """Ranks per node of the runs that load: the same ranks, fewer, other nodes, more."""
+REPEATS = 200  # of a tensor that is too large to be packed
 COPIES = ("equal", "different", "plain")
 ALTERED = ("as saved", "other shape", "more keys", "fewer keys")
 
@@ -74,7 +75,7 @@ def pairs(world_size: int) -> list[list[int]]:
 def state_of(topology: Topology, pattern: str, copies: str, altered: str) -> dict[str, Any]:
     whose = {"per_rank": topology.rank, "per_node": topology.node_rank, "per_group": topology.rank // 2}.get(pattern, 0)
     whole = global_index((24, 5 if altered == "other shape" else 4)) + 1000 * (0 if copies == "equal" else whose)
-    state: dict[str, Any] = {"w": whole, "large": whole.repeat(3000, 1), "n": 7 if copies == "equal" else whose}
+    state: dict[str, Any] = {"w": whole, "large": whole.repeat(REPEATS, 1), "n": 7 if copies == "equal" else whose}
     if copies == "plain":
         state = {"n": whose} if altered == "fewer keys" else {"n": whose, "large": altered}
     elif pattern == "sharded":
@@ -214,4 +215,4 @@ def test_nothing_is_read_into_the_objects_that_are_asked(root: Path) -> None:
     assert [one.report.status for one in found.components if one.report] == [Status.RESTORED] * 2
     assert torch.all(held.state["w"] == -1)
     assert held.loaded is None
-    assert found.components[1].bytes_by_rank == [24 * 4 * 4 + 3000 * 24 * 4 * 4]
+    assert found.components[1].bytes_by_rank == [24 * 4 * 4 + REPEATS * 24 * 4 * 4]

@@ -24,7 +24,8 @@ from ckpt.mailbox import Mailbox
 from recipes.launch import launch
 from recipes.local_ranks import _death
 from recipes.ranks import RANK_VARIABLES, rank_of_environment, ranks_exist
-from tests.jobs import SAVE, adds_up, config
+from tests import jobs
+from tests.jobs import SAVE, adds_up, config, outcome_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES and name != "OMP_NUM_THREADS"}
@@ -123,40 +124,41 @@ def test_ranks_share_the_cores_and_see_the_launcher_s_environment_and_folder(swe
     assert (result["from_the_launcher"], result["folder"]) == ("seen", str(ROOT))
 
 
+FAILING = {
+    "fills_the_disk:3": (
+        "StorageError",
+        f"{SAVE} failed in phase write on rank 1: model: No space left on device: 'w'",
+    ),
+    "has_a_bug_in_a_save:2": (
+        "CheckpointError",
+        f"{SAVE} failed in phase write on rank 1: KeyError: 'a bug in a save'",
+    ),
+    "has_a_bug:2": ("CheckpointError", "rank 1 failed: ZeroDivisionError: a bug in training"),
+    "exits:2": ("CheckpointError", "rank 1 failed: SystemExit: 3"),
+    "is_killed_in_a_save:3": (
+        "RankAbsentError",
+        f"rank 1 was killed by SIGKILL in phase write of {SAVE}; the kernel does that when memory runs out",
+    ),
+    "is_killed_in_training:2": (
+        "RankAbsentError",
+        "rank 1 was killed by SIGKILL outside of any save or load; the kernel does that when memory runs out",
+    ),
+    "ends_without_a_word:2": ("RankAbsentError", "rank 1 ended with exit code 3 outside of any save or load"),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("job", "error", "message"),
-    [
-        (
-            "fills_the_disk:3",
-            "StorageError",
-            f"{SAVE} failed in phase write on rank 1: model: No space left on device: 'w'",
-        ),
-        (
-            "has_a_bug_in_a_save:2",
-            "CheckpointError",
-            f"{SAVE} failed in phase write on rank 1: KeyError: 'a bug in a save'",
-        ),
-        ("has_a_bug:2", "CheckpointError", "rank 1 failed: ZeroDivisionError: a bug in training"),
-        ("exits:2", "CheckpointError", "rank 1 failed: SystemExit: 3"),
-        (
-            "is_killed_in_a_save:3",
-            "RankAbsentError",
-            f"rank 1 was killed by SIGKILL in phase write of {SAVE}; the kernel does that when memory runs out",
-        ),
-        (
-            "is_killed_in_training:2",
-            "RankAbsentError",
-            "rank 1 was killed by SIGKILL outside of any save or load; the kernel does that when memory runs out",
-        ),
-        ("ends_without_a_word:2", "RankAbsentError", "rank 1 ended with exit code 3 outside of any save or load"),
-    ],
-)
-def test_a_failed_job_is_one_error_that_says_why(
-    sweep: tuple[dict[str, Any], str], job: str, error: str, message: str
-) -> None:
+@pytest.mark.parametrize("job", FAILING)
+def test_a_failed_job_is_one_error_that_says_why(sweep: tuple[dict[str, Any], str], job: str) -> None:
     outcome = sweep[0][job]
-    assert (outcome["error"], outcome["message"], outcome["rank"]) == (error, message, 1)
+    assert (outcome["error"], outcome["message"], outcome["rank"]) == (*FAILING[job], 1)
+
+
+@pytest.mark.parametrize("job", FAILING)
+def test_a_failed_job_that_a_program_launches_is_one_error_that_says_why(job: str) -> None:
+    name, _, num_ranks = job.partition(":")
+    outcome = outcome_of(getattr(jobs, name), config(int(num_ranks)))
+    assert (outcome["error"], outcome["message"], outcome["rank"]) == (*FAILING[job], 1)
 
 
 @pytest.mark.full
