@@ -42,8 +42,9 @@ from tests.async_runs import (
     until,
     writers_of,
 )
+from tests.covering import rows
 from tests.ranks import Dead, run_ranks, run_threads
-from tests.states import Held, coordinator, global_index, same_bits
+from tests.states import BACKENDS, Held, coordinator, global_index, same_bits
 
 AGREE_S = 2.0
 
@@ -311,9 +312,11 @@ def test_a_writer_that_is_killed_at_any_moment_fails_its_save_on_all_ranks_and_t
     require_sound(root, [f"checkpoint-{number}" for number, failed in enumerate(first, 1) if not failed])
 
 
-def _die_in_a_save(topology: Topology, root: Path, notes: Path, writer: str, victim: int, call: str) -> tuple[Any, ...]:
+def _die_in_a_save(
+    topology: Topology, root: Path, notes: Path, store: str, writer: str, victim: int, call: str
+) -> tuple[Any, ...]:
     numbered = Numbered()
-    backend = Troubled("waits", notes, checkpoint_id="2", rank=victim, backend=BY_WRITER[writer])
+    backend = Troubled("waits", notes, checkpoint_id="2", rank=victim, backend=store)
     made = numbered.coordinator(topology, root, backend=backend, saves=settings(writer=writer))
     numbered.become(1)
     made.save_checkpoint(checkpoint_id="1")
@@ -342,24 +345,28 @@ def _pid_of(notes: Path, victim: int) -> int:
     return int((notes / f"came-2-{victim}").read_text())
 
 
+KILLS = [
+    ("zarr", "thread", 1, "wait"),
+    ("safetensors", "process", 0, "save"),
+    ("ocdbt", "thread", 0, "finalize"),
+    ("safetensors", "thread", 1, "save"),
+    ("file", "thread", 0, "wait"),
+]
+IN_FULL = rows({"store": BACKENDS, "writer": list(WRITERS), "victim": [0, 1], "call": ["wait", "save", "finalize"]}, 2)
+
+
 @pytest.mark.parametrize(
-    ("writer", "victim", "call"),
-    [("thread", 1, "wait"), ("process", 0, "save")]
-    + [
-        pytest.param(writer, victim, call, marks=pytest.mark.full)
-        for writer in WRITERS
-        for victim in (0, 1)
-        for call in ("wait", "save", "finalize")
-    ],
+    ("store", "writer", "victim", "call"),
+    KILLS + [pytest.param(*one, marks=pytest.mark.full) for one in IN_FULL if one not in KILLS],
 )
 def test_a_rank_killed_while_it_saves_in_the_background_is_named_by_all_others_at_their_next_call(
-    tmp_path: Path, writer: str, victim: int, call: str
+    tmp_path: Path, store: str, writer: str, victim: int, call: str
 ) -> None:
     root, notes = tmp_path / "root", tmp_path / "notes"
     notes.mkdir()
     ranks = 3 if writer == "thread" else 2
     outcomes = run_ranks(
-        ranks, _die_in_a_save, root, notes, writer, victim, call, agree_s=AGREE_S, expect_dead={victim}
+        ranks, _die_in_a_save, root, notes, store, writer, victim, call, agree_s=AGREE_S, expect_dead={victim}
     )
     said = [one for one in outcomes if not isinstance(one, Dead)]
     assert len(said) == ranks - 1 and all(one == said[0] for one in said)

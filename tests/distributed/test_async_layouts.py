@@ -10,11 +10,12 @@ import pytest
 from ckpt.verify import verify_checkpoint
 from tests.async_runs import SETTINGS
 from tests.conf.configs import config
+from tests.covering import rows
 from tests.distributed.test_layouts import BACKENDS, LAYOUTS, checkpoint
 from tests.distributed.test_layouts import _train as train_all
 from tests.ranks import run_ranks
 
-SMALL = ["train.batch_size=12", "model.dropout=0.1"]
+STEPS = ["train.steps=3"]
 
 TOGETHER = {
     1: [("single", "thread, overlap", "zarr")],
@@ -31,71 +32,77 @@ def runs_of(num_ranks: int, runs: list[tuple[str, Path, list[str]]]) -> list[dic
     cfgs = []
     for layout, run_dir, overrides in runs:
         assert LAYOUTS[layout][0] == num_ranks
-        cfgs.append(config(run_dir, *LAYOUTS[layout][1], *SMALL, *overrides, num_ranks=num_ranks))
+        batch = f"train.batch_size={3 * num_ranks}"
+        cfgs.append(config(run_dir, *LAYOUTS[layout][1], batch, *overrides, num_ranks=num_ranks))
     by_rank = run_ranks(num_ranks, train_all, cfgs, process_group=True, timeout_s=60.0 * len(runs))
     for summaries in by_rank:
         assert [one["losses"] for one in summaries] == [one["losses"] for one in by_rank[0]]
     return list(by_rank[0])
 
 
-def in_parts(folder: Path, layout: str, setting: str, backend: str, steps: int) -> list[tuple[str, Path, list[str]]]:
-    """A run that saves after its last step only, one that saves in the background after each, and two that go on in its middle:
-    from a checkpoint that was written while the run went on, and where a run in the background ended.
+def in_parts(folder: Path, layout: str, setting: str, backend: str) -> list[tuple[str, Path, list[str]]]:
+    """Of three steps: a run that saves after the last one only, one that saves in the background after each, and one that goes on
+    from the first of these, which was written while the run went on.
     """
-    middle = steps // 2
-    own = [*BACKENDS[backend], *SETTINGS[setting]]
-    straight, parts = folder / "straight", folder / "parts"
-    every, whole, half = "save.every=1", f"train.steps={steps}", f"train.steps={middle}"
+    straight = folder / "straight"
+    own = [*BACKENDS[backend], *SETTINGS[setting], "save.every=1"]
     return [
-        (layout, folder / "never", [whole, "save.every=100"]),
-        (layout, straight, [*own, every, whole]),
-        (layout, folder / "on", [*own, every, whole, f"resume={checkpoint(straight, middle)}"]),
-        (layout, parts, [*own, every, half]),
-        (layout, parts, [*own, "save.every=100", whole, f"resume={checkpoint(parts, middle)}"]),
+        (layout, folder / "never", STEPS),
+        (layout, straight, [*own, *STEPS]),
+        (layout, folder / "on", [*own, *STEPS, f"resume={checkpoint(straight, 1)}"]),
     ]
 
 
-def require_alike(folder: Path, steps: int, summaries: list[dict[str, Any]]) -> None:
-    never, straight, on, *parts = summaries
-    middle = steps // 2
-    assert straight["losses"] == never["losses"]
-    assert straight["state_digest"] == never["state_digest"]
-    assert [Path(save["path"]).name for save in straight["checkpoints"]] == [
+def require_alike(never: dict[str, Any], straight: dict[str, Any], on: dict[str, Any], case: object) -> None:
+    assert straight["losses"] == never["losses"], case
+    assert straight["state_digest"] == never["state_digest"], case
+    require_saved(straight, 3, case)
+    assert (on["first_step"], on["losses"]) == (2, never["losses"][1:]), case
+    assert on["state_digest"] == never["state_digest"], case
+
+
+def require_saved(run: dict[str, Any], steps: int, case: object) -> None:
+    """Every step of it is there, and sound."""
+    assert [Path(save["path"]).name for save in run["checkpoints"]] == [
         f"checkpoint-{step:08d}" for step in range(1, steps + 1)
-    ]
-    for save in straight["checkpoints"]:
-        assert verify_checkpoint(Path(save["path"])) == []
-    assert (on["first_step"], on["losses"]) == (middle + 1, never["losses"][middle:])
-    assert on["state_digest"] == never["state_digest"]
-    if parts:
-        first, rest = parts
-        assert rest["loaded_digest"] == first["state_digest"]
-        assert first["losses"] + rest["losses"] == never["losses"]
-        assert rest["state_digest"] == never["state_digest"]
+    ], case
+    for save in run["checkpoints"]:
+        assert verify_checkpoint(Path(save["path"])) == [], case
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, *(pytest.param(count, marks=pytest.mark.full) for count in (3, 4))])
 def test_a_run_goes_on_to_the_bit_from_what_it_saved_while_it_trained(tmp_path: Path, num_ranks: int) -> None:
     cases = TOGETHER[num_ranks]
-    runs = [
-        run
-        for layout, setting, backend in cases
-        for run in in_parts(tmp_path / layout, layout, setting, backend, 3)[:3]
-    ]
-    summaries = runs_of(num_ranks, runs)
-    for number, (layout, _, _) in enumerate(cases):
-        require_alike(tmp_path / layout, 3, summaries[3 * number : 3 * number + 3])
+    summaries = runs_of(num_ranks, [run for case in cases for run in in_parts(tmp_path / case[0], *case)])
+    for number, case in enumerate(cases):
+        require_alike(*summaries[3 * number : 3 * number + 3], case)
+
+
+PAIRS = rows({"layout": list(LAYOUTS), "setting": list(SETTINGS), "backend": list(BACKENDS)}, 2)
+"""Every layout by every way to save and every backend, and every way to save by every backend."""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_goes_on_to_the_bit_by_every_way_to_save(
-    tmp_path: Path, layout: str, setting: str, backend: str
-) -> None:
-    """Six steps are three and three; and the third of six."""
-    require_alike(tmp_path, 6, runs_of(LAYOUTS[layout][0], in_parts(tmp_path, layout, setting, backend, 6)))
+def test_every_layout_goes_on_to_the_bit_by_every_way_to_save_and_every_backend(tmp_path: Path, layout: str) -> None:
+    """A run of two steps that saves in the background after each, and one that goes on to the third: by turns from what was
+    written while the run went on, and from where it ended.
+    """
+    cases = [(setting, backend) for one, setting, backend in PAIRS if one == layout]
+    from_step = [1 + (number + [*LAYOUTS].index(layout)) % 2 for number in range(len(cases))]
+    runs = [(layout, tmp_path / "never", STEPS)]
+    for number, (setting, backend) in enumerate(cases):
+        folder = tmp_path / f"{number}"
+        own = [*BACKENDS[backend], *SETTINGS[setting], "save.every=1", "train.steps=2"]
+        resume = f"resume={checkpoint(folder, from_step[number])}"
+        runs += [(layout, folder, own), (layout, folder / "on", [*STEPS, resume])]
+    never, *summaries = runs_of(LAYOUTS[layout][0], runs)
+    for case, start, straight, on in zip(cases, from_step, summaries[::2], summaries[1::2], strict=True):
+        assert straight["losses"] == never["losses"][:2], case
+        require_saved(straight, 2, case)
+        assert start == 1 or on["loaded_digest"] == straight["state_digest"], case
+        assert (on["first_step"], on["losses"]) == (start + 1, never["losses"][start:]), case
+        assert on["state_digest"] == never["state_digest"], case
 
 
 @pytest.mark.full

@@ -35,6 +35,7 @@ from tests.ranks import Dead, run_ranks
 
 TERMINATED = Dead(-signal.SIGTERM)
 SLACK_S = 5.0
+SMALL = ["train.batch_size=2"]
 
 
 def _asked_to_end(topology: Topology, folder: Path) -> None:
@@ -81,7 +82,14 @@ def test_a_run_that_is_told_to_end_at_any_moment_ends_and_goes_on_from_its_newes
     """It saves after every step, so that a save is always under way."""
     random = Random(f"{moment}")
     grace_s = random.choice([0.0, 0.5, 20.0])
-    overrides = [*SETTINGS[setting], "save.every=1", "save.keep_last=3", "ledger.stale_s=1", f"save.grace_s={grace_s}"]
+    overrides = [
+        *SETTINGS[setting],
+        "save.every=1",
+        "save.keep_last=3",
+        "ledger.stale_s=1",
+        *SMALL,
+        f"save.grace_s={grace_s}",
+    ]
     run_dir = tmp_path / "run"
     cfg = config(run_dir, "train.steps=10000", *overrides, num_ranks=2)
     memory = Left()
@@ -95,7 +103,7 @@ def test_a_run_that_is_told_to_end_at_any_moment_ends_and_goes_on_from_its_newes
     newest = committed(root)[-1]
     assert verify_checkpoint(root / newest) == []
     step = int(newest.removeprefix("checkpoint-"))
-    on = config(run_dir, f"train.steps={step + 1}", "resume=latest", "ledger.stale_s=1", num_ranks=2)
+    on = config(run_dir, f"train.steps={step + 1}", "resume=latest", "ledger.stale_s=1", *SMALL, num_ranks=2)
     (summary, _) = run_ranks(2, _train, on, process_group=True)
     assert summary["first_step"] == step + 1 and summary["fell_back_from"] == []
     assert not [path for path in root.iterdir() if path.name.startswith(".")], "the next save clears away what was left"
@@ -141,8 +149,7 @@ def test_a_save_that_takes_less_than_the_grace_is_committed_before_the_process_e
     require_sound(root, ["checkpoint-1", "checkpoint-2"])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("writer", ["process", "thread"])
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 def test_a_save_that_takes_longer_is_given_up_and_the_one_before_stays(tmp_path: Path, writer: str) -> None:
     root = tmp_path / "root"
     arguments = (root, tmp_path, "hangs", writer, 1.0, [0, 1])
@@ -154,7 +161,7 @@ def test_a_save_that_takes_longer_is_given_up_and_the_one_before_stays(tmp_path:
     require_sound(root, ["checkpoint-1"])
 
 
-@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("who", [0, 1])
 def test_one_rank_alone_that_is_told_to_end_finishes_its_part_first(tmp_path: Path, who: int) -> None:
     root = tmp_path / "root"
     arguments = (root, tmp_path, "dawdles", "thread", 20.0, [who])

@@ -55,6 +55,7 @@ class Rising(Watched):
     def __init__(self) -> None:
         self.versions: list[int] = []
         super().__init__()
+        self.watch()
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
         self.live.load(weights, version)

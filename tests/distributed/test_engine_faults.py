@@ -14,10 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.topology import Topology
 from tests.async_runs import until
+from tests.covering import rows
 from tests.engines import joined
 from tests.ranks import Dead, run_ranks
 from tests.states import Held, global_index
@@ -50,8 +51,22 @@ def weights_of(step: int) -> dict[str, torch.Tensor]:
     return {f"w{n}": global_index(SHAPE) + 100_000 * step + n for n in range(NUM_TENSORS)}
 
 
+@cache
+def _wanted(step: int) -> dict[str, torch.Tensor]:
+    """For comparing: nothing writes to them."""
+    return weights_of(step)
+
+
+def _seen(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What one look compares: of each weight an element out of every 61, from its beginning to its end."""
+    return {name: weight.view(-1)[::61] for name, weight in weights.items()}
+
+
+_seen_at = cache(lambda step: _seen(_wanted(step)))
+
+
 class Watched:
-    """A live model that a thread reads all the time."""
+    """A live model that a thread reads all the time, from `watch` to `end`."""
 
     def __init__(self) -> None:
         self.held = Held(weights_of(0))
@@ -61,16 +76,19 @@ class Watched:
         self.looks = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def watch(self) -> None:
         self._thread.start()
 
     def _look(self) -> None:
+        seen = _seen(self.held.state)
         while not self._over.is_set():
             with (
                 suppress(CheckpointError),
                 self.live.reading() as version,
             ):  # it refuses to be read after a load that failed
-                wanted = weights_of(0 if version is None else version.step)
-                wrong = [name for name, one in self.held.state.items() if not torch.equal(one, wanted[name])]
+                wanted = _seen_at(0 if version is None else version.step)
+                wrong = [name for name, one in seen.items() if not torch.equal(one, wanted[name])]
                 if wrong:
                     self.problems.append(f"{wrong} are not those of {version}")
             self.looks += 1
@@ -81,7 +99,7 @@ class Watched:
         until(lambda looks=self.looks: self.looks > looks + 1 or not self._thread.is_alive())  # type: ignore[misc]
         assert self._thread.is_alive() and not self.problems, self.problems
         assert (self.live.version.step if self.live.version else 0) == step
-        assert all(torch.equal(one, weights_of(step)[name]) for name, one in self.held.state.items())
+        assert all(torch.equal(one, _wanted(step)[name]) for name, one in self.held.state.items())
 
     def require_unreadable(self) -> None:
         """Fail if anybody may see weights of which some are new and some are old."""
@@ -91,12 +109,16 @@ class Watched:
 
     def end(self) -> None:
         self._over.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
 
 @contextmanager
-def watched() -> Iterator[Watched]:
+def watched(engine: VersionedEngine) -> Iterator[Watched]:
+    """A model, which is read all the time on rollouts."""
     one = Watched()
+    if engine.rank in engine.rollouts:
+        one.watch()
     try:
         yield one
     finally:
@@ -263,7 +285,7 @@ def _trouble(engine: VersionedEngine, watched: Watched, step: int, trouble: str,
 
 def _raise(topology: Topology, num_trainers: int, num_rollouts: int, name: str, troubles: list[str]) -> dict[str, Any]:
     said = {}
-    with joined(topology, num_trainers, num_rollouts, name, timeout_s=10.0) as engine, watched() as live:
+    with joined(topology, num_trainers, num_rollouts, name, timeout_s=10.0) as engine, watched(engine) as live:
         of_trainers = ("a generator raises", "a bucket changes in the pool")
         for step, trouble in zip(range(0, 1000, 10), troubles, strict=False):
             update(engine, step + 1, live)
@@ -389,7 +411,7 @@ def _engine(
 def _kill(
     topology: Topology, num_trainers: int, num_rollouts: int, name: str, victim: int, where: str, held: bool
 ) -> tuple[str, str, int | None, float]:
-    with _engine(topology, num_trainers, num_rollouts, name, held) as engine, watched() as live:
+    with _engine(topology, num_trainers, num_rollouts, name, held) as engine, watched(engine) as live:
         update(engine, 1, live)
         be_patient(engine, TIMEOUT_S)
         if engine.rank == victim:
@@ -422,18 +444,16 @@ KILLS = [
     ("kimi_ckpt_engine:update", 2, "between buckets", True),
     ("broadcast", 1, "offload", True),
 ]
+WHERE = ["offload", "transfer", "between buckets", "load"]
 
 
 @pytest.mark.parametrize(
     ("name", "victim", "where", "held"),
     KILLS
     + [
-        pytest.param(name, victim, where, held, marks=pytest.mark.full)
-        for name in BY_TRANSPORT
-        for victim in (0, 1, 3)
-        for where in ("offload", "transfer", "between buckets", "load")
-        for held in (False, True)
-        if (name, victim, where, held) not in KILLS
+        pytest.param(*one, marks=pytest.mark.full)
+        for one in rows({"name": BY_TRANSPORT, "victim": [0, 1, 3], "where": WHERE, "held": [False, True]}, 2)
+        if one not in KILLS
     ],
 )
 def test_a_rank_that_is_killed_is_named_and_those_that_are_left_go_on(
@@ -468,7 +488,7 @@ class Sleeping(Refusing):
 
 def _stand_still(topology: Topology, name: str, where: str, notes: Path) -> tuple[str, str, int | None, float]:
     """Rank 2 is stopped, or sleeps, and comes back when the others have raised."""
-    with _engine(topology, 1, 2, name, True) as engine, watched() as live:
+    with _engine(topology, 1, 2, name, True) as engine, watched(engine) as live:
         update(engine, 1, live)
         be_patient(engine, TIMEOUT_S)
         is_victim = topology.rank == 2
@@ -534,7 +554,7 @@ def test_a_rollout_that_stands_still_is_named_and_learns_it_when_it_goes_on(
 
 def _be_late(topology: Topology, name: str) -> float:
     """Rank 2 comes late by less than the others' patience, in the middle of the transfer, too."""
-    with _engine(topology, 1, 2, name, True) as engine, watched() as live:
+    with _engine(topology, 1, 2, name, True) as engine, watched(engine) as live:
         update(engine, 1, live)
         be_patient(engine, TIMEOUT_S)
         if topology.rank == 2:
@@ -600,7 +620,7 @@ async def _beside(call: Any) -> int:
 
 def _cancel(topology: Topology, name: str) -> dict[str, Any]:
     said: dict[str, Any] = {}
-    with _engine(topology, 1, 1, name, True) as engine, watched() as live:
+    with _engine(topology, 1, 1, name, True) as engine, watched(engine) as live:
         update(engine, 1, live)
         sends = topology.rank == 0
 
@@ -666,7 +686,7 @@ def _two_engines(topology: Topology, name: str) -> int:
             with pytest.raises(ConfigurationError, match="call leave"):
                 engine.init_process_group(topology.rank, 1, 1, store=dist.PrefixStore("other", topology._store))
             engines.append(engine)
-            models.append(stack.enter_context(watched()))
+            models.append(stack.enter_context(watched(engine)))
 
         async def both(step: int) -> None:
             if topology.rank == 0:
