@@ -1,16 +1,18 @@
-"""For the whole suite: how hypothesis runs, and that tests of a device are skipped where it is absent, saying why."""
+"""For the whole suite: how hypothesis runs, which folder comes first, and that tests of an absent device are skipped, saying why."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.device.devices import why_absent
+from tests.pace import pace_at_start
 
 # Torch asks the name server who is at the other end of each connection between ranks; an answer that gets lost costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
@@ -23,6 +25,15 @@ settings.register_profile("any machine", deadline=None)  # how long an example t
 settings.load_profile("any machine")
 
 
+def pytest_report_header() -> str:
+    return f"deadlines: those of a quiet machine, times {pace_at_start():.1f}"
+
+
+_HERE = Path(__file__).parent
+_HEAVIEST_FIRST = ("adversarial", "e2e", "distributed", "device", "conf", "unit")
+"""So that what is left at the end is small, and no worker is left alone with a long file."""
+
+
 @pytest.fixture(scope="module")
 def collected() -> None:
     """For tests that count threads or descriptors: what earlier modules have left to the collector, such as locks, is let go of before."""
@@ -30,6 +41,7 @@ def collected() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _HEAVIEST_FIRST.index(item.path.relative_to(_HERE).parts[0]))
     for item in items:
         for name in ("npu", "cuda"):
             if item.get_closest_marker(name) is not None and (reason := why_absent(name)):

@@ -41,6 +41,7 @@ from ckpt.device import Device
 from ckpt.topology import Topology
 from tests import leaks
 from tests.device import devices
+from tests.pace import patience
 
 _PRELOAD = [
     "torch",
@@ -50,6 +51,7 @@ _PRELOAD = [
     "recipes.training",
     "tests.engines",
     "tests.leaks",
+    "tests.pace",
     "tests.ranks",
     "tests.states",
 ]
@@ -98,8 +100,8 @@ def run_ranks(
     process_group: bool = False,
     nodes: Sequence[int] | None = None,
     expect_dead: Collection[int] = (),
-    agree_s: float = 30.0,
-    grace_s: float = 20.0,
+    agree_s: float | None = None,
+    grace_s: float | None = None,
     device: str = "cpu",
     environment: Mapping[str, str] | None = None,
     is_only: bool = False,
@@ -114,7 +116,8 @@ def run_ranks(
         nodes: ranks per simulated host, such as [2, 2].
         expect_dead: ranks that end without a result; their place in the list is a `Dead`. Those that still run (stopped,
             say) when all the others are done are killed.
-        agree_s, grace_s: `Topology.timeout_s` and `Topology.grace_s`.
+        timeout_s: on a quiet machine, as all deadlines that shall not run out (`tests.pace`).
+        agree_s, grace_s: `Topology.timeout_s` and `Topology.grace_s`; None: 30 and 20 s on a quiet machine.
         device: "cpu", "npu" (the stand-in) or "cuda". Each rank works on the one of its local rank before `fn` begins. The test
             is skipped where there are fewer devices than ranks.
         environment: set in each rank before it loads anything for its device.
@@ -129,8 +132,8 @@ def run_ranks(
         world_size=world_size,
         port=_pool.store.port,
         number=_pool.next_number(),
-        agree_s=agree_s,
-        grace_s=grace_s,
+        agree_s=patience(30.0) if agree_s is None else agree_s,
+        grace_s=patience(20.0) if grace_s is None else grace_s,
         process_group=process_group,
         device=device,
         environment=dict(environment or {}),
@@ -140,7 +143,7 @@ def run_ranks(
     hosts = [f"host-{node}" for node, ranks in enumerate(nodes or [world_size]) for _ in range(ranks)]
     assert len(hosts) == world_size, f"nodes {nodes} do not add up to {world_size} ranks"
     with tempfile.TemporaryDirectory(prefix="ranks-") as outputs, _started(job, hosts, Path(outputs)) as ranks:
-        outcomes = _collect(ranks, time.monotonic() + timeout_s, set(expect_dead))
+        outcomes = _collect(ranks, time.monotonic() + patience(timeout_s), set(expect_dead))
         printed = [(Path(outputs) / str(rank)).read_text(errors="replace") for rank in range(world_size)]
         sys.stderr.write("".join(f"--- rank {rank} printed\n{text}" for rank, text in enumerate(printed) if text))
         if problems := [str(outcome) for outcome in outcomes if isinstance(outcome, _Problem)]:
@@ -171,7 +174,7 @@ def run_threads(
             return fn(topology, *args)
 
     with ThreadPoolExecutor(world_size) as ranks:
-        return [result.result(timeout_s) for result in [ranks.submit(run, rank) for rank in range(world_size)]]
+        return [result.result(patience(timeout_s)) for result in [ranks.submit(run, rank) for rank in range(world_size)]]
 
 
 class _Problem(str):
@@ -220,7 +223,7 @@ class _Pool:
     def give(self, rank: _Rank) -> None:
         """Take a process back whose case has ended well, once it has looked what the case has left."""
         try:
-            left = rank.pipe.recv() if rank.pipe.poll(_LOOKING_S) else ["no answer"]
+            left = rank.pipe.recv() if rank.pipe.poll(patience(_LOOKING_S)) else ["no answer"]
         except (EOFError, ConnectionResetError):
             left = ["it has ended"]
         if left:
@@ -404,7 +407,7 @@ def _as_if_new() -> Iterator[None]:
 
 def _run(job: _Job, rank: int, host: str) -> Any:
     server = _store_at(job.port)
-    server.set_timeout(timedelta(seconds=max(job.agree_s, 30)))
+    server.set_timeout(timedelta(seconds=max(job.agree_s, patience(30.0))))
     store = dist.PrefixStore(f"case {job.number}", server)
     topology = Topology.join(
         dist.PrefixStore("topology", store), rank, job.world_size, host=host, timeout_s=job.agree_s, grace_s=job.grace_s
@@ -426,7 +429,7 @@ def _process_group(job: _Job, device: Device, rank: int, store: dist.Store) -> I
         store=dist.PrefixStore("process group", store),
         rank=rank,
         world_size=job.world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=patience(60.0)),
     )
     try:
         yield

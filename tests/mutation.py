@@ -1,0 +1,247 @@
+"""How many small faults the tests of the default run find: `python -m tests.mutation 42 21` tries 42 of them, drawn with seed 21.
+
+Each is one change that cosmic-ray makes to a line of a part below, in a copy of the checkout; the tests of that part then run there until
+one fails. A fault that no test finds is listed. Needs the extra `mutants`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+from cosmic_ray import plugins
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+
+REPO = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Part:
+    """Modules, as patterns in ckpt/, and the tests of the default run that are about them, the fastest first."""
+
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+PARTS = {
+    "planning": Part(
+        ("plan.py", "planner.py"),
+        (
+            "unit/test_plan.py",
+            "unit/test_coordinator.py",
+            "distributed/test_patterns.py",
+            "distributed/test_reshard.py",
+            "distributed/test_elastic.py",
+            "distributed/test_small_tensors.py",
+        ),
+    ),
+    "flattening and sharing": Part(
+        ("flatten.py", "sharing.py", "replication.py", "gathering.py"),
+        (
+            "unit/test_flatten.py",
+            "unit/test_sharing.py",
+            "unit/test_replication.py",
+            "distributed/test_patterns.py",
+            "distributed/test_ties.py",
+            "distributed/test_groups_nodes.py",
+            "distributed/test_any_state.py",
+        ),
+    ),
+    "manifest": Part(
+        ("manifest.py", "manifest_parsing.py", "consistency.py"),
+        (
+            "unit/test_manifest.py",
+            "unit/test_crafted_records.py",
+            "unit/test_verify.py",
+            "unit/test_coordinator.py",
+            "unit/test_incremental.py",
+        ),
+    ),
+    "agreement": Part(
+        ("agreement.py", "heartbeat.py", "topology.py"),
+        (
+            "unit/test_topology.py",
+            "unit/test_lookout.py",
+            "distributed/test_agreement.py",
+            "distributed/test_faults.py",
+            "distributed/test_fault_matrix.py",
+        ),
+    ),
+    "saves": Part(
+        ("saving.py", "writing.py", "background.py", "recording.py"),
+        (
+            "unit/test_coordinator.py",
+            "unit/test_incremental.py",
+            "distributed/test_faults.py",
+            "distributed/test_kept_saves.py",
+            "distributed/test_fault_matrix.py",
+            "distributed/test_async_faults.py",
+        ),
+    ),
+    "loads": Part(
+        ("loading.py", "reading/*.py", "fitting.py"),
+        (
+            "unit/test_coordinator.py",
+            "unit/test_verify.py",
+            "distributed/test_validation_levels.py",
+            "distributed/test_elastic.py",
+            "distributed/test_two_stage.py",
+            "distributed/test_any_state.py",
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One changed line of a module, whose text is given before and after."""
+
+    part: str
+    module: Path
+    line: int
+    text: str
+    changed: str
+
+    def __str__(self) -> str:
+        was = self.text.splitlines()[self.line - 1].strip()
+        now = self.changed.splitlines()[self.line - 1].strip()
+        return f"{self.part}: {self.module}:{self.line}: {was}\n    -> {now}"
+
+
+def drawn(count: int, seed: int) -> list[Fault]:
+    """As many faults of each part, drawn from all that there are."""
+    random_ = random.Random(seed)
+    found: list[Fault] = []
+    for name, part in PARTS.items():
+        by_line: dict[tuple[Path, int], list[tuple[str, int]]] = {}
+        for module, line, operator, occurrence in _places(part):
+            by_line.setdefault((module, line), []).append((operator, occurrence))
+        lines = random_.sample(sorted(by_line), len(by_line))  # each line is as likely as any other
+        faults = filter(None, (_fault(name, *at, *random_.choice(by_line[at])) for at in lines))
+        found += itertools.islice(faults, count // len(PARTS))
+    return found
+
+
+def _places(part: Part) -> Iterator[tuple[Path, int, str, int]]:
+    """Module, line, operator and occurrence of each change that can be made."""
+    for module in sorted(path for pattern in part.modules for path in (REPO / "ckpt").glob(pattern)):
+        text = module.read_text()
+        words, nodes = _said(text), list(ast_nodes(get_ast(text)))
+        for name in sorted(plugins.operator_names()):
+            if plugins.get_operator(name).arguments():
+                continue  # it has to be told what to change
+            operator = plugins.get_operator(name)()
+            places = [place for node in nodes for place in operator.mutation_positions(node)]
+            for occurrence, ((line, _), _) in enumerate(places):
+                if line not in words:
+                    yield module, line, name, occurrence
+
+
+def _fault(part: str, module: Path, line: int, operator: str, occurrence: int) -> Fault | None:
+    """The change; None: it changes nothing, or the text is no Python afterwards."""
+    text = module.read_text()
+    changed = mutate_code(text, plugins.get_operator(operator)(), occurrence)
+    with suppress(SyntaxError):
+        if changed is not None and ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text)):
+            return Fault(part, module.relative_to(REPO), line, text, changed)
+    return None
+
+
+def _said(text: str) -> set[int]:
+    """Lines of docstrings, annotations and imports, where a change is none of behaviour."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        is_words = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_type = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if is_words or is_type or isinstance(node, ast.Import | ast.ImportFrom):
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        if isinstance(node, ast.FunctionDef):
+            for one in [*node.args.args, *node.args.kwonlyargs]:
+                lines.update([one.annotation.lineno] if one.annotation and one.annotation.lineno != node.lineno else [])
+    return lines
+
+
+def _is_found(fault: Fault | None, part: Part, copy: Path, timeout_s: float) -> tuple[bool, float, str]:
+    """Whether a test fails, after how many seconds, and which."""
+    if fault is not None:
+        (copy / fault.module).write_text(fault.changed)
+    began = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no"]
+    command += [f"tests/{one}" for one in part.tests if (copy / "tests" / one).exists()]
+    try:
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=timeout_s)
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        assert done.returncode in (0, 1, 2, 4), done.stdout + done.stderr
+        return done.returncode != 0, time.monotonic() - began, failed[0] if failed else ""
+    except subprocess.TimeoutExpired:
+        return True, time.monotonic() - began, "it hung"
+    finally:
+        if fault is not None:
+            (copy / fault.module).write_text(fault.text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("count", type=int)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--tests", type=Path, default=REPO / "tests", help="those of another state of the project")
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args()
+    faults = drawn(given.count, given.seed)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as jobs:
+        copies: Queue[Path] = Queue()
+        for number in range(given.jobs):
+            copies.put(_copied(Path(folder, str(number)), given.tests))
+
+        def tried(fault: Fault | None, part: Part, timeout_s: float) -> tuple[bool, float, str]:
+            copy = copies.get()
+            try:
+                return _is_found(fault, part, copy, timeout_s)
+            finally:
+                copies.put(copy)
+
+        sound = {name: jobs.submit(tried, None, part, 900.0) for name, part in PARTS.items()}
+        limit = {}
+        for name, running in sound.items():
+            fails, seconds, which = running.result()
+            print(f"{name}: without a fault its tests take {seconds:.0f} s", flush=True)
+            assert not fails, f"they fail without a fault: {which}"
+            limit[name] = 60 + 4 * seconds
+        outcomes = [(fault, jobs.submit(tried, fault, PARTS[fault.part], limit[fault.part])) for fault in faults]
+        found: Counter[str] = Counter()
+        for fault, running in outcomes:
+            is_found, seconds, which = running.result()
+            found[fault.part] += is_found
+            print(f"{'found' if is_found else 'NOT FOUND'} after {seconds:.0f} s {which}\n  {fault}", flush=True)
+    drawn_of = Counter(fault.part for fault in faults)
+    for name in PARTS:
+        print(f"{name}: {found[name]} of {drawn_of[name]}")
+    print(f"in all {found.total()} of {len(faults)}, seed {given.seed}")
+
+
+def _copied(copy: Path, tests: Path) -> Path:
+    for name in ("ckpt", "recipes", "conf"):
+        shutil.copytree(REPO / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(tests, copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(REPO / name, copy / name)
+    return copy
+
+
+if __name__ == "__main__":
+    main()
