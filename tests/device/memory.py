@@ -180,10 +180,13 @@ class Filled:
         self._memory: list[torch.Tensor] = []
         num_bytes = 256 << 20
         while num_bytes >= 512:
-            if self.free() - num_bytes >= room:
-                self._memory.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
-            else:
-                num_bytes //= 2
+            try:
+                has_room = self.free() - num_bytes >= room
+                more = [torch.empty(num_bytes, dtype=torch.uint8, device=device)] if has_room else []
+            except torch.OutOfMemoryError:  # a block of the device's allocator is larger
+                more = []
+            self._memory += more
+            num_bytes = num_bytes if more else num_bytes // 2
 
     def free(self) -> int:
         return int(self._module.mem_get_info(self._device)[0])
