@@ -18,7 +18,7 @@ from ckpt.arena import Arena
 from ckpt.backends.base import Backend
 from ckpt.box import Box, whole
 from ckpt.collect import Contribution, collect, settle_plain
-from ckpt.device import Device, device_of, wait_for_all
+from ckpt.device import Device, device_of
 from ckpt.dtypes import zarr_name
 from ckpt.errors import (
     ConfigurationError,
@@ -219,7 +219,6 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) 
         ShardingError: a main replica has no data.
     """
     tensors = list(tensors)
-    wait_for_all(tensor.data for tensor in tensors if tensor.data is not None)
     held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
     addresses = []
     for tensor in tensors:

@@ -25,11 +25,11 @@ class Kind(NamedTuple):
 
 
 _AWKWARD = {
-    "large": Kind(torch.float32, 3 << 20, lambda flat: flat.view(3, 1024, 1024)),  # 12 MiB: three blocks
-    "long": Kind(torch.bfloat16, (5 << 19) + 3, lambda flat: flat[3:]),  # 5 MiB, not from the start of its memory
-    "every second": Kind(torch.float32, 2 << 20, lambda flat: flat.view(1024, 2048)[:, ::2]),
-    "transposed": Kind(torch.float32, 1200 * 901, lambda flat: flat.view(1200, 901).t()),
-    "inside": Kind(torch.float64, 500 * 400, lambda flat: flat.view(500, 400)[7:-5, 3:-9]),
+    "large": Kind(torch.float32, 5 << 18, lambda flat: flat.view(5, 256, 1024)),  # 5 MiB: two blocks
+    "long": Kind(torch.bfloat16, (5 << 17) + 3, lambda flat: flat[3:]),  # 1.2 MiB, not from the start of its memory
+    "every second": Kind(torch.float32, 2 << 18, lambda flat: flat.view(512, 1024)[:, ::2]),
+    "transposed": Kind(torch.float32, 600 * 451, lambda flat: flat.view(600, 451).t()),
+    "inside": Kind(torch.float64, 250 * 200, lambda flat: flat.view(250, 200)[7:-5, 3:-9]),
     "channels last": Kind(torch.uint8, 2 * 64 * 48 * 3, lambda flat: flat.view(2, 64, 48, 3).permute(0, 3, 1, 2)),
     "few columns": Kind(torch.int64, 3000 * 7, lambda flat: flat.view(3000, 7)[:, 2:5]),
     "fp8": Kind(torch.float8_e4m3fn, 37 * 1001, lambda flat: flat.view(37, 1001)),
@@ -132,8 +132,8 @@ def _bits(kind: Kind, number: int) -> torch.Tensor:
     return bits.bitwise_and_(1).view(torch.bool) if kind.dtype is torch.bool else bits.view(kind.dtype)
 
 
-_STARTS = 8 << 20
-_LONGEST = 24 << 20
+_STARTS = 4 << 20
+_LONGEST = 8 << 20
 
 
 @functools.cache
@@ -180,10 +180,13 @@ class Filled:
         self._memory: list[torch.Tensor] = []
         num_bytes = 256 << 20
         while num_bytes >= 512:
-            if self.free() - num_bytes >= room:
-                self._memory.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
-            else:
-                num_bytes //= 2
+            try:
+                has_room = self.free() - num_bytes >= room
+                more = [torch.empty(num_bytes, dtype=torch.uint8, device=device)] if has_room else []
+            except torch.OutOfMemoryError:  # a block of the device's allocator is larger
+                more = []
+            self._memory += more
+            num_bytes = num_bytes if more else num_bytes // 2
 
     def free(self) -> int:
         return int(self._module.mem_get_info(self._device)[0])

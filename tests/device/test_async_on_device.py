@@ -19,6 +19,7 @@ from ckpt.reading.direct import DirectLoad
 from ckpt.statefuls import ModelState, OptimizerState
 from ckpt.topology import Topology
 from tests.async_runs import SETTINGS, WRITERS, Troubled, error_of, let_go, settings
+from tests.covering import covering, rows
 from tests.device.devices import ADVERSARY, CUDA, NPU, made
 from tests.device.memory import AWKWARD, Memory, require_same, tiny
 from tests.device.saves import require_saved, torch_device
@@ -46,16 +47,7 @@ def coordinator(
 # What is changed right after the call
 
 
-@pytest.mark.parametrize(
-    ("writer", "budget_mib", "when_busy"),
-    [("thread", None, "queue"), ("thread", 16, "wait")]
-    + [
-        pytest.param(writer, budget_mib, when_busy, marks=pytest.mark.full)
-        for writer in WRITERS
-        for budget_mib in (None, 8, 64)
-        for when_busy in ("wait", "queue")
-    ],
-)
+@covering({"writer": WRITERS, "budget_mib": [None, 4], "when_busy": ["wait", "queue"]}, default=1)
 def test_a_save_holds_what_was_on_its_way_at_the_call_and_nothing_later(
     tmp_path: Path, device: str, writer: str, budget_mib: int | None, when_busy: str
 ) -> None:
@@ -86,11 +78,11 @@ def _change_and_save(
 
 def test_very_many_small_tensors_are_those_of_the_call(tmp_path: Path, device: str) -> None:
     (path,) = run_ranks(1, _change_and_save_many, tmp_path, device, device=device, environment=ADVERSARY)
-    require_saved(path, tiny(5000), 2)
+    require_saved(path, tiny(2000), 2)
 
 
 def _change_and_save_many(topology: Topology, root: Path, device: str) -> str:
-    memory = Memory(tiny(5000), 1, torch_device(device, topology))
+    memory = Memory(tiny(2000), 1, torch_device(device, topology))
     parts = [StateComponent("model", Held(memory.tensors()), "replicated")]
     with coordinator(topology, root, parts, device, saves=settings(writer="process")) as saver:
         memory.change(2)
@@ -164,8 +156,7 @@ class _Model:
         return found
 
 
-@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
-@pytest.mark.parametrize("budget_mib", [None, 4])
+@covering({"writer": WRITERS, "budget_mib": [None, 4]}, default=1)
 def test_what_is_copied_beside_training_is_complete_before_the_optimizers_step(
     tmp_path: Path, device: str, writer: str, budget_mib: int | None
 ) -> None:
@@ -287,10 +278,8 @@ def _require_alike(device: str, layout: str, setting: str, backend: str, folder:
     ("layout", "setting", "backend"),
     [("fsdp", "thread, overlap", "zarr")]
     + [
-        pytest.param(layout, setting, backend, marks=pytest.mark.full)
-        for layout in LAYOUTS
-        for setting in SETTINGS
-        for backend in ("zarr", "ocdbt")
+        pytest.param(*row, marks=pytest.mark.full)
+        for row in rows({"layout": [*LAYOUTS], "setting": [*SETTINGS], "backend": ["zarr", "ocdbt"]}, 2)
     ],
 )
 def test_a_run_goes_on_to_the_bit_from_what_it_saved_while_it_trained(

@@ -170,13 +170,13 @@ ON_HOST = [
 
 
 @pytest.mark.npu
-@pytest.mark.full
+@pytest.mark.mutants
 @pytest.mark.parametrize("mutant", ON_DEVICE, ids=[mutant.name for mutant in ON_DEVICE])
 def test_a_weight_sync_on_devices_that_does_not_wait_is_found_out(mutant: Mutant, tmp_path: Path) -> None:
     require_found_out(mutant, tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.mutants
 @pytest.mark.parametrize("mutant", ON_HOST, ids=[mutant.name for mutant in ON_HOST])
 def test_a_weight_sync_that_does_not_wait_is_found_out(mutant: Mutant, tmp_path: Path) -> None:
     require_found_out(mutant, tmp_path)

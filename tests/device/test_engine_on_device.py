@@ -27,14 +27,14 @@ on_stand_in = pytest.mark.parametrize("device", [NPU])
 """Whose memory is counted to the block, and whose hosts are simulated."""
 engines = pytest.mark.parametrize("name", ["broadcast", pytest.param("kimi_ckpt_engine", marks=pytest.mark.full)])
 
-BUCKET = 1 << 20
-DENSE = {f"w{n}": Kind(torch.float32, (3 << 18) // 4 + 64 * n, lambda flat: flat.view(64, -1)) for n in range(9)}
-"""7 MiB, so that every half of the memory is used several times."""
+BUCKET = 1 << 18
+DENSE = {f"w{n}": Kind(torch.float32, (3 << 16) // 4 + 64 * n, lambda flat: flat.view(64, -1)) for n in range(9)}
+"""1.7 MiB, so that every half of the memory is used several times."""
 GAPS = {
-    "one": Kind(torch.float32, 1 << 20, lambda flat: flat.view(1024, 1024).t()),
-    "two": Kind(torch.bfloat16, 3 << 20, lambda flat: flat.view(1024, 3072)[:, ::3]),
+    "one": Kind(torch.float32, 1 << 18, lambda flat: flat.view(512, 512).t()),
+    "two": Kind(torch.bfloat16, 3 << 18, lambda flat: flat.view(512, 1536)[:, ::3]),
 }
-"""4 MiB and 2 MiB: larger than a bucket, and nowhere in one piece."""
+"""1 MiB and 0.5 MiB: larger than a bucket, and nowhere in one piece."""
 KINDS = {"dense": DENSE, "gaps": GAPS}
 
 
@@ -104,7 +104,7 @@ def _peaks(topology: Topology, name: str, device: str, staging: bool, which: str
 @on_devices
 def test_a_consumer_on_the_device_takes_a_bucket_or_the_largest_tensor(device: str) -> None:
     peaks = run_ranks(2, _peaks_of_consumer, device, device=device)[1]
-    assert peaks == {"dense": 2 * BUCKET, "gaps": 4 << 20}, peaks
+    assert peaks == {"dense": 2 * BUCKET, "gaps": 4 * BUCKET}, peaks
 
 
 def _peaks_of_consumer(topology: Topology, device: str) -> dict[str, int]:
@@ -131,7 +131,7 @@ async def _take(weights: Any, tensors: dict[str, torch.Tensor]) -> None:
 
 @on_stand_in
 def test_buckets_are_smaller_where_a_device_has_little_memory_left(device: str) -> None:
-    """One rank of three may take 512 KiB; what is larger than a bucket travels all the same."""
+    """One rank of three may take two buckets of a quarter of the size; what is larger than a bucket travels all the same."""
     run_ranks(3, _little_room, device, device=device)
 
 
@@ -140,12 +140,12 @@ def _little_room(topology: Topology, device: str) -> None:
     source, target = Memory(GAPS, 50, where), Memory(GAPS, 60, where)
     live = LiveModel(Held(target.tensors()))
     filled = Filled(where, 4 << 20) if topology.rank == 2 else None
-    share = 0.5 if filled is None else (256 << 10) * 2 / filled.free()
+    share = 0.5 if filled is None else BUCKET // 4 * 2 / filled.free()
     with joined(topology, 1, 2, "broadcast", device, bucket_size=BUCKET, memory_fraction=share) as engine:
         for step in (1, 2):
             source.change(step, late=False)
             report = update(engine, step, live, source.tensors().items())
-            assert report["num_buckets"] in (24, 25), report  # of 256 KiB, or 256 bytes less, not of 1 MiB
+            assert report["num_buckets"] in (24, 25), report  # of 64 KiB, or 256 bytes less, not of 256 KiB
             if engine.rank in engine.rollouts and filled is None:
                 target.require_filled(values_of(GAPS, step), around=60)
     if filled is not None:
@@ -169,7 +169,7 @@ def _no_room(topology: Topology, device: str, full: int) -> str:
     where = torch_device(device, topology)
     source, target = Memory(DENSE, 50, where), Memory(DENSE, 60, where)
     live = LiveModel(Held(target.tensors()))
-    with joined(topology, 1, 2, "broadcast", device, bucket_size=BUCKET) as engine:
+    with joined(topology, 1, 2, "broadcast", device, bucket_size=4 * BUCKET) as engine:
         filled = Filled(where, 0) if topology.rank == full else None
         with pytest.raises(CheckpointError) as raised:
             update(engine, 1, live, source.tensors().items())
@@ -191,7 +191,7 @@ def _no_room(topology: Topology, device: str, full: int) -> str:
 def test_pinned_memory_is_made_once_and_used_again_by_all_later_updates(device: str, name: str) -> None:
     for made in run_ranks(2, _pinned, name, device, device=device):
         first, *later = made
-        assert first >= 9 * (3 << 18) and later == [0, 0], made
+        assert first >= 9 * (3 << 16) and later == [0, 0], made
 
 
 def _pinned(topology: Topology, name: str, device: str) -> list[int]:

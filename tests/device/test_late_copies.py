@@ -8,9 +8,11 @@ not there yet).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from ckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
 from ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from ckpt.topology import Topology
+from tests.covering import covering
 from tests.device.devices import ADVERSARY, CUDA, NPU, why_too_many
 from tests.device.memory import AWKWARD, Kind, Memory, require_same, tiny, values_of
 from tests.device.saves import Saved, coordinator, require_saved, torch_device
@@ -70,10 +73,7 @@ class Undisturbed:
 # Saves
 
 
-@pytest.mark.parametrize(
-    "backend", ["zarr", *(pytest.param(name, marks=pytest.mark.full) for name in ("ocdbt", "safetensors"))]
-)
-@pytest.mark.parametrize("pinned_mib", [32, 1], ids=["through much pinned memory", "through little"])
+@covering({"backend": ["zarr", "ocdbt", "safetensors"], "pinned_mib": [32, 1]}, default=1)
 def test_a_save_holds_what_was_on_its_way_when_it_began_and_nothing_later(
     tmp_path: Path, device: str, backend: str, pinned_mib: int
 ) -> None:
@@ -169,8 +169,7 @@ def test_a_direct_load_comes_after_all_that_was_queued_and_is_over_when_it_retur
     run_ranks(1, _load, paths, device, None, device=device, environment=ADVERSARY)
 
 
-@pytest.mark.parametrize("hosts", TWO_STAGE)
-@pytest.mark.parametrize("backend", ["zarr", pytest.param("zstd", marks=pytest.mark.full)])
+@covering({"hosts": TWO_STAGE, "backend": ["zarr", "zstd"]}, default=1)
 def test_a_load_in_two_stages_comes_after_all_that_was_queued_and_is_over_when_it_returns(
     saved: Saved, device: str, backend: str, hosts: str
 ) -> None:
@@ -320,10 +319,10 @@ def _load_and_save_many(topology: Topology, path: Path, root: Path, device: str)
 
 
 MATRICES = {
-    "f32": (600, 2500, torch.float32),
-    "bf16": (301, 5003, torch.bfloat16),
-    "few rows": (7, 300_001, torch.float32),
-    "fp8": (300, 1111, torch.float8_e4m3fn),
+    "f32": (300, 1100, torch.float32),
+    "bf16": (301, 1003, torch.bfloat16),
+    "few rows": (7, 50_001, torch.float32),
+    "fp8": (300, 311, torch.float8_e4m3fn),
     "bool": (77, 131, torch.bool),
     "complex": (50, 61, torch.complex64),
 }
@@ -383,18 +382,27 @@ class Pieces:
         }
 
 
-@pytest.mark.parametrize(
-    "backend", ["zarr", *(pytest.param(name, marks=pytest.mark.full) for name in ("ocdbt", "safetensors"))]
-)
-@pytest.mark.parametrize("strategy", ["direct", *TWO_STAGE])
+@pytest.fixture(scope="module")
+def saved_whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a checkpoint of whole matrices, under every name that a rank holds a piece by; once of each backend."""
+
+    @functools.cache
+    def save(backend: str) -> Path:
+        whole = matrices()
+        held = Held({name: whole[key] for name, (key, _, _, _) in cuts(0, 2).items()})
+        host = coordinator(Topology.alone(), tmp_path_factory.mktemp("whole"), held, backend=backend)
+        return Path(host.save_checkpoint(checkpoint_id="1"))
+
+    return save
+
+
+@covering({"strategy": ["direct", *TWO_STAGE], "backend": ["zarr", "ocdbt", "safetensors"]}, default=1)
 def test_every_cut_of_a_tensor_is_loaded_into_device_memory(
-    tmp_path: Path, device: str, backend: str, strategy: str
+    saved_whole: Callable[[str], Path], device: str, backend: str, strategy: str
 ) -> None:
-    whole = {name: matrices()[key] for name, (key, _, _, _) in cuts(0, 2).items()}
-    path = coordinator(Topology.alone(), tmp_path, Held(whole), backend=backend).save_checkpoint(checkpoint_id="1")
     nodes, cpu_transfer = TWO_STAGE.get(strategy, ([2], None))
     run_ranks(
-        2, _load_pieces, Path(path), device, cpu_transfer,
+        2, _load_pieces, saved_whole(backend), device, cpu_transfer,
         nodes=nodes, process_group=True, device=device, environment=ADVERSARY,
     )  # fmt: skip
 
@@ -481,12 +489,12 @@ def test_ckpt_load_waits_where_it_converts_the_data_type(tmp_path: Path, device:
     run_ranks(1, _save_and_load_as_another_type, tmp_path, device, form, device=device, environment=ADVERSARY)
 
 
-DOUBLE = {"w": Kind(torch.float64, 3 << 20, lambda flat: flat.view(3, 1 << 20).t())}
+DOUBLE = {"w": Kind(torch.float64, 3 << 18, lambda flat: flat.view(3, 1 << 18).t())}
 
 
 def _save_and_load_as_another_type(topology: Topology, root: Path, device: str, form: str) -> None:
     save, load = FORMATS[form]
-    values = torch.arange(3.0 * (1 << 20)).view(1 << 20, 3)
+    values = torch.arange(3.0 * (1 << 18)).view(1 << 18, 3)
     ckpt.save({"w": ShardedTensor.from_rank_offsets("w", values)}, root, save())
     memory = Memory(DOUBLE, 1, torch_device(device, topology))
     memory.change(7, on_new_streams=True)

@@ -22,7 +22,7 @@ from tests.states import Held
 
 pytestmark = pytest.mark.npu
 
-SMALL_DEVICE = ADVERSARY | {"NPU_SIM_MEMORY": f"{256 << 20}"}
+SMALL_DEVICE = ADVERSARY | {"NPU_SIM_MEMORY": f"{64 << 20}"}
 ENOUGH = 200 << 10
 """For the smallest bucket, and not for the next one."""
 
@@ -91,7 +91,7 @@ def _load_optional_without_room(topology: Topology, path: Path) -> None:
     device = torch_device("npu", topology)
     memory = Memory(AWKWARD, 1, device)
     loader = coordinator(topology, path.parent, Held(memory.tensors()), device="npu", component={"required": False})
-    filled = Filled(device, 6 << 20)  # for a bucket, and not for the largest tensor once more
+    filled = Filled(device, 2 << 20)  # for a bucket, and not for the largest tensor once more
     loader.load_checkpoint(path)
-    assert filled.free() < 12 << 20
+    assert filled.free() < 5 << 20
     memory.require_filled(values_of(AWKWARD, 2), around=1)

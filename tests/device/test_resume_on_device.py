@@ -17,8 +17,10 @@ from ckpt.topology import Topology
 from recipes.config import checked
 from recipes.training import train
 from tests.conf.configs import composed
+from tests.covering import rows
 from tests.device.devices import ADVERSARY, CUDA, NPU
 from tests.e2e.runs import TEXT
+from tests.mini import MINI
 from tests.ranks import run_ranks
 
 LAYOUTS = {
@@ -48,7 +50,7 @@ STRATEGIES = {
 
 ENVIRONMENT = ADVERSARY | {"MASTER_ADDR": "127.0.0.1"}
 """Whoever starts ranks on several hosts names the first one, and Accelerate asks for it."""
-SMALL = [f"data.path={TEXT}", "train.batch_size=4", "train.steps=2", "save.every=1"]
+SMALL = [*MINI, f"data.path={TEXT}", "train.batch_size=4", "train.steps=2", "save.every=1"]
 
 
 class Run(NamedTuple):
@@ -127,11 +129,15 @@ def test_a_resumed_run_is_the_straight_one_to_the_bit(
     require_resumed(*runs_on(device, layout, *straight_and_resumed(tmp_path, backend, [strategy]), hosts=hosts))
 
 
+def _has_ranks(layout: str = "", hosts: int = 1, *_: object) -> bool:
+    return not layout or LAYOUTS[layout] >= hosts
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("device", [NPU, CUDA])  # on the CPU that is tests/distributed/test_layouts.py
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("layout", "hosts"), [(layout, hosts) for layout in LAYOUTS for hosts in (1, 2) if LAYOUTS[layout] >= hosts]
+    ("layout", "hosts", "backend"),
+    rows({"layout": [*LAYOUTS], "hosts": [1, 2], "backend": [*BACKENDS]}, 2, is_possible=_has_ranks),
 )
 def test_every_layout_resumes_to_the_bit_by_every_backend_and_strategy_on_one_host_and_on_two(
     tmp_path: Path, device: str, layout: str, backend: str, hosts: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_once_ranks_wait_for_each_other_none_waits_for_its_whole_device(saved: S
 
 def _load_and_watch(topology: Topology, path: Path, cpu_transfer: bool) -> None:
     memory = Memory(AWKWARD, 1, torch_device("npu", topology))
-    strategy = TwoStageLoad(cpu_transfer=cpu_transfer, max_in_flight_mib=16)
+    strategy = TwoStageLoad(cpu_transfer=cpu_transfer, max_in_flight_mib=8)
     loader = coordinator(topology, path.parent, Held(memory.tensors()), device="npu", strategy=strategy)
     run, wait_for = Courier.run, ckpt.device.wait_for
     waited: list[torch.device] = []
@@ -94,3 +95,29 @@ def _bring_and_close(topology: Topology) -> None:
         host.copy_(slots.memory, non_blocking=True)
     other.synchronize()
     assert torch.equal(host, values)
+
+
+def test_the_network_does_not_wait_for_what_the_program_has_queued_since() -> None:
+    """That may hold collectives, which wait for other ranks."""
+    found = run_ranks(2, _carry_beside_the_program, process_group=True, device="npu", environment=ADVERSARY)
+    assert found == [("carried", 0.0, 1.0)] * 2
+
+
+def _carry_beside_the_program(topology: Topology) -> tuple[str, float, float]:
+    where = torch_device("npu", topology)
+    slots = DeviceSlots(torch.full((1 << 10,), topology.rank, dtype=torch.uint8, device=where))
+    other, ones = torch.zeros(5, device=where), torch.ones(5).pin_memory()
+    torch.npu.synchronize()
+    other.copy_(ones, non_blocking=True)
+    slots.carry(lambda: _begun(slots.memory))()
+    with torch.npu.stream(torch.npu.Stream()):
+        carried, found = slots.memory.cpu(), float(other.max().cpu())
+    torch.npu.synchronize()
+    assert not carried.any(), "it is that of rank 0"
+    return "carried", found, float(other.max())
+
+
+def _begun(memory: torch.Tensor) -> Callable[[], None]:
+    work = dist.broadcast(memory, 0, async_op=True)
+    assert work is not None
+    return work.wait
