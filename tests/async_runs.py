@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from ckpt.errors import CheckpointError
 from ckpt.ledger import ROOT_OWNER, Ledger
 from ckpt.save_settings import SaveSettings
 from ckpt.topology import Topology
+from tests.pace import patience
 from tests.states import Held, backend_named, coordinator
 from tests.values import same_values
 
@@ -36,7 +38,7 @@ SETTINGS = {
 """The ways to save in the background, as overrides of the training command."""
 
 SHAPE = (64, 1000)
-PATIENCE_S = 30.0
+PATIENCE_S = patience(30.0)
 
 
 def settings(**chosen: Any) -> SaveSettings:
@@ -46,7 +48,12 @@ def settings(**chosen: Any) -> SaveSettings:
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise in the main thread what is still waiting there when the time is up, again and again until it lets go."""
+    """Raise in the main thread what is still waiting there when the time is up, again and again until it lets go.
+
+    Args:
+        seconds: on a quiet machine, as in `until`.
+    """
+    seconds = patience(seconds)
 
     def too_late(_signum: int, _frame: Any) -> None:
         raise AssertionError(f"it did not end within {seconds:g} s")
@@ -60,8 +67,9 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def until(is_so: Callable[[], object], what: str = "what was waited for", seconds: float = PATIENCE_S) -> None:
+def until(is_so: Callable[[], object], what: str = "what was waited for", seconds: float = 30.0) -> None:
     """Wait for something that comes soon."""
+    seconds = patience(seconds)
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, f"{what} did not come within {seconds:g} s"
@@ -264,7 +272,7 @@ class Left:
     """What this process had when this was made: files, threads, children, shared memory. Later: what it has more of."""
 
     def __init__(self) -> None:
-        self._files, self._children, self._memory = _files(), _children(), _shared_memory()
+        self._files, self._children, self._memory = _files(), _children(), _memory_files()
 
     def more(self) -> dict[str, list[str]]:
         """What there is now that there was not then; a closed connection may take a moment."""
@@ -272,12 +280,12 @@ class Left:
         found = {
             "files": sorted(_files() - self._files),
             "children": sorted(_children() - self._children),
-            "shared memory": sorted(_shared_memory() - self._memory),
+            "shared memory": sorted((_memory_files() - self._memory).elements()),
         }
         return {kind: names for kind, names in found.items() if names}
 
     def require_nothing(self, seconds: float = 5.0) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         while self.more() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert self.more() == {}, f"there is more than there was: {self.more()}"
@@ -295,15 +303,11 @@ def _children() -> set[str]:
     return {f"{child.pid} {' '.join(child.cmdline())}" for child in psutil.Process().children(recursive=True)}
 
 
-def _shared_memory() -> set[str]:
-    """Files of this user that are memory: those of other programs may come and go."""
-    return {name for name in os.listdir("/dev/shm") if _is_mine(f"/dev/shm/{name}")}
-
-
-def _is_mine(path: str) -> bool:
-    with suppress(OSError):
-        return os.stat(path).st_uid == os.getuid()
-    return False
+def _memory_files() -> Counter[str]:
+    """Shared memory that this process has mapped, by name: that of other programs comes and goes."""
+    with open("/proc/self/maps") as maps:
+        mapped = {(line.split()[4], line.split(maxsplit=5)[5].strip()) for line in maps if len(line.split()) > 5}
+    return Counter(name for _, name in mapped if name.startswith(("/memfd:", "/dev/shm/")))
 
 
 def committed(root: Path) -> list[str]:

@@ -38,6 +38,7 @@ from ckpt.topology import Phase, Topology
 from tests.distributed.test_elastic import Queue
 from tests.distributed.test_elastic import component as elastic_component
 from tests.distributed.test_patterns import LARGE, blank, groups_of, seed_of, state_of
+from tests.pace import patience
 from tests.states import Held, coordinator, random_bits, same_bits
 
 OPERATIONS = ("save", "load")
@@ -45,7 +46,7 @@ AWAITED = ("is absent", "hangs")
 FAULTS = ("raises", "raises before", "goes elsewhere", "is absent", "hangs", "is killed")
 BY_OTHERS = "per_rank, saved by other ranks"  # a pattern more for loads: what each rank had is handed to all
 CUTS = (0, 7, 20, 33, 48)  # rows of the sharded tensor: its shards are no whole chunks, and parts of them are sent
-_PATIENCE_S = 60.0
+_PATIENCE_S = patience(60.0)
 _LOOK_S = 0.05
 _T = TypeVar("_T")
 
