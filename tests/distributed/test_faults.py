@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import signal
 import time
@@ -18,6 +17,7 @@ from ckpt import StateComponent
 from ckpt.backends.base import ArraySpec, Previous, Writer
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, StorageError
 from ckpt.topology import Topology
+from tests.covering import covering
 from tests.ranks import Dead, run_ranks
 from tests.states import Held, backend_named, coordinator, global_index, same_bits
 
@@ -75,9 +75,6 @@ def hung() -> None:
 FAULTS: dict[str, Callable[[], None]] = {"raises": full_disk, "killed": killed, "stopped": stopped, "hung": hung}
 
 
-SOME = (("raises", 2, "safetensors"), ("killed", 0, "zarr"), ("hung", 2, "zarr"))
-
-
 def components(value: float) -> tuple[Held, list[StateComponent]]:
     held = Held({f"w{i}": global_index(SHAPE) + value for i in range(8)})
     return held, [StateComponent("model", held, "replicated")]
@@ -106,13 +103,7 @@ def _load_and_compare(topology: Topology, root: Path) -> None:
     made.save_checkpoint(checkpoint_id="2")
 
 
-@pytest.mark.parametrize(
-    ("fault", "rank", "backend"),
-    [
-        pytest.param(*case, marks=() if case in SOME else pytest.mark.full)
-        for case in itertools.product(FAULTS, (0, 2), ("zarr", "safetensors"))
-    ],
-)
+@covering({"fault": FAULTS, "rank": (0, 2), "backend": ("zarr", "safetensors")})
 def test_one_faulty_rank_fails_the_save_on_all_others_and_nothing_is_committed(
     tmp_path: Path, fault: str, rank: int, backend: str
 ) -> None:
@@ -205,7 +196,7 @@ def _load_damaged(topology: Topology, root: Path) -> tuple[str, list[Any]]:
     return str(caught.value), list(made.last_load.fell_back_from)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("zarr", marks=pytest.mark.full), "ocdbt", "safetensors"])
+@pytest.mark.parametrize("backend", ["zarr", "ocdbt", "safetensors"])
 def test_damage_that_only_one_rank_meets_is_refused_by_all_and_passed_over_by_all(tmp_path: Path, backend: str) -> None:
     run_ranks(2, _save_twice, tmp_path, backend)
     largest = max((tmp_path / "checkpoint-2").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)

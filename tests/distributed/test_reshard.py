@@ -133,10 +133,10 @@ def _load_dtensors(topology: Topology, root: Path, layout: str, pattern: str) ->
     ("saved_as", "by", "loaded_as", "on"),
     [
         ("rows", 3, "2d", 4),
-        pytest.param("2d", 4, "columns", 2, marks=pytest.mark.full),
+        ("2d", 4, "columns", 2),
         ("2d-hsdp", 4, "rows", 3),
-        pytest.param("copies", 2, "2d-hsdp", 4, marks=pytest.mark.full),
-        pytest.param("columns", 3, "copies", 2, marks=pytest.mark.full),
+        ("copies", 2, "2d-hsdp", 4),
+        ("columns", 3, "copies", 2),
     ],
 )
 def test_dtensors_move_between_placements_bit_for_bit(
