@@ -33,6 +33,7 @@ class Size:
 
 
 SIZES = {
+    "nano": Size(vocabulary=256, context=64, layers=3, heads=4, width=64),
     "tiny": Size(vocabulary=256, context=64, layers=5, heads=4, width=128),
     "gpt2": Size(vocabulary=50257, context=1024, layers=12, heads=12, width=768),
     "gpt2-large": Size(vocabulary=50257, context=1024, layers=36, heads=20, width=1280),

@@ -83,22 +83,35 @@ class Scenario:
         return "2" if self.mode == "overwrite" else "3"
 
 
-def save_cases(seed: int, points: int, points_by_process: int, sample: int | None = None) -> list[Case]:
+def save_cases(seed: int, points: int, points_by_process: int) -> list[Case]:
     """Cases for every way to save.
 
     Args:
         points: how many tries each way gets.
         points_by_process: for those by a writer process, which takes seconds to start.
-        sample: so many ways, drawn by lot, and none by a writer process; None: all.
     """
     ways = [Scenario(*way) for way in itertools.product(held_state.BACKENDS, MODES, (1, 2))]
-    if sample is not None:
-        ways = Random(f"{seed} ways").sample([way for way in ways if way.mode != "async process"], sample)
     each = {True: points_by_process, False: points}
     return [
         Case("crashes:saves", {"scenario": way, "points": each[way.mode == "async process"], "seed": f"{seed} {way}"})
         for way in ways
     ]
+
+
+def sample_of_save_cases(seed: int) -> list[Case]:
+    """Each mode once, but for that by a writer process; each backend, number of ranks and fault in some of them; dealt by lot."""
+    random = Random(f"{seed} ways")
+    modes = [mode for mode in MODES if mode != "async process"]
+    backends, faults = [*held_state.BACKENDS], [*FAULTS]
+    for values in (modes, backends, faults):
+        random.shuffle(values)
+    cases = []
+    for number, mode in enumerate(modes):
+        way = Scenario(backends[number % len(backends)], mode, 2 - number % 2)
+        own = faults[number :: len(modes)]
+        given = {"scenario": way, "points": len(own), "seed": f"{seed} {way}", "faults": own}
+        cases.append(Case("crashes:saves", given))
+    return cases
 
 
 def load_cases(seed: int, points: int, sample: int | None = None) -> list[Case]:
@@ -112,14 +125,16 @@ def load_cases(seed: int, points: int, sample: int | None = None) -> list[Case]:
     ]
 
 
-def saves(folder: Path, scenario: Scenario, points: int, seed: str) -> Iterator[Outcome]:
+def saves(
+    folder: Path, scenario: Scenario, points: int, seed: str, faults: Sequence[Fault] = FAULTS
+) -> Iterator[Outcome]:
     """Count the calls of a save, then let something happen at some of them."""
     with _Ranks(scenario.num_ranks) as ranks:
         base = folder / "base"
         for checkpoint_id in ("1", "2"):
             _require_returned(ranks.run(_save, scenario, base, checkpoint_id, ""))
         count = _counted(folder, base, ranks, scenario)
-        for number, ((fault, action, error, lasts), at) in enumerate(_points(FAULTS, count, points, Random(seed))):
+        for number, ((fault, action, error, lasts), at) in enumerate(_points(faults, count, points, Random(seed))):
             root = _copied(base, folder / f"root-{number}")
             orders = Orders(folder / "orders", root)
             orders.let(action, at, error=error, lasts=lasts)

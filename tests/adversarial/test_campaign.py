@@ -15,11 +15,11 @@ from tests.adversarial.conftest import Campaign
 def test_a_sample_of_the_campaign_holds(campaign: Campaign, seed: int) -> None:
     campaign(
         [
-            *crashes.save_cases(seed, points=3, points_by_process=0, sample=8),
-            *crashes.load_cases(seed, points=6, sample=2),
+            *crashes.sample_of_save_cases(seed),
+            *crashes.load_cases(seed, points=4, sample=2),
             *damage.cases(seed, flips=2, sample=2),
-            *foreign.cases(seed, sample=16),
-            *neighbours.cases(rounds=4, backends=["zarr"]),
+            *foreign.cases(seed, sample=10),
+            *neighbours.cases(rounds=3, backends=["zarr"]),
         ]
     )
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipes.benchmark_keys import check_benchmark
@@ -15,8 +19,26 @@ from recipes.config import GIVEN, checked, given_keys
 
 def composed(run_dir: Path, *overrides: str, root: str = "train") -> DictConfig:
     """Return the config before any check. Under `compose` there is no `${hydra:...}`, so the run's folder is given."""
+    given = [f"run_dir={run_dir}", *overrides]
+    choices = [one for one in given if _is_choice(one)]
+    values = OverridesParser.create().parse_overrides([one for one in given if one not in choices])
+    if any(one.is_sweep_override() for one in values):  # which Hydra refuses
+        return _composed.__wrapped__(root, tuple(given))
+    cfg = copy.deepcopy(_composed(root, tuple(choices)))
+    ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+    return cfg
+
+
+@functools.cache
+def _composed(root: str, choices: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose(root, [f"run_dir={run_dir}", *overrides])
+        return compose(root, list(choices))
+
+
+def _is_choice(override: str) -> bool:
+    """Whether it is for Hydra itself, or takes a file of a group. All others are put in afterwards, as Hydra does it."""
+    name = override.lstrip("+~").partition("=")[0].partition("@")[0]
+    return name.startswith("hydra") or (CONF / name).is_dir()
 
 
 def config(run_dir: Path, *overrides: str, num_ranks: int | None = None) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_our_strategies_are_measured_and_their_every_bit_compared(
 ) -> None:
     keys = check_benchmark({**KEYS, "contenders": ["zarr", "tensorstore"], "in_place": in_place})
     with Topology.alone() as topology:
-        result = benchmark(config(tmp_path, "train.batch_size=2") | {"benchmark": keys}, topology)
+        result = benchmark(config(tmp_path, "model.size=nano", "train.batch_size=2") | {"benchmark": keys}, topology)
     assert list(result["figures"]) == ["zarr", "tensorstore"] and result["ratios"] == {}
     assert all(min(row[c] for c in ("save_s", "load_cold_s", "load_warm_s")) > 0 for row in result["figures"].values())
     for measured in result["contenders"].values():
@@ -107,7 +107,7 @@ def test_our_strategies_are_measured_and_their_every_bit_compared(
 
 def test_ranks_that_hold_parts_measure_together_and_ratios_are_the_others_figures_over_ours(tmp_path: Path) -> None:
     keys = check_benchmark({**KEYS, "contenders": ["zarr", "megatron"], "megatron_python": fake(tmp_path)})
-    cfg = config(tmp_path / "run", "parallel=ddp_tp", num_ranks=2) | {"benchmark": keys}
+    cfg = config(tmp_path / "run", "model.size=nano", "parallel=ddp_tp", num_ranks=2) | {"benchmark": keys}
     result, _ = run_ranks(2, _benchmark, cfg)
     assert (result["tp"], result["dp"], result["ranks"]) == (2, 1, 2)
     assert result["ratios"]["zarr"]["save_s"] == 2.0 / result["figures"]["zarr"]["save_s"]
@@ -119,7 +119,9 @@ def test_ranks_that_hold_parts_measure_together_and_ratios_are_the_others_figure
 def test_two_stage_loading_is_held_against_two_stage_loading(tmp_path: Path) -> None:
     names = ["zarr", "zarr/two-stage", "megatron", "megatron/two-stage"]
     keys = check_benchmark({**KEYS, "contenders": names, "optimizer": "tensors", "megatron_python": fake(tmp_path)})
-    cfg = config(tmp_path / "run", "parallel=ddp_tp", "parallel.tp=1", num_ranks=2) | {"benchmark": keys}
+    cfg = config(tmp_path / "run", "model.size=nano", "parallel=ddp_tp", "parallel.tp=1", num_ranks=2) | {
+        "benchmark": keys
+    }
     result = run_ranks(2, _benchmark, cfg, process_group=True)[0]
     assert list(result["figures"]) == names and (result["tp"], result["dp"]) == (1, 2)
     assert [result["contenders"][name]["wrong"] for name in names[:2]] == [[], []]
@@ -177,7 +179,7 @@ def test_a_wrong_key_is_one_sentence(wrong: dict[str, object], sentence: str) ->
     ("override", "sentence"),
     [
         ("parallel=pipeline", "parallel=pipeline lays out pp: this benchmark knows dp and tp"),
-        ("model.size=huge", "model.size=huge: there is no such size; it is one of tiny, gpt2"),
+        ("model.size=huge", "model.size=huge: there is no such size; it is one of nano, tiny, gpt2"),
     ],
 )
 def test_a_layout_or_size_that_it_does_not_know_is_one_sentence(override: str, sentence: str, tmp_path: Path) -> None:

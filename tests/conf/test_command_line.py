@@ -21,7 +21,9 @@ from omegaconf import OmegaConf
 import recipes.train
 import recipes.verify
 
-SMALL = ["train.batch_size=2", "launch.nproc_per_node=1"]
+SMALL = ["train.batch_size=2", "launch.nproc_per_node=1", "model.size=nano"]
+BYTES = 2e6
+"""A checkpoint of it holds more."""
 REPO = Path(recipes.train.__file__).parent.parent
 
 
@@ -191,10 +193,9 @@ def test_a_run_tells_its_progress_and_leaves_a_summary(command: Command, tmp_pat
     assert [(save["step"], save["path"]) for save in found["checkpoints"]] == [
         (step, f"{root}/checkpoint-{step:08d}") for step in (2, 4, 5)
     ]
-    assert all(save["bytes"] > 12e6 and save["save_s"] >= save["blocked_s"] > 0 for save in found["checkpoints"])
+    assert all(save["bytes"] > BYTES and save["save_s"] >= save["blocked_s"] > 0 for save in found["checkpoints"])
 
 
-@pytest.mark.full
 def test_a_resumed_run_equals_the_straight_one_bit_for_bit_and_says_what_has_changed(command: Command) -> None:
     command(*SMALL, "run_name=straight", "train.steps=6", "save.every=3")
     command(*SMALL, "train.steps=3", "save.every=3")
@@ -211,7 +212,7 @@ def test_a_resumed_run_equals_the_straight_one_bit_for_bit_and_says_what_has_cha
     assert resumed["state_digest"] == straight["state_digest"]
     assert (resumed["first_step"], resumed["final_step"]) == (4, 6)
     assert resumed["resumed_from"].endswith("outputs/dev/checkpoints/checkpoint-00000003")
-    assert resumed["loaded_digest"] is not None and resumed["bytes_read"] == resumed["bytes_needed"] > 12e6
+    assert resumed["loaded_digest"] is not None and resumed["bytes_read"] == resumed["bytes_needed"] > BYTES
 
 
 def test_a_run_resumed_at_its_last_step_writes_a_summary_only_if_there_is_none(command: Command) -> None:
@@ -309,7 +310,7 @@ def test_reading_back_finds_the_state_that_was_saved(command: Command) -> None:
     outcome = command(*SMALL, "train.steps=2", "load.reread=true")
     found = summary()
     assert outcome.code == 0 and "read back checkpoint-00000002, bit for bit" in outcome.out
-    assert found["load_s"] > 0 and found["bytes_read"] == found["bytes_needed"] > 12e6
+    assert found["load_s"] > 0 and found["bytes_read"] == found["bytes_needed"] > BYTES
     assert found["resumed_from"] is None and found["loaded_digest"] is None
 
 
@@ -324,7 +325,7 @@ def test_a_sweep_ends_with_one_table_in_which_a_failed_job_is_a_row(command: Com
     assert [row["error"] for row in bad] == ["train.steps=-1: expected at least 1"] * 2
     assert good[0]["state_digest"] == good[1]["state_digest"]
     assert all(row["save_s"] > 0 and row["load_s"] > 0 and row["blocked_s"] > 0 for row in good)
-    assert all(row["bytes_written"] > 12e6 and row["bytes_read"] > 12e6 for row in good)
+    assert all(row["bytes_written"] > BYTES and row["bytes_read"] > BYTES for row in good)
     for text in (outcome.out, Path("outputs/dev/sweep.txt").read_text()):
         assert good[0]["state_digest"][:8] in text and "ckpt=tensorstore" in text
     assert Path("outputs/dev/sweep.svg").read_text().startswith("<svg")
@@ -372,11 +373,11 @@ def test_a_recipe_can_be_run_by_its_path_from_anywhere(tmp_path: Path) -> None:
     assert done.stdout.startswith("ckpt:\n")
 
 
-def test_help_shows_choices_and_keys_to_a_newcomer(tmp_path: Path) -> None:
-    done = python("-m", "recipes.train", "--help", cwd=tmp_path)
-    assert done.returncode == 0 and not list(tmp_path.iterdir())
+def test_help_shows_choices_and_keys_to_a_newcomer(command: Command, tmp_path: Path) -> None:
+    outcome = command("--help")
+    assert outcome.code == 0 and not list(tmp_path.iterdir())
     assert all(
-        line in done.stdout for line in ("ckpt: kimi-engine, tensorstore, zarr", "device: cpu, cuda, npu", "  steps: ")
+        line in outcome.out for line in ("ckpt: kimi-engine, tensorstore, zarr", "device: cpu, cuda, npu", "  steps: ")
     )
 
 

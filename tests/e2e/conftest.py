@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import BACKENDS, checkpoint, run
+from tests.e2e.runs import BACKENDS, checkpoint, forked_with_all_loaded, run
 
 STEPS = 6
 
@@ -19,6 +19,11 @@ class Run:
 
     dir: Path
     summary: dict[str, Any]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_have_all_loaded() -> None:
+    forked_with_all_loaded()
 
 
 @pytest.fixture(scope="session")

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import recipes.train
 from ckpt.ledger import Ledger
 from ckpt.topology import Topology
 from recipes.launch import launch
+from recipes.ranks import environment_with
 from recipes.training import settle_start, train
 from tests.conf.configs import config
+from tests.device.devices import make_importable
 
 REPO = Path(recipes.train.__file__).parent.parent
 TEXT = Path(sysconfig.get_path("stdlib"), "stat.py")
 """Five kilobytes: every seven steps or so the text begins anew, so resumed runs cross that border too."""
+
+SMALL = [f"data.path={TEXT}", "model.size=nano"]
+"""What every run here is given first: what it is given besides may say otherwise."""
 
 BACKENDS = {
     "zarr": ["ckpt=zarr"],
@@ -35,7 +48,7 @@ Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
 
 def run(run_dir: Path, *overrides: str, ranks: int = 1, job: Job = train) -> dict[str, Any]:
     """Do what `python -m recipes.train` does once Hydra has composed, on new ranks, and return the summary."""
-    cfg = config(run_dir, f"data.path={TEXT}", f"launch.nproc_per_node={ranks}", *overrides)
+    cfg = config(run_dir, *SMALL, f"launch.nproc_per_node={ranks}", *overrides)
     summary = launch(job, settle_start(cfg))
     assert summary is not None
     return summary
@@ -44,7 +57,7 @@ def run(run_dir: Path, *overrides: str, ranks: int = 1, job: Job = train) -> dic
 def start(run_dir: Path, *overrides: str, ranks: int = 1, environment: dict[str, str] | None = None) -> Command:
     """Start `python -m recipes.train` in a process group of its own, in the folder above `run_dir`."""
     return Command(
-        ["-m", "recipes.train", f"output_dir={run_dir}", f"data.path={TEXT}", f"launch.nproc_per_node={ranks}"],
+        ["-m", "recipes.train", f"output_dir={run_dir}", *SMALL, f"launch.nproc_per_node={ranks}"],
         overrides,
         run_dir.parent,
         environment or {},
@@ -52,14 +65,14 @@ def start(run_dir: Path, *overrides: str, ranks: int = 1, environment: dict[str,
 
 
 class Command:
-    """A recipe as a process."""
+    """A recipe as a process, each with one thread to calculate unless its environment says otherwise."""
 
     def __init__(self, start: list[str], overrides: tuple[str, ...], cwd: Path, environment: dict[str, str]) -> None:
         cwd.mkdir(parents=True, exist_ok=True)
         self.process = subprocess.Popen(
             [sys.executable, *start, *overrides],
             cwd=cwd,
-            env=os.environ | {"PYTHONPATH": str(REPO)} | environment,
+            env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -89,6 +102,78 @@ class Command:
         assert self.err.count("\n") == 1 and self.err.endswith("\n"), self.err
         assert "Traceback" not in self.err + self.out
         return self.err.strip()
+
+
+class Forked:
+    """A recipe as a process that has torch loaded already: `main` as a command calls it, with a process of its own for signals.
+
+    Its name is that of the module, such as "recipes.train"; `cwd` is where it begins; `device`, which plugin it finds.
+    """
+
+    def __init__(self, name: str, overrides: Sequence[str], cwd: Path, device: str = "cpu") -> None:
+        context = forked_with_all_loaded()
+        self._said = tempfile.TemporaryDirectory()
+        self.process = context.Process(
+            target=_recipe_main, args=(name, tuple(overrides), cwd, Path(self._said.name), device)
+        )
+        self.process.start()
+        self.out = self.err = ""
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def ended(self, timeout_s: float = 120.0) -> Forked:
+        """Wait for its end; past the time it is killed, and the test fails."""
+        self.process.join(timeout_s)
+        is_late = self.process.exitcode is None
+        if is_late:
+            self.process.kill()
+            self.process.join()
+        with self._said as said:
+            self.out, self.err = (Path(said, name).read_text() for name in ("out", "err"))
+        assert not is_late, f"still running after {timeout_s} s; it had said:\n{self.out}\n{self.err}"
+        return self
+
+    @property
+    def code(self) -> int:
+        assert self.process.exitcode is not None
+        return self.process.exitcode
+
+
+@functools.cache
+def forked_with_all_loaded() -> ForkServerContext:
+    """Start the forkserver of all runs in this process, unless it runs: with all that a rank would load, before it is forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [
+            "torch._dynamo",
+            "torch.nn.parallel",
+            "pytest",
+            "ckpt.backends.tensorstore",
+            "ckpt.backends.zarr",
+            "recipes.local_ranks",
+            "recipes.syncing",
+            "recipes.training",
+            "tests.e2e.runs",
+            "tests.ranks",
+            "recipes.forkserver",
+        ]
+    )
+    with environment_with({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}):
+        forkserver.ensure_running()
+    return context
+
+
+def _recipe_main(name: str, overrides: Sequence[str], cwd: Path, said: Path, device: str) -> None:
+    os.chdir(cwd)
+    make_importable(device)
+    sys.argv = [name, *overrides]
+    for stream, path in ((1, "out"), (2, "err")):
+        os.dup2(os.open(said / path, os.O_WRONLY | os.O_CREAT), stream)
+    torch.set_num_threads(1)
+    import_module(name).main()
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_a_write_error_in_the_background_is_one_sentence_and_the_run_goes_on_fro
 
 
 def test_the_last_step_is_saved_though_the_save_before_it_is_under_way_and_others_are_skipped(tmp_path: Path) -> None:
-    slow = ["save.mode=async", "save.when_busy=skip", "save.writer_mib_s=12", "save.every=1"]
+    slow = ["save.mode=async", "save.when_busy=skip", "save.writer_mib_s=2", "save.every=1"]
     found = run(tmp_path / "run", "train.steps=4", *slow)
     saved = [save["step"] for save in found["checkpoints"]]
     assert saved[-1] == 4

@@ -34,7 +34,7 @@ class Forgetful(Raw):
 
 
 def config(run_dir: Path, *overrides: str, ranks: int, names: list[str]) -> dict[str, Any]:
-    size = ["model.size=tiny", f"launch.nproc_per_node={ranks}", "benchmark.repeats=1"]
+    size = ["model.size=nano", f"launch.nproc_per_node={ranks}", "benchmark.repeats=1"]
     return benchmark_config(run_dir, *size, f"benchmark.contenders=[{','.join(names)}]", *overrides)
 
 

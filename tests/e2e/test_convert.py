@@ -27,6 +27,7 @@ from ckpt.mapping import ShardedObject, ShardedTensor
 from ckpt.serialization import load, load_common_state_dict, load_plain_tensors, load_sharded_metadata
 from ckpt.stored import read_manifest
 from recipes.converting import shard_bytes
+from tests.covering import covering
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import checkpoint, run
 from tests.golden.megatron.truth import Truth, truth
@@ -92,8 +93,7 @@ def require_all_of(expected: Truth, dst: Path, common: dict[str, Any]) -> None:
     assert load_sharded_metadata(dst).keys() == {*expected.tensors, *expected.objects}
 
 
-@pytest.mark.parametrize("to", ["zarr", "tensorstore"])
-@pytest.mark.parametrize("name", GOLDEN)
+@covering({"name": GOLDEN, "to": ["zarr", "tensorstore"]}, default=1)
 def test_what_megatron_core_saved_loads_as_ours_to_the_bit(
     convert: Command, tmp_path: Path, name: str, to: str
 ) -> None:
@@ -333,7 +333,9 @@ def test_a_model_becomes_a_plain_file_that_a_model_is_made_of(convert: Command, 
         if name in found and entry.path is not None:
             values = zarr.open_array(src / entry.path, mode="r")[...]
             assert np.asarray(values).tobytes() == found[name].numpy().tobytes()
-    code, out, _ = convert(f"src={src}", f"dst={tmp_path / 'cut'}", "to=safetensors", "max_shard_size=1MB", "json=true")
+    code, out, _ = convert(
+        f"src={src}", f"dst={tmp_path / 'cut'}", "to=safetensors", "max_shard_size=200KB", "json=true"
+    )
     names = json.loads(out)["files"]
     assert code == 0 and len(names) > 2
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == sorted(

@@ -33,7 +33,7 @@ SAMPLES = {
         ("model/zarr.json", "removed"),
         ("model/wte.weight/zarr.json", "flipped"),
         ("model/wte.weight/c/0/0", "flipped"),
-        ("model/h.3.mlp.c_proj.weight/c/0/0", "removed"),
+        ("model/h.2.mlp.c_proj.weight/c/0/0", "removed"),
         ("optimizer/packed-float32-00000/c/0", "truncated"),
     ],
     "in_ocdbt": [

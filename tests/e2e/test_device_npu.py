@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.device.devices import STAND_IN, environment, prepare
-from tests.e2e.runs import REPO, TEXT, Command, checkpoint, committed, start, summary_of
+from tests.e2e.runs import REPO, TEXT, Command, Forked, checkpoint, committed, start, summary_of
 
 pytestmark = pytest.mark.npu
 
-SMALL = ["train.steps=4", "save.every=2", "device=npu"]
+SMALL = ["train.steps=4", "save.every=2", "train.batch_size=2", "device=npu"]
+LARGE = ["train.steps=1", "model.size=tiny", "device=npu"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,7 +32,7 @@ def with_stand_in(variables: dict[str, str]) -> dict[str, str]:
     return {"PYTHONPATH": f"{REPO}{os.pathsep}{STAND_IN}", **variables}
 
 
-def done(command: Command) -> str:
+def done(command: Command | Forked) -> str:
     """Wait for a good end with nothing on stderr, and return what was printed."""
     command.ended()
     assert (command.code, command.err) == (0, ""), command.err
@@ -60,16 +61,22 @@ def test_kimi_gives_weights_from_one_npu_to_another(tmp_path: Path) -> None:
 
 
 def test_the_card_runs_as_it_is_and_any_device_goes_on_from_it(tmp_path: Path) -> None:
-    """`python -m recipes.train ckpt=tensorstore device=npu`, but for the number of steps."""
-    command = ["-m", "recipes.train"]
-    done(Command(command, ("ckpt=tensorstore", *SMALL), tmp_path, with_stand_in({})))
+    """`python -m recipes.train ckpt=tensorstore device=npu`, but for the number of steps and samples."""
+    done(Command(["-m", "recipes.train"], ("ckpt=tensorstore", *SMALL), tmp_path, with_stand_in({})))
     card = tmp_path / "outputs" / "dev"
     assert [path.name for path in committed(card)] == ["checkpoint-00000002", "checkpoint-00000004"]
     path = checkpoint(card, 4)
     digests = [summary_of(card)["state_digest"]]
     for name, strategy in {"cpu": "direct", "npu": "two-stage"}.items():
-        overrides = (f"device={name}", f"strategy={strategy}", f"run_name={name}", "train.steps=4", f"resume={path}")
-        said = done(Command(command, overrides, tmp_path, with_stand_in({})))
+        overrides = (
+            f"device={name}",
+            f"strategy={strategy}",
+            f"run_name={name}",
+            "train.steps=4",
+            f"resume={path}",
+            SMALL[2],
+        )
+        said = done(Forked("recipes.train", overrides, tmp_path, device=name))
         summary = summary_of(tmp_path / "outputs" / name)
         assert (summary["first_step"], summary["losses"]) == (5, [])
         digests += [summary["loaded_digest"], summary["state_digest"]]
@@ -83,7 +90,7 @@ def test_ranks_that_torchrun_starts_train_as_those_of_the_recipe_do(tmp_path: Pa
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "recipes.train"]
     run_dir = tmp_path / "theirs"
     command = Command(
-        launcher, (f"output_dir={run_dir}", f"data.path={TEXT}", *SMALL), tmp_path, with_stand_in({})
+        launcher, (f"output_dir={run_dir}", f"data.path={TEXT}", "model.size=nano", *SMALL), tmp_path, with_stand_in({})
     ).ended()
     assert command.code == 0, command.err
     assert "Traceback" not in command.err
@@ -155,7 +162,7 @@ def test_no_plugin_at_all_names_the_extra(tmp_path: Path) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a short run: 12.8 MB of state."""
     run_dir = tmp_path_factory.mktemp("saved") / "run"
-    done(begin(run_dir, "train.steps=1", "device=npu"))
+    done(begin(run_dir, *LARGE))
     return run_dir
 
 
@@ -165,7 +172,7 @@ def test_little_room_beside_the_state_is_loaded_through_a_smaller_bucket_and_tol
     tmp_path: Path, saved: Path, strategy: str
 ) -> None:
     path = checkpoint(saved, 1)
-    overrides = ["train.steps=1", "device=npu", f"resume={path}", f"strategy={strategy}"]
+    overrides = [*LARGE, f"resume={path}", f"strategy={strategy}"]
     command = begin(tmp_path / "run", *overrides, NPU_SIM_MEMORY="14000000").ended()
     assert command.code == 0, command.err
     assert summary_of(tmp_path / "run")["loaded_digest"] == summary_of(saved)["state_digest"]
@@ -184,7 +191,7 @@ def test_little_room_beside_the_state_is_loaded_through_a_smaller_bucket_and_tol
     ids=["for the state", "for the model"],
 )
 def test_too_little_device_memory_is_one_sentence(tmp_path: Path, saved: Path, memory: str, sentence: str) -> None:
-    overrides = ["train.steps=1", "device=npu", f"resume={checkpoint(saved, 1)}"]
+    overrides = [*LARGE, f"resume={checkpoint(saved, 1)}"]
     command = begin(tmp_path / "run", *overrides, NPU_SIM_MEMORY=memory).ended()
     assert re.fullmatch(sentence, command.refused()), command.err
     assert not committed(tmp_path / "run")

@@ -76,12 +76,12 @@ def _killed_then_resumed(
 def _kill_in_a_save(run_dir: Path, victims: str, random: Random, overrides: list[str]) -> int:
     """Start a run, kill it at some moment of one of its first saves, and return how many checkpoints it had then.
 
-    A save takes some 0.15 s from the making of its unpublished folder, so the moment lies in it or just after.
+    A save takes some 0.1 s from the making of its unpublished folder, so the moment lies in it or just after.
     """
     command = start(run_dir, *overrides, ranks=RANKS, environment=mark(run_dir))
     try:
         seen = _nth_save_begins(run_dir, command, random.randint(1, STEPS - 2))
-        time.sleep(random.uniform(0, 0.2))
+        time.sleep(random.uniform(0, 0.12))
         before = len(committed(run_dir))
         ours = marked(run_dir)
         assert len(ours) >= RANKS + 2, "launcher, forkserver, ranks"

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.other_machine import OUTER, watched, why_not_here
-from tests.e2e.runs import TEXT
+from tests.e2e.runs import SMALL
 
 pytestmark = pytest.mark.skipif(bool(why_not_here()), reason=why_not_here() or "they are")
 
-TRAIN = ["recipes.train", "output_dir=run", f"data.path={TEXT}", "train.steps=2", "launch.nproc_per_node=2"]
-SYNC = ["recipes.sync_weights", "output_dir=run", f"data.path={TEXT}", "train.steps=2"]
+TRAIN = ["recipes.train", "output_dir=run", *SMALL, "train.steps=2", "launch.nproc_per_node=2"]
+SYNC = ["recipes.sync_weights", "output_dir=run", *SMALL, "train.steps=2"]
 
 
 def test_the_other_machine_finds_what_listens_for_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import recipes.train
 from tests.e2e.processes import a_second, left_after, mark, marked
-from tests.e2e.runs import TEXT, Command, committed, start, summary_of
+from tests.e2e.runs import SMALL, Command, committed, start, summary_of
 
 
 def test_a_second_run_is_refused_while_the_first_lives_and_begins_when_all_of_it_is_gone(
@@ -27,7 +27,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_begins_when_all_of_it
     monkeypatch.setattr(
         sys,
         "argv",
-        ["recipes/train.py", f"output_dir={run_dir}", f"data.path={TEXT}", "resume=latest", "train.steps=1"],
+        ["recipes/train.py", f"output_dir={run_dir}", *SMALL, "resume=latest", "train.steps=1"],
     )
     try:
         _wait_for_a_checkpoint(run_dir, first)

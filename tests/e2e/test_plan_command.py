@@ -14,10 +14,12 @@ import torch
 import recipes.plan
 from ckpt.errors import CheckpointError
 from recipes.gpt import GPT
+from recipes.planning import keys_of, show
+from recipes.planning import plan as planned
 from recipes.training import train
-from tests.conf.configs import config
+from tests.conf.configs import composed, config
 from tests.e2e.conftest import Run
-from tests.e2e.runs import TEXT, checkpoint, run
+from tests.e2e.runs import SMALL, TEXT, checkpoint, run
 from tests.ranks import run_ranks
 
 STEP = 4
@@ -33,7 +35,7 @@ class Plan:
 
     def __call__(self, *overrides: str) -> tuple[int, str, str]:
         """Return the exit code and what it printed."""
-        self.monkeypatch.setattr(sys, "argv", ["plan", f"data.path={TEXT}", *overrides])
+        self.monkeypatch.setattr(sys, "argv", ["plan", *SMALL, *overrides])
         self.capsys.readouterr()
         try:
             recipes.plan.main()
@@ -44,10 +46,14 @@ class Plan:
         return code, *self.capsys.readouterr()
 
     def json(self, *overrides: str) -> dict[str, Any]:
-        code, out, err = self(*overrides, "json=true")
-        assert err == ""
-        tree: dict[str, Any] = json.loads(out)
-        assert code == (0 if tree["loads"] else 1)
+        """What it prints with json=true, by what it calls once Hydra has composed."""
+        cfg = composed(Path.cwd(), *SMALL, *overrides, "json=true", root="plan")
+        keys = keys_of(cfg)
+        self.capsys.readouterr()
+        show(found := planned(keys, cfg), keys)
+        assert list(Path.cwd().iterdir()) == []
+        tree: dict[str, Any] = json.loads(self.capsys.readouterr().out)
+        assert tree["loads"] == found.forecast.loads
         return tree
 
 
@@ -69,7 +75,7 @@ def test_three_ranks_in_another_layout_do_what_was_planned(
     summary = run(tmp_path / "run", f"train.steps={STEP}", f"resume={path}", *wanted, ranks=3)
     assert summary["first_step"] == STEP + 1
     cut = [one["bytes_of_one_copy"] for one in tree["components"].values() if one["bytes_by_rank"] is None]
-    counts_of_steps = 4 * len(list(GPT().parameters()))  # each parameter's, which every rank holds
+    counts_of_steps = 4 * len(list(GPT(size="nano").parameters()))  # each parameter's, which every rank holds
     assert len(cut) == 2
     assert summary["bytes_needed"] == sum(cut) + 2 * counts_of_steps, "three ranks read a third each"
 
@@ -89,7 +95,7 @@ def test_a_change_of_ranks_and_layout_is_told_component_by_component(plan: Plan,
     assert (code, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[0].endswith("checkpoint-00000004: saved by 2 ranks; wanted by 3 ranks, parallel=fsdp (dp 3)")
-    assert "model replicated sharded, reshard resharded from 2 to 3 ranks a part of 4.3 MB" in lines
+    assert "model replicated sharded, reshard resharded from 2 to 3 ranks a part of 747.8 kB" in lines
     moved = "saved by 2 ranks, this run has 3"
     assert f"scheduler replicated replicated, replica replica taken: {moved}" in lines
     assert f"dataset global global, repartition repartitioned at sample {SAMPLE}" in lines
@@ -100,7 +106,9 @@ def test_a_change_of_ranks_and_layout_is_told_component_by_component(plan: Plan,
 
 
 def test_as_json_the_plan_gives_topologies_keys_and_bytes_exactly(plan: Plan, saved: str) -> None:
-    tree = plan.json(saved, "nodes=2", "launch.nproc_per_node=2")
+    code, out, err = plan(saved, "nodes=2", "launch.nproc_per_node=2", "json=true")
+    assert (code, err) == (0, "")
+    tree = json.loads(out)
     assert tree["saved"] == {"world_size": 2, "topology": {"nodes": [[0, 1]], "groups": {"dp": [[0, 1]]}}}
     assert tree["wanted"] == {
         "layout": "parallel=ddp (dp 4)",
@@ -108,7 +116,7 @@ def test_as_json_the_plan_gives_topologies_keys_and_bytes_exactly(plan: Plan, sa
         "topology": {"nodes": [[0, 1], [2, 3]], "groups": {"dp": [[0, 1, 2, 3]]}},
     }
     model = tree["components"]["model"]
-    size = sum(p.numel() * 4 for p in GPT().parameters())
+    size = sum(p.numel() * 4 for p in GPT(size="nano").parameters())
     assert (model["bytes_by_rank"], model["bytes_of_all_ranks"]) == ([size] * 4, 4 * size)
     assert (model["only_in_checkpoint"], model["only_wanted"], model["does_not_fit"]) == ([], [], {})
 
@@ -122,11 +130,13 @@ def test_what_does_not_fit_is_listed_key_by_key(plan: Plan, saved: str) -> None:
     assert set(optimizer["only_in_checkpoint"]) == own
     code, out, _ = plan(saved, "model.tie_embeddings=true")
     assert code == 1
+    code, as_json, _ = plan(saved, "model.tie_embeddings=true", "json=true")
+    assert (code, json.loads(as_json)["loads"]) == (1, False)
     assert re.search(r"model +lm_head\.weight: only in the checkpoint", out)
     assert out.splitlines()[-1].strip() == "It would not load."
     tree = plan.json(saved, "model.size=gpt2", "~components.optimizer")
     unfit = tree["components"]["model"]["does_not_fit"]
-    assert unfit["wte.weight"] == "found float32 [256, 128], expected float32 [50257, 768]"
+    assert unfit["wte.weight"] == "found float32 [256, 64], expected float32 [50257, 768]"
     assert "h.11.ln_1.bias" in tree["components"]["model"]["only_wanted"]
 
 
@@ -193,13 +203,13 @@ def test_verdicts_have_one_word_each(plan: Plan, saved: str) -> None:
 
 def test_stages_that_are_each_ranks_own_are_planned_with_the_layers_of_each_rank(plan: Plan, tmp_path: Path) -> None:
     own = [f"components.{key}.sharing_pattern=per_rank" for key in ("model", "optimizer")]
-    cfg = config(tmp_path / "run", f"data.path={TEXT}", "parallel=pipeline", "train.steps=1", *own, num_ranks=2)
+    cfg = config(tmp_path / "run", *SMALL, "parallel=pipeline", "train.steps=1", *own, num_ranks=2)
     run_ranks(2, _train, cfg, process_group=True, timeout_s=120.0)
     saved = f"checkpoint={checkpoint(tmp_path / 'run', 1)}"
     tree = plan.json(saved, "parallel=pipeline", *own, "launch.nproc_per_node=2")
     assert set(verdicts(tree).values()) == {"loaded"}
     sizes = tree["components"]["model"]["bytes_by_rank"]
-    assert len(set(sizes)) == 2 and sum(sizes) == sum(p.numel() * 4 for p in GPT().parameters())
+    assert len(set(sizes)) == 2 and sum(sizes) == sum(p.numel() * 4 for p in GPT(size="nano").parameters())
     tree = plan.json(saved, "parallel=pipeline", *own, "launch.nproc_per_node=3")
     assert verdicts(tree) == {
         "model": "refused",
@@ -220,7 +230,7 @@ def _train(topology: Any, cfg: dict[str, Any]) -> None:
 def test_an_old_checkpoint_of_pickled_files_is_planned_where_it_may_be_read(plan: Plan, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-40"
     folder.mkdir()
-    torch.save(GPT().state_dict(), folder / "model_state.pt")
+    torch.save(GPT(size="nano").state_dict(), folder / "model_state.pt")
     only_model = [f"~components.{key}" for key in ("optimizer", "scheduler", "dataset", "rng")]
     code, _, err = plan(f"checkpoint={folder}", *only_model)
     assert code == 1 and "load.allow_pickle=true" in err

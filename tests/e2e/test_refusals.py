@@ -105,7 +105,7 @@ def test_a_full_disk_fails_the_save_in_one_sentence_and_leaves_the_checkpoint_be
     tmp_path: Path, small_disk: Path, ranks: int, backend: str
 ) -> None:
     run_dir = small_disk / "run"
-    overrides = ["train.steps=4", "save.every=2", f"ckpt={backend}"]
+    overrides = ["train.steps=4", "save.every=2", "model.size=tiny", f"ckpt={backend}"]
     sentence = start(run_dir, *overrides, ranks=ranks).ended().refused()
     assert sentence.startswith("save of checkpoint-00000004")
     assert "No space left on device" in sentence

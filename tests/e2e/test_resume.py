@@ -25,7 +25,7 @@ from ckpt.topology import Topology
 from recipes.training import Training, learning_rate_factor
 from tests.conf.configs import config
 from tests.e2e.conftest import STEPS, Run
-from tests.e2e.runs import BACKENDS, checkpoint, committed, root_of, run, summary_of
+from tests.e2e.runs import BACKENDS, SMALL, checkpoint, committed, root_of, run, summary_of
 from tests.states import cpu
 
 SUMMARY_KEYS = {
@@ -221,7 +221,7 @@ def test_the_summary_of_a_first_and_of_a_resumed_run_say_where_they_began(straig
     assert (second["first_step"], second["final_step"]) == (STEPS - 1, STEPS)
     assert second["resumed_from"] == str(checkpoint(straight.dir, STEPS - 2))
     assert second["load_s"] > 0
-    assert second["bytes_read"] == second["bytes_needed"] > 2 * 12e6
+    assert second["bytes_read"] == second["bytes_needed"] > 2 * 2e6
     assert first["fell_back_from"] == second["fell_back_from"] == []
 
 
@@ -290,7 +290,7 @@ def test_other_ranks_take_up_the_text_where_the_saved_ones_stopped(tmp_path: Pat
 
 def test_an_old_folder_of_pickled_files_goes_on_behind_its_switch_only(tmp_path: Path) -> None:
     """What Forgather's trainers left: a file per component, and optimizer state by position."""
-    training = Training(config(tmp_path / "old run", "train.batch_size=2"), Topology.alone(), cpu())
+    training = Training(config(tmp_path / "old run", *SMALL), Topology.alone(), cpu())
     training.join()
     for _ in range(3):
         training.step()

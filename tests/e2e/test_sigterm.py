@@ -165,7 +165,6 @@ def _hangs(cfg: dict[str, Any], topology: Topology) -> Any:
     return _at_step(AT, hang, cfg, topology)
 
 
-@pytest.mark.full
 def test_a_step_that_takes_longer_than_the_grace_is_given_up(tmp_path: Path) -> None:
     from ckpt.errors import RankAbsentError
 

@@ -24,13 +24,13 @@ from recipes.syncing import settle_sync, sync_weights
 from recipes.training import Training
 from tests.async_runs import until
 from tests.conf.configs import composed
-from tests.e2e.runs import TEXT, Command, checkpoint, committed
+from tests.e2e.runs import SMALL, Command, Forked, checkpoint, committed
 
 STEPS = 3
 
 
 def sync(run_dir: Path, *overrides: str, job: Any = sync_weights) -> dict[str, Any]:
-    cfg = checked_sync(composed(run_dir, f"data.path={TEXT}", f"train.steps={STEPS}", *overrides, root="sync_weights"))
+    cfg = checked_sync(composed(run_dir, *SMALL, f"train.steps={STEPS}", *overrides, root="sync_weights"))
     summary = launch(job, settle_sync(cfg))
     assert summary is not None
     return summary
@@ -41,7 +41,7 @@ def digests(summary: dict[str, Any]) -> set[str]:
 
 
 def test_kimi_rollouts_end_with_the_trainers_weights(tmp_path: Path) -> None:
-    summary = sync(tmp_path, "roles.trainer=2", "roles.rollout=2", "engine.bucket_mib=1")
+    summary = sync(tmp_path, "model.size=tiny", "roles.trainer=2", "roles.rollout=2", "engine.bucket_mib=1")
     assert len(digests(summary)) == 1
     assert summary["trainer"]["version"] == STEPS
     assert [(one["rank"], one["version"]) for one in summary["rollouts"]] == [(2, STEPS), (3, STEPS)]
@@ -93,7 +93,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bit_with_its_rollouts(tmp_path: Pat
     """They get the version of the checkpoint before the next step. What all trainers together read of it is one checkpoint."""
     run_dir = tmp_path / "killed"
     command = Command(
-        ["-m", "recipes.sync_weights", f"output_dir={run_dir}", f"data.path={TEXT}", "train.steps=100000"],
+        ["-m", "recipes.sync_weights", f"output_dir={run_dir}", *SMALL, "train.steps=100000"],
         tuple(SAVING),
         tmp_path,
         {},
@@ -219,12 +219,13 @@ def _with_comers(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | No
 
 
 def test_rollouts_come_to_a_running_job_and_leave_it_in_any_way(tmp_path: Path) -> None:
-    start = ["-m", "recipes.join_rollout", f"run={tmp_path}"]
-    stays, leaves, told, killed = (
-        Command(start, more, tmp_path, {"OMP_NUM_THREADS": "1"})
-        for more in ((), ("updates=2",), (), ("catch_up=false",))
+    """One of them is the command as a user types it; the others come of a process that has torch loaded."""
+    run = f"run={tmp_path}"
+    stays = Command(["-m", "recipes.join_rollout", run], (), tmp_path, {"OMP_NUM_THREADS": "1"})
+    leaves, told, killed = (
+        Forked("recipes.join_rollout", [run, *more], tmp_path) for more in (["updates=2"], [], ["catch_up=false"])
     )
-    victims = [[told.process.pid, signal.SIGTERM], [killed.process.pid, signal.SIGKILL]]
+    victims = [[told.pid, signal.SIGTERM], [killed.pid, signal.SIGKILL]]
     (tmp_path / "victims.json").write_text(json.dumps(victims))
     summary = sync(tmp_path, "train.steps=10", "ckpt=kimi-engine", "save.every=3", job=_with_comers)
     for one in (stays, leaves, told):
@@ -263,7 +264,7 @@ def _dies(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         import os
         import threading
 
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
     return sync_weights(cfg, topology)
 
 
@@ -275,7 +276,7 @@ def test_a_rollout_that_is_killed_ends_the_run_with_its_name(tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_as_a_command_it_says_what_it_does(tmp_path: Path) -> None:
-    start = ["-m", "recipes.sync_weights", f"output_dir={tmp_path / 'run'}", f"data.path={TEXT}"]
+    start = ["-m", "recipes.sync_weights", f"output_dir={tmp_path / 'run'}", *SMALL]
     command = Command(start, ("train.steps=2",), tmp_path, {}).ended()
     assert (command.code, command.err) == (0, "")
     assert "step      1/2  loss" in command.out
