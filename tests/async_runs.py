@@ -84,7 +84,7 @@ class Troubled:
 
     Args:
         trouble: what happens, a name in TROUBLES.
-        folder: for notes between the test and what writes: `came-<rank>` is made when it happens.
+        folder: for notes between the test and what writes: `came-<id>-<rank>` is made when it happens.
         checkpoint_id: of the save; None: every save.
         rank: None: every rank.
         at: the how-manyth chunk of the rank it happens at, from 1.
@@ -122,7 +122,9 @@ class _TroubledWriter:
     def write(self, array: ArraySpec, chunk: int, host: torch.Tensor, *args: Any, **named: Any) -> None:
         self._written += 1
         if self._written == self._at or self._trouble == "dawdles":
-            (self._folder / f"came-{self._who}").write_text(f"{os.getpid()}")
+            note = self._folder / f".came-{self._who}"
+            note.write_text(f"{os.getpid()}")
+            note.rename(self._folder / f"came-{self._who}")  # whoever finds it finds the number in it
             TROUBLES[self._trouble](self._folder, array, host)
         self._inner.write(array, chunk, host, *args, **named)
 

@@ -25,6 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 _PACKAGES = ("ckpt", "recipes", "tests")
 _OTHERS = ("builtins", "gc", "os", "shutil", "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time")
@@ -92,13 +95,22 @@ def traces(before: Traces | None = None) -> Traces:
 
 def left_since(before: Traces) -> tuple[list[str], Traces]:
     """What a case has left, a few words each, nothing if the process is as it was; and what there is now."""
+    _forget_meshes()
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
     end = time.monotonic() + _ENDS_S
     while (left := _differences(before, now := traces(before))) and time.monotonic() < end:
-        time.sleep(0.01)
+        time.sleep(0.05)
     return left, now
+
+
+def _forget_meshes() -> None:
+    """Empty what DTensors keep of each mesh they have been on: it would hold the connections of the mesh's groups."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _differences(before: Traces, now: Traces) -> list[str]:

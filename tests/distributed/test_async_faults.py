@@ -83,7 +83,9 @@ def require_sound(root: Path, names: list[str]) -> None:
 
 
 BY_WRITER = {"thread": "zarr", "process": "safetensors"}
-CALLS = ("save", "load", "maybe_finalize", "wait", "close")
+CALLS = ["save", "load", "maybe_finalize", "wait", "close"]
+ERRORS = [("full", "thread", "save", 1), ("broken", "process", "load", 1), ("full", "thread", "maybe_finalize", 0)]
+ERRORS_IN_FULL = rows({"trouble": ["full", "broken", "bug"], "writer": list(WRITERS), "call": CALLS, "rank": [0, 1]}, 2)
 
 
 def _fail(topology: Topology, root: Path, notes: Path, trouble: str, writer: str, call: str, rank: int) -> list[Any]:
@@ -121,14 +123,7 @@ def _fail(topology: Topology, root: Path, notes: Path, trouble: str, writer: str
 
 @pytest.mark.parametrize(
     ("trouble", "writer", "call", "rank"),
-    [("full", "thread", "save", 1), ("broken", "process", "load", 1), ("full", "thread", "maybe_finalize", 0)]
-    + [
-        pytest.param(trouble, writer, call, rank, marks=pytest.mark.full)
-        for trouble in ("full", "broken", "bug")
-        for writer in WRITERS
-        for call in CALLS
-        for rank in (0, 1)
-    ],
+    ERRORS + [pytest.param(*one, marks=pytest.mark.full) for one in ERRORS_IN_FULL if one not in ERRORS],
 )
 def test_a_write_error_in_the_background_is_raised_on_every_rank_by_the_next_call(
     tmp_path: Path, trouble: str, writer: str, call: str, rank: int
@@ -352,12 +347,14 @@ KILLS = [
     ("safetensors", "thread", 1, "save"),
     ("file", "thread", 0, "wait"),
 ]
-IN_FULL = rows({"store": BACKENDS, "writer": list(WRITERS), "victim": [0, 1], "call": ["wait", "save", "finalize"]}, 2)
+KILLS_IN_FULL = rows(
+    {"store": BACKENDS, "writer": list(WRITERS), "victim": [0, 1], "call": ["wait", "save", "finalize"]}, 2
+)
 
 
 @pytest.mark.parametrize(
     ("store", "writer", "victim", "call"),
-    KILLS + [pytest.param(*one, marks=pytest.mark.full) for one in IN_FULL if one not in KILLS],
+    KILLS + [pytest.param(*one, marks=pytest.mark.full) for one in KILLS_IN_FULL if one not in KILLS],
 )
 def test_a_rank_killed_while_it_saves_in_the_background_is_named_by_all_others_at_their_next_call(
     tmp_path: Path, store: str, writer: str, victim: int, call: str

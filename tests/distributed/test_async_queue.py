@@ -166,13 +166,15 @@ def _interrupt(topology: Topology, folder: Path) -> list[Any]:
         queue, log = AsyncCallsQueue(), []
         write = _when if topology.rank == 1 else None
         queue.schedule_async_request(AsyncRequest(write, (folder / "go",), [partial(log.append, "finalized")]))
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
         try:
             if topology.rank == 1:
                 signal.setitimer(signal.ITIMER_REAL, 0.4)
             queue.maybe_finalize_async_calls(blocking=True)
         except (KeyboardInterrupt, CheckpointError) as error:
             said = repr(error) if isinstance(error, KeyboardInterrupt) else str(error)
+        finally:
+            signal.signal(signal.SIGALRM, before)
         (folder / "go").touch()
         queue.close()
         return [said, log]

@@ -74,7 +74,7 @@ def _require_ended(folder: Path, ranks: int, within_s: float) -> None:
 @pytest.mark.parametrize(
     ("moment", "setting"),
     [(0, "thread, overlap"), pytest.param(1, "process", marks=pytest.mark.full)]
-    + [pytest.param(moment, [*SETTINGS][moment % 4], marks=pytest.mark.full) for moment in range(2, 22)],
+    + [pytest.param(moment, [*SETTINGS][moment % 4], marks=pytest.mark.full) for moment in range(2, 14)],
 )
 def test_a_run_that_is_told_to_end_at_any_moment_ends_and_goes_on_from_its_newest_checkpoint(
     tmp_path: Path, moment: int, setting: str

@@ -14,8 +14,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -110,6 +110,16 @@ def _play_vllm(name: str) -> None:
         sys.modules[module.__name__] = module
 
 
+@contextmanager
+def _without_vllm_behind() -> Iterator[None]:
+    """Around a case: the modules of `_play_vllm` go at its end."""
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            del sys.modules[name]
+
+
 def _extension(topology: Topology, model: Model, device: str) -> Any:
     """A worker of vLLM with the package's extension, as far as that looks at it."""
     from checkpoint_engine.worker import VllmColocateWorkerExtension
@@ -177,6 +187,7 @@ def test_the_packages_own_extension_loads_every_bit_of_three_updates(device: str
         assert len(batches) == 3 * BATCHES
 
 
+@_without_vllm_behind()
 def _three_updates(topology: Topology, device: str) -> Any:
     num_workers = topology.world_size - 1
     engine = Engine(topology, num_workers)
@@ -212,6 +223,7 @@ def test_tied_weights_come_under_their_first_name_or_under_all() -> None:
     assert workers == [[[*SHAPES], [*SHAPES, *TIED]]]
 
 
+@_without_vllm_behind()
 def _tied(topology: Topology) -> Any:
     engine = Engine(topology, 1)
     if topology.rank:
@@ -239,6 +251,7 @@ def test_a_rollout_hands_what_comes_to_its_inference_engine_and_to_a_live_model(
     assert worker == 3
 
 
+@_without_vllm_behind()
 def _rollout(topology: Topology, delta: bool) -> Any:
     inference = Engine(topology, 1)
     if topology.rank == 2:
@@ -361,6 +374,7 @@ def test_workers_that_fail_end_or_stand_still_fail_the_update_in_a_sentence_and_
         assert told[1] == expected.told[1] and (told[0] == expected.told[0] or expected.refused), (trouble, told)
 
 
+@_without_vllm_behind()
 def _troubles(topology: Topology, troubles: list[str]) -> dict[str, Any]:
     engine = Engine(topology, 2)
     found: dict[str, Any] = {}

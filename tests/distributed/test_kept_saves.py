@@ -154,8 +154,11 @@ def count_copies(topology: Topology, root: Path, mode: str) -> tuple[int, int, i
         counts[0] += len(source)
         return is_there(file, source)
 
-    PoolFile._lies_here = counting  # type: ignore[method-assign]
-    with made(topology, root, state, mode=mode) as checkpoints:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        made(topology, root, state, mode=mode) as checkpoints,
+    ):
+        patch.setattr(PoolFile, "_lies_here", counting)
         for step in (1, 2):
             counts[0] = 0
             path = saved(topology, checkpoints, step)

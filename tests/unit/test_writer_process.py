@@ -61,15 +61,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WriterProcess]:
     yield made
     pid = made.pid
     made.close()
-    assert pid is not None and not psutil.pid_exists(pid)
-
-
-@pytest.fixture
-def own_writer() -> Iterator[WriterProcess]:
-    """One that a test may break."""
-    made = WriterProcess()
-    yield made
-    made.close()
+    assert pid is None or not psutil.pid_exists(pid)
 
 
 def _items(memory: torch.Tensor, num_items: int = 3) -> Iterator[Staged]:
@@ -385,33 +377,33 @@ def test_progress_that_raises_ends_the_save_wherever_it_is(writer: WriterProcess
 
 
 def test_a_writer_that_is_killed_fails_the_save_and_is_followed_by_another(
-    own_writer: WriterProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    writer: WriterProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own_writer.start(BACKEND)
-    pid = own_writer.pid
+    _write(writer, StandIn(), tmp_path / "before")
+    pid = writer.pid
     with pytest.raises(StorageError) as caught:
-        _write(own_writer, StandIn("says its last and is killed"), tmp_path / "a")
+        _write(writer, StandIn("says its last and is killed"), tmp_path / "a")
     assert str(caught.value) == (
         f"the writer process (pid {pid}) was killed by SIGKILL while it wrote item 1 to {tmp_path / 'a'}; the kernel does that when "
         "memory runs out. It said: the roof is on fire"
     )
     assert not psutil.pid_exists(pid or 0), "it is no zombie either"
-    _write(own_writer, StandIn(), tmp_path / "b")
+    _write(writer, StandIn(), tmp_path / "b")
     assert caplog.records == []
-    os.kill(own_writer.pid or 0, signal.SIGKILL)
-    _until(lambda: own_writer.pid is None)
+    os.kill(writer.pid or 0, signal.SIGKILL)
+    _until(lambda: writer.pid is None)
 
     def give_up(num_bytes: int) -> None:
         if (tmp_path / "c" / "hangs").exists():
-            pids.append(own_writer.pid)
+            pids.append(writer.pid)
             raise KeyboardInterrupt
 
     pids: list[int | None] = []
     monkeypatch.setattr(writer_process, "GIVE_UP_S", 0.2)
     monkeypatch.setattr(writer_process, "END_S", 0.2)
     with pytest.raises(KeyboardInterrupt):
-        _write(own_writer, StandIn("hangs"), tmp_path / "c", progress=give_up)
-    assert own_writer.pid is None and not psutil.pid_exists(pids[0] or 0), "one that cannot let go is killed"
+        _write(writer, StandIn("hangs"), tmp_path / "c", progress=give_up)
+    assert writer.pid is None and not psutil.pid_exists(pids[0] or 0), "one that cannot let go is killed"
     assert "killed by SIGKILL while it had nothing to do" in caplog.text and "another one is started" in caplog.text
 
 

@@ -90,6 +90,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 
 def _plug_in_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.engine.verl_plugin", None, raising=False)
     monkeypatch.delitem(sys.modules, "ckpt.engine.verl_plugin", raising=False)
     monkeypatch.setitem(sys.modules, "ckpt.engine.verl_plugin", importlib.import_module("ckpt.engine.verl_plugin"))
 
@@ -139,8 +140,13 @@ def test_two_updates_in_the_order_of_verls_manager(name: str) -> None:
 
 def _worker(topology: Topology, name: str) -> list[dict[str, Any]]:
     """Two trainers and two rollouts; the test's own agreement stands for Ray."""
-    _made_up_verl(sys.modules.__setitem__)
-    importlib.import_module("ckpt.engine.verl_plugin")
+    with pytest.MonkeyPatch.context() as patch:
+        _made_up_verl(partial(patch.setitem, sys.modules))
+        _plug_in_anew(patch)
+        return _two_updates(topology, name)
+
+
+def _two_updates(topology: Topology, name: str) -> list[dict[str, Any]]:
     kind = sys.modules["verl.checkpoint_engine.base"].CheckpointEngineRegistry.engines[name]
     is_trainer = topology.rank < 2
     engine = kind(bucket_size=4096, timeout_s=20, **({"is_master": topology.rank == 0} if is_trainer else {}))
