@@ -22,9 +22,9 @@ STAND_IN = Path(npu_sim_build.__file__).parent
 _COMMANDS = STAND_IN / "bin"
 """In front of PATH, for packages that ask the driver's tools."""
 
-ADVERSARY = {"NPU_SIM_COPY_DELAY_US": "500000", "NPU_SIM_POISON": "1"}
+ADVERSARY = {"NPU_SIM_COPY_DELAY_US": "500000", "NPU_SIM_POISON": "1", "MASTER_ADDR": "127.0.0.1"}
 """For `run_ranks(environment=...)`: the stand-in begins a copy half a second late, unless somebody waits for it, and fills memory that is
-new, or let go of, with a pattern."""
+new, or let go of, with a pattern. Whoever starts ranks on several hosts names the first one, and Accelerate asks for it."""
 
 NPU = pytest.param("npu", marks=pytest.mark.npu)
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)

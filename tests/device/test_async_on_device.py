@@ -19,7 +19,7 @@ from ckpt.reading.direct import DirectLoad
 from ckpt.statefuls import ModelState, OptimizerState
 from ckpt.topology import Topology
 from tests.async_runs import SETTINGS, WRITERS, Troubled, error_of, let_go, settings
-from tests.covering import covering, rows
+from tests.covering import rows
 from tests.device.devices import ADVERSARY, CUDA, NPU, made
 from tests.device.memory import AWKWARD, Memory, require_same, tiny
 from tests.device.saves import require_saved, torch_device
@@ -47,7 +47,14 @@ def coordinator(
 # What is changed right after the call
 
 
-@covering({"writer": WRITERS, "budget_mib": [None, 4], "when_busy": ["wait", "queue"]}, default=1)
+@pytest.mark.parametrize(
+    ("writer", "budget_mib", "when_busy"),
+    [("thread", None, "queue"), ("thread", 4, "wait")]
+    + [
+        pytest.param(*row, marks=pytest.mark.full)
+        for row in rows({"writer": [*WRITERS], "budget_mib": [None, 4, 32], "when_busy": ["wait", "queue"]}, None)
+    ],
+)
 def test_a_save_holds_what_was_on_its_way_at_the_call_and_nothing_later(
     tmp_path: Path, device: str, writer: str, budget_mib: int | None, when_busy: str
 ) -> None:
@@ -156,7 +163,8 @@ class _Model:
         return found
 
 
-@covering({"writer": WRITERS, "budget_mib": [None, 4]}, default=1)
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
+@pytest.mark.parametrize("budget_mib", [None, 4])
 def test_what_is_copied_beside_training_is_complete_before_the_optimizers_step(
     tmp_path: Path, device: str, writer: str, budget_mib: int | None
 ) -> None:

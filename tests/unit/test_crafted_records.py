@@ -410,8 +410,9 @@ anything = st.recursive(
 )
 
 
+@pytest.mark.usefixtures("turns")
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_records_say_only_our_errors_come_of_it(root: Path, tmp_path: Path, data: st.DataObject) -> None:
     checkpoint = tmp_path / "root" / "checkpoint-2"
     shutil.rmtree(tmp_path / "root", ignore_errors=True)

@@ -173,7 +173,8 @@ def test_a_name_that_the_format_keeps_for_itself_is_told(tmp_path: Path) -> None
     assert load_file(tmp_path / "plain" / "model.safetensors").keys() == {"__metadata__[0:3]", "w"}
 
 
-@settings(max_examples=30)
+@pytest.mark.usefixtures("turns")
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_tensor_goes_over_in_pieces_of_any_size(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -34,6 +34,7 @@ from ckpt.stored import check_file, read_index, read_manifest
 from ckpt.verify import examine, verify_checkpoint
 from tests import plain_safetensors
 from tests.arrays import array, expected, read_by_extents
+from tests.covering import covering
 from tests.incremental_saves import Shelf, as_saved, bytes_on_disk
 from tests.states import BACKENDS, backend_named
 
@@ -119,7 +120,7 @@ def saves_and_deletions(
     st.booleans(),
     st.sampled_from([2, 32]),
 )
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_changes_between_saves_and_whichever_are_deleted_what_is_left_is_whole(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
@@ -151,8 +152,7 @@ def test_ten_checkpoints_can_be_deleted_in_many_orders(tmp_path: Path, store: st
     saves_and_deletions(tmp_path, store, changes, [dice.randrange(10) for _ in range(10)], min_live, bool(seed % 2))
 
 
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("stages", [False, True])
+@covering({"store": STORES, "stages": [False, True]}, default=1)
 def test_where_nine_tenths_are_frozen_a_tenth_is_written(tmp_path: Path, store: str, stages: bool) -> None:
     shelf = Shelf(tmp_path, made(store), stages=stages)
     frozen = [array(f"model/frozen.{n}", torch.rand(256, 100)) for n in range(9)]
@@ -189,20 +189,20 @@ def test_a_save_of_nothing_new_writes_descriptions_alone(tmp_path: Path, store: 
 @pytest.mark.parametrize("store", STORES)
 def test_retention_frees_what_no_checkpoint_uses_any_more(tmp_path: Path, store: str) -> None:
     shelf = Shelf(tmp_path, made(store), ranks=(0,))
-    specs = [array(f"model/{n}", torch.rand(64, 64)) for n in range(20)]
+    specs = [array(f"model/{n}", torch.rand(128, 64)) for n in range(10)]
     arrays = dict(specs)
     shelf.save("0", arrays)
     full = bytes_on_disk(shelf.folder("0"))
-    for step in range(1, 13):
+    for step in range(1, 9):
         for at in range(3):  # a window moves over all of them
-            arrays[specs[(3 * step + at) % 20][0]].uniform_()
+            arrays[specs[(3 * step + at) % 10][0]].uniform_()
         shelf.save(str(step), arrays, previous=str(step - 1))
         Ledger(tmp_path, run_id="test", keep_last=1).retain(keep=shelf.folder(str(step)))
         assert [one.id for one in Ledger(tmp_path, run_id="test").committed()] == [str(step)]
         assert bytes_on_disk(tmp_path) <= full / 0.5 * 1.1
         if store != "ocdbt":  # a file a chunk: nothing is kept that is not used
             assert bytes_on_disk(tmp_path) <= full * (1.03 if store in WHOLE_FILES else 1.01)
-    require_sound(shelf, "12")
+    require_sound(shelf, "8")
 
 
 def data_files(folder: Path) -> dict[str, int]:

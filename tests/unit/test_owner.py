@@ -33,6 +33,9 @@ sys.stdin.read()
 """
 
 
+pytestmark = pytest.mark.usefixtures("quick_collector")
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / ".run.owner.json"

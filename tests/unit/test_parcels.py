@@ -58,8 +58,9 @@ def _bytes_of(pieces: list[Piece]) -> Counter[tuple[tuple[str, int], int]]:
     return Counter((piece.key, byte) for piece in pieces for byte in range(piece.start, piece.stop))
 
 
+@pytest.mark.usefixtures("turns")
 @given(_wants())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 def test_every_rank_gets_each_byte_it_wants_once_and_no_other(wants: list[tuple[list[Want], tuple[int, ...]]]) -> None:
     got = _pieces_by_rank(plan_spread(wants, PARCEL_BYTES))
     for rows, ranks in wants:
@@ -68,8 +69,9 @@ def test_every_rank_gets_each_byte_it_wants_once_and_no_other(wants: list[tuple[
             assert _bytes_of(got[rank]) == _bytes_of(wanted)
 
 
+@pytest.mark.usefixtures("turns")
 @given(_wants())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 def test_every_wanted_byte_is_read_once_in_the_group(wants: list[tuple[list[Want], tuple[int, ...]]]) -> None:
     spread = plan_spread(wants, PARCEL_BYTES)
     read = [piece for pieces in spread.own.values() for piece in pieces]
@@ -80,8 +82,9 @@ def test_every_wanted_byte_is_read_once_in_the_group(wants: list[tuple[list[Want
     assert set(counted) == set(_bytes_of(wanted))
 
 
+@pytest.mark.usefixtures("turns")
 @given(_wants())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 def test_parcels_fit_travel_in_order_and_are_read_by_who_can(wants: list[tuple[list[Want], tuple[int, ...]]]) -> None:
     spread = plan_spread(wants, PARCEL_BYTES)
     chunk_of = {want.key: want for rows, _ in wants for want in rows}

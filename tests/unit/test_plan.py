@@ -47,8 +47,9 @@ def plan(tables: list[Table], table_of_rank: list[int], **sizes: int) -> SavePla
     return plan_save(tables, table_of_rank, item_bytes, **sizes)
 
 
+@pytest.mark.usefixtures("turns")
 @given(tilings(), st.sampled_from([0, 64, 4096]), st.sampled_from([8, 200, 1 << 20]), st.sampled_from([64, 1 << 20]))
-@settings(deadline=None)
+@settings(max_examples=40)
 def test_every_element_is_written_exactly_once_by_a_rank_that_has_it(
     tiling: tuple[tuple[int, ...], list[Box]], pack_below: int, chunk_min: int, chunk_max: int
 ) -> None:
@@ -77,8 +78,9 @@ def test_every_element_is_written_exactly_once_by_a_rank_that_has_it(
     assert len(sent) == sum(len(task.slivers) for rank in ranks for task in made.of_rank(rank).chunks)
 
 
+@pytest.mark.usefixtures("turns")
 @given(tilings(), st.sampled_from([8, 200, 1 << 20]), st.sampled_from([64, 1 << 20]))
-@settings(deadline=None)
+@settings(max_examples=40)
 def test_a_read_of_any_box_finds_each_of_its_elements_in_one_chunk(
     tiling: tuple[tuple[int, ...], list[Box]], chunk_min: int, chunk_max: int
 ) -> None:
@@ -239,6 +241,8 @@ def held_states(draw: st.DrawFn) -> tuple[list[Table], dict[str, list[tuple[int,
     return [table(*addresses) for addresses in rows], holders
 
 
+@pytest.mark.usefixtures("turns")
+@settings(max_examples=30)
 @given(held_states(), st.sampled_from([0, 200]), st.sampled_from([8, 200, 4096]), st.sampled_from([64, 1 << 20]))
 def test_no_chunk_has_two_writers_and_a_writer_holds_what_it_writes_or_is_sent_it(
     state: tuple[list[Table], dict[str, list[tuple[int, Box]]]], pack_below: int, chunk_min: int, chunk_max: int

@@ -72,7 +72,8 @@ def pwrites(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
     st.sampled_from([0, 1, ALIGNED - 1, ALIGNED, ALIGNED + 1, (256 << 10) - 1, 256 << 10, 1_000_003, len(DATA)]),
     st.lists(st.integers(0, len(DATA)), max_size=4),
 )
-@settings(max_examples=40, deadline=None)
+@pytest.mark.usefixtures("turns")
+@settings(max_examples=20)
 def test_a_file_is_whole_however_its_bytes_are_cut(
     tmp_path_factory: pytest.TempPathFactory, direct_io: bool, size: int, cuts: list[int]
 ) -> None:
