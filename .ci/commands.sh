@@ -24,7 +24,7 @@ enter_fresh_copy() {
         done |
         tar --null --files-from=- --create --file=- | tar --extract --file=- --directory="$fresh"
     cd "$fresh"
-    unset PYTHONPATH VIRTUAL_ENV
+    unset PYTHONPATH VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 }
 
 # Run one command as a user would type it, showing it first.

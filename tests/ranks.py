@@ -11,6 +11,7 @@ import faulthandler
 import functools
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
 import signal
@@ -26,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt.device import Device
 from ckpt.topology import Topology
+from recipes.ranks import environment_with
 from tests import leaks
 from tests.device import devices
 from tests.pace import patience
@@ -46,14 +49,22 @@ from tests.pace import patience
 _PRELOAD = [
     "torch",
     "torch.distributed.tensor",
+    "torch.nn.parallel",
     "torch._dynamo",
     "pytest",
+    "ckpt.backends.kimi_engine",
+    "ckpt.backends.tensorstore",
+    "ckpt.backends.zarr",
+    "recipes.local_ranks",
+    "recipes.syncing",
     "recipes.training",
+    "tests.e2e.runs",
     "tests.engines",
     "tests.leaks",
     "tests.pace",
     "tests.ranks",
     "tests.states",
+    "recipes.forkserver",
 ]
 
 
@@ -89,6 +100,7 @@ class _Case:
     job: _Job
     rank: int
     host: str
+    place: int
     output: Path
 
 
@@ -183,8 +195,8 @@ class _Problem(str):
     """A sentence about a rank that did not do what it should."""
 
 
-_Kind = tuple[str, tuple[tuple[str, str], ...]]
-"""A device, and the environment in which a process has loaded what it needs for it."""
+_Kind = tuple[str, int, tuple[tuple[str, str], ...]]
+"""A device, the number of the one that a process has opened, and the environment in which it has loaded what it needs for it."""
 
 
 @dataclass(eq=False)
@@ -246,13 +258,23 @@ _pool = _Pool()
 atexit.register(_pool.close)
 
 
-def _new_rank(kind: _Kind) -> _Rank:
+def forkserver() -> ForkServerContext:
+    """What all ranks of this process are forked from, those of recipes, too: it has loaded all that they would.
+
+    It does not look for device plugins: what one starts, such as threads, would not live on in ranks. Each loads it anew.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    with environment_with({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _new_rank(kind: _Kind) -> _Rank:
+    context = forkserver()
     here, there = context.Pipe()
-    with _autoload_off():
-        process = context.Process(target=_rank_main, args=(there,))
-        process.start()
+    process = context.Process(target=_rank_main, args=(there,))
+    process.start()
     there.close()
     return _Rank(process, here, kind)
 
@@ -264,32 +286,18 @@ def _started(job: _Job, hosts: list[str], outputs: Path) -> Iterator[list[_Rank]
     try:
         for number, host in enumerate(hosts):
             mates = [rank for rank, its_host in enumerate(hosts) if its_host == host]
+            place = mates.index(number) if job.device != "cpu" else 0
             own = replace(job, environment={**job.environment, **devices.shown_to(job.device, mates)})
-            kind = job.device, tuple(sorted(own.environment.items()))
+            kind = job.device, place, tuple(sorted(own.environment.items()))
             rank = _new_rank(kind) if job.is_only else _pool.take(kind)
             ranks.append(rank)
             rank.number = number
-            rank.pipe.send(_Case(own, number, host, outputs / str(number)))
+            rank.pipe.send(_Case(own, number, host, place, outputs / str(number)))
         yield ranks
         is_well = not job.is_only
     finally:
         for rank in ranks:
             _pool.give(rank) if is_well else rank.end()
-
-
-@contextmanager
-def _autoload_off() -> Iterator[None]:
-    """The forkserver takes its environment from us when it starts; it shall not look for device plugins.
-
-    What a plugin starts, such as threads, would not live on in the ranks that are forked: each loads it anew.
-    """
-    before = {name: os.environ.get(name) for name in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "OMP_NUM_THREADS")}
-    os.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1")
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _collect(ranks: list[_Rank], deadline: float, expect_dead: set[int]) -> list[Any]:
@@ -346,7 +354,7 @@ def _rank_main(pipe: Connection) -> None:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
-        _prepare(case.job)
+        _prepare(case.job, case.place)
         if before is None and not case.job.is_only:
             before = leaks.traces()
         try:
@@ -368,21 +376,21 @@ def _next_case(pipe: Connection) -> _Case | None:
         return None
 
 
-def _prepare(job: _Job) -> None:
+def _prepare(job: _Job, place: int) -> None:
     """Make ready for a case whatever a later one would find there, too."""
     os.chdir(job.folder)  # that of an earlier case may be gone
     os.environ.update(job.environment)
     devices.make_importable(job.device)
     _store_at(job.port)
     if not job.is_only:
-        _open_what_stays(job.device)
+        _open_what_stays(job.device, place)
 
 
 @functools.cache
-def _open_what_stays(device: str) -> None:
+def _open_what_stays(device: str, place: int) -> None:
     """Have libraries open what they keep: the device, libuv's pipe, zarr's event loop, and the last group that a DTensor has used."""
     hook = sys.excepthook
-    devices.made(device).use(0)
+    devices.made(device).use(place)
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     zarr.create_array(store={}, shape=(1,), dtype="i4")[:] = 1
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

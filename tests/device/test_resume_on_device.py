@@ -20,7 +20,6 @@ from tests.conf.configs import composed
 from tests.covering import rows
 from tests.device.devices import ADVERSARY, CUDA, NPU
 from tests.e2e.runs import TEXT
-from tests.mini import MINI
 from tests.ranks import run_ranks
 
 LAYOUTS = {
@@ -48,7 +47,7 @@ STRATEGIES = {
     "two-stage by the device": ["strategy=two-stage", "strategy.cpu_transfer=false"],
 }
 
-SMALL = [*MINI, f"data.path={TEXT}", "train.batch_size=4", "train.steps=2", "save.every=1"]
+SMALL = ["model.size=nano", f"data.path={TEXT}", "train.batch_size=4", "train.steps=2", "save.every=1"]
 
 
 class Run(NamedTuple):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import BACKENDS, checkpoint, forked_with_all_loaded, run
+from tests.e2e.runs import BACKENDS, checkpoint, run
+from tests.ranks import forkserver
 
 STEPS = 6
 
@@ -23,7 +24,7 @@ class Run:
 
 @pytest.fixture(autouse=True, scope="session")
 def _ranks_have_all_loaded() -> None:
-    forked_with_all_loaded()
+    forkserver()
 
 
 @pytest.fixture(scope="session")

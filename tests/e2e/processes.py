@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
+from tests.pace import patience
 
 VARIABLE = "CKPT_TEST_RUN"
 
@@ -31,9 +32,8 @@ def left_after(seconds: float, find: Callable[[], list[psutil.Process]]) -> list
 
 
 def a_second() -> float:
-    """A second; more where the processes that should end have to wait for a processor."""
-    cores = len(os.sched_getaffinity(0))
-    return 1.0 if os.getloadavg()[0] <= 1.5 * cores else 5.0
+    """A second, where nothing else waits for a processor."""
+    return patience(1.0)
 
 
 def _is_of(process: psutil.Process, run_dir: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,8 +12,6 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +21,11 @@ import recipes.train
 from ckpt.ledger import Ledger
 from ckpt.topology import Topology
 from recipes.launch import launch
-from recipes.ranks import environment_with
 from recipes.training import settle_start, train
 from tests.conf.configs import config
 from tests.device.devices import make_importable
+from tests.pace import patience
+from tests.ranks import forkserver
 
 REPO = Path(recipes.train.__file__).parent.parent
 TEXT = Path(sysconfig.get_path("stdlib"), "stat.py")
@@ -84,7 +82,7 @@ class Command:
     def ended(self, timeout_s: float = 120.0) -> Command:
         """Wait for its end; past the time it is killed, and the test fails."""
         try:
-            self.out, self.err = self.process.communicate(timeout=timeout_s)
+            self.out, self.err = self.process.communicate(timeout=patience(timeout_s))
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.out, self.err = self.process.communicate()
@@ -111,7 +109,7 @@ class Forked:
     """
 
     def __init__(self, name: str, overrides: Sequence[str], cwd: Path, device: str = "cpu") -> None:
-        context = forked_with_all_loaded()
+        context = forkserver()
         self._said = tempfile.TemporaryDirectory()
         self.process = context.Process(
             target=_recipe_main, args=(name, tuple(overrides), cwd, Path(self._said.name), device)
@@ -126,7 +124,7 @@ class Forked:
 
     def ended(self, timeout_s: float = 120.0) -> Forked:
         """Wait for its end; past the time it is killed, and the test fails."""
-        self.process.join(timeout_s)
+        self.process.join(patience(timeout_s))
         is_late = self.process.exitcode is None
         if is_late:
             self.process.kill()
@@ -143,29 +141,6 @@ class Forked:
 
 
 @functools.cache
-def forked_with_all_loaded() -> ForkServerContext:
-    """Start the forkserver of all runs in this process, unless it runs: with all that a rank would load, before it is forked."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "torch._dynamo",
-            "torch.nn.parallel",
-            "pytest",
-            "ckpt.backends.tensorstore",
-            "ckpt.backends.zarr",
-            "recipes.local_ranks",
-            "recipes.syncing",
-            "recipes.training",
-            "tests.e2e.runs",
-            "tests.ranks",
-            "recipes.forkserver",
-        ]
-    )
-    with environment_with({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}):
-        forkserver.ensure_running()
-    return context
-
-
 def _recipe_main(name: str, overrides: Sequence[str], cwd: Path, said: Path, device: str) -> None:
     os.chdir(cwd)
     make_importable(device)

@@ -35,6 +35,7 @@ from ckpt.snapshot import Snapshot, arena_bytes
 from ckpt.topology import Topology
 from ckpt.writer_process import WriterProcess
 from ckpt.writing import Share, Staged
+from tests.pace import patience
 from tests.stand_in_shares import NoBackend, StandIn
 from tests.states import ALL_DTYPES, BACKENDS, Held, backend_named, cpu, random_bits
 
@@ -81,7 +82,7 @@ def _write(writer: WriterProcess, share: StandIn, folder: Path, **other: Any) ->
 
 
 def _until(is_so: Callable[[], object], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.005)
