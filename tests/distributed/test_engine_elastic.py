@@ -478,6 +478,37 @@ def test_trainers_go_on_without_any_rollout_until_one_comes() -> None:
     assert replies == {2: after}
 
 
+def _cancelled_as_it_is_called(topology: Topology) -> Any:
+    """The trainer's call reaches a rollout whose caller is cancelled before it learns of it, and calls again."""
+    member, rendezvous = meet(topology, 1, 1, "broadcast")
+    store = reached_store(rendezvous)
+    assert member is not None
+
+    async def cancelled(rising: Rising) -> None:
+        receiving = asyncio.create_task(member.receive_into(rising))
+        await asyncio.sleep(0.05)
+        store.set("waited", "")
+        until(lambda: bool(store.check(["calls"])))  # and the event loop waits, too
+        time.sleep(0.3)
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+
+    with member:
+        if topology.rank == 1:
+            with watched_rising() as rising:
+                asyncio.run(cancelled(rising))
+                roll_out(member, rising)
+                return rising.versions
+        until(lambda: bool(store.check(["waited"])))
+        store.set("calls", "")
+        return end(member, train(member, lambda step: step == 2)[-1]["step"])
+
+
+def test_a_call_that_comes_as_its_caller_is_cancelled_is_heard_by_the_next() -> None:
+    assert run_ranks(2, _cancelled_as_it_is_called, timeout_s=30.0)[1] == [1, 2]
+
+
 def test_a_rollout_that_finds_no_job_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     store, rendezvous = meeting(20.0, {})
     assert rendezvous.port == store.port
