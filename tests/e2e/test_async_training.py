@@ -231,4 +231,4 @@ def test_a_sweep_over_ways_to_save_ends_with_one_table(tmp_path: Path) -> None:
     assert 0 < in_background["blocked_s"] < in_background["save_s"]
     assert sync["blocked_s"] == pytest.approx(sync["save_s"])
     for text in (command.out, (folder / "sweep.txt").read_text()):
-        assert text.count("2 jobs: ") == 1 and "save.mode=async" in text
+        assert text.count("2 jobs: ") == 1 and "mode=async" in text and "keys in full: save.mode\n" in text

@@ -103,7 +103,7 @@ def test_small_tensors_are_held_by_all_or_each_by_one(sharing: str, tmp_path: Pa
 @pytest.mark.full
 def test_through_a_slow_store_bytes_decide(tmp_path: Path) -> None:
     names = ["zarr", "zarr/two-stage"]
-    cfg = config(tmp_path, "workload=slow_store", "benchmark.store_mib_s=20", ranks=2, names=names)
+    cfg = config(tmp_path, "workload=slow_store", "benchmark.store_mib_s=20", "model.size=tiny", ranks=2, names=names)
     result = run_ranks(2, _benchmark, cfg, process_group=True)[0]
     for name in names:
         figures = result["medians"][name]
