@@ -28,7 +28,11 @@ from tests import jobs
 from tests.jobs import SAVE, adds_up, config, outcome_of
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES and name != "OMP_NUM_THREADS"}
+HERE = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in RANK_VARIABLES and not name.startswith(("OMP", "TORCH"))  # which other tests may have set
+}
 
 
 def _jobs(*arguments: str, launcher: list[str] | None = None, **environment: str) -> subprocess.Popen[str]:
