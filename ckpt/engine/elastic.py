@@ -108,7 +108,10 @@ class ElasticEngine:
         self._thread = EngineThread()
         self._given_up = threading.Event()
         self._next = 1  # the call that is to come
-        self._heard: Call | None = None  # of which nothing has been made yet: its caller may have been cancelled
+        self._call: Call | None = None  # that has come; None: one is awaited
+        self._is_again = (
+            False  # whether its caller was cancelled before the update began, so that the next one hears it
+        )
         self._joined: int | None = None  # the number of the epoch whose ranks the engine has joined
         self._proven = False
         self._failure: CheckpointError | None = None  # of the last update, which is to be made again
@@ -196,20 +199,17 @@ class ElasticEngine:
             CheckpointError: the update failed of something else, or a trainer is gone; on all members.
         """
         while True:
-            call = await self._hear()
+            call = await self._run_ahead(self._next_call)
             if call.is_last:
-                self._heard = None
                 raise ConfigurationError("the first trainer has said that there are no further updates")
             told = {"num_rollouts": len(call.epoch.rollouts), "epoch": call.epoch.number}
             if not call.epoch.rollouts:
-                self._failure = self._heard = None
+                self._failure = None
                 return told
             try:
-                await self._run(self._enter, call.epoch)
-                self._heard = None
+                await self._run_ahead(self._enter, call.epoch)
                 report = await self.engine.send_weights(weights, global_steps)
             except CheckpointError as error:
-                self._heard = None
                 await self._run(self._forgive, error, call.epoch)
                 _require_renewable(weights, error)
                 continue
@@ -228,16 +228,13 @@ class ElasticEngine:
         while True:
             if self.epoch is None:
                 await self._run(self._come_in)
-            call = await self._hear()
+            call = await self._run_ahead(self._next_call)
             if call.is_last or self.number not in call.epoch.rollouts:
-                self._heard = None
                 return None
             try:
-                await self._run(self._enter, call.epoch)
-                self._heard = None
+                await self._run_ahead(self._enter, call.epoch)
                 report = await self.engine.receive_into(sink, global_steps)
             except CheckpointError as error:
-                self._heard = None
                 await self._run(self._forgive, error, call.epoch)
                 continue
             await self._run(self._succeeded, call)
@@ -275,14 +272,6 @@ class ElasticEngine:
     ) -> None:
         self._close(error)
 
-    async def _hear(self) -> Call:
-        """The next call; once more, if whoever heard it was cancelled before anything was made of it: the others are in it by now."""
-        try:
-            return await self._run(self._next_call)
-        except CheckpointError:
-            self._heard = None
-            raise
-
     # In the thread of this object
 
     def _live(self) -> None:
@@ -298,11 +287,13 @@ class ElasticEngine:
         Raises:
             CheckpointError: the job has failed; or it goes on without this rollout, which has not asked for that.
         """
-        if self._heard is None:
+        is_again, self._is_again = self._is_again, False
+        if self._call is None or not is_again:
             if self._ended:
                 raise ConfigurationError(f"{self._who} is out of the job: there is nothing more to send or to receive")
-            self._heard = self._decide() if self.is_lead else self._board.await_call(self._next, self._given_up.is_set)
-        call = self._heard
+            self._call = None
+            self._call = self._decide() if self.is_lead else self._board.await_call(self._next, self._given_up.is_set)
+        call = self._call
         self._next = call.number + 1
         if self.epoch is None or call.epoch.number != self.epoch.number:
             self.epoch, self._proven = call.epoch, False
@@ -454,6 +445,14 @@ class ElasticEngine:
             return await done(future)
         except asyncio.CancelledError:
             self._given_up.set()
+            raise
+
+    async def _run_ahead(self, call: Callable[..., Result], *args: Any) -> Result:
+        """The same, ahead of an update: if the caller is cancelled, the next one hears the same call, for the others are in it by now."""
+        try:
+            return await self._run(call, *args)
+        except asyncio.CancelledError:
+            self._is_again = True
             raise
 
 
