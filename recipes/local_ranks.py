@@ -99,7 +99,7 @@ def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int, held: Held | 
     results, result = context.Pipe(duplex=False)
     threads = None if "OMP_NUM_THREADS" in os.environ else max(1, _num_cores() // num_ranks)
     with ours, lifeline, results, result, _start_method_that_ranks_know():
-        _start_forkserver(job)
+        start_forkserver(_modules_of(job))
         start = _Start(job, cfg, num_ranks, store.port, lifeline, result, dict(os.environ), os.getcwd(), threads, held)
         ranks = [context.Process(target=_rank_main, args=(start, rank)) for rank in range(num_ranks)]
         try:
@@ -185,15 +185,19 @@ def _signals_raised() -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _start_forkserver(job: Job) -> None:
-    """Start it, unless it runs, with the modules of the job imported and no thread in it, which a fork would lose."""
+def _modules_of(job: Job) -> list[str]:
+    """What a rank would import for a job."""
     spec = sys.modules["__main__"].__spec__
     main = {"__main__", spec.name if spec else "__main__"}  # each rank runs it anew, and Python warns if it is there
     package = job.__module__.partition(".")[0]
     ours = [name for name in sys.modules if name.partition(".")[0] == package and name not in main]
     # The first optimizer of a process imports torch._dynamo, which takes a second: better once than in every rank.
-    imports = ["torch.nn.parallel", "torch._dynamo", __name__, *ours]
-    preload = [*imports, "recipes.forkserver"]  # what is registered last runs first when it ends
+    return ["torch.nn.parallel", "torch._dynamo", __name__, *ours]
+
+
+def start_forkserver(modules: list[str]) -> None:
+    """Start it, unless it runs, with these modules imported and no thread in it, which a fork would lose."""
+    preload = [*modules, "recipes.forkserver"]  # what is registered last runs first when it ends
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     wanted = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
     wanted["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is told in our words

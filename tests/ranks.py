@@ -11,7 +11,6 @@ import faulthandler
 import functools
 import gc
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import random
 import signal
@@ -41,7 +40,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt.device import Device
 from ckpt.topology import Topology
-from recipes.ranks import environment_with
+from recipes.local_ranks import start_forkserver
 from tests import leaks
 from tests.device import devices
 from tests.pace import patience
@@ -64,7 +63,6 @@ _PRELOAD = [
     "tests.pace",
     "tests.ranks",
     "tests.states",
-    "recipes.forkserver",
 ]
 
 
@@ -263,12 +261,8 @@ def forkserver() -> ForkServerContext:
 
     It does not look for device plugins: what one starts, such as threads, would not live on in ranks. Each loads it anew.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    wanted = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    with environment_with(wanted):
-        multiprocessing.forkserver.ensure_running()
-    return context
+    start_forkserver(_PRELOAD)
+    return multiprocessing.get_context("forkserver")
 
 
 def _new_rank(kind: _Kind) -> _Rank:
@@ -446,9 +440,8 @@ def _process_group(job: _Job, device: Device, rank: int, store: dist.Store) -> I
         timeout=timedelta(seconds=patience(60.0)),
     )
     store.set(f"has joined {rank}", "")
-    store.wait(
-        [f"has joined {one}" for one in range(job.world_size)]
-    )  # who left before all have would break their group
+    # Who left before all have joined would break their group.
+    store.wait([f"has joined {one}" for one in range(job.world_size)])
     try:
         yield
     finally:
