@@ -306,10 +306,11 @@ def _children() -> set[str]:
 
 
 def _memory_files() -> Counter[str]:
-    """Shared memory that this process has mapped, by name: that of other programs comes and goes."""
+    """Shared memory that this process has mapped or has named with its number: that of other programs comes and goes."""
     with open("/proc/self/maps") as maps:
         mapped = {(line.split()[4], line.split(maxsplit=5)[5].strip()) for line in maps if len(line.split()) > 5}
-    return Counter(name for _, name in mapped if name.startswith(("/memfd:", "/dev/shm/")))
+    named = [name for name in os.listdir("/dev/shm") if f"{os.getpid()}" in name]
+    return Counter([name for _, name in mapped if name.startswith(("/memfd:", "/dev/shm/"))] + named)
 
 
 def committed(root: Path) -> list[str]:

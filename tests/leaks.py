@@ -124,8 +124,7 @@ def _differences(before: Traces, now: Traces) -> list[str]:
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    names = old.keys() | new.keys()
-    return [name for name in names if old.get(name) is not new.get(name) and not _same(old.get(name), new.get(name))]
+    return [name for name in old.keys() | new.keys() if not _same(old.get(name), new.get(name))]
 
 
 def _same(one: Any, other: Any) -> bool:
