@@ -6,7 +6,7 @@ Most faults come of one choice, or of two that meet (Kuhn, Wallace and Gallo, "S
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -29,10 +29,15 @@ def covering(
         is_possible: whether the first few values of a row go together; rows of which it says no are left out.
     """
     values = {name: list(choices) for name, choices in axes.items()}
-    by_default = rows(values, default, is_possible)
-    rest = [row for row in rows(values, full, is_possible) if row not in by_default]
-    params = [pytest.param(*row) for row in by_default]
-    return pytest.mark.parametrize(tuple(values), params + [pytest.param(*row, marks=pytest.mark.full) for row in rest])
+    return and_in_full(tuple(values), rows(values, default, is_possible), rows(values, full, is_possible))
+
+
+def and_in_full(
+    names: Sequence[str], by_default: Sequence[tuple[Any, ...]], full: Iterable[tuple[Any, ...]]
+) -> pytest.MarkDecorator:
+    """Parametrize a test by rows of its own choice; the others among `full` are marked so."""
+    rest = [pytest.param(*row, marks=pytest.mark.full) for row in full if row not in by_default]
+    return pytest.mark.parametrize(tuple(names), [pytest.param(*row) for row in by_default] + rest)
 
 
 def rows(

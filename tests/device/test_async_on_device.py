@@ -19,7 +19,7 @@ from ckpt.reading.direct import DirectLoad
 from ckpt.statefuls import ModelState, OptimizerState
 from ckpt.topology import Topology
 from tests.async_runs import SETTINGS, WRITERS, Troubled, error_of, let_go, settings
-from tests.covering import rows
+from tests.covering import and_in_full, rows
 from tests.device.devices import ADVERSARY, CUDA, NPU, made
 from tests.device.memory import AWKWARD, Memory, require_same, tiny
 from tests.device.saves import require_saved, torch_device
@@ -47,13 +47,10 @@ def coordinator(
 # What is changed right after the call
 
 
-@pytest.mark.parametrize(
+@and_in_full(
     ("writer", "budget_mib", "when_busy"),
-    [("thread", None, "queue"), ("thread", 4, "wait")]
-    + [
-        pytest.param(*row, marks=pytest.mark.full)
-        for row in rows({"writer": [*WRITERS], "budget_mib": [None, 4, 32], "when_busy": ["wait", "queue"]}, None)
-    ],
+    [("thread", None, "queue"), ("thread", 4, "wait")],
+    rows({"writer": [*WRITERS], "budget_mib": [None, 4, 32], "when_busy": ["wait", "queue"]}, None),
 )
 def test_a_save_holds_what_was_on_its_way_at_the_call_and_nothing_later(
     tmp_path: Path, device: str, writer: str, budget_mib: int | None, when_busy: str
@@ -282,13 +279,10 @@ def _require_alike(device: str, layout: str, setting: str, backend: str, folder:
     assert third["state_digest"] == first["state_digest"]
 
 
-@pytest.mark.parametrize(
+@and_in_full(
     ("layout", "setting", "backend"),
-    [("fsdp", "thread, overlap", "zarr")]
-    + [
-        pytest.param(*row, marks=pytest.mark.full)
-        for row in rows({"layout": [*LAYOUTS], "setting": [*SETTINGS], "backend": ["zarr", "ocdbt"]}, 2)
-    ],
+    [("fsdp", "thread, overlap", "zarr")],
+    rows({"layout": [*LAYOUTS], "setting": [*SETTINGS], "backend": ["zarr", "ocdbt"]}, 2),
 )
 def test_a_run_goes_on_to_the_bit_from_what_it_saved_while_it_trained(
     tmp_path: Path, device: str, layout: str, setting: str, backend: str

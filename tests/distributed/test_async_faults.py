@@ -42,7 +42,7 @@ from tests.async_runs import (
     until,
     writers_of,
 )
-from tests.covering import rows
+from tests.covering import and_in_full, rows
 from tests.ranks import Dead, run_ranks, run_threads
 from tests.states import BACKENDS, Held, coordinator, global_index, same_bits
 
@@ -121,10 +121,7 @@ def _fail(topology: Topology, root: Path, notes: Path, trouble: str, writer: str
     return said
 
 
-@pytest.mark.parametrize(
-    ("trouble", "writer", "call", "rank"),
-    ERRORS + [pytest.param(*one, marks=pytest.mark.full) for one in ERRORS_IN_FULL if one not in ERRORS],
-)
+@and_in_full(("trouble", "writer", "call", "rank"), ERRORS, ERRORS_IN_FULL)
 def test_a_write_error_in_the_background_is_raised_on_every_rank_by_the_next_call(
     tmp_path: Path, trouble: str, writer: str, call: str, rank: int
 ) -> None:
@@ -352,10 +349,7 @@ KILLS_IN_FULL = rows(
 )
 
 
-@pytest.mark.parametrize(
-    ("store", "writer", "victim", "call"),
-    KILLS + [pytest.param(*one, marks=pytest.mark.full) for one in KILLS_IN_FULL if one not in KILLS],
-)
+@and_in_full(("store", "writer", "victim", "call"), KILLS, KILLS_IN_FULL)
 def test_a_rank_killed_while_it_saves_in_the_background_is_named_by_all_others_at_their_next_call(
     tmp_path: Path, store: str, writer: str, victim: int, call: str
 ) -> None:

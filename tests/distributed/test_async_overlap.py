@@ -6,6 +6,7 @@ The copier is held back at will here, so that what must wait for it waits, and w
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from tests.async_runs import (
     require_holds,
     settings,
 )
+from tests.covering import and_in_full
 from tests.ranks import run_ranks
 from tests.states import coordinator
 
@@ -603,11 +605,7 @@ def _save_at_random(topology: Topology, root: Path, seed: int) -> list[str]:
     return saved
 
 
-@pytest.mark.parametrize(
-    ("seed", "ranks"),
-    PROGRAMS
-    + [pytest.param(n, r, marks=pytest.mark.full) for n in range(30) for r in (1, 3) if (n, r) not in PROGRAMS],
-)
+@and_in_full(("seed", "ranks"), PROGRAMS, itertools.product(range(30), (1, 3)))
 def test_every_checkpoint_of_any_program_holds_the_state_of_its_call(tmp_path: Path, seed: int, ranks: int) -> None:
     root = tmp_path / "root"
     first, *others = run_ranks(ranks, _train_at_random, root, seed, agree_s=20.0, timeout_s=45.0)

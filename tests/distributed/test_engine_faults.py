@@ -33,7 +33,7 @@ from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.topology import Topology
 from tests.async_runs import until
-from tests.covering import rows
+from tests.covering import and_in_full, rows
 from tests.engines import joined
 from tests.ranks import Dead, run_ranks
 from tests.states import Held, global_index
@@ -447,14 +447,10 @@ KILLS = [
 WHERE = ["offload", "transfer", "between buckets", "load"]
 
 
-@pytest.mark.parametrize(
+@and_in_full(
     ("name", "victim", "where", "held"),
-    KILLS
-    + [
-        pytest.param(*one, marks=pytest.mark.full)
-        for one in rows({"name": BY_TRANSPORT, "victim": [0, 1, 3], "where": WHERE, "held": [False, True]}, 2)
-        if one not in KILLS
-    ],
+    KILLS,
+    rows({"name": BY_TRANSPORT, "victim": [0, 1, 3], "where": WHERE, "held": [False, True]}, 2),
 )
 def test_a_rank_that_is_killed_is_named_and_those_that_are_left_go_on(
     name: str, victim: int, where: str, held: bool
