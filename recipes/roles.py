@@ -75,7 +75,7 @@ def found_job(
     with topology.operation("the set-up of the run"), topology.phase("prepare the engine") as phase:
         engine = make()
         if topology.is_lead:
-            store, rendezvous = meeting(engine.timeout_s, facts)
+            store, rendezvous = meeting(engine.timeout_s, facts, topology.world_size)
             phase.payload = asdict(rendezvous)
     rendezvous = Rendezvous(**phase.payloads[0])
     member = ElasticEngine.found(

@@ -25,9 +25,15 @@ from ckpt.stores import StoreGoneError
 
 READY, LEAVING = "ready", "leaving"
 _PREFIX = "board"
+_NUMBERS = "numbers"
 _LOOK_S = 0.5
 _NAP_S = 0.002
 _LONGEST_NAP_S = 0.005
+
+
+def reserve(store: Store, count: int) -> None:
+    """Keep the first numbers for the ranks that found the job. Whoever has made the store, before anybody else can reach it."""
+    PrefixStore(_PREFIX, store).add(_NUMBERS, count)
 
 
 class Board:
@@ -81,19 +87,14 @@ class Board:
 
     # Coming and going
 
-    def reserve(self, count: int) -> None:
-        """Keep the first numbers for the ranks that found the job. The lead alone, before anybody else can be here."""
-        with self._reached():
-            self._mailbox.add("numbers", count)
-
     def new_number(self) -> int:
         """A number for a rollout that comes to a running job."""
         with self._reached():
-            return self._mailbox.add("numbers", 1) - 1
+            return self._mailbox.add(_NUMBERS, 1) - 1
 
     def num_numbers(self) -> int:
         with self._reached():
-            return self._mailbox.add("numbers", 0)
+            return self._mailbox.add(_NUMBERS, 0)
 
     def say(self, number: int, word: str) -> None:
         """Tell the lead what a rollout wants. Any thread."""

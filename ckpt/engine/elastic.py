@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
 from ckpt.engine.base import NamedTensor
-from ckpt.engine.board import LEAVING, READY, Board
+from ckpt.engine.board import LEAVING, READY, Board, reserve
 from ckpt.engine.engine_thread import EngineThread
 from ckpt.engine.joined import done, own_store
 from ckpt.engine.layout import WeightLayout
@@ -40,7 +40,7 @@ _REACH_S = 10.0
 _LINGER_S = 1.0
 
 
-def meeting(timeout_s: float, facts: Mapping[str, Any]) -> tuple[TCPStore, Rendezvous]:
+def meeting(timeout_s: float, facts: Mapping[str, Any], num_founders: int) -> tuple[TCPStore, Rendezvous]:
     """The store of a job, held by this process, its first trainer; and where a rollout that comes finds it.
 
     It listens on one address, that of `ckpt.addresses.own_address`.
@@ -48,10 +48,12 @@ def meeting(timeout_s: float, facts: Mapping[str, Any]) -> tuple[TCPStore, Rende
     Args:
         timeout_s: of the store.
         facts: see `Rendezvous`.
+        num_founders: trainers and rollouts that will call `ElasticEngine.found`; no rollout that comes gets one of their numbers.
     """
     store, address = own_store(timeout_s)
+    reserve(store, num_founders)
     job = uuid.uuid4().hex
-    store.set("job", job)
+    store.set("job", job)  # last: nobody comes before it is there
     return store, Rendezvous(address, store.port, job, facts)
 
 
@@ -109,9 +111,7 @@ class ElasticEngine:
         self._given_up = threading.Event()
         self._next = 1  # the call that is to come
         self._call: Call | None = None  # that has come; None: one is awaited
-        self._is_again = (
-            False  # whether its caller was cancelled before the update began, so that the next one hears it
-        )
+        self._is_again = False  # its caller was cancelled before the update began, and the next one hears it
         self._joined: int | None = None  # the number of the epoch whose ranks the engine has joined
         self._proven = False
         self._failure: CheckpointError | None = None  # of the last update, which is to be made again
@@ -149,8 +149,6 @@ class ElasticEngine:
         epoch = Epoch(1, num_trainers, tuple(range(num_trainers, num_trainers + num_rollouts)))
         member = cls(engine, store, rank, epoch, host=host)
         try:
-            if member.is_lead:
-                member._board.reserve(epoch.world_size)
             if member._is_rollout:
                 member._live()
             if num_rollouts:

@@ -86,7 +86,7 @@ def meet(
     store = None
     with topology.phase("meet") as phase:
         if topology.rank == 0:
-            store, rendezvous = meeting(PATIENCE_S, {})
+            store, rendezvous = meeting(PATIENCE_S, {}, num_trainers + num_rollouts)
             phase.payload = asdict(rendezvous)
     rendezvous = Rendezvous(**phase.payloads[0])
     if topology.rank >= num_trainers + num_rollouts:
@@ -206,6 +206,13 @@ def test_rollouts_come_and_leave_at_random_moments_while_steps_go_on(
     assert min(num_rollouts) == 1 < max(num_rollouts)
     assert sum(len(stays) for stays in found[num_trainers + 1 :]) == num_joins
     assert num_changes > num_joins // 2, "members changed again and again"
+
+
+def test_a_rollout_that_comes_before_the_founders_have_joined_gets_no_number_of_theirs() -> None:
+    store, rendezvous = meeting(PATIENCE_S, {}, num_founders=2)
+    with ElasticEngine.come(engine_of("broadcast"), rendezvous) as comer:
+        assert comer.number == 2
+    del store
 
 
 # Catching up
@@ -510,7 +517,7 @@ def test_a_call_that_comes_as_its_caller_is_cancelled_is_heard_by_the_next() -> 
 
 
 def test_a_rollout_that_finds_no_job_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, rendezvous = meeting(20.0, {})
+    store, rendezvous = meeting(20.0, {}, num_founders=2)
     assert rendezvous.port == store.port
     with pytest.raises(RankAbsentError, match=f"another job answers at {rendezvous.address}"):
         ElasticEngine.come(engine_of("broadcast"), replace(rendezvous, job="another"))
@@ -520,7 +527,7 @@ def test_a_rollout_that_finds_no_job_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_trainers_that_are_rollouts_cannot_be_elastic() -> None:
-    store, _ = meeting(20.0, {})
+    store, _ = meeting(20.0, {}, num_founders=2)
     engine = CheckpointEngineRegistry.new("naive", timeout_s=20.0)
     with pytest.raises(ConfigurationError, match="cannot come and go"):
         ElasticEngine.found(engine, store, rank=0, num_trainers=1, num_rollouts=1)
