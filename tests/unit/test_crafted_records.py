@@ -541,6 +541,19 @@ def test_pieces_of_two_ranks_that_overlap_are_refused(tmp_path: Path) -> None:
         whole.load_checkpoint(checkpoint)
 
 
+def test_each_tensor_of_several_pieces_is_looked_at(copied: Path) -> None:
+    """Those of one piece are known by their box; what is known of one tensor in pieces says nothing of the next."""
+
+    def cut(tree: Tree, of_b: int) -> None:
+        tree["pieces"]["model/a"] = [[0, [5], [0], [2], 0], [0, [5], [2], [3], 2]]
+        tree["pieces"]["model/b"] = [[0, [7], [0], [4], 5], [0, [7], [of_b], [3], 9]]
+
+    edit_index(copied / "checkpoint-1", 0, lambda tree: cut(tree, of_b=4))
+    assert verify_checkpoint(copied / "checkpoint-1") == []
+    edit_index(copied / "checkpoint-2", 0, lambda tree: cut(tree, of_b=3))
+    assert "two pieces of 'model/b' have elements in common" in "".join(verify_checkpoint(copied / "checkpoint-2"))
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
 def test_commands_say_one_sentence(copied: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     checkpoint = copied / "checkpoint-2"
