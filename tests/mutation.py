@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -176,23 +176,55 @@ def _said(text: str) -> set[int]:
     return lines
 
 
-def _is_found(fault: Fault | None, part: Part, copy: Path, timeout_s: float) -> tuple[bool, float, str]:
-    """Whether a test fails, after how many seconds, and which."""
-    if fault is not None:
-        (copy / fault.module).write_text(fault.changed)
+@dataclass(frozen=True)
+class Outcome:
+    """Of the tests of a part, run once.
+
+    Attributes:
+        failed: the ids of those that failed; "it hung" if all together took too long.
+    """
+
+    failed: tuple[str, ...]
+    seconds: float
+
+
+def _run(part: Part, copy: Path, timeout_s: float, options: Sequence[str]) -> Outcome:
     began = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no"]
-    command += [f"tests/{one}" for one in part.tests if (copy / "tests" / one).exists()]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no", *options]
+    command += [f"tests/{one}" for one in part.tests if (copy / "tests" / one).exists()]  # another state may lack one
     try:
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=timeout_s)
-        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        assert done.returncode in (0, 1, 2, 4), done.stdout + done.stderr
-        return done.returncode != 0, time.monotonic() - began, failed[0] if failed else ""
     except subprocess.TimeoutExpired:
-        return True, time.monotonic() - began, "it hung"
-    finally:
-        if fault is not None:
+        return Outcome(("it hung",), time.monotonic() - began)
+    assert done.returncode in (0, 1, 2, 4), done.stdout + done.stderr
+    said = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = said or (["it could not be run"] if done.returncode else [])
+    return Outcome(tuple(failed), time.monotonic() - began)
+
+
+class Trials:
+    """Runs of tests in copies of the checkout, one run in each at a time."""
+
+    def __init__(self, folder: Path, tests: Path, jobs: int) -> None:
+        self._copies: Queue[Path] = Queue()
+        for number in range(jobs):
+            self._copies.put(_copied(folder / str(number), tests))
+
+    def without_fault(self, part: Part) -> Outcome:
+        copy = self._copies.get()
+        try:
+            return _run(part, copy, 900.0, [])
+        finally:
+            self._copies.put(copy)
+
+    def with_fault(self, fault: Fault, part: Part, timeout_s: float, left_out: Sequence[str]) -> Outcome:
+        copy = self._copies.get()
+        try:
+            (copy / fault.module).write_text(fault.changed)
+            return _run(part, copy, timeout_s, ["-x", *(f"--deselect={one}" for one in left_out)])
+        finally:
             (copy / fault.module).write_text(fault.text)
+            self._copies.put(copy)
 
 
 def main() -> None:
@@ -204,30 +236,26 @@ def main() -> None:
     given = parser.parse_args()
     faults = drawn(given.count, given.seed)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as jobs:
-        copies: Queue[Path] = Queue()
-        for number in range(given.jobs):
-            copies.put(_copied(Path(folder, str(number)), given.tests))
-
-        def tried(fault: Fault | None, part: Part, timeout_s: float) -> tuple[bool, float, str]:
-            copy = copies.get()
-            try:
-                return _is_found(fault, part, copy, timeout_s)
-            finally:
-                copies.put(copy)
-
-        sound = {name: jobs.submit(tried, None, part, 900.0) for name, part in PARTS.items()}
-        limit = {}
-        for name, running in sound.items():
-            fails, seconds, which = running.result()
-            print(f"{name}: without a fault its tests take {seconds:.0f} s", flush=True)
-            assert not fails, f"they fail without a fault: {which}"
-            limit[name] = 60 + 4 * seconds
-        outcomes = [(fault, jobs.submit(tried, fault, PARTS[fault.part], limit[fault.part])) for fault in faults]
+        trials = Trials(Path(folder), given.tests, given.jobs)
+        sound = {name: jobs.submit(trials.without_fault, part) for name, part in PARTS.items()}
+        running = []
+        for name, trial in sound.items():
+            outcome = trial.result()
+            print(f"{name}: without a fault its tests take {outcome.seconds:.0f} s", flush=True)
+            for one in outcome.failed:
+                print(f"  left out, for it fails without a fault, too: {one}", flush=True)
+            most_s = 60 + 4 * outcome.seconds
+            running += [
+                (fault, jobs.submit(trials.with_fault, fault, PARTS[name], most_s, outcome.failed))
+                for fault in faults
+                if fault.part == name
+            ]
         found: Counter[str] = Counter()
-        for fault, running in outcomes:
-            is_found, seconds, which = running.result()
-            found[fault.part] += is_found
-            print(f"{'found' if is_found else 'NOT FOUND'} after {seconds:.0f} s {which}\n  {fault}", flush=True)
+        for fault, trial in running:
+            outcome = trial.result()
+            found[fault.part] += bool(outcome.failed)
+            told = f"found after {outcome.seconds:.0f} s by {outcome.failed[0]}" if outcome.failed else "NOT FOUND"
+            print(f"{told}\n  {fault}", flush=True)
     drawn_of = Counter(fault.part for fault in faults)
     for name in PARTS:
         print(f"{name}: {found[name]} of {drawn_of[name]}")
