@@ -22,7 +22,8 @@ Campaign = Callable[[Sequence[Case]], None]
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     if reason := shim.why_not():
         pytest.skip(reason)
-    return Driver(tmp_path_factory.mktemp("adversarial"))
+    workers = 2 if "PYTEST_XDIST_WORKER" in os.environ else 4  # of pytest's workers several may run one
+    return Driver(tmp_path_factory.mktemp("adversarial"), workers)
 
 
 @pytest.fixture

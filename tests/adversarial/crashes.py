@@ -83,14 +83,14 @@ class Scenario:
         return "2" if self.mode == "overwrite" else "3"
 
 
-def save_cases(seed: int, points: int, points_by_process: int) -> list[Case]:
-    """Cases for every way to save.
+def save_cases(seed: int, backend: str, points: int = 36, points_by_process: int = 8) -> list[Case]:
+    """Cases for every way to save by a backend.
 
     Args:
         points: how many tries each way gets.
         points_by_process: for those by a writer process, which takes seconds to start.
     """
-    ways = [Scenario(*way) for way in itertools.product(held_state.BACKENDS, MODES, (1, 2))]
+    ways = [Scenario(*way) for way in itertools.product([backend], MODES, (1, 2))]
     each = {True: points_by_process, False: points}
     return [
         Case("crashes:saves", {"scenario": way, "points": each[way.mode == "async process"], "seed": f"{seed} {way}"})
@@ -115,13 +115,22 @@ def sample_of_save_cases(seed: int) -> list[Case]:
 
 
 def load_cases(seed: int, points: int, sample: int | None = None) -> list[Case]:
-    """Cases for both loading strategies on two ranks, or a sample of them."""
+    """Cases for both loading strategies on two ranks, or a sample of them, which share the faults."""
     ways = list(itertools.product(held_state.BACKENDS, ("direct", "two-stage")))
     if sample is not None:
         ways = Random(f"{seed} loads").sample(ways, sample)
     return [
-        Case("crashes:loads", {"backend": backend, "strategy": strategy, "points": points, "seed": f"{seed} {backend}"})
-        for backend, strategy in ways
+        Case(
+            "crashes:loads",
+            {
+                "backend": backend,
+                "strategy": strategy,
+                "points": points,
+                "seed": f"{seed} {backend}",
+                "faults": READ_FAULTS if sample is None else READ_FAULTS[number::sample],
+            },
+        )
+        for number, (backend, strategy) in enumerate(ways)
     ]
 
 
@@ -129,16 +138,15 @@ def saves(
     folder: Path, scenario: Scenario, points: int, seed: str, faults: Sequence[Fault] = FAULTS
 ) -> Iterator[Outcome]:
     """Count the calls of a save, then let something happen at some of them."""
-    with _Ranks(scenario.num_ranks) as ranks:
+    with Ranks(scenario.num_ranks) as ranks:
         base = folder / "base"
-        for checkpoint_id in ("1", "2"):
-            _require_returned(ranks.run(_save, scenario, base, checkpoint_id, ""))
+        _require_returned(ranks.run(_save_what_lies_before, scenario, base, ("1", "2")))
         count = _counted(folder, base, ranks, scenario)
         for number, ((fault, action, error, lasts), at) in enumerate(_points(faults, count, points, Random(seed))):
             root = _copied(base, folder / f"root-{number}")
             orders = Orders(folder / "orders", root)
             orders.let(action, at, error=error, lasts=lasts)
-            ended = ranks.run(_save, scenario, root, scenario.target, "new", orders=orders)
+            ended = ranks.run(_save, scenario, root, orders=orders)
             fell = _why_fell(scenario, root, action, error, ended)
             where = f"{fault} at call {at} of {count} ({orders.fired_at or 'which did not come'})"
             if orders.fired_at or fell:  # a save by threads makes a few calls more or less from time to time
@@ -147,16 +155,18 @@ def saves(
                 shutil.rmtree(root)
 
 
-def loads(folder: Path, backend: str, strategy: str, points: int, seed: str) -> Iterator[Outcome]:
+def loads(
+    folder: Path, backend: str, strategy: str, points: int, seed: str, faults: Sequence[Fault] = READ_FAULTS
+) -> Iterator[Outcome]:
     """Count the calls that read in a load by two ranks, then let something happen at some of them."""
     row = f"loads: {backend}, {strategy}, 2 ranks"
-    with _Ranks(2) as ranks:
+    with Ranks(2) as ranks:
         base = folder / "base"
-        _require_returned(ranks.run(_save, Scenario(backend, "sync", 2), base, "1", ""))
+        _require_returned(ranks.run(_save_what_lies_before, Scenario(backend, "sync", 2), base, ("1",)))
         orders = Orders(folder / "count", base)
         orders.let(Action.COUNT, kinds=Kind.READS)
         _require_returned(ranks.run(_load, base, strategy, orders=orders))
-        for (fault, action, error, lasts), at in _points(READ_FAULTS, orders.count, points, Random(seed)):
+        for (fault, action, error, lasts), at in _points(faults, orders.count, points, Random(seed)):
             orders = Orders(folder / "orders", base)
             orders.let(action, at, kinds=Kind.READS, error=error, lasts=lasts)
             ended = ranks.run(_load, base, strategy, orders=orders)
@@ -165,14 +175,18 @@ def loads(folder: Path, backend: str, strategy: str, points: int, seed: str) -> 
                 yield Outcome(row, f"{row}: {fault} at call {at} ({orders.fired_at})", fell)
 
 
-class _Ranks:
-    """Ranks as processes of their own, that find each other through one store, served by a process of its own."""
+class Ranks:
+    """Ranks as processes of their own, that find each other, if there are several, through one store, served by a process of its own."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._tries = 0
+        self._store: Child | None = None
+        self._port = 0
 
-    def __enter__(self) -> _Ranks:
+    def __enter__(self) -> Ranks:
+        if self._num_ranks == 1:
+            return self
         here, there = os.pipe()
         self._store = Child(_serve_store, there)
         os.close(there)
@@ -181,8 +195,9 @@ class _Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.kill(self._store.pid, signal.SIGKILL)
-        self._store.ended()
+        if self._store is not None:
+            os.kill(self._store.pid, signal.SIGKILL)
+            self._store.ended()
 
     def run(self, function: Any, *args: Any, orders: Orders | None = None) -> list[Ended]:
         """Call `function(topology, *args)` on each rank. If one dies, the others are told by SIGTERM, as launchers do."""
@@ -233,20 +248,21 @@ def _rank(
         return function(topology, *args)
 
 
-def _save(topology: Topology, scenario: Scenario, root: Path, checkpoint_id: str, variant: str) -> tuple[str, str]:
-    """Save once; return "saved", or what was raised, and its sentence.
+def _save_what_lies_before(topology: Topology, scenario: Scenario, root: Path, ids: Sequence[str]) -> tuple[str, str]:
+    saves = MODES[scenario.mode].get("saves", SaveSettings())
+    options = {} if saves.is_async else {"saves": saves}
+    with held_state.Run(root, scenario.backend, topology, **options) as run:
+        for checkpoint_id in ids:
+            run.save(checkpoint_id)
+    return "saved", ""
 
-    Args:
-        variant: "" for what lies in the root before; otherwise another state is saved under the id.
-    """
-    options = MODES[scenario.mode] if variant else {"saves": MODES[scenario.mode].get("saves", SaveSettings())}
-    if not variant and options["saves"].is_async:
-        options = {}
+
+def _save(topology: Topology, scenario: Scenario, root: Path) -> tuple[str, str]:
+    """Save another state than those that lie there; return "saved", or what was raised, and its sentence."""
     try:
-        with held_state.Run(root, scenario.backend, topology, **options) as run:
-            if checkpoint_id != "1":  # a run that goes on: what retention and overwriting remove is its own
-                run.resume()
-            run.save(checkpoint_id, checkpoint_id + variant)
+        with held_state.Run(root, scenario.backend, topology, **MODES[scenario.mode]) as run:
+            run.resume()  # what retention and overwriting remove is this run's own
+            run.save(scenario.target, f"{scenario.target}new")
             run.coordinator.wait()
     except CheckpointError as error:
         return type(error).__name__, str(error)
@@ -267,12 +283,12 @@ def _require_returned(ended: Sequence[Ended]) -> None:
         assert one.how == "returned" and one.value[0] in ("saved", "loaded"), one
 
 
-def _counted(folder: Path, base: Path, ranks: _Ranks, scenario: Scenario) -> int:
+def _counted(folder: Path, base: Path, ranks: Ranks, scenario: Scenario) -> int:
     """How many calls the save makes."""
     root = _copied(base, folder / "counted")
     orders = Orders(folder / "count", root)
     orders.let(Action.COUNT)
-    _require_returned(ranks.run(_save, scenario, root, scenario.target, "new", orders=orders))
+    _require_returned(ranks.run(_save, scenario, root, orders=orders))
     return orders.count
 
 

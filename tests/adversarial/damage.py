@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -107,6 +107,7 @@ DAMAGES: dict[str, Damage] = {
     "a link to itself": _link_to_itself,
     "a link to nothing": _link_to_nothing,
 }
+_DEEP = b'{"run_id": ' + b"[" * 100_000
 SAVES = {
     **{backend: {} for backend in held_state.BACKENDS},
     **{f"{backend}, incremental": {"saves": SaveSettings(incremental=True)} for backend in held_state.BACKENDS},
@@ -118,25 +119,27 @@ def cases(seed: int, flips: int, sample: int | None = None) -> list[Case]:
 
     Args:
         flips: how many more bits are flipped.
-        sample: so many ways, drawn by lot, and each damage befalls one file.
+        sample: so many ways, drawn by lot, share the damages, and each befalls one file.
     """
     ways = Random(f"{seed} damage").sample(list(SAVES), sample or len(SAVES))
     tries = 1 if sample is not None else 0
-    made = [
-        Case("damage:checkpoint", {"way": way, "seed": f"{seed} {way}", "tries": tries, "flips": flips}) for way in ways
-    ]
-    return [*made, Case("damage:beside", {"seed": str(seed)})]
+    made = []
+    for number, way in enumerate(ways):
+        own = list(DAMAGES) if sample is None else list(DAMAGES)[number::sample]
+        given = {"way": way, "seed": f"{seed} {way}", "tries": tries, "flips": flips, "damages": own}
+        made.append(Case("damage:checkpoint", given))
+    return [*made, Case("damage:beside", {"seed": str(seed), "together": sample is not None})]
 
 
-def checkpoint(folder: Path, way: str, tries: int, flips: int, seed: str) -> Iterator[Outcome]:
-    """Damage files of a checkpoint: each way `tries` of them, or all if that is 0."""
+def checkpoint(folder: Path, way: str, tries: int, flips: int, seed: str, damages: Sequence[str]) -> Iterator[Outcome]:
+    """Damage files of a checkpoint: each damage befalls `tries` of them, or all if that is 0."""
     root, row, random = folder / "root", f"damage: {way}", Random(seed)
     in_child(_save_two, root, way).require_result()
     whole = folder / "whole"
     shutil.copytree(root, whole, symlinks=True)
     newer = root / "checkpoint-2"
     files = sorted(path.relative_to(newer) for path in newer.rglob("*") if path.is_file())
-    chosen = [(how, file) for how in DAMAGES for file in (random.sample(files, tries) if tries else files)]
+    chosen = [(how, file) for how in damages for file in (random.sample(files, tries) if tries else files)]
     chosen += [("a bit flipped", random.choice(files)) for _ in range(flips)]
     for how, file in chosen:
         other = random.choice([one for one in files if one != file])
@@ -149,29 +152,22 @@ def checkpoint(folder: Path, way: str, tries: int, flips: int, seed: str) -> Ite
             _restore(whole / "checkpoint-2" / one, newer / one)
 
 
-def beside(folder: Path, seed: str) -> Iterator[Outcome]:
-    """Any bytes in the small files beside checkpoints."""
-    row, random = "damage: beside checkpoints", Random(seed)
-    for data in (
-        b"",
-        b"{",
-        b"[]",
-        b"5",
-        b'{"run_id": 5}',
-        b"\xff" * 50,
-        random.randbytes(5000),
-        b'{"run_id": ' + b"[" * 100_000,
-    ):
-        root = folder / f"root-{len(data)}-{data[:1].hex()}"
-        in_child(_save_two, root, "zarr").require_result()
-        (root / ".unpublished-3-00000000").mkdir()
-        (root / ".unpublished-3-00000000.owner.json").write_bytes(data)
-        (root / ".unpublished-4-00000000.owner.json").write_bytes(data)
-        (root / ".quarantined-5-00000000.reason.txt").write_bytes(data)
+def beside(folder: Path, seed: str, together: bool) -> Iterator[Outcome]:
+    """Any bytes in the small files beside checkpoints: all of them in one root, or each in one of its own."""
+    row, whole = "damage: beside checkpoints", folder / "whole"
+    in_child(_save_two, whole, "zarr").require_result()
+    contents = [b"", b"{", b"[]", b"5", b'{"run_id": 5}', b"\xff" * 50, Random(seed).randbytes(5000), _DEEP]
+    for number, chosen in enumerate([contents] if together else [[one] for one in contents]):
+        root = folder / f"root-{number}"
+        shutil.copytree(whole, root, symlinks=True)
+        for at, data in enumerate(chosen):
+            (root / f".unpublished-3{at}-00000000").mkdir()
+            (root / f".unpublished-3{at}-00000000.owner.json").write_bytes(data)
+            (root / f".unpublished-4{at}-00000000.owner.json").write_bytes(data)
+            (root / f".quarantined-5{at}-00000000.reason.txt").write_bytes(data)
         found = in_child(_why_disturbed, root, timeout_s=_LATE_S)
-        yield Outcome(
-            row, f"{row}: {data[:20]!r}", found.value if found.how == "returned" else f"{found.how}: {found.value}"
-        )
+        fell = found.value if found.how == "returned" else f"{found.how}: {found.value}"
+        yield Outcome(row, f"{row}: {' and '.join(repr(data[:20]) for data in chosen)}", fell)
 
 
 def _save_two(root: Path, way: str) -> None:

@@ -35,9 +35,9 @@ from recipes.converting import ConvertKeys, LoadKeys, convert
 from recipes.reading import ReadingKeys, show, verify
 from recipes.report import config_differences
 from tests.adversarial import held_state
+from tests.adversarial.crashes import Ranks
 from tests.adversarial.driver import REPO, Case, Ended, Outcome, in_child
 from tests.adversarial.shim import Orders
-from tests.ranks import run_threads
 
 MEMORY_BYTES = 1 << 30
 LATE_S = 20.0
@@ -85,7 +85,7 @@ def crafted(folder: Path, way: str, names: list[str]) -> Iterator[Outcome]:
     from tests.adversarial.foreign_crafts import crafts
 
     pristine = folder / "pristine"
-    in_child(_save, pristine, way).require_result()
+    _save(pristine, way)
     by_name = {craft.name: craft for craft in crafts()}
     for name in names:
         craft, place = by_name[name], folder / "tried"
@@ -204,15 +204,17 @@ def _ranks_of(way: str) -> int:
 def _save(place: Path, way: str) -> None:
     """Save a checkpoint, twice, and put a copy of the second one where no load should look."""
     root = place / "root"
-    for checkpoint_id in ("1", "2"):
-        run_threads(_ranks_of(way), _save_one, root, checkpoint_id, way.partition(",")[0])
+    with Ranks(_ranks_of(way)) as ranks:
+        for one in ranks.run(_save_both, root, way.partition(",")[0]):
+            one.require_result()
     shutil.copytree(root / "checkpoint-2", place / "secret" / "checkpoint-2")
 
 
-def _save_one(topology: Topology, root: Path, checkpoint_id: str, backend: str) -> None:
-    config = f"step: {checkpoint_id}\n"
-    with held_state.trainer(topology, root, checkpoint_id, backend, config_text=config) as run:
-        run.save_checkpoint(checkpoint_id=checkpoint_id)
+def _save_both(topology: Topology, root: Path, backend: str) -> None:
+    for checkpoint_id in ("1", "2"):
+        config = f"step: {checkpoint_id}\n"
+        with held_state.trainer(topology, root, checkpoint_id, backend, config_text=config) as run:
+            run.save_checkpoint(checkpoint_id=checkpoint_id)
 
 
 def cases(seed: int, sample: int | None = None) -> list[Case]:

@@ -1,5 +1,7 @@
 """The campaign: a small sample by default, all of it marked full. What is tried, and what must be so, say the modules beside this one.
 
+The crash points of saves take half of the time: a file for each backend, so that several of pytest's workers share them.
+
 python -m pytest -m full tests/adversarial          1,200 crash points, 550 crafts and more; the table comes at the end
 CKPT_SEED=7 python -m pytest tests/adversarial      another sample
 """
@@ -16,17 +18,12 @@ def test_a_sample_of_the_campaign_holds(campaign: Campaign, seed: int) -> None:
     campaign(
         [
             *crashes.sample_of_save_cases(seed),
-            *crashes.load_cases(seed, points=4, sample=2),
-            *damage.cases(seed, flips=2, sample=2),
-            *foreign.cases(seed, sample=10),
-            *neighbours.cases(rounds=3, backends=["zarr"]),
+            *crashes.load_cases(seed, points=2, sample=2),
+            *damage.cases(seed, flips=1, sample=2),
+            *foreign.cases(seed, sample=6),
+            *neighbours.cases(rounds=3, sample=True),
         ]
     )
-
-
-@pytest.mark.full
-def test_a_save_that_is_killed_or_refused_at_any_call_loses_nothing(campaign: Campaign, seed: int) -> None:
-    campaign(crashes.save_cases(seed, points=36, points_by_process=8))
 
 
 @pytest.mark.full

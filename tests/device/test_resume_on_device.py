@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 from omegaconf import DictConfig
 
 from ckpt.stored import read_manifest
@@ -77,8 +79,10 @@ def _composed(run: Run, *chosen: str) -> DictConfig:
 
 
 def _train(topology: Topology, configs: list[DictConfig]) -> list[dict[str, Any]]:
-    """Checked here, not by the process of the tests, which loads no device's plugin."""
-    return [train(checked(cfg, num_ranks=topology.world_size), topology) for cfg in configs]
+    """Checked here, by one rank for all: the process of the tests loads no device's plugin."""
+    plain = [checked(cfg, num_ranks=topology.world_size) if topology.is_lead else None for cfg in configs]
+    dist.broadcast_object_list(plain, device=torch.device("cpu"))
+    return [train(cfg, topology) for cfg in plain if cfg is not None]
 
 
 def checkpoint(run: Run, step: int = 1) -> Path:

@@ -92,7 +92,7 @@ class Watched:
                 if wrong:
                     self.problems.append(f"{wrong} are not those of {version}")
             self.looks += 1
-            time.sleep(0.001)
+            time.sleep(0.003)
 
     def require(self, step: int) -> None:
         """Fail unless this step's weights are there, and never were there parts of two."""

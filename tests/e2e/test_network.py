@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,7 +13,15 @@ from tests.e2e.runs import SMALL
 
 pytestmark = pytest.mark.skipif(bool(why_not_here()), reason=why_not_here() or "they are")
 
-TRAIN = ["recipes.train", "output_dir=run", *SMALL, "train.steps=2", "launch.nproc_per_node=2"]
+ONE_BY_ONE = """
+import importlib, json, sys
+
+commands = json.loads(sys.argv[1])
+for command in commands:
+    sys.argv = command
+    importlib.import_module(command[0]).main()
+"""
+TRAIN = ["recipes.train", "output_dir=trained", *SMALL, "train.steps=2", "launch.nproc_per_node=2"]
 SYNC = ["recipes.sync_weights", "output_dir=run", *SMALL, "train.steps=2"]
 
 
@@ -24,23 +33,25 @@ def test_the_other_machine_finds_what_listens_for_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command",
+    "commands",
     [
-        pytest.param(TRAIN, id="train"),
-        pytest.param([*SYNC, "roles.trainer=2"], id="sync_weights"),
+        pytest.param([TRAIN, [*SYNC, "roles.trainer=2"]], id="train and sync_weights"),
         pytest.param(
-            [*TRAIN, "parallel=fsdp", "save.mode=async", "save.writer=process"], id="fsdp", marks=pytest.mark.full
+            [[*TRAIN, "parallel=fsdp", "save.mode=async", "save.writer=process"]], id="fsdp", marks=pytest.mark.full
         ),
-        pytest.param([*TRAIN, "strategy=two-stage", "save.every=1"], id="two-stage", marks=pytest.mark.full),
-        pytest.param([*TRAIN, "parallel=accelerate"], id="accelerate", marks=pytest.mark.full),
-        pytest.param([*SYNC, "engine=broadcast", "ckpt=kimi-engine"], id="broadcast", marks=pytest.mark.full),
-        pytest.param([*SYNC, "engine=naive", "roles.colocated=true"], id="naive", marks=pytest.mark.full),
-        pytest.param([*SYNC, "engine.transport=update"], id="update", marks=pytest.mark.full),
-        pytest.param(["recipes.doctor", "launch.nproc_per_node=2"], id="doctor", marks=pytest.mark.full),
+        pytest.param([[*TRAIN, "strategy=two-stage", "save.every=1"]], id="two-stage", marks=pytest.mark.full),
+        pytest.param([[*TRAIN, "parallel=accelerate"]], id="accelerate", marks=pytest.mark.full),
+        pytest.param([[*SYNC, "engine=broadcast", "ckpt=kimi-engine"]], id="broadcast", marks=pytest.mark.full),
+        pytest.param([[*SYNC, "engine=naive", "roles.colocated=true"]], id="naive", marks=pytest.mark.full),
+        pytest.param([[*SYNC, "engine.transport=update"]], id="update", marks=pytest.mark.full),
+        pytest.param([["recipes.doctor", "launch.nproc_per_node=2"]], id="doctor", marks=pytest.mark.full),
     ],
 )
-def test_a_run_on_one_machine_listens_on_its_loopback_interface_alone(command: list[str], tmp_path: Path) -> None:
-    found = watched([sys.executable, "-m", *command], tmp_path)
+def test_a_run_on_one_machine_listens_on_its_loopback_interface_alone(
+    commands: list[list[str]], tmp_path: Path
+) -> None:
+    """Several commands are run by one process, one after the other: it loads torch once."""
+    found = watched([sys.executable, "-c", ONE_BY_ONE, json.dumps(commands)], tmp_path)
     assert found.code == 0, found.said
     assert found.listening, "its ranks meet somewhere"
     assert found.beyond_loopback == set()

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckpt.errors import StorageError
+from ckpt.topology import Topology
 from ckpt.verify import verify_checkpoint
+from recipes.training import train
 from tests.e2e.processes import a_second, left_after, mark, marked
-from tests.e2e.runs import REPO, Command, checkpoint, committed, start, summary_of
+from tests.e2e.runs import REPO, SMALL, Command, checkpoint, committed, run, start, summary_of
 
 BACKENDS = ("zarr", "tensorstore", "kimi-engine")
 LIMITED = """
 import resource, runpy, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write fails, as it does on a full disk
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
 sys.argv = ["recipes/train.py", *sys.argv[1:]]
 runpy.run_module("recipes.train", run_name="__main__", alter_sys=True)
 """
@@ -66,14 +72,28 @@ def test_the_same_command_run_twice_is_refused_in_one_sentence_with_three_ways_o
     assert summary_of(tmp_path / "outputs" / "dev") == before
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("backend", ["zarr", *(pytest.param(name, marks=pytest.mark.full) for name in BACKENDS[1:])])
+def _may_write_little(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | None:
+    """By a process of its own: the limit stays."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write fails, as it does on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+    return train(cfg, topology)
+
+
+def test_a_file_that_may_not_grow_further_fails_the_save_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="^save of checkpoint-00000001.*File too large"):
+        run(tmp_path, "train.steps=1", ranks=2, job=_may_write_little)
+    assert not committed(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_file_that_may_not_grow_further_fails_the_save_in_one_sentence(
     tmp_path: Path, ranks: int, backend: str
 ) -> None:
     """RLIMIT_FSIZE: the error that a quota gives."""
     run_dir = tmp_path / "run"
-    arguments = ["-c", LIMITED.format(limit=100_000), f"output_dir={run_dir}", f"launch.nproc_per_node={ranks}"]
+    arguments = ["-c", LIMITED, f"output_dir={run_dir}", f"launch.nproc_per_node={ranks}", *SMALL]
     command = Command(arguments, ("train.steps=1", f"ckpt={backend}"), tmp_path, mark(run_dir)).ended()
     sentence = command.refused()
     assert sentence.startswith("save of checkpoint-00000001")

@@ -24,6 +24,7 @@ from ckpt.stored import read_manifest
 from ckpt.topology import Topology
 from recipes.training import Training, learning_rate_factor
 from tests.conf.configs import config
+from tests.covering import rows
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import BACKENDS, SMALL, checkpoint, committed, root_of, run, summary_of
 from tests.states import cpu
@@ -69,10 +70,10 @@ def _matrix(overrides: list[str], tied: bool, dispatch: bool) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("dispatch", [True, False], ids=["dispatched", "own data"])
+@pytest.mark.parametrize(
+    ("backend", "layout", "tied", "dispatch"),
+    rows({"backend": [*BACKENDS], "layout": [*LAYOUTS], "tied": [False, True], "dispatch": [True, False]}, 2),
+)
 def test_20_steps_and_then_20_more_are_40_steps_to_the_bit(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, backend: str, layout: str, tied: bool, dispatch: bool
 ) -> None:
