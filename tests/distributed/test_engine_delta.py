@@ -362,7 +362,7 @@ def _one_is_killed(topology: Topology, name: str, where: str) -> list[int]:
             one.weights.change("embed", number * BUCKET_BYTES // 4, number * BUCKET_BYTES // 4 + 1)
         one.fail()
         be_patient(engine, 20.0)
-        _rejoin(engine, dist.PrefixStore("again", topology._store), [0, 1, 2], topology.rank, 2)  # type: ignore[arg-type]
+        _rejoin(engine, topology.store_for("again"), [0, 1, 2], topology.rank, 2)
         sent = [one.update()]
         one.weights.change("head", 0, 1)
         return [*sent, one.update()]

@@ -403,7 +403,7 @@ def _engine(
     )
     assert isinstance(engine, VersionedEngine)
     with engine:
-        store = dist.PrefixStore("engine", topology._store)
+        store = topology.store_for("engine")
         engine.init_process_group(topology.rank, num_trainers, num_rollouts, store=store)
         yield engine
 
@@ -428,7 +428,7 @@ def _kill(
         began = time.monotonic()
         be_patient(engine, JOIN_S)
         survivors = [rank for rank in range(topology.world_size) if rank != victim]
-        store = dist.PrefixStore("again", topology._store)
+        store = topology.store_for("again")
         _rejoin(engine, store, survivors, topology.rank, num_trainers - (victim < num_trainers))
         assert time.monotonic() - began < JOIN_S
         for step in (3, 4):
@@ -676,11 +676,11 @@ def _two_engines(topology: Topology, name: str) -> int:
             settings: dict[str, Any] = {"timeout_s": 10.0} | ({"transport": transport} if transport else {})
             engine = stack.enter_context(CheckpointEngineRegistry.new(backend, (1 + number) << 16, **settings))  # type: ignore[arg-type, type-var]
             assert isinstance(engine, VersionedEngine)
-            store = dist.PrefixStore(f"engine {number}", topology._store)
+            store = topology.store_for(f"engine {number}")
             engine.init_process_group(topology.rank, 1, 1, store=store)
             engine.init_process_group(topology.rank, 1, 1, store=store)  # which does nothing
             with pytest.raises(ConfigurationError, match="call leave"):
-                engine.init_process_group(topology.rank, 1, 1, store=dist.PrefixStore("other", topology._store))
+                engine.init_process_group(topology.rank, 1, 1, store=topology.store_for("other"))
             engines.append(engine)
             models.append(stack.enter_context(watched(engine)))
 

@@ -141,7 +141,7 @@ class Engine:
     """The collective call of an inference engine: what the workers are asked and what became of it goes through the ranks' store."""
 
     def __init__(self, topology: Topology, num_workers: int) -> None:
-        self._store = dist.PrefixStore("inference", topology._store)  # type: ignore[arg-type]
+        self._store = topology.store_for("inference")
         self._ranks = range(topology.world_size - num_workers, topology.world_size)
         self.calls = 0
 
@@ -269,7 +269,7 @@ def _rollout(topology: Topology, delta: bool) -> Any:
         BroadcastCheckpointEngine(1 << 16, timeout_s=20.0, delta=delta, delta_block_kib=4) as engine,
         InferenceOutlet(inference.workers(), inference.request, bucket_mib=BUCKET_MIB, timeout_s=15.0) as outlet,
     ):
-        engine.init_process_group(topology.rank, 1, 1, store=dist.PrefixStore("engine", topology._store))  # type: ignore[arg-type]
+        engine.init_process_group(topology.rank, 1, 1, store=topology.store_for("engine"))
         live = LiveModel(Held({name: torch.zeros_like(one) for name, one in weights_of(0).items()}))
         for number, step in enumerate((1, 2, 2, 3), start=1):
             with pytest.raises(CheckpointError) if number == 2 else nullcontext() as caught:

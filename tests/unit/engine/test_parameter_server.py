@@ -355,10 +355,10 @@ def test_kimi_buckets_are_read_through_mooncake_itself_and_a_trainer_that_is_gon
 
 def _read_through_mooncake(topology: Topology) -> Any:
     """Two trainers that are rollouts, too, and a rank that is in no group."""
-    store = dist.PrefixStore("p2p", topology._store)  # type: ignore[arg-type]
+    store = topology.store_for("p2p")
     if topology.rank < 2:
         with KimiCheckpointEngine(4096, colocated=True, timeout_s=20.0) as engine:
-            engine.init_process_group(topology.rank, 2, 2, store=dist.PrefixStore("engine", topology._store))  # type: ignore[arg-type]
+            engine.init_process_group(topology.rank, 2, 2, store=topology.store_for("engine"))
             for step in (1, 2):
                 update(engine, step, _Sink())
             assert engine.layout is not None
