@@ -1,11 +1,11 @@
-"""A trainer whose writer process hangs in the middle of a save, to be killed: `python -m tests.writer_trainer FOLDER [forks]`."""
+"""A trainer whose writer process hangs in the middle of a save, to be killed."""
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -16,7 +16,8 @@ from ckpt.writing import Staged
 from tests.stand_in_shares import NoBackend, StandIn
 
 
-def main(folder: Path, forks: bool) -> None:
+def main(folder: Path, forks: bool, tells: Connection) -> None:
+    """Send the number of the writer process, of the file that is its memory, and of what was forked, and wait for the end."""
     memory = shared_memory(1 << 20)
     found = segment_of(memory)
     assert found is not None
@@ -34,9 +35,5 @@ def main(folder: Path, forks: bool) -> None:
         if sleeper == 0:
             time.sleep(30)
             os._exit(0)
-    print(writer.pid, os.fstat(found[0].fd).st_ino, sleeper, flush=True)
+    tells.send((writer.pid, os.fstat(found[0].fd).st_ino, sleeper))
     time.sleep(600)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] == ["forks"])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -23,16 +27,49 @@ def composed(run_dir: Path, *overrides: str, root: str = "train") -> DictConfig:
     choices = [one for one in given if _is_choice(one)]
     values = OverridesParser.create().parse_overrides([one for one in given if one not in choices])
     if any(one.is_sweep_override() for one in values):  # which Hydra refuses
-        return _composed.__wrapped__(root, tuple(given))
-    cfg = copy.deepcopy(_composed(root, tuple(choices)))
+        return _compose(root, tuple(given))
+    cfg: DictConfig = pickle.loads(_composed(root, tuple(choices)))
     ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
     return cfg
 
 
 @functools.cache
-def _composed(root: str, choices: tuple[str, ...]) -> DictConfig:
+def _composed(root: str, choices: tuple[str, ...]) -> bytes:
+    """Pickled: that takes half as long to copy."""
+    return pickle.dumps(_compose(root, choices))
+
+
+def _compose(root: str, overrides: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose(root, list(choices))
+        return compose(root, list(overrides))
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """Inside, Hydra parses each file of conf/, and of its own, once in this process; commands compose them as ever.
+
+    That is a third of the time of a command that is refused. Folders of a user's own are read anew.
+    """
+    read = ConfigRepository.load_config
+
+    def load_config(self: ConfigRepository, config_path: str) -> Any:
+        places = tuple((source.scheme(), source.path) for source in self.sources)
+        if not {path for scheme, path in places if scheme == "file"} <= {str(CONF)}:
+            return read(self, config_path)
+        if (places, config_path) not in _parsed:
+            found = read(self, config_path)
+            if found is None:
+                return None
+            _parsed[places, config_path] = pickle.dumps(found)
+        return pickle.loads(_parsed[places, config_path])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConfigRepository, "load_config", load_config)
+        yield
+
+
+_parsed: dict[tuple[Any, str], bytes] = {}
+"""(where Hydra looks, name) -> what it found there, pickled: Hydra writes into what it is given."""
 
 
 def _is_choice(override: str) -> bool:

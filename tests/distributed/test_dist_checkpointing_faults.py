@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from ckpt.errors import (
 from ckpt.job import use_topology
 from ckpt.manifest_parsing import parse_index
 from ckpt.verify import verify_checkpoint
+from tests.covering import and_in_full
 from tests.ranks import Dead, Topology, run_ranks
 from tests.sharded_saves import (
     SAVES,
@@ -250,26 +251,24 @@ def test_other_files_stay_and_belong_to_no_checkpoint(tmp_path: Path, caplog: py
     threads(2, require_training_state, tmp_path)
 
 
+@and_in_full(("first", "second"), list(pairwise([*SAVES, next(iter(SAVES))])), product(SAVES, repeat=2))
 def test_whatever_a_killed_save_has_left_is_removed_by_the_next_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: str, second: str
 ) -> None:
     """S1.67: by whichever strategy; no manifest, files that were to take another's place, objects that are not saved now."""
-    for number, (first, second) in enumerate(product(SAVES.values(), repeat=2)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        threads(2, save_training_state, folder, first, {})
-        (folder / "metadata.json").rename(folder / ".metadata.json.0a1b2c3d")
-        manifest = (folder / "checkpoint_manifest.json").read_bytes()
-        (folder / "checkpoint_manifest.json").unlink()
-        (folder / ".saving-0a1b2c3d").touch()
-        (folder / ".checkpoint_manifest.json.0a1b2c3d").write_bytes(manifest)
-        (folder / "index-00007.3.json").write_bytes(b"{}")
-        caplog.clear()
-        threads(2, save_training_state, folder, second, {"rng": None})
-        assert sum("what an interrupted save has left" in record.getMessage() for record in caplog.records) == 1
-        assert verify_checkpoint(folder) == []
-        assert set(ckpt.load_sharded_metadata(folder)) == {"w", "p", "step"}
-        assert not (folder / "objects").exists()
+    threads(2, save_training_state, tmp_path, SAVES[first], {})
+    (tmp_path / "metadata.json").rename(tmp_path / ".metadata.json.0a1b2c3d")
+    manifest = (tmp_path / "checkpoint_manifest.json").read_bytes()
+    (tmp_path / "checkpoint_manifest.json").unlink()
+    (tmp_path / ".saving-0a1b2c3d").touch()
+    (tmp_path / ".checkpoint_manifest.json.0a1b2c3d").write_bytes(manifest)
+    (tmp_path / "index-00007.3.json").write_bytes(b"{}")
+    caplog.clear()
+    threads(2, save_training_state, tmp_path, SAVES[second], {"rng": None})
+    assert sum("what an interrupted save has left" in record.getMessage() for record in caplog.records) == 1
+    assert verify_checkpoint(tmp_path) == []
+    assert set(ckpt.load_sharded_metadata(tmp_path)) == {"w", "p", "step"}
+    assert not (tmp_path / "objects").exists()
 
 
 # Mistakes of one rank
@@ -474,14 +473,15 @@ def test_no_flipped_bit_of_metadata_json_makes_a_load_return_anything_else(tmp_p
     assert refused > 4 * len(before)
 
 
-def test_verify_names_metadata_json_whichever_bit_of_it_flips_and_when_it_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [1, pytest.param(8, marks=pytest.mark.full)], ids=["one of each byte", "all"])
+def test_verify_names_metadata_json_whichever_bit_of_it_flips_and_when_it_is_gone(tmp_path: Path, bits: int) -> None:
     """S1.69: like every other file of a checkpoint."""
     ckpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3))}, tmp_path)
     path = tmp_path / "metadata.json"
     before = path.read_bytes()
-    for bit in range(8 * len(before)):
+    for at, turn in product(range(len(before)), range(bits)):
         flipped = bytearray(before)
-        flipped[bit // 8] ^= 1 << bit % 8
+        flipped[at] ^= 1 << (at + turn) % 8
         path.write_bytes(flipped)
         assert any("metadata.json" in problem for problem in verify_checkpoint(tmp_path)), bytes(flipped)
     path.unlink()

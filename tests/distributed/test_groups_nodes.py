@@ -80,8 +80,8 @@ def hierarchies(draw: st.DrawFn, world_size: int) -> dict[str, Instances]:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
-    size = draw(st.integers(8, 12))
+def worlds(draw: st.DrawFn, fewest: int, most: int) -> World:
+    size = draw(st.integers(fewest, most))
     neighbours = draw(st.booleans())
     hosts = draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
     return World(tuple(sorted(hosts) if neighbours else hosts), draw(hierarchies(size)))
@@ -173,14 +173,14 @@ def _round_trip(world: World) -> None:
                 assert same, (rank, key, name)
 
 
-@given(world=worlds())
+@given(world=worlds(5, 8))
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 def test_every_member_gets_its_own_instance_s_bits_in_any_hierarchy_of_groups_and_nodes(world: World) -> None:
     _round_trip(world)
 
 
 @pytest.mark.full
-@given(world=worlds())
+@given(world=worlds(8, 12))
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 def test_many_more_hierarchies_round_trip(world: World) -> None:
     _round_trip(world)

@@ -278,7 +278,7 @@ def _require_bytes(stock: Stock, requests: Sequence[ReadRequest]) -> None:
 
 @pytest.mark.usefixtures("turns")
 @given(_cases())
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_every_rank_ends_with_its_bytes_and_each_is_read_once_and_nothing_is_left(case: Case) -> None:
     before = _held()
     with TemporaryDirectory() as root:
@@ -292,7 +292,7 @@ def test_every_rank_ends_with_its_bytes_and_each_is_read_once_and_nothing_is_lef
 
 @pytest.mark.usefixtures("turns")
 @given(_cases(), st.integers(0, 5), st.sampled_from(["fetch", "place", "read_own"]), st.integers(0, 3))
-@settings(max_examples=25)
+@settings(max_examples=20)
 def test_what_fails_on_one_rank_is_raised_there_and_keeps_nobody_waiting(
     case: Case, who: int, what: str, nth: int
 ) -> None:

@@ -314,7 +314,7 @@ def looped() -> dict[str, Any]:
 
 def deep() -> dict[str, Any]:
     state: dict[str, Any] = {"leaf": 1}
-    for _ in range(100_000):
+    for _ in range(20_000):
         state = {"a": state}
     return state
 

@@ -100,7 +100,7 @@ def reads(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[int, tuple[int, ...],
 
 @pytest.mark.usefixtures("turns")
 @given(reads())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_every_box_of_every_region_arrives_as_numpy_slices_it(
     tmp_path_factory: pytest.TempPathFactory,
     case: tuple[np.ndarray, list[tuple[int, tuple[int, ...], Box, torch.Tensor]], bool, int],
@@ -178,13 +178,13 @@ def test_overlapping_parts_share_one_reading_of_the_file(tmp_path: Path) -> None
         np.testing.assert_array_equal(wanted.out.numpy(), saved[wanted.box.slices])
 
 
-def test_20000_tiny_parts_of_one_chunk_read_each_block_once(tmp_path: Path) -> None:
-    saved = numbers(20_000 * 12)
+def test_5000_tiny_parts_of_one_chunk_read_each_block_once(tmp_path: Path) -> None:
+    saved = numbers(5_000 * 12)
     extent = store(tmp_path, saved.tobytes(), block_bytes=1 << 16)
     piece = (3, 4)
     parts = [
         Part(48 * number, piece, whole(piece), torch.zeros(piece, dtype=torch.int32), f"model: {number}")
-        for number in range(20_000)
+        for number in range(5_000)
     ]
     moved: list[int] = []
     with ExtentReader(tmp_path, progress=moved.append) as reader:
@@ -358,7 +358,7 @@ def test_a_chunk_is_checked_without_reading_it_into_anything(tmp_path: Path) -> 
 @pytest.mark.parametrize("on_host", [True, False], ids=["by numpy", "as on a device"])
 @pytest.mark.usefixtures("turns")
 @given(case=reads(), data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_bytes_that_came_another_way_are_placed_as_if_they_had_been_read(
     tmp_path_factory: pytest.TempPathFactory,
     on_host: bool,
@@ -404,7 +404,7 @@ class AtOnce:
 @pytest.mark.parametrize("on_host", [True, False], ids=["by numpy", "as on a device"])
 @pytest.mark.usefixtures("turns")
 @given(case=reads(), data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_a_reader_reads_just_the_stretches_it_is_told(
     tmp_path_factory: pytest.TempPathFactory,
     on_host: bool,

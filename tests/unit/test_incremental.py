@@ -104,7 +104,7 @@ def saves_and_deletions(
         shutil.rmtree(shelf.folder(left.pop(at % len(left))))
         assert all(verify_checkpoint(shelf.folder(one)) == [] for one in left)
         if left:
-            require_sound(shelf, left[at % len(left)])
+            assert shelf.reads_back(left[at % len(left)])
         use, on_disk = disk_use([shelf.folder(one) for one in left])
         assert on_disk == bytes_on_disk(root)
         if len(left) == 1:
@@ -136,10 +136,10 @@ def test_whatever_changes_between_saves_and_whichever_are_deleted_what_is_left_i
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_ten_checkpoints_can_be_deleted_in_any_order(tmp_path: Path, store: str) -> None:
+def test_seven_checkpoints_can_be_deleted_in_any_order(tmp_path: Path, store: str) -> None:
     dice = random.Random(store)
-    changes = [{dice.randrange(15) for _ in range(dice.randrange(4))} for _ in range(10)]
-    saves_and_deletions(tmp_path, store, changes, [dice.randrange(10) for _ in range(10)], 0.5, dice.random() < 0.5)
+    changes = [{dice.randrange(15) for _ in range(dice.randrange(4))} for _ in range(7)]
+    saves_and_deletions(tmp_path, store, changes, [dice.randrange(7) for _ in range(7)], 0.5, dice.random() < 0.5)
 
 
 @pytest.mark.full
@@ -347,20 +347,20 @@ def test_files_that_cannot_become_one_do_not_count_together(tmp_path: Path, monk
     require_sound(shelf, "1")
 
 
-@pytest.fixture(params=[errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
-def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+@pytest.fixture
+def refused(why: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A file system that refuses links, and what it was asked for."""
     asked: list[str] = []
 
     def refuse(source: object, target: object, **_: object) -> None:
         asked.append(str(target))
-        raise OSError(request.param, os.strerror(request.param), str(source), None, str(target))
+        raise OSError(why, os.strerror(why), str(source), None, str(target))
 
     monkeypatch.setattr(os, "link", refuse)
     return asked
 
 
-@pytest.mark.parametrize("store", STORES)
+@covering({"store": STORES, "why": [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP]}, default=1)
 def test_where_links_do_not_work_the_same_checkpoint_is_written(
     tmp_path: Path, store: str, refused: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:

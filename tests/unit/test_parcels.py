@@ -60,7 +60,7 @@ def _bytes_of(pieces: list[Piece]) -> Counter[tuple[tuple[str, int], int]]:
 
 @pytest.mark.usefixtures("turns")
 @given(_wants())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_every_rank_gets_each_byte_it_wants_once_and_no_other(wants: list[tuple[list[Want], tuple[int, ...]]]) -> None:
     got = _pieces_by_rank(plan_spread(wants, PARCEL_BYTES))
     for rows, ranks in wants:
@@ -71,7 +71,7 @@ def test_every_rank_gets_each_byte_it_wants_once_and_no_other(wants: list[tuple[
 
 @pytest.mark.usefixtures("turns")
 @given(_wants())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_every_wanted_byte_is_read_once_in_the_group(wants: list[tuple[list[Want], tuple[int, ...]]]) -> None:
     spread = plan_spread(wants, PARCEL_BYTES)
     read = [piece for pieces in spread.own.values() for piece in pieces]
@@ -84,7 +84,7 @@ def test_every_wanted_byte_is_read_once_in_the_group(wants: list[tuple[list[Want
 
 @pytest.mark.usefixtures("turns")
 @given(_wants())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_parcels_fit_travel_in_order_and_are_read_by_who_can(wants: list[tuple[list[Want], tuple[int, ...]]]) -> None:
     spread = plan_spread(wants, PARCEL_BYTES)
     chunk_of = {want.key: want for rows, _ in wants for want in rows}

@@ -49,7 +49,7 @@ def plan(tables: list[Table], table_of_rank: list[int], **sizes: int) -> SavePla
 
 @pytest.mark.usefixtures("turns")
 @given(tilings(), st.sampled_from([0, 64, 4096]), st.sampled_from([8, 200, 1 << 20]), st.sampled_from([64, 1 << 20]))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_every_element_is_written_exactly_once_by_a_rank_that_has_it(
     tiling: tuple[tuple[int, ...], list[Box]], pack_below: int, chunk_min: int, chunk_max: int
 ) -> None:
@@ -80,7 +80,7 @@ def test_every_element_is_written_exactly_once_by_a_rank_that_has_it(
 
 @pytest.mark.usefixtures("turns")
 @given(tilings(), st.sampled_from([8, 200, 1 << 20]), st.sampled_from([64, 1 << 20]))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_a_read_of_any_box_finds_each_of_its_elements_in_one_chunk(
     tiling: tuple[tuple[int, ...], list[Box]], chunk_min: int, chunk_max: int
 ) -> None:
@@ -242,7 +242,7 @@ def held_states(draw: st.DrawFn) -> tuple[list[Table], dict[str, list[tuple[int,
 
 
 @pytest.mark.usefixtures("turns")
-@settings(max_examples=30)
+@settings(max_examples=25)
 @given(held_states(), st.sampled_from([0, 200]), st.sampled_from([8, 200, 4096]), st.sampled_from([64, 1 << 20]))
 def test_no_chunk_has_two_writers_and_a_writer_holds_what_it_writes_or_is_sent_it(
     state: tuple[list[Table], dict[str, list[tuple[int, Box]]]], pack_below: int, chunk_min: int, chunk_max: int

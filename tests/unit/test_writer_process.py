@@ -35,7 +35,9 @@ from ckpt.snapshot import Snapshot, arena_bytes
 from ckpt.topology import Topology
 from ckpt.writer_process import WriterProcess
 from ckpt.writing import Share, Staged
+from tests import writer_trainer
 from tests.pace import patience
+from tests.ranks import forkserver
 from tests.stand_in_shares import NoBackend, StandIn
 from tests.states import ALL_DTYPES, BACKENDS, Held, backend_named, cpu, random_bits
 
@@ -458,18 +460,20 @@ def test_a_writer_that_is_closed_or_forgotten_is_gone_and_a_save_that_waits_for_
 
 def test_nothing_is_left_of_a_writer_whose_trainer_is_killed(tmp_path: Path) -> None:
     trainers, told = [], []
-    for number, forks in enumerate(([], ["forks"])):
-        command = [sys.executable, "-m", "tests.writer_trainer", str(tmp_path / f"{number}"), *forks]
-        trainers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-    for trainer in trainers:
-        assert trainer.stdout is not None
-        with trainer.stdout:
-            told.append([int(word) for word in trainer.stdout.readline().split()])
+    for number, forks in enumerate((False, True)):
+        here, there = forkserver().Pipe(duplex=False)
+        trainer = forkserver().Process(target=writer_trainer.main, args=(tmp_path / f"{number}", forks, there))
+        trainer.start()
+        there.close()
+        trainers.append((trainer, here))
+    for _, here in trainers:
+        assert here.poll(patience(60))
+        told.append(here.recv())
     assert all(psutil.pid_exists(pid) for pid, _, _ in told)
     assert {inode for _, inode, _ in told} <= _inodes_in_use(), "the test sees the memory"
-    for trainer in trainers:
+    for trainer, _ in trainers:
         trainer.kill()
-        trainer.wait()
+        trainer.join()
     _until(lambda: not any(_runs(pid) for pid, _, _ in told), ENDS_S)
     for _, _, sleeper in told:
         if sleeper:  # what was forked by the trainer has its memory as long as it lives
@@ -477,6 +481,9 @@ def test_nothing_is_left_of_a_writer_whose_trainer_is_killed(tmp_path: Path) -> 
             os.kill(sleeper, signal.SIGKILL)
             _until(lambda pid=sleeper: not _runs(pid))  # type: ignore[misc]
     assert not {inode for _, inode, _ in told} & _inodes_in_use()
+    for trainer, here in trainers:
+        trainer.close()
+        here.close()
 
 
 def _runs(pid: int) -> bool:

@@ -217,8 +217,9 @@ def cases(draw: st.DrawFn) -> tuple[dict[ArraySpec, torch.Tensor], tuple[int, ..
     return arrays, tuple(sorted(ranks))
 
 
+@pytest.mark.usefixtures("turns")
 @given(cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_whatever_lies_on_whichever_ranks_plain_safetensors_opens_all_of_it_by_name(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[dict[ArraySpec, torch.Tensor], tuple[int, ...]]
 ) -> None:

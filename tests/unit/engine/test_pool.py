@@ -83,7 +83,8 @@ def require_equal(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tenso
         assert same_bits(found[name], tensor), name
 
 
-@settings(max_examples=150)
+@pytest.mark.usefixtures("turns")
+@settings(max_examples=50)
 @given(TENSORS, TENSORS, BUCKETS, OWNERS)
 def test_what_all_owners_send_gives_back_every_bit_and_again_with_other_tensors_in_the_same_memory(
     kinds: list[tuple[torch.dtype, tuple[int, ...], str]],
