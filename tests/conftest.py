@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
+from tests.conf.configs import parsed_once
 from tests.device.devices import why_absent
 from tests.pace import pace_at_start
 
@@ -38,6 +40,19 @@ _HEAVIEST_FIRST = ("adversarial", "e2e", "distributed", "device", "conf", "unit"
 def collected() -> None:
     """For tests that count threads or descriptors: what earlier modules have left to the collector, such as locks, is let go of before."""
     gc.collect()
+
+
+def pytest_collection_finish() -> None:
+    """The collector looks at what tests make alone: there are two million objects by now."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _parsed_once() -> Iterator[None]:
+    """Hydra reads each file of conf/ once, for all commands that run in this process."""
+    with parsed_once():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,11 @@ from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError
 from ckpt.pattern_check import examine
 from ckpt.topology import Topology
 from recipes import patterns
-from tests.conf.configs import config, parsed_once
+from tests.conf.configs import config
 from tests.ranks import run_ranks, run_threads
 from tests.states import Held, coordinator, random_bits
 
 SHAPE = (120, 50)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_to_compose() -> Iterator[None]:
-    with parsed_once():
-        yield
 
 
 def grid_of(topology: Topology) -> dict[str, list[int]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ckpt.engine import CheckpointEngineRegistry, KimiCheckpointEngine, LiveModel
 from ckpt.engine.versioned import VersionedEngine

@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ckpt.engine import BroadcastCheckpointEngine, LiveModel
 from ckpt.engine.base import NamedTensor, WeightVersion

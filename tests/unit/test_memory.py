@@ -6,7 +6,6 @@ import gc
 import itertools
 import weakref
 
-import pytest
 import torch
 
 from ckpt.memory import ARENA_BYTES, HostMemory
@@ -37,7 +36,6 @@ def test_a_large_tensor_has_memory_of_its_own_and_an_arena_that_is_full_is_follo
     assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(starts))
 
 
-@pytest.mark.usefixtures("quick_collector")
 def test_an_arena_is_freed_with_the_last_of_its_tensors() -> None:
     memory = HostMemory()
     one, other = memory.empty((10,), torch.float32), memory.empty((10,), torch.float32)

@@ -33,9 +33,6 @@ sys.stdin.read()
 """
 
 
-pytestmark = pytest.mark.usefixtures("quick_collector")
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / ".run.owner.json"

@@ -118,7 +118,6 @@ def test_what_is_read_is_not_written_over_and_goes_when_it_has_been_read(tmp_pat
         assert save is pool.held is not first
 
 
-@pytest.mark.usefixtures("quick_collector")
 def test_nothing_is_left_open_when_a_pool_is_closed_or_forgotten(tmp_path: Path) -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
