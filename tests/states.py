@@ -74,8 +74,8 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    bits = torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8)
-    return bits.view(dtype).view(shape)
+    words = torch.empty(-(-num_bytes // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    return words.view(torch.uint8)[:num_bytes].view(dtype).view(shape)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -627,13 +627,12 @@ import sys, torch
 from pathlib import Path
 from ckpt import StateComponent
 from ckpt.topology import Topology
-from tests.async_runs import Troubled, settings
+from tests.async_runs import SHAPE, Troubled, settings
 from tests.states import Held, coordinator, global_index
-from tests.distributed.test_async_faults import state
 
 if __name__ == "__main__":
     root, notes, writer = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    held = Held(state(1))
+    held = Held({f"w{n}": global_index(SHAPE) + 1000 + n for n in range(6)})
     made = coordinator(Topology.alone(), root, [StateComponent("model", held, "replicated")],
                        backend=Troubled("dawdles", notes, checkpoint_id=None), saves=settings(writer=writer))
     made.save_checkpoint(checkpoint_id="1")
@@ -690,6 +689,8 @@ def _save_many(topology: Topology, root: Path, writer: str, overlap: bool) -> in
             then.require_nothing()
         left.require_nothing()
     until(lambda: threading.active_count() <= threads, f"the end of {threading.enumerate()}")
+    with topology.phase("all have closed"):  # the lead's coordinator claims the root until then
+        pass
     return len(names_in(root))
 
 

@@ -13,6 +13,7 @@ from tests.conf.configs import config
 from tests.covering import rows
 from tests.distributed.test_layouts import BACKENDS, LAYOUTS, checkpoint
 from tests.distributed.test_layouts import _train as train_all
+from tests.e2e.runs import SMALL
 from tests.ranks import run_ranks
 
 STEPS = ["train.steps=3"]
@@ -33,7 +34,7 @@ def runs_of(num_ranks: int, runs: list[tuple[str, Path, list[str]]]) -> list[dic
     for layout, run_dir, overrides in runs:
         assert LAYOUTS[layout][0] == num_ranks
         batch = f"train.batch_size={3 * num_ranks}"
-        cfgs.append(config(run_dir, *LAYOUTS[layout][1], batch, *overrides, num_ranks=num_ranks))
+        cfgs.append(config(run_dir, *SMALL, *LAYOUTS[layout][1], batch, *overrides, num_ranks=num_ranks))
     by_rank = run_ranks(num_ranks, train_all, cfgs, process_group=True, timeout_s=60.0 * len(runs))
     for summaries in by_rank:
         assert [one["losses"] for one in summaries] == [one["losses"] for one in by_rank[0]]
@@ -47,7 +48,7 @@ def in_parts(folder: Path, layout: str, setting: str, backend: str) -> list[tupl
     straight = folder / "straight"
     own = [*BACKENDS[backend], *SETTINGS[setting], "save.every=1"]
     return [
-        (layout, folder / "never", STEPS),
+        (layout, folder / "never", [*BACKENDS[backend], *STEPS]),
         (layout, straight, [*own, *STEPS]),
         (layout, folder / "on", [*own, *STEPS, f"resume={checkpoint(straight, 1)}"]),
     ]
@@ -112,7 +113,7 @@ def test_what_is_skipped_or_queued_changes_nothing_either(tmp_path: Path, settin
     own = [
         *SETTINGS[setting],
         f"save.when_busy={when_busy}",
-        "save.staging_budget_mib=4",
+        "save.staging_budget_mib=1",
         "save.every=1",
         "train.steps=8",
     ]

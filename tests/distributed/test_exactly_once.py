@@ -15,7 +15,7 @@ from recipes.training import train
 from tests.conf.configs import config
 from tests.ranks import run_ranks
 
-WINDOW = 65  # bytes of a sample: the tiny model's context, and the last target
+WINDOW = 65  # bytes of a sample: the small model's context, and the last target
 WINDOWS = 62  # of an epoch: no multiple of the batch, so the last batch reaches into the next epoch
 BATCH = 12
 LEGS = [(4, 2), (3, 4), (2, 6)]
@@ -58,6 +58,7 @@ def test_four_then_three_then_two_ranks_see_each_sample_of_an_epoch_once(
     resume: list[str] = []
     for (ranks, last), dispatch in zip(LEGS, dispatched, strict=True):
         overrides = [
+            "model.size=nano",
             f"data.path={path}",
             f"data.dispatch={dispatch}",
             f"train.batch_size={BATCH}",

@@ -39,7 +39,7 @@ from tests.ranks import Dead, run_ranks
 NODES = (2, 2)
 VICTIMS = (0, 2)
 AGREE_S = 2.0
-IN_A_ROW = 6  # faults of one call, on the same ranks
+IN_A_ROW = 12  # faults of one call, on the same ranks
 SLACK_S = 15.0  # for a machine that is busy with something else; how long it really took is reported
 ALL_PATTERNS = (*PATTERNS, BY_OTHERS)
 TOGETHER = (ALL_PATTERNS[:2], ALL_PATTERNS[2:4], ALL_PATTERNS[4:])  # in one launch

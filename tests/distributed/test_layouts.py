@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from ckpt.errors import CheckpointError
 from ckpt.topology import Topology
 from recipes.training import train
 from tests.conf.configs import config
+from tests.e2e.runs import SMALL
 from tests.ranks import run_ranks
 
 LAYOUTS = {
@@ -35,12 +37,13 @@ LAYOUTS = {
     "ddp_tp 4": (4, ["parallel=ddp_tp"]),
     "pipeline 2": (2, ["parallel=pipeline"]),
     "pipeline 3": (3, ["parallel=pipeline"]),
-    "pipeline 4": (4, ["parallel=pipeline", "parallel.microbatches=6"]),
+    "pipeline 4": (4, ["parallel=pipeline", "parallel.microbatches=6", "model.size=tiny"]),
     "ddp_pipeline 2": (2, ["parallel=ddp_pipeline"]),
     "ddp_pipeline 3": (3, ["parallel=ddp_pipeline", "parallel.pp=3"]),
     "ddp_pipeline 4": (4, ["parallel=ddp_pipeline"]),
 }
-"""Number of ranks, and how the layout is chosen. Three ranks fit no layout whose inner axis has two; it is set there."""
+"""Number of ranks, and how the layout is chosen. Three ranks fit no layout whose inner axis has two; it is set there. The small
+model of these runs has three layers, which are no four stages."""
 
 BACKENDS = {"zarr": ["ckpt=zarr"], "tensorstore": ["ckpt=tensorstore"], "kimi-engine": ["ckpt=kimi-engine"]}
 IN_TURN = tuple(BACKENDS)
@@ -54,7 +57,7 @@ RELAY = [
 def runs_of(layout: str, *runs: tuple[Path, list[str]]) -> list[dict[str, Any]]:
     """Train several runs, one after another, on one set of ranks; their summaries, on which all ranks agree."""
     num_ranks, chosen = LAYOUTS[layout]
-    cfgs = [config(run_dir, *chosen, *overrides, num_ranks=num_ranks) for run_dir, overrides in runs]
+    cfgs = [config(run_dir, *SMALL, *chosen, *overrides, num_ranks=num_ranks) for run_dir, overrides in runs]
     by_rank = run_ranks(num_ranks, _train, cfgs, process_group=True, timeout_s=240.0)
     for summaries in by_rank:
         assert [one["losses"] for one in summaries] == [one["losses"] for one in by_rank[0]]
@@ -73,13 +76,12 @@ def checkpoint(run_dir: Path, step: int) -> Path:
 def straight_and_resumed(folder: Path, backend: str, tied: bool) -> list[tuple[Path, list[str]]]:
     """A run of three steps, and one that goes on from its second; data dispatched and not, loaded by either strategy, by turns."""
     dispatch = (backend == "zarr") == tied
-    common = [*BACKENDS[backend], f"model.tie_embeddings={tied}", f"data.dispatch={dispatch}", "save.every=2"]
+    chosen = [*BACKENDS[backend], f"strategy={'two-stage' if tied else 'direct'}"]
+    common = [*chosen, f"model.tie_embeddings={tied}", f"data.dispatch={dispatch}", "save.every=2", "train.steps=3"]
     straight = folder / f"straight {backend} {tied}"
-    resume = f"resume={checkpoint(straight, 2)}"
-    strategy = f"strategy={'two-stage' if tied else 'direct'}"
     return [
-        (straight, [*common, "train.steps=3"]),
-        (folder / f"on {backend} {tied}", [*common, "train.steps=3", resume, strategy]),
+        (straight, common),
+        (folder / f"on {backend} {tied}", [*common, f"resume={checkpoint(straight, 2)}"]),
     ]
 
 
@@ -163,10 +165,22 @@ def test_stages_that_are_declared_per_rank_load_on_the_same_ranks_only(tmp_path:
     own = ["components.model.sharing_pattern=per_rank", "components.optimizer.sharing_pattern=per_rank"]
     common = ["model.tie_embeddings=true", "train.steps=1", *own]
     path = checkpoint(tmp_path / "saved", 1)
-    saved, loaded = runs_of("pipeline 3", (tmp_path / "saved", common), (tmp_path / "on", [*common, f"resume={path}"]))
+    resumed = [*common, f"resume={path}"]
+    saved, loaded = runs_of("pipeline 2", (tmp_path / "saved", common), (tmp_path / "on", resumed))
     assert loaded["loaded_digest"] == saved["state_digest"]
-    with pytest.raises(AssertionError, match="component model is per_rank and was saved by 3 ranks, this run has 2"):
-        runs_of("pipeline 2", (tmp_path / "other", [*common, f"resume={path}"]))
+    num_ranks, chosen = LAYOUTS["pipeline 3"]
+    other = config(tmp_path / "other", *SMALL, *chosen, *resumed, num_ranks=num_ranks)
+    for says in run_ranks(num_ranks, _refused, other, process_group=True):
+        assert "component model is per_rank and was saved by 2 ranks, this run has 3" in says
+
+
+def _refused(topology: Topology, cfg: dict[str, Any]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        train(cfg, topology)
+    return str(caught.value)
+
+
+ONE_SIZE = ["model.size=tiny"]  # which has layers enough for every layout
 
 
 @functools.cache
@@ -174,7 +188,7 @@ def _saved(layout: str, parent: Path) -> tuple[Path, str]:
     """The checkpoint of a short run in a layout, and the digest of its state."""
     run_dir = parent / layout.replace(" ", "-")
     tied, backend = "model.tie_embeddings=true", IN_TURN[len(layout) % 3]
-    summary = runs_of(layout, (run_dir, ["train.steps=2", tied, *BACKENDS[backend]]))[0]
+    summary = runs_of(layout, (run_dir, [*ONE_SIZE, "train.steps=2", tied, *BACKENDS[backend]]))[0]
     return checkpoint(run_dir, 2), summary["state_digest"]
 
 
@@ -184,7 +198,7 @@ def test_each_layout_loads_what_every_layout_saved(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, target: str
 ) -> None:
     saved = {source: _saved(source, tmp_path_factory.getbasetemp()) for source in LAYOUTS}
-    overrides = ["train.steps=2", "model.tie_embeddings=true"]
+    overrides = [*ONE_SIZE, "train.steps=2", "model.tie_embeddings=true"]
     runs = [(tmp_path / f"{at}", [*overrides, f"resume={path}"]) for at, (path, _) in enumerate(saved.values())]
     loaded = {source: one["loaded_digest"] for source, one in zip(saved, runs_of(target, *runs), strict=True)}
     assert loaded == {source: digest for source, (_, digest) in saved.items()}
