@@ -358,7 +358,10 @@ class _Doom:
     def meet(self, topology: Topology) -> None:
         with self._lock:
             self._missing -= 1
+        deadline = time.monotonic() + _PATIENCE_S
         while self._missing:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._missing} of the jobs did not come to the phase in which they are to die")
             topology.progress()  # else the others would take the wait for a hang
             time.sleep(0.01)
         with self._lock:
