@@ -97,5 +97,5 @@ class BroadcastCheckpointEngine(VersionedEngine):
             group.give_up()
         if self._network is not None:
             self._network.end()
-        self._landings[0].let_go()
+        self.landings[0].let_go()
         self._messages = Messages(IN_FLIGHT)

@@ -52,6 +52,8 @@ class InferenceOutlet:
     Attributes:
         version: that the inference engine holds; None before the first update, and behind one that failed in the middle, which leaves
             parts of two versions there until the next one.
+        request, timeout_s: as given; they may be changed between updates.
+        buffers: the memory that workers load from, by device: the host's is kept, a device's lasts for an update.
 
     Raises:
         ConfigurationError: there are no workers, or a number cannot be.
@@ -72,12 +74,12 @@ class InferenceOutlet:
             raise ConfigurationError(f"timeout_s={timeout_s}, bucket_mib={bucket_mib}: expected more than 0")
         self.version: WeightVersion | None = None
         self._workers = dict(workers)
-        self._request = request
+        self.request = request
         self._bucket_bytes = aligned(int(bucket_mib * 2**20))
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._with_aliases = aliases
         self._aliases: frozenset[str] = frozenset()
-        self._buffers: dict[torch.device, torch.Tensor] = {}
+        self.buffers: dict[torch.device, torch.Tensor] = {}
         self._half = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._farewell = Farewell()
@@ -90,12 +92,12 @@ class InferenceOutlet:
         """
         largest = max((aligned(weight.num_bytes) for weight in layout.weights), default=0)
         half = max(min(self._bucket_bytes, layout.num_bytes), largest)
-        if half > self._half or not self._buffers:
-            self._buffers.clear()
+        if half > self._half or not self.buffers:
+            self.buffers.clear()
             self._half = half
         for device in self._workers.values():
-            if device not in self._buffers:
-                self._buffers[device] = _buffer(2 * self._half, device)
+            if device not in self.buffers:
+                self.buffers[device] = _buffer(2 * self._half, device)
         self._aliases = frozenset() if self._with_aliases else frozenset(layout.aliases)
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
@@ -105,10 +107,10 @@ class InferenceOutlet:
             RankAbsentError: a worker did not come, or stood still.
             CheckpointError: a worker failed or ended, or the request failed. All workers have been told to stop.
         """
-        assert self._buffers, "check comes first"
+        assert self.buffers, "check comes first"
         self.version = None
         lines = [WorkerLine(self._context, worker) for worker in self._workers]
-        asked = _asked(self._request, {line.worker: line.address for line in lines}, version)
+        asked = _asked(self.request, {line.worker: line.address for line in lines}, version)
         try:
             self._serve(lines, asked, weights)
         except BaseException:
@@ -135,11 +137,11 @@ class InferenceOutlet:
 
     def _serve(self, lines: Sequence[WorkerLine], asked: Future[None], weights: Iterable[NamedTensor]) -> None:
         def all_say(of: Callable[[torch.device], Any]) -> None:
-            await_answers(lines, self._timeout_s, lambda: _raise_failure(asked))
+            await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
             for line in lines:
                 line.say(of(self._workers[line.worker]))
 
-        all_say(lambda device: _handle(self._buffers[device]))
+        all_say(lambda device: _handle(self.buffers[device]))
         wanted = (named for named in weights if named[0] not in self._aliases)
         for number, batch in enumerate(_batches(wanted, self._half)):
             start = number % 2 * self._half
@@ -147,28 +149,28 @@ class InferenceOutlet:
             metas = [tensor.meta(start) for tensor in batch]
             all_say(partial(_same, metas))
         all_say(lambda _: None)
-        await_answers(lines, self._timeout_s, lambda: _raise_failure(asked))
-        self._let_go(device for device in self._buffers if device.type != "cpu")  # before they want memory to finish
+        await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
+        self._let_go(device for device in self.buffers if device.type != "cpu")  # before they want memory to finish
         all_say(lambda _: None)
-        await_answers(lines, self._timeout_s, lambda: _raise_failure(asked))
+        await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
         try:
-            asked.result(self._timeout_s)
+            asked.result(self.timeout_s)
         except TimeoutError:
             raise CheckpointError(
-                f"the inference engine's workers have loaded all weights, and the request to it did not return for {self._timeout_s:g} s"
+                f"the inference engine's workers have loaded all weights, and the request to it did not return for {self.timeout_s:g} s"
             ) from None
 
     def _fill(self, batch: Sequence[_Placed], start: int) -> None:
-        for buffer in self._buffers.values():
+        for buffer in self.buffers.values():
             for tensor in batch:
                 first = start + tensor.offset
                 buffer[first : first + tensor.host.nbytes].copy_(raw_bytes(tensor.host), non_blocking=True)
-        for device in self._buffers:
+        for device in self.buffers:
             wait_for(device)
 
     def _let_go(self, devices: Iterable[torch.device]) -> None:
         for device in [*devices]:
-            if self._buffers.pop(device, None) is not None and device.type != "cpu":
+            if self.buffers.pop(device, None) is not None and device.type != "cpu":
                 module = torch.get_device_module(device)
                 module.ipc_collect()
                 module.empty_cache()

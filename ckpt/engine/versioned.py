@@ -111,6 +111,8 @@ class VersionedEngine(JoinedEngine):
         version: the newest that all ranks have; None before the first.
         layout, bucket_digests: of that version; `digest_of` makes such digests.
         report: figures of the last update.
+        pool: host memory of what is sent, on a trainer that has sent something.
+        landings: host memory of what is received; with `cached` two of them, of which the last holds the newest version.
 
     Raises:
         ConfigurationError: a value that cannot be.
@@ -137,9 +139,9 @@ class VersionedEngine(JoinedEngine):
         if delta_block_kib < 1:
             raise ConfigurationError(f"delta_block_kib={delta_block_kib}: expected at least 1")
         self._block_bytes = delta_block_kib << 10 if delta else None
-        self._landings = [Landing() for _ in range(1 + cached)]
+        self.landings = [Landing() for _ in range(1 + cached)]
         self._held: WeightVersion | None = None  # of the weights in the second landing
-        self._pool: HostPool | None = None
+        self.pool: HostPool | None = None
         self._known: WeightLayout | None = None
         self._update: Update | None = None
         self._generation = 0  # of connections
@@ -147,8 +149,8 @@ class VersionedEngine(JoinedEngine):
     def close(self) -> None:
         """Leave the other ranks and let go of all memory."""
         super().close()
-        self._pool = None
-        for landing in self._landings:
+        self.pool = None
+        for landing in self.landings:
             landing.let_go()
 
     def digest_of(self, bucket: torch.Tensor) -> str:
@@ -162,8 +164,8 @@ class VersionedEngine(JoinedEngine):
         self._known = None
         self._sends_as = self.rank
         self._turns = self._owners(topology)
-        if self._pool is not None and not self._pool.is_of(self._sends_as, self._bucket_bytes):
-            self._pool = None
+        if self.pool is not None and not self.pool.is_of(self._sends_as, self._bucket_bytes):
+            self.pool = None
         self._join_transport(store)
 
     def _leave_update(self) -> None:
@@ -240,8 +242,8 @@ class VersionedEngine(JoinedEngine):
     ) -> _Offloaded:
         """Take all weights; copy those parts to the host that this rank owns. What goes wrong is told to all ranks afterwards."""
         began = time.perf_counter()
-        pool = self._pool or HostPool(self._sends_as, self._bucket_bytes, block_bytes=self._block_bytes)
-        self._pool = pool
+        pool = self.pool or HostPool(self._sends_as, self._bucket_bytes, block_bytes=self._block_bytes)
+        self.pool = pool
         layout = WeightLayout(self._bucket_bytes, self._turns, getattr(weights, "tied_names", {}))
         found = _Offloaded(layout, began)
         try:
@@ -324,11 +326,11 @@ class VersionedEngine(JoinedEngine):
         Raises:
             ConfigurationError: the engine keeps nothing, or nothing has come.
         """
-        if len(self._landings) < 2:
+        if len(self.landings) < 2:
             raise ConfigurationError("this engine keeps no weights: make it with cached=True")
         if self._held is None:
             raise ConfigurationError("no weights have come yet")
-        for named in on_device(self._landings[1].weights(), self.device.torch_device, self._bucket_bytes):
+        for named in on_device(self.landings[1].weights(), self.device.torch_device, self._bucket_bytes):
             yield named
 
     async def _received(self, global_steps: int | None, sink: Sink | None) -> Landing:
@@ -342,7 +344,7 @@ class VersionedEngine(JoinedEngine):
             raise ConfigurationError("nothing has been sent: colocated, send_weights comes first")
         elif sink is not None:
             await self._run(self._check_late, sink)
-        return self._landings[0]
+        return self.landings[0]
 
     def _check_late(self, sink: Sink) -> None:
         """Colocated, the sink comes when everything has been carried."""
@@ -362,8 +364,8 @@ class VersionedEngine(JoinedEngine):
     def _agree_and_carry(self, step: int | None, offloaded: _Offloaded | None, sink: Sink | None) -> None:
         """Everything up to the commit. Collective."""
         topology = self._topology()
-        pool = self._pool if self.rank in self.trainers else None
-        landing = self._landings[0] if self.rank in self.rollouts else None
+        pool = self.pool if self.rank in self.trainers else None
+        landing = self.landings[0] if self.rank in self.rollouts else None
         with ExitStack() as context:
             context.callback(self._say_ended)
             context.enter_context(topology.operation(WHAT))  # alike on all ranks, whether they know the step or not
@@ -391,9 +393,9 @@ class VersionedEngine(JoinedEngine):
         """After a failure, on all ranks: the next update tells its layout anew, sends everything, and through new connections."""
         if kind is not None:
             self._known = None
-            self._landings[0].holds = None
-            if self._pool is not None and self._pool.history is not None:
-                self._pool.history.forget()
+            self.landings[0].holds = None
+            if self.pool is not None and self.pool.history is not None:
+                self.pool.history.forget()
             self._generation += 1
             self._reset_transport()
 
@@ -414,11 +416,11 @@ class VersionedEngine(JoinedEngine):
         said["known"] = self._known.digest() if self._known is not None else None
         said["block_bytes"] = self._block_bytes
         if landing is not None:  # behind `fits`, which may have let go of it
-            said["holds"] = self._landings[-1].holds
+            said["holds"] = self.landings[-1].holds
         if offloaded is None:
             return said
         layout = offloaded.layout
-        if self._pool is not None and (history := self._pool.history) is not None:
+        if self.pool is not None and (history := self.pool.history) is not None:
             said |= {"base": history.base, "changed": history.changed()}
         return said | {
             "layout": layout.digest(),
@@ -481,13 +483,13 @@ class VersionedEngine(JoinedEngine):
 
     def _before(self, landing: Landing | None) -> Landing | None:
         """Where a rollout has the version before the one that comes to `landing`; None: there."""
-        return self._landings[-1] if landing is not None and len(self._landings) > 1 else None
+        return self.landings[-1] if landing is not None and len(self.landings) > 1 else None
 
     def _require_base(self, update: Update, landing: Landing | None) -> None:
         """What comes takes the place of what is there, or is put into it."""
         if landing is None:
             return
-        if update.changes is not None and self._landings[-1].holds != update.changes.base:
+        if update.changes is not None and self.landings[-1].holds != update.changes.base:
             raise CheckpointError(
                 "the weights that the changes are of have been let go of; the next update sends everything"
             )
@@ -536,12 +538,12 @@ class VersionedEngine(JoinedEngine):
 
     def _keep(self, version: WeightVersion) -> None:
         """All ranks hold what this one has sent or received."""
-        if self._pool is not None and self._pool.history is not None and self.rank in self.trainers:
-            self._pool.history.commit(version.digest)
+        if self.pool is not None and self.pool.history is not None and self.rank in self.trainers:
+            self.pool.history.commit(version.digest)
         if self.rank in self.rollouts:
-            self._landings[0].holds = version.digest
-        if len(self._landings) > 1 and self.rank in self.rollouts:
-            self._landings.reverse()
+            self.landings[0].holds = version.digest
+        if len(self.landings) > 1 and self.rank in self.rollouts:
+            self.landings.reverse()
             self._held = version
 
     def _fail(self, update: Update | None, error: Exception) -> NoReturn:

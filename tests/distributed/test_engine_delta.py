@@ -162,7 +162,7 @@ def test_blocks_are_digested_and_compared_only_where_that_was_asked_for() -> Non
 
 def _twice(one: Run) -> list[int]:
     sent = [one.update(), one.update()]
-    assert one.engine._pool is None or one.engine._pool.history is None
+    assert one.engine.pool is None or one.engine.pool.history is None
     return sent
 
 
@@ -221,13 +221,13 @@ def _half_way(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
 def _flip_in_the_landing(one: Run) -> str:
     """A bit falls over in host memory of a rollout, in a block that does not travel."""
     if one.engine.rank == one.engine.rollouts[-1]:
-        one.engine._landings[-1]._memory[3 * BUCKET_BYTES + 100] ^= 1
+        one.engine.landings[-1].bucket(3)[100] ^= 1
     return one.fail()
 
 
 def _flip_in_a_message(one: Run) -> str:
     """A bit of what travels falls over when its digest has been taken."""
-    pool = one.engine._pool
+    pool = one.engine.pool
     if one.engine.rank == 0:
         assert pool is not None
         seal = pool.seal
@@ -247,14 +247,14 @@ def _flip_in_a_message(one: Run) -> str:
 def _let_go(one: Run) -> str:
     """The memory of a rollout is gone, as that of one which has come anew."""
     if one.engine.rank == one.engine.rollouts[-1]:
-        one.engine._landings[-1].let_go()
+        one.engine.landings[-1].let_go()
     return ""
 
 
 def _still_read(one: Run) -> str:
     """Somebody reads yet what came last, which is left to the reader."""
     if one.engine.rank in one.engine.rollouts:
-        reader = one.engine._landings[-1].weights()
+        reader = one.engine.landings[-1].weights()
         next(reader)
         one.readers.append(reader)
     return ""
@@ -304,7 +304,7 @@ def _troubles(one: Run) -> dict[str, tuple[str, int, list[int], int]]:
     found = {}
     one.update()
     for number, (trouble, (make, _)) in enumerate(TROUBLES.items()):
-        if trouble == READ and len(one.engine._landings) > 1:
+        if trouble == READ and len(one.engine.landings) > 1:
             continue  # what is kept may be read while the next update takes from it
         one.weights.change("embed", number, number + 1)
         before = one.update()

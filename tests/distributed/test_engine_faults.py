@@ -181,7 +181,7 @@ def _half_way(step: int) -> Iterator[NamedTensor]:
 @contextmanager
 def flipped_after_the_digest(engine: VersionedEngine) -> Iterator[None]:
     """A bit of the pool falls over when its digest has been taken."""
-    pool = engine._pool
+    pool = engine.pool
     assert pool is not None
     seal = pool.seal
 
@@ -221,7 +221,7 @@ def without_memory(engine: VersionedEngine) -> Iterator[None]:
     def refuse(_layout: Any) -> None:
         raise MemoryError("no room for the weights")
 
-    landing = engine._landings[0]
+    landing = engine.landings[0]
     landing.make_room = refuse  # type: ignore[method-assign]
     try:
         yield
@@ -488,7 +488,7 @@ def _stand_still(topology: Topology, name: str, where: str, notes: Path) -> tupl
         update(engine, 1, live)
         be_patient(engine, TIMEOUT_S)
         is_victim = topology.rank == 2
-        landed = engine._landings[0]._memory
+        landed = engine.landings[0].bucket(0) if topology.rank else torch.empty(0)
         if is_victim and where == "between buckets":
             calls = []
             original = OwnGroup.broadcast
@@ -523,7 +523,7 @@ def _stand_still(topology: Topology, name: str, where: str, notes: Path) -> tupl
             if topology.rank != 0:
                 live.require(step)
                 if where == "between buckets":
-                    now = engine._landings[0]._memory
+                    now = engine.landings[0].bucket(0)
                     assert now.data_ptr() != landed.data_ptr(), "what comes late shall not come there"
     return said
 

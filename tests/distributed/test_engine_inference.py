@@ -207,7 +207,7 @@ def _three_updates(topology: Topology, device: str) -> Any:
             outlet.check(layout_of(weights))
             outlet.load(weights.items(), WeightVersion(step, "d"))
             assert outlet.version == (step, "d")
-            assert [one.type for one in outlet._buffers] == (["cpu"] if device == "cpu" else []), (
+            assert [one.type for one in outlet.buffers] == (["cpu"] if device == "cpu" else []), (
                 "a device's is given back"
             )
     return None
@@ -392,18 +392,18 @@ def _troubles(topology: Topology, troubles: list[str]) -> dict[str, Any]:
     with InferenceOutlet(engine.workers(), engine.request, bucket_mib=BUCKET_MIB) as outlet:
         for number, name in enumerate(troubles):
             trouble, step = TROUBLES[name], 2 * number + 1
-            outlet._timeout_s = 0.7 if "did not answer" in trouble.sentence else 20.0
+            outlet.timeout_s = 0.7 if "did not answer" in trouble.sentence else 20.0
             weights = weights_of(step)
             outlet.check(layout_of(weights))
-            outlet._request = _refusing(engine) if trouble.refused else engine.request
+            outlet.request = _refusing(engine) if trouble.refused else engine.request
             began = time.monotonic()
             with pytest.raises((CheckpointError, RuntimeError)) as caught:
                 outlet.load(weights.items(), WeightVersion(step, "d"))
             found[name] = type(caught.value).__name__, str(caught.value), time.monotonic() - began
             absent = isinstance(caught.value, RankAbsentError)
             assert absent == ("did not answer" in trouble.sentence), (name, found[name])
-            assert outlet.version is None and not outlet._buffers
-            outlet._request, outlet._timeout_s = engine.request, 20.0
+            assert outlet.version is None and not outlet.buffers
+            outlet.request, outlet.timeout_s = engine.request, 20.0
             again = weights_of(step + 1)
             outlet.check(layout_of(again))
             outlet.load(again.items(), WeightVersion(step + 1, "d"))

@@ -421,7 +421,7 @@ def _few_buckets(topology: Topology, num_trainers: int, num_rollouts: int, name:
             assert update(engine, step, live)["num_buckets"] == 1
             if engine.rank in engine.rollouts:
                 require_holds(live, engine, step)
-        return 0 if engine._pool is None or engine._known is None else len(engine._pool.buckets(engine._known))
+        return 0 if engine.pool is None or engine.layout is None else len(engine.pool.buckets(engine.layout))
 
 
 @pytest.mark.parametrize("name", [*DISAGGREGATED, "naive"])
@@ -465,8 +465,10 @@ def _changing_weights(topology: Topology, num_trainers: int, num_rollouts: int, 
 
 def _memory_of(engine: VersionedEngine) -> list[int]:
     """Where buckets lie that are sent, and those that are received."""
-    segments = [] if engine._pool is None else [host.data_ptr() for host in engine._pool._segments.values()]
-    return [*segments, *(landing._memory.data_ptr() for landing in engine._landings)]
+    assert engine.layout is not None
+    sent = [] if engine.pool is None else [*engine.pool.buckets(engine.layout).values()]
+    received = [landing.bucket(0) for landing in engine.landings if engine.rank in engine.rollouts]
+    return [host.data_ptr() for host in sent + received]
 
 
 def test_broadcast_casts_floats_but_neither_float8_nor_integers_nor_what_is_kept() -> None:
@@ -638,8 +640,8 @@ def _changed_bytes(topology: Topology, num_trainers: int, num_rollouts: int, nam
         update(engine, 1, live)
         if topology.rank == 1:
             asked: Counter[int] = Counter()
-            assert engine._pool is not None
-            bucket_of = engine._pool.bucket
+            assert engine.pool is not None
+            bucket_of = engine.pool.bucket
 
             def changed(layout: WeightLayout, bucket: int) -> torch.Tensor:
                 host = bucket_of(layout, bucket).clone()
@@ -648,7 +650,7 @@ def _changed_bytes(topology: Topology, num_trainers: int, num_rollouts: int, nam
                     host[-1] ^= 1
                 return host
 
-            engine._pool.bucket = changed
+            engine.pool.bucket = changed
         where = "failed in phase transfer on rank 1: bucket 3 of 6, with .*, has changed in the host memory of rank 1"
         with pytest.raises(CorruptCheckpointError, match=where):
             update(engine, 2, live)

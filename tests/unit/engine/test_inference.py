@@ -127,13 +127,13 @@ def test_settings_that_cannot_be_are_refused() -> None:
 def test_the_buffer_holds_the_largest_tensor_twice_is_no_larger_than_all_and_is_kept() -> None:
     with inference.InferenceOutlet(CPU, _never, bucket_mib=1) as outlet:
         outlet.check(_layout(100, 100))
-        assert [one.nbytes for one in outlet._buffers.values()] == [2 * 512]
+        assert [one.nbytes for one in outlet.buffers.values()] == [2 * 512]
         outlet.check(_layout(5 << 20, 100))
-        (first,) = outlet._buffers.values()
+        (first,) = outlet.buffers.values()
         assert first.nbytes == 2 * (5 << 20)
         outlet.check(_layout(2 << 20, 2 << 20))
-        assert [one.data_ptr() for one in outlet._buffers.values()] == [first.data_ptr()]
-    assert not outlet._buffers
+        assert [one.data_ptr() for one in outlet.buffers.values()] == [first.data_ptr()]
+    assert not outlet.buffers
 
 
 def test_a_handle_of_host_memory_is_opened_once_and_says_if_it_is_gone() -> None:
