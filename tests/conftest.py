@@ -12,12 +12,15 @@ import pytest
 import torch
 from hypothesis import settings
 
+from ckpt.addresses import LOOPBACK, interface_of
 from tests.conf.configs import parsed_once
 from tests.device.devices import why_absent
 from tests.pace import pace_at_start
 
-# Torch asks the name server who is at the other end of each connection between ranks; an answer that gets lost costs 5 s.
+# Torch asks a name server who is at the other end of each connection, but of one on loopback; an answer that gets lost costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+if (loopback := interface_of(LOOPBACK)) is not None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # on which engines listen, too
 os.environ.pop("COLUMNS", None)  # which pytest-xdist sets: tables are as wide as where no terminal bounds them
 torch.set_num_threads(1)  # several wait for each other in loops: beside one more process that takes ten times as long
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background

@@ -38,7 +38,9 @@ import zarr
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ckpt.addresses import LOOPBACK
 from ckpt.device import Device
+from ckpt.stores import serve
 from ckpt.topology import Topology
 from recipes.local_ranks import start_forkserver
 from tests import leaks
@@ -223,7 +225,7 @@ class _Pool:
 
     @functools.cached_property
     def store(self) -> dist.TCPStore:
-        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return serve(LOOPBACK, timeout_s=patience(300.0))
 
     def next_number(self) -> int:
         self.num_cases += 1
@@ -386,7 +388,7 @@ def _open_what_stays(device: str, place: int) -> None:
     """Have libraries open what they keep: the device, libuv's pipe, zarr's event loop, and the last group that a DTensor has used."""
     hook = sys.excepthook
     devices.made(device).use(place)
-    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    serve(LOOPBACK, timeout_s=patience(30.0))
     zarr.create_array(store={}, shape=(1,), dtype="i4")[:] = 1
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     distribute_tensor(torch.ones(1), init_device_mesh("cpu", (1,)), [Shard(0)]).full_tensor()
@@ -396,7 +398,7 @@ def _open_what_stays(device: str, place: int) -> None:
 
 @functools.cache
 def _store_at(port: int) -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
 
 
 @contextmanager

@@ -27,11 +27,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ckpt.addresses import LOOPBACK
 from ckpt.errors import CheckpointError
 from ckpt.reading.base import LoadingStrategy
 from ckpt.reading.direct import DirectLoad
 from ckpt.reading.two_stage import TwoStageLoad
 from ckpt.save_settings import SaveSettings
+from ckpt.stores import serve
 from ckpt.topology import Topology
 from tests.adversarial import held_state, shim
 from tests.adversarial.driver import Case, Child, Ended, Outcome, in_child
@@ -224,7 +226,7 @@ def _all_ended(children: Sequence[Child]) -> list[Ended]:
 
 
 def _serve_store(pipe: int) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = serve(LOOPBACK, timeout_s=300.0)
     os.write(pipe, f"{server.port}\n".encode())
     os.close(pipe)
     parent = os.getppid()

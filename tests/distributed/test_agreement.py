@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ckpt.addresses import LOOPBACK
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, StorageError
-from ckpt.stores import reach, where_is
+from ckpt.stores import reach, serve, where_is
 from ckpt.topology import Topology
 from tests.frozen import Frozen
 from tests.ranks import Dead, run_ranks
@@ -193,7 +194,7 @@ def test_an_interrupt_is_told_to_the_others_and_goes_on_as_it_is(rank: int) -> N
 def _lose_the_store(topology: Topology, late: bool) -> Any:
     """Agree through a store that rank 0 holds, and which goes with it, as under Slurm."""
     with topology.phase("hold") as phase:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if topology.is_lead else None
+        store = serve(LOOPBACK, timeout_s=300.0) if topology.is_lead else None
         phase.payload = None if store is None else store.port
     own = store or dist.TCPStore("127.0.0.1", phase.payloads[0], is_master=False, wait_for_workers=False)
     inner = Topology.join(own, topology.rank, topology.world_size, timeout_s=20.0)

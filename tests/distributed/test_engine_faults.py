@@ -16,21 +16,21 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ckpt.addresses import LOOPBACK
 from ckpt.engine import CheckpointEngineRegistry, LiveModel, MasterMetadata, naive, transfer
 from ckpt.engine.base import NamedTensor, WeightVersion
 from ckpt.engine.group import OwnGroup
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
+from ckpt.stores import serve
 from ckpt.topology import Topology
 from tests.async_runs import until
 from tests.covering import and_in_full, rows
@@ -762,7 +762,7 @@ print("the end", flush=True)
 def test_a_process_ends_in_order_though_a_collective_of_its_engine_never_does(
     tmp_path: Path, name: str, how: str
 ) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    server = serve(LOOPBACK, timeout_s=30.0)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     root = Path(__file__).parents[2]

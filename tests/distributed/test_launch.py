@@ -18,9 +18,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from ckpt.addresses import LOOPBACK
 from ckpt.errors import ConfigurationError
 from ckpt.heartbeat import At, Heartbeat
 from ckpt.mailbox import Mailbox
+from ckpt.stores import serve
 from recipes.launch import launch
 from recipes.local_ranks import _death
 from recipes.ranks import RANK_VARIABLES, rank_of_environment, ranks_exist
@@ -329,7 +331,7 @@ def _beat(store: dist.Store, part: str) -> Heartbeat:
 def test_a_death_is_placed_by_the_last_heartbeats_of_the_rank(
     own: str | None, beside: str | None, where: str, has_left: bool
 ) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve(LOOPBACK, timeout_s=300.0)
     assert str(_death(store, 1, 3)) == "rank 1 ended with exit code 3 before it had joined the other ranks"
     for part, what in (("topology", own), ("topology/branch 1/1", beside)):
         beat = _beat(store, part)

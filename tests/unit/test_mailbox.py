@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt import stores
+from ckpt.addresses import LOOPBACK
 from ckpt.mailbox import Mailbox
 from ckpt.stores import StoreGoneError, connection, reach, serve
 from tests.frozen import Frozen
@@ -21,7 +22,7 @@ SIZES = [0, 1, 64 << 10, (64 << 10) + 1, 4 << 20, (4 << 20) + 1, 9 << 20]
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return serve(LOOPBACK, timeout_s=300.0)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -76,7 +77,7 @@ def test_looking_for_what_is_not_there_neither_waits_nor_leaves_a_key(store: dis
 
 
 def test_a_store_that_has_gone_is_one_error_of_ours_whatever_is_asked() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = serve(LOOPBACK, timeout_s=300.0)
     mailbox = Mailbox(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False), writer=0)
     del server
     for ask in (lambda: mailbox.peek("key"), lambda: mailbox.has(["key"]), lambda: mailbox.take(["key"])):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
 
+from ckpt.addresses import LOOPBACK
 from ckpt.engine.board import Board
+from ckpt.stores import serve
 
 
 def test_a_rollout_that_answers_and_leaves_in_the_same_moment_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = Board(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "trainer 0")
+    board = Board(serve(LOOPBACK, timeout_s=300.0), "trainer 0")
 
     def dead(numbers: Iterable[int]) -> set[int]:
         board.reply(1, [3, 4, 5])
