@@ -5,6 +5,7 @@ Keys of the recipe are the dataclasses below. Keys of a node with a `_target_` a
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -351,14 +352,20 @@ def _convert(node: Mapping[str, Any], target: Any, name: str) -> None:
     hints = _hints(target)
     for key in [key for key in node if key in hints and not isinstance(node[key], Mapping)]:
         try:
-            schema = OmegaConf.structured(make_dataclass("Argument", [(str(key), _written(hints[key]))]))
-        except (OmegaConfBaseException, TypeError):  # a type of the target's own
+            schema = _schema(_written(hints[key]))
+        except (OmegaConfBaseException, TypeError):  # a type of the target's own; or one without a hash
             continue
         try:
-            value = OmegaConf.merge(schema, {key: node[key]})
+            typed = OmegaConf.merge(schema, {"value": node[key]})
         except OmegaConfBaseException as error:
             raise ConfigurationError(f"{name}.{key}={node[key]}: {str(error).strip().splitlines()[0]}") from error
-        node[key] = OmegaConf.to_container(value)[key]  # type: ignore[index,call-overload]
+        node[key] = OmegaConf.to_container(typed)["value"]  # type: ignore[index,call-overload]
+
+
+@functools.cache
+def _schema(hint: Any) -> Any:
+    """A config of one value of this type."""
+    return OmegaConf.structured(make_dataclass("Argument", [("value", hint)]))
 
 
 def _written(hint: Any) -> Any:
