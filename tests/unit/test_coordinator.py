@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from ckpt import CheckpointCoordinator, StateComponent
+from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.digest import state_digest
@@ -589,3 +589,35 @@ def test_settings_of_saves_of_a_wrong_type_are_refused(settings: dict[str, Any],
 def test_a_component_whose_key_is_no_string_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="component key 5 may hold letters"):
         StateComponent(5, Held({}), "global")  # type: ignore[arg-type]
+
+
+def _rows_of(topology: Topology, whole: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
+    """This rank's rows of each tensor."""
+    ends = [len(next(iter(whole.values()))) * rank // topology.world_size for rank in range(topology.world_size + 1)]
+    first, end = ends[topology.rank : topology.rank + 2]
+    return {name: ShardedTensor.at(name, one[first:end].clone(), one.shape, (first, 0)) for name, one in whole.items()}
+
+
+@pytest.mark.parametrize("num_loading", [1, 2, 3])
+def test_small_tensors_that_are_encoded_together_load_whole_and_in_other_rows(tmp_path: Path, num_loading: int) -> None:
+    """A packed array is decoded as a row of elements, from which each rank's box is cut."""
+    whole = {name: random_bits((7, 5), torch.float32, seed) for seed, name in enumerate(("v", "w"))}
+    backend = ZarrBackend(compressors=[{"name": "zstd", "configuration": {"level": 1, "checksum": False}}])
+
+    def component(rows: dict[str, ShardedTensor]) -> StateComponent:
+        return StateComponent("model", Held(rows), "sharded")
+
+    def save(topology: Topology) -> None:
+        coordinator(topology, tmp_path, [component(_rows_of(topology, whole))], backend=backend).save_checkpoint(
+            checkpoint_id="1"
+        )
+
+    def load(topology: Topology) -> None:
+        blank = _rows_of(topology, {name: torch.zeros_like(one) for name, one in whole.items()})
+        coordinator(topology, tmp_path, [component(blank)], backend=backend).load_checkpoint()
+        for name, wanted in _rows_of(topology, whole).items():
+            assert same_bits(blank[name].data, wanted.data), name
+
+    run_threads(2, save)
+    assert not json.loads((tmp_path / "checkpoint-1" / "index-00000.json").read_text())["chunks"].popitem()[1][0][-1]
+    run_threads(num_loading, load)
