@@ -143,6 +143,10 @@ def _supervised(
                 outcome = results.recv()
             ended = [(rank, process.exitcode) for rank, process in enumerate(ranks)]
             if failed := [_Failure(rank, exitcode) for rank, exitcode in ended if exitcode]:
+                if (
+                    failed[0].exitcode == TOLD_TO_END
+                ):  # all know, and end by themselves: a signal now would cut an orderly end short
+                    _join(ranks, time.monotonic() + patience_s)
                 return failed[0]
         return results.recv() if results.poll() else outcome
     except _AskedToEnd as asked:
@@ -150,6 +154,11 @@ def _supervised(
         raise
     finally:
         _end([rank for rank in ranks if rank.pid is not None], number, patience_s)
+
+
+def _join(ranks: Sequence[ForkServerProcess], until: float) -> None:
+    for rank in ranks:
+        rank.join(max(0.0, until - time.monotonic()))
 
 
 def _end(ranks: Sequence[ForkServerProcess], number: signal.Signals, patience_s: float) -> None:
@@ -160,8 +169,7 @@ def _end(ranks: Sequence[ForkServerProcess], number: signal.Signals, patience_s:
             if rank.is_alive() and rank.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, number)
-        for rank in ranks:
-            rank.join(max(0.0, until - time.monotonic()))
+        _join(ranks, until)
     finally:
         for rank in ranks:
             rank.kill()

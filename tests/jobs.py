@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt.sigterm import TOLD_TO_END
 from ckpt.topology import Topology
 from recipes.launch import launch
 from recipes.ranks import rank_of_environment, ranks_exist
@@ -114,6 +115,14 @@ def exits_well(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     if topology.rank == 1:
         sys.exit()
     return {"rank": topology.rank}
+
+
+def was_told_to_end(cfg: dict[str, Any], topology: Topology) -> None:
+    """All ranks know that they are to end; rank 0 takes longer, and has something to put in order at last."""
+    if topology.rank == 0:
+        time.sleep(1.0)
+        Path(cfg["folder"], "in order").touch()
+    raise SystemExit(TOLD_TO_END)
 
 
 def says_who_runs(cfg: dict[str, Any], topology: Topology) -> None:

@@ -22,12 +22,13 @@ from ckpt.addresses import LOOPBACK
 from ckpt.errors import ConfigurationError
 from ckpt.heartbeat import At, Heartbeat
 from ckpt.mailbox import Mailbox
+from ckpt.sigterm import TOLD_TO_END
 from ckpt.stores import serve
 from recipes.launch import launch
 from recipes.local_ranks import _death
 from recipes.ranks import RANK_VARIABLES, rank_of_environment, ranks_exist
 from tests import jobs
-from tests.jobs import SAVE, adds_up, config, outcome_of
+from tests.jobs import SAVE, adds_up, config, outcome_of, was_told_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {
@@ -53,6 +54,16 @@ def _jobs(*arguments: str, launcher: list[str] | None = None, **environment: str
 def _outcomes(process: subprocess.Popen[str]) -> tuple[list[Any], str]:
     printed, errors = process.communicate(timeout=120)
     return [json.loads(line) for line in printed.splitlines()], errors
+
+
+# The end
+
+
+def test_ranks_that_have_been_told_to_end_are_left_to_it(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch(was_told_to_end, config(2, folder=str(tmp_path)))
+    assert ended.value.code == TOLD_TO_END
+    assert (tmp_path / "in order").exists(), "rank 0 was not signalled because rank 1 had ended before it"
 
 
 # One rank: this process itself
