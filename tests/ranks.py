@@ -49,6 +49,7 @@ from tests.pace import patience
 
 _PRELOAD = [
     "torch",
+    "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "torch.nn.parallel",
     "torch._dynamo",

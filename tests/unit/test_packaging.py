@@ -31,7 +31,7 @@ def test_readme_shows_one_line_for_the_main_job_and_one_for_the_tests() -> None:
         ["bash", "-euo", "pipefail", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, check=True
     ).stdout.split("--\n")
     assert re.fullmatch(r"python3 -m venv \.venv && .*pip install .* && .*python -m recipes\.train\n", main)
-    assert re.fullmatch(r"python3 -m venv \.venv && .*pip install .*\[test\].* && .*python -m pytest -n 3\n", tests)
+    assert re.fullmatch(r"python3 -m venv \.venv && .*pip install .*\[test\].* && .*python -m pytest -n 4\n", tests)
     assert main.splitlines()[0] in (CHECKOUT / "README.md").read_text()
 
 
