@@ -23,10 +23,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
@@ -90,7 +91,8 @@ class _Claim:
         """Stop the heartbeat and drop the lock, as the death of this process would, and leave the file."""
         if self._is_open:
             self._stop.set()
-            self._thread.join()
+            if self._thread.ident != threading.get_ident():  # the collector may call this in any thread
+                self._thread.join()
             self.close()
 
     def close(self) -> None:
@@ -138,7 +140,7 @@ class FolderLock:
         self._what = what
         self._advice = advice
         self._stale_s = stale_s
-        self._give_back: Callable[[], object] | None = None
+        self._give_back: weakref.finalize[..., FolderLock] | None = None
         self._claim: _Claim | None = None
 
     def acquire(self, progress: Callable[[], object] = lambda: None) -> None:
@@ -160,7 +162,8 @@ class FolderLock:
             with _ACQUIRING:
                 claim = _open_claim_on(self._file) or _Claim(self._file, self._take(progress))
                 claim.num_users += 1
-            self._claim, self._give_back = claim, weakref.finalize(self, _give_back, claim)
+            self._claim, self._give_back = claim, weakref.finalize(self, _give_back_when_collected, claim)
+            _give_back_collected()
 
     def fileno(self) -> int:
         """The descriptor of the lock. Processes that are given it work for this one: the folder is in use until the last has closed it."""
@@ -174,8 +177,9 @@ class FolderLock:
 
     def release(self) -> None:
         """End the claim, if no other lock of this process shares it. Does nothing if it is not held."""
-        if self._give_back is not None:
-            self._give_back()
+        if self._give_back is not None and self._claim is not None and self._give_back.detach() is not None:
+            with _ACQUIRING:
+                _give_back(self._claim)
         self._claim = self._give_back = None
 
     def __enter__(self) -> Self:
@@ -261,6 +265,8 @@ class FolderLock:
 
 _OPEN: weakref.WeakSet[_Claim] = weakref.WeakSet()
 _ACQUIRING = threading.RLock()  # reentrant: a lock that is garbage collected meanwhile is given back
+_COLLECTED: SimpleQueue[_Claim] = SimpleQueue()
+"""Claims of locks that were garbage collected while another thread held `_ACQUIRING`, which gives them back."""
 
 
 def _open_claim_on(file: Path) -> _Claim | None:
@@ -269,19 +275,33 @@ def _open_claim_on(file: Path) -> _Claim | None:
 
 
 def _give_back(claim: _Claim) -> None:
-    with _ACQUIRING:
-        claim.num_users -= 1
-        if claim.num_users == 0:
-            try:
-                claim.release()
-            except OSError as error:
-                _log.warning("cannot remove %s: %s", claim.file, sentence(error))
+    claim.num_users -= 1
+    if claim.num_users == 0:
+        try:
+            claim.release()
+        except OSError as error:
+            _log.warning("cannot remove %s: %s", claim.file, sentence(error))
+
+
+def _give_back_when_collected(claim: _Claim) -> None:
+    """The collector runs in any thread, such as one whose start another waits for under `_ACQUIRING`: it must not wait."""
+    _COLLECTED.put(claim)
+    _give_back_collected()
+
+
+def _give_back_collected() -> None:
+    while not _COLLECTED.empty() and _ACQUIRING.acquire(blocking=False):
+        try:
+            with suppress(Empty):
+                _give_back(_COLLECTED.get_nowait())
+        finally:
+            _ACQUIRING.release()
 
 
 def _close_in_child() -> None:
     # A forked child shares the lock with the lead, and would hold it for as long as it outlives the lead.
-    global _ACQUIRING
-    _ACQUIRING = threading.RLock()
+    global _ACQUIRING, _COLLECTED
+    _ACQUIRING, _COLLECTED = threading.RLock(), SimpleQueue()
     for owner in list(_OPEN):
         owner.close()
 

@@ -21,6 +21,7 @@ import pytest
 from ckpt import owner
 from ckpt.errors import FolderInUseError
 from ckpt.owner import FolderLock
+from tests.pace import patience
 
 OTHER_RUN = """
 import sys
@@ -147,6 +148,29 @@ def test_an_owner_on_another_machine_is_dead_once_it_has_been_silent(
         lock.acquire(lambda: moves.append(None))
         assert json.loads(file.read_text())["run_id"] == "mine"
     assert "was in use by run far (pid 7 on elsewhere): waiting 0 s for a sign of life" in caplog.text
+
+
+def test_a_lock_that_is_collected_while_another_is_acquired_keeps_no_thread_waiting(file: Path, tmp_path: Path) -> None:
+    """The collector may run in the thread that the acquiring one starts, and waits for."""
+    other = tmp_path / "other" / file.name
+    other.parent.mkdir()
+    forgotten = [lock_on(other)]
+    forgotten[0].acquire()
+    leave(file, silent_s=0.0)
+    has_ended: list[bool] = []
+
+    def forget() -> None:  # while the lock on `file` is acquired
+        if forgotten:
+            thread = threading.Thread(target=forgotten.clear)
+            thread.start()
+            thread.join(patience(2.0))
+            has_ended.append(not thread.is_alive())
+
+    lock = lock_on(file, stale_s=0.2)
+    lock.acquire(forget)
+    lock.release()
+    assert has_ended == [True]
+    assert not other.exists(), "it was given back"
 
 
 @pytest.mark.parametrize("said", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
