@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -14,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from ckpt.errors import CheckpointError, StorageError
+from ckpt.errors import StorageError
 from ckpt.verify import verify_checkpoint
 from tests.async_runs import SETTINGS, Left
+from tests.covering import and_in_full
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import TEXT, Command, checkpoint, committed, root_of, run, start, summary_of
@@ -106,31 +108,15 @@ def test_the_last_step_is_saved_though_the_save_before_it_is_under_way_and_other
     assert committed(tmp_path / "run") == [checkpoint(tmp_path / "run", step) for step in saved]
 
 
-FAULTY_RUN = ["train.steps=6", "save.every=2", "save.mode=async", "agree.timeout_s=3"]
-
-
-def test_a_rank_that_is_killed_while_its_thread_writes_is_named_with_its_save_and_nothing_is_left(
-    tmp_path: Path,
-) -> None:
-    before = psutil.Process().children(recursive=True)
-    with pytest.raises(CheckpointError) as told:
-        run(tmp_path, *FAULTY_RUN, "ckpt._target_=tests.e2e.misbehaving.FaultyZarr", "+ckpt.fault=killed", ranks=2)
-    assert "rank 1" in str(told.value) and "save of checkpoint-00000004" in str(told.value)
-    ranks = [one for one in psutil.Process().children(recursive=True) if one not in before]
-    assert left_after(a_second(), lambda: [one for one in ranks if _lives(one)]) == []
-    assert committed(tmp_path) == [checkpoint(tmp_path, 2)]
-    assert verify_checkpoint(checkpoint(tmp_path, 2)) == []
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
+@and_in_full(
     ("fault", "writer"),
-    [(fault, writer) for fault in ("killed", "full_disk", "hung", "ended") for writer in ("thread", "process")],
+    [("killed", "thread")],
+    itertools.product(("killed", "full_disk", "hung", "ended"), ("thread", "process")),
 )
 def test_each_fault_in_the_background_ends_the_command_with_one_line(tmp_path: Path, fault: str, writer: str) -> None:
     run_dir = tmp_path / "run"
     faulty = ["ckpt._target_=tests.e2e.misbehaving.FaultyZarr", f"+ckpt.fault={fault}", f"save.writer={writer}"]
-    overrides = [*FAULTY_RUN, *faulty]
+    overrides = ["train.steps=6", "save.every=2", "save.mode=async", "agree.timeout_s=3", *faulty]
     command = start(run_dir, *overrides, ranks=3, environment=mark(run_dir)).ended()
     assert left_after(a_second(), lambda: marked(run_dir)) == []
     assert command.code == 1, command.out + command.err
