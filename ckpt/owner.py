@@ -140,7 +140,7 @@ class FolderLock:
         self._what = what
         self._advice = advice
         self._stale_s = stale_s
-        self._give_back: weakref.finalize[..., FolderLock] | None = None
+        self._when_collected: weakref.finalize[..., FolderLock] | None = None
         self._claim: _Claim | None = None
 
     def acquire(self, progress: Callable[[], object] = lambda: None) -> None:
@@ -162,7 +162,7 @@ class FolderLock:
             with _ACQUIRING:
                 claim = _open_claim_on(self._file) or _Claim(self._file, self._take(progress))
                 claim.num_users += 1
-            self._claim, self._give_back = claim, weakref.finalize(self, _give_back_when_collected, claim)
+            self._claim, self._when_collected = claim, weakref.finalize(self, _give_back_when_collected, claim)
             _give_back_collected()
 
     def fileno(self) -> int:
@@ -177,10 +177,10 @@ class FolderLock:
 
     def release(self) -> None:
         """End the claim, if no other lock of this process shares it. Does nothing if it is not held."""
-        if self._give_back is not None and self._claim is not None and self._give_back.detach() is not None:
+        if self._claim is not None and self._when_collected is not None and self._when_collected.detach() is not None:
             with _ACQUIRING:
                 _give_back(self._claim)
-        self._claim = self._give_back = None
+        self._claim = self._when_collected = None
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -275,6 +275,7 @@ def _open_claim_on(file: Path) -> _Claim | None:
 
 
 def _give_back(claim: _Claim) -> None:
+    """Under `_ACQUIRING`."""
     claim.num_users -= 1
     if claim.num_users == 0:
         try:

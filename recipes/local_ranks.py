@@ -143,9 +143,8 @@ def _supervised(
                 outcome = results.recv()
             ended = [(rank, process.exitcode) for rank, process in enumerate(ranks)]
             if failed := [_Failure(rank, exitcode) for rank, exitcode in ended if exitcode]:
-                if (
-                    failed[0].exitcode == TOLD_TO_END
-                ):  # all know, and end by themselves: a signal now would cut an orderly end short
+                # All know then, and end by themselves: a signal now would cut an orderly end short.
+                if failed[0].exitcode == TOLD_TO_END:
                     _join(ranks, time.monotonic() + patience_s)
                 return failed[0]
         return results.recv() if results.poll() else outcome
@@ -157,6 +156,7 @@ def _supervised(
 
 
 def _join(ranks: Sequence[ForkServerProcess], until: float) -> None:
+    """Wait until all ranks have ended, but no longer than to a moment of `time.monotonic`."""
     for rank in ranks:
         rank.join(max(0.0, until - time.monotonic()))
 

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -211,19 +211,24 @@ class Trials:
             self._copies.put(_copied(folder / str(number), tests))
 
     def without_fault(self, part: Part) -> Outcome:
-        copy = self._copies.get()
-        try:
+        with self._copy() as copy:
             return _run(part, copy, 900.0, [])
-        finally:
-            self._copies.put(copy)
 
     def with_fault(self, fault: Fault, part: Part, timeout_s: float, left_out: Sequence[str]) -> Outcome:
+        with self._copy() as copy:
+            (copy / fault.module).write_text(fault.changed)
+            try:
+                return _run(part, copy, timeout_s, ["-x", *(f"--deselect={one}" for one in left_out)])
+            finally:
+                (copy / fault.module).write_text(fault.text)
+
+    @contextmanager
+    def _copy(self) -> Iterator[Path]:
+        """One in which nothing else runs."""
         copy = self._copies.get()
         try:
-            (copy / fault.module).write_text(fault.changed)
-            return _run(part, copy, timeout_s, ["-x", *(f"--deselect={one}" for one in left_out)])
+            yield copy
         finally:
-            (copy / fault.module).write_text(fault.text)
             self._copies.put(copy)
 
 

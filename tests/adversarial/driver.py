@@ -82,19 +82,16 @@ class Driver:
             work, found = Path(folder, "cases"), Path(folder, "outcomes")
             work.write_bytes(pickle.dumps(list(cases)))
             command = [sys.executable, "-m", "tests.adversarial.driver", str(work), str(found), str(self._workers)]
-            environment = (
-                os.environ
-                | {
-                    "LD_PRELOAD": str(self._library),
-                    "PYTHONPATH": str(REPO),
-                    "OMP_NUM_THREADS": "1",
-                    "OPENBLAS_NUM_THREADS": "1",  # a process with threads should not be forked
-                    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-                    "PYTHONMALLOC": "malloc",  # memory in large pages: a fork copies the table of pages, and costs half the time
-                    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-                    "RES_OPTIONS": "timeout:1",
-                }
-            )
+            environment = os.environ | {
+                "LD_PRELOAD": str(self._library),
+                "PYTHONPATH": str(REPO),
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",  # a process with threads should not be forked
+                "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+                "PYTHONMALLOC": "malloc",
+                "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # a fork copies the table of pages
+                "RES_OPTIONS": "timeout:1",
+            }
             subprocess.run(command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, check=True)
             outcomes: list[Outcome] = pickle.loads(found.read_bytes())
         return outcomes
