@@ -126,18 +126,23 @@ class CheckpointEngineWithCache(CheckpointEngine):
 
 
 class CheckpointEngineRegistry:
-    """Engines by name. One whose package is missing is remembered with the reason."""
+    """Engines by name. One whose package is missing is remembered with the reason.
 
-    _engines: ClassVar[dict[str, type[CheckpointEngine]]] = {}
-    _missing: ClassVar[dict[str, ImportError]] = {}
+    Attributes:
+        engines: those that can be had.
+        missing: why the others cannot.
+    """
+
+    engines: ClassVar[dict[str, type[CheckpointEngine]]] = {}
+    missing: ClassVar[dict[str, ImportError]] = {}
 
     @classmethod
     def register(cls, backend: str) -> Callable[[Engine], Engine]:
         """Decorate an engine class with its name; a later one of that name takes its place."""
 
         def keep(engine: Engine) -> Engine:
-            cls._engines[backend] = engine
-            cls._missing.pop(backend, None)
+            cls.engines[backend] = engine
+            cls.missing.pop(backend, None)
             return engine
 
         return keep
@@ -145,7 +150,7 @@ class CheckpointEngineRegistry:
     @classmethod
     def record_import_error(cls, backend: str, error: ImportError) -> None:
         """Remember why an engine is not there."""
-        cls._missing[backend] = error
+        cls.missing[backend] = error
 
     @classmethod
     def get(cls, backend: str) -> type[CheckpointEngine]:
@@ -154,15 +159,15 @@ class CheckpointEngineRegistry:
         Raises:
             ConfigurationError: there is no such engine, or its package is missing.
         """
-        if backend in cls._engines:
-            return cls._engines[backend]
-        has = ", ".join(sorted(cls._engines)) or "none"
-        if backend in cls._missing:
-            error = cls._missing[backend]
+        if backend in cls.engines:
+            return cls.engines[backend]
+        has = ", ".join(sorted(cls.engines)) or "none"
+        if backend in cls.missing:
+            error = cls.missing[backend]
             raise ConfigurationError(
                 f"the weight sync engine {backend} could not be imported: {error}; engines that can be had: {has}"
             ) from error
-        others = "".join(f"; {name} could not be imported: {error}" for name, error in sorted(cls._missing.items()))
+        others = "".join(f"; {name} could not be imported: {error}" for name, error in sorted(cls.missing.items()))
         raise ConfigurationError(f"there is no weight sync engine {backend}; there are {has}{others}")
 
     @classmethod

@@ -77,8 +77,13 @@ def held_by(topology: Topology, state: Mapping[str, Mapping[str, torch.Tensor]])
 
 def run_of(topology: Topology, root: Path, backend: str, step: int, **options: Any) -> CheckpointCoordinator:
     state = state_at(step, all_trained=options.pop("all_trained", False), shift=options.pop("shift", 0))
+    return run_with(held_by(topology, state), topology, root, backend, **options)
+
+
+def run_with(
+    parts: list[StateComponent], topology: Topology, root: Path, backend: str, **options: Any
+) -> CheckpointCoordinator:
     saves = SaveSettings(incremental=True, **options.pop("saves", {}))
-    parts = held_by(topology, state)
     return coordinator(topology, root, parts, backend=backend, saves=saves, **options)
 
 
@@ -97,12 +102,11 @@ def save_steps(
 
 def require_state(topology: Topology, root: Path, backend: str, step: int, path: Path | None) -> None:
     """Load into memory that holds something else, and compare every bit of every shard."""
-    run = run_of(topology, root, backend, step + 50)
+    parts = held_by(topology, state_at(step + 50))
+    run = run_with(parts, topology, root, backend)
     run.load_checkpoint(path)
     assert run.last_load is not None and run.last_load.checkpoint_id == str(step)
-    want = state_at(step)
-    for component in held_by(topology, want):
-        (mine,) = (one for one in run._loader._components if one.key == component.key)
+    for mine, component in zip(parts, held_by(topology, state_at(step)), strict=True):
         for name, tensor in component.stateful.state_dict().items():
             found = mine.stateful.state_dict()[name]
             if isinstance(tensor, DTensor):
@@ -214,9 +218,10 @@ def _save_in_one_run(
     topology: Topology, root: Path, backend: str, steps: int, options: dict[str, Any]
 ) -> list[tuple[int, int]]:
     """Save some steps of one run, whose tensors change in place as soon as the call has returned."""
-    with run_of(topology, root, backend, 1, **options) as run:
+    parts = held_by(topology, state_at(1))
+    with run_with(parts, topology, root, backend, **options) as run:
         for step in range(1, steps + 1):
-            for mine, want in zip(run._loader._components, held_by(topology, state_at(step)), strict=True):
+            for mine, want in zip(parts, held_by(topology, state_at(step)), strict=True):
                 for name, tensor in want.stateful.state_dict().items():
                     mine.stateful.state_dict()[name].copy_(tensor)
             run.save_checkpoint(checkpoint_id=str(step))
@@ -280,7 +285,8 @@ def test_a_previous_checkpoint_that_proves_damaged_while_it_is_rewritten_fails_o
 
 
 def _rewrite_what_is_damaged(topology: Topology, root: Path) -> None:
-    run = run_of(topology, root, "ocdbt", 1, saves={"incremental_min_live": 1.0})
+    parts = held_by(topology, state_at(1))
+    run = run_with(parts, topology, root, "ocdbt", saves={"incremental_min_live": 1.0})
     run.save_checkpoint(checkpoint_id="1")
     if topology.is_lead:
         folder = root / "checkpoint-1"
@@ -288,7 +294,7 @@ def _rewrite_what_is_damaged(topology: Topology, root: Path) -> None:
         with (folder / chunk.file).open("r+b") as file:
             file.seek(chunk.offset + 17)
             file.write(b"\xff\xff")
-    (model,) = (one.stateful.state_dict() for one in run._loader._components if one.key == "model")
+    (model,) = (one.stateful.state_dict() for one in parts if one.key == "model")
     with topology.phase("damage"):
         model["h.0.weight"].to_local().add_(1)
     with pytest.raises(

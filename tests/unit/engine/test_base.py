@@ -36,8 +36,8 @@ ENGINES = {
 
 @pytest.fixture(autouse=True)
 def _registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CheckpointEngineRegistry, "_engines", dict(CheckpointEngineRegistry._engines))
-    monkeypatch.setattr(CheckpointEngineRegistry, "_missing", dict(CheckpointEngineRegistry._missing))
+    monkeypatch.setattr(CheckpointEngineRegistry, "engines", dict(CheckpointEngineRegistry.engines))
+    monkeypatch.setattr(CheckpointEngineRegistry, "missing", dict(CheckpointEngineRegistry.missing))
 
 
 @pytest.mark.parametrize("name", sorted(ENGINES))

@@ -251,8 +251,8 @@ def test_kimi_refuses_another_version_of_the_package_in_one_sentence(monkeypatch
     monkeypatch.delitem(sys.modules, "ckpt.engine.parameter_server")
     with pytest.raises(ImportError) as caught:
         importlib.import_module("ckpt.engine.parameter_server")
-    monkeypatch.setattr(CheckpointEngineRegistry, "_engines", {})
-    monkeypatch.setattr(CheckpointEngineRegistry, "_missing", {})
+    monkeypatch.setattr(CheckpointEngineRegistry, "engines", {})
+    monkeypatch.setattr(CheckpointEngineRegistry, "missing", {})
     CheckpointEngineRegistry.record_import_error("kimi_ckpt_engine", caught.value)
     with pytest.raises(
         ConfigurationError,

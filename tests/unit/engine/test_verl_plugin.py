@@ -106,8 +106,8 @@ def test_an_engine_whose_package_is_missing_is_named_with_the_reason(
 ) -> None:
     from ckpt.engine.base import CheckpointEngineRegistry
 
-    monkeypatch.delitem(CheckpointEngineRegistry._engines, "kimi_ckpt_engine")
-    monkeypatch.setitem(CheckpointEngineRegistry._missing, "kimi_ckpt_engine", ImportError("no checkpoint-engine here"))
+    monkeypatch.delitem(CheckpointEngineRegistry.engines, "kimi_ckpt_engine")
+    monkeypatch.setitem(CheckpointEngineRegistry.missing, "kimi_ckpt_engine", ImportError("no checkpoint-engine here"))
     registry.engines.clear()
     _plug_in_anew(monkeypatch)
     assert set(registry.engines) == {"ckpt_broadcast"}
