@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ def pytest_report_header() -> str:
 
 
 _HERE = Path(__file__).parent
-_HEAVIEST_FIRST = ("adversarial", "e2e", "distributed", "device", "conf", "unit")
+_HEAVIEST_FIRST = ("adversarial", "e2e", "device", "conf", "unit")
 """So that what is left at the end is small, and no worker is left alone with a long file."""
 
 
@@ -58,8 +58,17 @@ def _parsed_once() -> Iterator[None]:
         yield
 
 
+def _places(folder_of: Mapping[Path, str]) -> dict[Path, tuple[int, bool]]:
+    """Return where each test file comes: a file whose ranks wait for each other, and one that calculates, take turns."""
+    waiting = [file for file, folder in folder_of.items() if folder == "distributed"]
+    others = sorted(folder_of.keys() - set(waiting), key=lambda file: (_HEAVIEST_FIRST.index(folder_of[file]), file))
+    return {file: (n, files is others) for files in (waiting, others) for n, file in enumerate(files)}
+
+
+@pytest.hookimpl(trylast=True)  # when those that do not run are out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _HEAVIEST_FIRST.index(item.path.relative_to(_HERE).parts[0]))
+    place = _places({item.path: item.path.relative_to(_HERE).parts[0] for item in items})
+    items.sort(key=lambda item: place[item.path])
     for item in items:
         for name in ("npu", "cuda"):
             if item.get_closest_marker(name) is not None and (reason := why_absent(name)):
