@@ -2,10 +2,14 @@
 
 Python would first take torch apart module by module, which lasts about a second, and half a run would seem to live on.
 
+What it has loaded stays for good, so the ranks' garbage collector leaves it alone: to look through it takes 0.2 s, and copies 100 MB into
+each of them.
+
 It ignores SIGTERM, which schedulers send to whole process groups: without it the launcher learns nothing of the ranks, which may be saving.
 """
 
 import atexit
+import gc
 import os
 import signal
 
@@ -24,3 +28,4 @@ _FORKSERVER = os.getpid()
 atexit.register(_end_at_once, _FORKSERVER)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.register_at_fork(after_in_child=_heed_again)
+gc.freeze()

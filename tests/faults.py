@@ -45,7 +45,10 @@ OPERATIONS = ("save", "load")
 AWAITED = ("is absent", "hangs")
 FAULTS = ("raises", "raises before", "goes elsewhere", "is absent", "hangs", "is killed")
 BY_OTHERS = "per_rank, saved by other ranks"  # a pattern more for loads: what each rank had is handed to all
-CUTS = (0, 7, 20, 33, 48)  # rows of the sharded tensor: its shards are no whole chunks, and parts of them are sent
+CUTS = {
+    3: (0, 7, 20, 48),
+    4: (0, 7, 20, 33, 48),
+}  # by how many ranks, rows of the sharded tensor: its shards are no whole chunks, and parts of them are sent
 _PATIENCE_S = patience(60.0)
 _LOOK_S = 0.05
 _T = TypeVar("_T")
@@ -282,7 +285,7 @@ class State:
 def _state_of(pattern: str, topology: Topology) -> dict[str, Any]:
     state: dict[str, Any] = state_of(pattern, topology)
     if pattern == "sharded":
-        first, end = CUTS[topology.rank], CUTS[topology.rank + 1]
+        first, end = CUTS[topology.world_size][topology.rank : topology.rank + 2]
         rows = random_bits(LARGE, torch.float32, seed_of(pattern, topology))[first:end].clone()
         state["w"] = ShardedTensor.at("w", rows, LARGE, (first, 0))
     return state

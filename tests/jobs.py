@@ -57,6 +57,7 @@ def adds_up(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         "omp": os.environ.get("OMP_NUM_THREADS"),
         "from_the_launcher": os.environ.get("A_VARIABLE_OF_THE_LAUNCHER"),
         "folder": os.getcwd(),
+        "frozen": gc.get_freeze_count(),
     }
 
 

@@ -309,7 +309,8 @@ def _die_in_a_save(
 ) -> tuple[Any, ...]:
     numbered = Numbered()
     backend = Troubled("waits", notes, checkpoint_id="2", rank=victim, backend=store)
-    made = numbered.coordinator(topology, root, backend=backend, saves=settings(writer=writer))
+    own = writer if topology.rank == victim else "thread"  # of those that live no writer is looked at
+    made = numbered.coordinator(topology, root, backend=backend, saves=settings(writer=own))
     numbered.become(1)
     made.save_checkpoint(checkpoint_id="1")
     made.wait()
@@ -464,7 +465,7 @@ def _skip_at_random(topology: Topology, root: Path, saves: int) -> list[str | No
 
 
 def test_ranks_agree_on_what_is_skipped_whenever_each_of_them_comes(tmp_path: Path) -> None:
-    first, *others = run_ranks(3, _skip_at_random, tmp_path, 30, agree_s=20.0)
+    first, *others = run_ranks(3, _skip_at_random, tmp_path, 20, agree_s=20.0)
     assert all(one == first for one in others)
     taken = [Path(path).name for path in first if path is not None]
     assert first[0] is not None and None in first
@@ -670,7 +671,7 @@ def test_a_program_that_never_closes_its_coordinator_makes_its_last_save_durable
 
 
 def _save_many(topology: Topology, root: Path, writer: str, overlap: bool) -> int:
-    """Two coordinators, one after the other, leave nothing; and ten saves of one take no more than three do."""
+    """Two coordinators, one after the other, leave nothing; and six saves of one take no more than three do."""
     numbered = Numbered()
     left = Left()
     threads = threading.active_count()
@@ -682,7 +683,7 @@ def _save_many(topology: Topology, root: Path, writer: str, overlap: bool) -> in
                 made.save_checkpoint(checkpoint_id=f"{number}")
                 made.wait()
             then = Left()
-            for number in range(4, 11):
+            for number in range(4, 7):
                 numbered.become(number)
                 made.save_checkpoint(checkpoint_id=f"{number}")
                 made.wait()
@@ -701,4 +702,4 @@ def test_saves_leave_no_file_open_no_thread_no_process_and_no_shared_memory(
     tmp_path: Path, writer: str, overlap: bool
 ) -> None:
     assert run_ranks(2, _save_many, tmp_path, writer, overlap) == [2, 2]
-    require_sound(tmp_path, ["checkpoint-9", "checkpoint-10"])
+    require_sound(tmp_path, ["checkpoint-5", "checkpoint-6"])

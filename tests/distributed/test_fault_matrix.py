@@ -1,7 +1,7 @@
 """{raises, hangs, is killed, is absent} x every phase of save and load x every pattern: all other ranks say the same.
 
-By default each phase of each pattern meets one fault, so chosen that a phase which all patterns have meets every fault in
-one of them. The tests marked full are the whole matrix, with the lead and with another rank as the one that fails.
+By default, on three ranks, each phase of each pattern meets one fault, so chosen that a phase which all patterns have meets every
+fault in one of them. The tests marked full are the whole matrix, on four, with the lead and with another rank as the one that fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from tests.faults import (
 )
 from tests.ranks import Dead, run_ranks
 
-NODES = (2, 2)
+NODES = (2, 1)
+NODES_IN_FULL = (2, 2)
 VICTIMS = (0, 2)
 AGREE_S = 2.0
 IN_A_ROW = 12  # faults of one call, on the same ranks
@@ -122,23 +123,25 @@ def _befall(topology: Topology, root: Path, patterns: Sequence[str], fault: str 
     return alive, phase.payloads, killed, run_cases(topology, root / "killed", killed, agree_s=AGREE_S)
 
 
-def _outcomes(root: Path, patterns: Sequence[str], fault: str | None, victim: int) -> list[Outcome]:
+def _outcomes(
+    root: Path, patterns: Sequence[str], fault: str | None, victim: int, nodes: Sequence[int]
+) -> list[Outcome]:
     """Run the cases of one fault, or of a mixture in which `victim` is the one to die."""
     dead = {victim} if fault in (None, "is killed") else set()
     ranks = run_ranks(
-        sum(NODES),
+        sum(nodes),
         _befall,
         root,
         patterns,
         fault,
         victim,
-        nodes=list(NODES),
+        nodes=nodes,
         expect_dead=dead,
         agree_s=90,
         timeout_s=90,
     )
     living = {rank: said for rank, said in enumerate(ranks) if not isinstance(said, Dead)}
-    assert len(living) == sum(NODES) - len(dead)
+    assert len(living) == sum(nodes) - len(dead)
     alive, payloads, killed, _ = next(iter(living.values()))
     outcomes = []
     for number, case in enumerate(alive):
@@ -206,7 +209,7 @@ def _check_what_is_committed(outcome: Outcome, message: str) -> None:
 def test_every_phase_that_goes_wrong_on_one_rank_raises_one_error_that_names_both(
     tmp_path: Path, worst: _Worst, together: int
 ) -> None:
-    outcomes = _outcomes(tmp_path, TOGETHER[together], None, VICTIMS[together % len(VICTIMS)])
+    outcomes = _outcomes(tmp_path, TOGETHER[together], None, VICTIMS[together % len(VICTIMS)], NODES)
     assert len(outcomes) > 5 * len(TOGETHER[together])
     for outcome in outcomes:
         _check(outcome, worst)
@@ -219,7 +222,7 @@ def test_every_phase_that_goes_wrong_on_one_rank_raises_one_error_that_names_bot
 def test_every_fault_at_every_phase_of_every_pattern_raises_one_error(
     tmp_path: Path, worst: _Worst, pattern: str, fault: str, victim: int
 ) -> None:
-    outcomes = _outcomes(tmp_path, [pattern], fault, victim)
+    outcomes = _outcomes(tmp_path, [pattern], fault, victim, NODES_IN_FULL)
     assert len(outcomes) > 5
     for outcome in outcomes:
         _check(outcome, worst)

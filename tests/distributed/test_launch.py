@@ -29,6 +29,8 @@ from recipes.local_ranks import _death
 from recipes.ranks import RANK_VARIABLES, rank_of_environment, ranks_exist
 from tests import jobs
 from tests.jobs import SAVE, adds_up, config, outcome_of, was_told_to_end
+from tests.pace import patience
+from tests.ranks import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {
@@ -216,6 +218,12 @@ def test_a_sweep_leaves_nothing_behind_but_the_forkserver(sweep: tuple[dict[str,
     assert not left[0]["process_group"]
 
 
+def test_the_collector_of_a_rank_leaves_alone_what_its_forkserver_has_loaded() -> None:
+    """To look through torch would take each rank 0.2 s, and copy all the memory that it shares with the others."""
+    result = launch(adds_up, config(2))
+    assert result is not None and result["frozen"] > 50_000
+
+
 # The end of a launcher
 
 
@@ -291,10 +299,50 @@ def test_a_launcher_that_is_asked_to_end_ends_its_ranks_first(
 # Ranks that exist already
 
 
+JOINED = ["adds_up", "adds_up", "fills_the_disk", "adds_up"]
+
+
+@pytest.mark.full
 def test_jobs_under_torchrun_join_its_ranks_one_after_another_and_run_rank_0_s_configuration() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    outcomes, errors = _outcomes(_jobs("adds_up", "adds_up", "fills_the_disk", "adds_up", launcher=torchrun))
+    outcomes, errors = _outcomes(_jobs(*JOINED, launcher=torchrun))
     _check_joined(outcomes, errors)
+
+
+def test_jobs_under_torch_s_elastic_agent_join_its_ranks_one_after_another(tmp_path: Path) -> None:
+    """As under torchrun, which is this agent in a Python of its own. Here agent and ranks are forked."""
+    agent = forkserver().Process(target=_be_agent, args=(tmp_path,))
+    agent.start()
+    agent.join(patience(120))
+    is_late = agent.exitcode is None
+    if is_late:
+        agent.kill()
+        agent.join()
+    outcomes, errors = (Path(tmp_path, name).read_text() for name in ("out", "err"))
+    assert (is_late, agent.exitcode) == (False, 0), errors
+    _check_joined([json.loads(line) for line in outcomes.splitlines()], errors)
+
+
+def _be_agent(said: Path) -> None:
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(said / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    chosen = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="here",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{LOOPBACK}:0",
+        local_addr=LOOPBACK,
+        start_method="fork",
+        monitor_interval=0.02,
+        max_restarts=0,
+    )
+    elastic_launch(chosen, jobs.main)(JOINED)
 
 
 @pytest.mark.full
@@ -303,7 +351,7 @@ def test_ranks_that_nobody_holds_a_store_for_hold_it_themselves() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [_jobs("adds_up", "adds_up", "fills_the_disk", "adds_up", **environment, RANK=str(rank)) for rank in (0, 1)]
+    ranks = [_jobs(*JOINED, **environment, RANK=str(rank)) for rank in (0, 1)]
     said = [_outcomes(rank) for rank in ranks]
     _check_joined([outcome for outcomes, _ in said for outcome in outcomes], "".join(errors for _, errors in said))
 

@@ -28,8 +28,8 @@ SMALL = (3, 5)
 
 
 def groups_of(topology: Topology) -> dict[str, list[int]]:
-    """Members {0, 2} and {1, 3}: instances that are no neighbours."""
-    return {"dp": [topology.rank % 2, topology.rank % 2 + 2]}
+    """Members {0, 2} and {1, 3}, as far as there are such ranks: instances that are no neighbours."""
+    return {"dp": list(range(topology.rank % 2, topology.world_size, 2))}
 
 
 def seed_of(pattern: str, topology: Topology) -> int:

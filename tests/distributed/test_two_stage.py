@@ -119,9 +119,11 @@ def saved_and_loaded(
 
 
 def _small_and_large(hosts: str, pattern: str) -> list[Any]:
-    """By default one array of two chunks, the way to spread it that has both: within a host and between hosts."""
+    """By default one with an array of two chunks, the way to spread it that has both: within a host and between hosts."""
     both = (hosts, pattern) == ("one and three", "replicated")
-    return [(hosts, pattern, False), pytest.param(hosts, pattern, True, marks=[] if both else pytest.mark.full)]
+    return [
+        pytest.param(hosts, pattern, large, marks=[] if large == both else pytest.mark.full) for large in (False, True)
+    ]
 
 
 @pytest.mark.parametrize(
