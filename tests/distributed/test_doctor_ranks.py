@@ -366,7 +366,9 @@ def run_doctor(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -
     folder.mkdir()
     monkeypatch.chdir(folder)
     text = Path(logging.__file__)
-    monkeypatch.setattr(sys, "argv", ["doctor", f"data.path={text}", "model.size=nano", "train.batch_size=2", *overrides])
+    monkeypatch.setattr(
+        sys, "argv", ["doctor", f"data.path={text}", "model.size=nano", "train.batch_size=2", *overrides]
+    )
     try:
         recipes.doctor.main()
         code = 0
