@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.topology import Topology
 from tests.device import devices
-from tests.device.memory import Kind, values_of
+from tests.device.memory import Kind, state_of
 from tests.device.saves import Saved, coordinator
 from tests.states import Held
 
@@ -29,7 +29,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         key = tuple(kinds), seed, backend
         if key not in made:
             root = tmp_path_factory.mktemp("saved")
-            host = coordinator(Topology.alone(), root, Held(values_of(kinds, seed)), backend=backend)
+            host = coordinator(Topology.alone(), root, Held(state_of(kinds, seed)), backend=backend)
             made[key] = Path(host.save_checkpoint(checkpoint_id=f"{seed}"))
         return made[key]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from tests.states import same_bits
@@ -74,8 +75,8 @@ class Memory:
     def __init__(self, kinds: Mapping[str, Kind], seed: int, *devices: torch.device) -> None:
         self._kinds = kinds
         self._devices = [device for device in devices if device.type != "cpu"]
-        values = host_memory(kinds, seed)
-        self._flat = {key: one.to(devices[n % len(devices)]) for n, (key, one) in enumerate(values.items())}
+        values = _shown(kinds, seed)
+        self._flat = {key: one.to(devices[n % len(devices)], copy=True) for n, (key, one) in enumerate(values.items())}
         self.synchronize()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -88,7 +89,7 @@ class Memory:
                 streams.enter_context(_stream(device, is_new=on_new_streams))
                 if late and device.type == "cuda":
                     torch.cuda._sleep(100_000_000)  # cycles; the stand-in is late by itself
-            for key, value in host_memory(self._kinds, seed).items():
+            for key, value in _shown(self._kinds, seed).items():
                 if late and self._flat[key].device.type != "cpu":
                     self._flat[key].copy_(value.pin_memory(), non_blocking=True)
                 else:
@@ -122,29 +123,37 @@ class Memory:
 
 def host_memory(kinds: Mapping[str, Kind], seed: int) -> dict[str, torch.Tensor]:
     """The flat memory of every tensor with the values of a seed: random bits of its type, different for every seed and tensor."""
+    return {key: one.clone() for key, one in _shown(kinds, seed).items()}
+
+
+def _shown(kinds: Mapping[str, Kind], seed: int) -> dict[str, torch.Tensor]:
+    """The same to look at and to copy from: it lies in memory that all seeds share."""
     return {key: _bits(kind, seed * len(kinds) + number) for number, (key, kind) in enumerate(kinds.items())}
 
 
 def _bits(kind: Kind, number: int) -> torch.Tensor:
     """A stretch of one pool of random bits, which is made faster than new ones."""
     start = number * 4099 % (_STARTS // 16) * 16
-    bits = _pool()[start : start + kind.num_elements * kind.dtype.itemsize].clone()
-    return bits.bitwise_and_(1).view(torch.bool) if kind.dtype is torch.bool else bits.view(kind.dtype)
+    bits = _pool()[start : start + kind.num_elements * kind.dtype.itemsize]
+    return bits.bitwise_and(1).view(torch.bool) if kind.dtype is torch.bool else bits.view(kind.dtype)
 
 
-_STARTS = 4 << 20
-_LONGEST = 8 << 20
+_STARTS = 2 << 20
+_LONGEST = 6 << 20
 
 
 @functools.cache
 def _pool() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(7)
-    words = (_STARTS + _LONGEST) // 8
-    return torch.randint(-(2**63), 2**63 - 1, (words,), generator=generator, dtype=torch.int64).view(torch.uint8)
+    return torch.frombuffer(bytearray(np.random.default_rng(7).bytes(_STARTS + _LONGEST)), dtype=torch.uint8)
 
 
 def values_of(kinds: Mapping[str, Kind], seed: int) -> dict[str, torch.Tensor]:
-    """What the tensors of a state hold, on the host."""
+    """What the tensors of a state hold, on the host, to be looked at: they lie in memory that all states share."""
+    return _laid(kinds, _shown(kinds, seed))
+
+
+def state_of(kinds: Mapping[str, Kind], seed: int) -> dict[str, torch.Tensor]:
+    """The same in memory of its own."""
     return _laid(kinds, host_memory(kinds, seed))
 
 

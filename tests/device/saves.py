@@ -14,7 +14,7 @@ from ckpt.reading.base import LoadingStrategy
 from ckpt.reading.direct import DirectLoad
 from ckpt.topology import Topology
 from tests.device.devices import made
-from tests.device.memory import Kind, require_same, values_of
+from tests.device.memory import Kind, require_same, state_of, values_of
 from tests.states import Held, backend_named
 
 ZSTD = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
@@ -58,7 +58,7 @@ Saved = Callable[..., Path]
 
 def require_saved(path: str, kinds: Mapping[str, Kind], seed: int) -> None:
     """Load a checkpoint here, and compare every bit."""
-    held = Held(values_of(kinds, 99))
+    held = Held(state_of(kinds, 99))
     coordinator(Topology.alone(), Path(path).parent, held).load_checkpoint(path)
     assert held.loaded is not None
     require_same(held.loaded, values_of(kinds, seed))

@@ -269,8 +269,8 @@ def _while_the_writer_stands(topology: Topology, root: Path, device: str) -> lis
 
 def _require_alike(device: str, layout: str, setting: str, backend: str, folder: Path) -> None:
     """A run that never saves, one that saves in the background after each step, and one that goes on from its second checkpoint."""
-    own = [*SETTINGS[setting], *BACKENDS[backend], "train.steps=4"]
-    never = Run(folder / "never", ["train.steps=4", "save.every=100"])
+    own = [*SETTINGS[setting], *BACKENDS[backend], "train.steps=3"]
+    never = Run(folder / "never", ["train.steps=3", "save.every=100"])
     straight = Run(folder / "straight", own)
     on = Run(folder / "on", [*own, f"resume={checkpoint(straight, 2)}"])
     first, second, third = runs_on(device, layout, never, straight, on)

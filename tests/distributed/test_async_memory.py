@@ -57,13 +57,13 @@ def _warm(topology: Topology, root: Path, saves: SaveSettings) -> None:
         made.save_checkpoint(checkpoint_id="1")
 
 
-def _grown(topology: Topology, root: Path, saves: SaveSettings) -> list[float]:
-    """What each of three saves takes, in MiB, of which the last two begin when the one before is over."""
+def _grown(topology: Topology, root: Path, saves: SaveSettings, num_saves: int) -> list[float]:
+    """What each of several saves takes, in MiB, of which all but the first begin when the one before is over."""
     state = _state()
     _warm(topology, root / "tiny", saves)
     grown = []
     with _coordinator(topology, root, state, saves) as made:
-        for number in range(1, 4):
+        for number in range(1, num_saves + 1):
             memory = PeakMemory()
             state["large 0"].view(torch.int32).add_(1)
             made.save_checkpoint(checkpoint_id=f"{number}")
@@ -71,7 +71,7 @@ def _grown(topology: Topology, root: Path, saves: SaveSettings) -> list[float]:
             grown.append(memory.mib())
     held = Held({key: torch.zeros_like(one) for key, one in state.items()})
     loader = coordinator(topology, root, [StateComponent("model", held, "per_rank")], pattern_check="off")
-    loader.load_checkpoint(root / "checkpoint-3")
+    loader.load_checkpoint(root / f"checkpoint-{num_saves}")
     assert held.loaded is not None and all(same_bits(held.loaded[key], one) for key, one in state.items())
     return grown
 
@@ -80,14 +80,14 @@ def _grown(topology: Topology, root: Path, saves: SaveSettings) -> list[float]:
 def test_a_save_over_budget_streams_part_by_part_through_what_it_is_given(tmp_path: Path, writer: str) -> None:
     budget_mib = 12
     saves = settings(writer=writer, staging_budget_mib=budget_mib)
-    for grown in run_ranks(2, _grown, tmp_path, saves, is_only=True):
+    for grown in run_ranks(2, _grown, tmp_path, saves, 2, is_only=True):
         assert max(grown) <= budget_mib + 2 * LARGEST_MIB + BUFFER_MIB + SLACK_MIB
         assert max(grown) < 0.9 * STATE_MIB
 
 
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 def test_the_memory_of_the_first_save_is_that_of_all_later_ones(tmp_path: Path, writer: str) -> None:
-    for first, *later in run_ranks(2, _grown, tmp_path, settings(writer=writer), is_only=True):
+    for first, *later in run_ranks(2, _grown, tmp_path, settings(writer=writer), 3, is_only=True):
         assert first <= STATE_MIB + 2 * LARGEST_MIB + BUFFER_MIB + SLACK_MIB
         assert max(later) <= 2 * LARGEST_MIB + SLACK_MIB
 

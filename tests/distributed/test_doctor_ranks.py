@@ -16,6 +16,7 @@ import recipes.doctor
 from ckpt import ShardedTensor, StateComponent
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError
 from ckpt.pattern_check import examine
+from ckpt.stored import read_manifest
 from ckpt.topology import Topology
 from recipes import patterns
 from tests.conf.configs import config
@@ -156,11 +157,24 @@ def test_what_is_wasteful_or_suspicious_is_told_once_or_refused_by_error(
     assert not (tmp_path / "refused").exists()
 
 
-def test_off_does_not_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def save_unseen(topology: Topology, root: Path) -> list[str]:
+    """A component of each wrong declaration, in one save."""
+    components = []
     for what, declared in [*LOSING, *WASTEFUL]:
-        root = tmp_path / f"{what} {declared}"
-        assert run_threads(4, save_declared, root, what, declared, "off", nodes=[2, 2]) == [None] * 4
+        pattern, _, group = declared.partition(" ")
+        key = f"{what}-as-{declared}".replace(" ", "-")
+        held = Held(held_as(what, topology))
+        components.append(StateComponent(key, held, pattern, process_group_name=group or None))
+    made = coordinator(topology, root, components, process_groups=grid_of(topology), pattern_check="off")
+    made.save_checkpoint(checkpoint_id="1")
+    return [one.key for one in components]
+
+
+def test_off_does_not_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = run_threads(4, save_unseen, tmp_path, nodes=[2, 2])
     assert caplog.records == []
+    assert set(read_manifest(tmp_path / "checkpoint-1").components) == set(saved[0])
+    assert len(saved[0]) == len(LOSING) + len(WASTEFUL)
 
 
 def test_a_check_that_there_is_not_is_refused(tmp_path: Path) -> None:
@@ -321,7 +335,8 @@ def _examine(topology: Topology, cfg: dict[str, Any]) -> list[dict[str, Any]]:
     ],
 )
 def test_what_conf_declares_of_a_layout_is_what_the_doctor_finds(tmp_path: Path, layout: str) -> None:
-    cfg = config(tmp_path, f"parallel={layout}", f"data.path={logging.__file__}", num_ranks=4)
+    size = "tiny" if layout == "pipeline" else "nano"  # which has too few layers for four stages
+    cfg = config(tmp_path, f"parallel={layout}", f"model.size={size}", f"data.path={logging.__file__}", num_ranks=4)
     for of_rank in run_ranks(4, _examine, cfg, process_group=True):
         found = {one["component"]: one for one in of_rank}
         assert list(found) == ["model", "optimizer", "scheduler", "dataset", "rng"]
@@ -335,7 +350,7 @@ def test_the_three_common_mistakes_of_data_parallel_runs_are_told_apart(tmp_path
     mistakes = ["model.sharing_pattern=global", "model.validate_replication=false", "optimizer.sharing_pattern=per_rank",
                 "rng.sharing_pattern=replicated", "rng.elastic=null"]  # fmt: skip
     overrides = [f"components.{mistake}" for mistake in mistakes]
-    cfg = config(tmp_path, *overrides, f"data.path={logging.__file__}", num_ranks=2)
+    cfg = config(tmp_path, *overrides, "model.size=nano", f"data.path={logging.__file__}", num_ranks=2)
     model, optimizer, _, _, rng = run_ranks(2, _examine, cfg, process_group=True)[0]
     assert (model["verdict"], optimizer["verdict"], rng["verdict"]) == ("wasteful", "wasteful", "loses state")
     assert (
@@ -352,7 +367,9 @@ def run_doctor(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -
     folder.mkdir()
     monkeypatch.chdir(folder)
     text = Path(logging.__file__)
-    monkeypatch.setattr(sys, "argv", ["doctor", f"data.path={text}", "train.batch_size=2", *overrides])
+    monkeypatch.setattr(
+        sys, "argv", ["doctor", f"data.path={text}", "model.size=nano", "train.batch_size=2", *overrides]
+    )
     try:
         recipes.doctor.main()
         code = 0

@@ -189,7 +189,7 @@ def _comes_and_goes(topology: Topology, name: str, num_trainers: int, num_joins:
 @pytest.mark.parametrize(
     ("name", "num_trainers", "num_comers", "num_joins"),
     [
-        pytest.param("broadcast", 1, 2, 6, id="broadcast"),
+        pytest.param("broadcast", 1, 2, 4, id="broadcast"),
         pytest.param("broadcast", 1, 3, 20, id="broadcast-20", marks=pytest.mark.full),
         pytest.param("kimi_ckpt_engine", 1, 3, 20, id="kimi-20", marks=pytest.mark.full),
         pytest.param("broadcast", 2, 2, 6, id="broadcast-2-trainers", marks=pytest.mark.full),

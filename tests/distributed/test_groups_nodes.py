@@ -173,14 +173,14 @@ def _round_trip(world: World) -> None:
                 assert same, (rank, key, name)
 
 
-@given(world=worlds(5, 8))
+@given(world=worlds(4, 6))
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 def test_every_member_gets_its_own_instance_s_bits_in_any_hierarchy_of_groups_and_nodes(world: World) -> None:
     _round_trip(world)
 
 
 @pytest.mark.full
-@given(world=worlds(8, 12))
+@given(world=worlds(6, 12))
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 def test_many_more_hierarchies_round_trip(world: World) -> None:
     _round_trip(world)

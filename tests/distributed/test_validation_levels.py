@@ -421,7 +421,7 @@ def test_one_rank_has_nothing_to_compare(tmp_path: Path) -> None:
 def test_the_costs_are_measured_beside_a_save_that_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cfg = config(tmp_path, "train.batch_size=2", "data.path=" + str(Path(__file__).parent))
+    cfg = config(tmp_path, "model.size=nano", "train.batch_size=2", f"data.path={Path(__file__).parent}")
     result = benchmark(cfg | {"benchmark": check_benchmark({"repeats": 2})}, Topology.alone())
     assert list(result["medians"]) == [*LEVELS, "doctor", "bare hash", "save"]
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in result["rounds"].values())

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.conf.configs import composed
 from tests.device.devices import STAND_IN, environment, prepare
+from tests.device.test_resume_on_device import STRATEGIES, Run, runs_on
 from tests.e2e.runs import REPO, TEXT, Command, Forked, checkpoint, committed, start, summary_of
 
 pytestmark = pytest.mark.npu
 
 SMALL = ["train.steps=4", "save.every=2", "train.batch_size=2", "device=npu"]
+CARD = ["train.steps=2", "save.every=1", "train.batch_size=2", f"data.path={TEXT}", "device=npu"]
 LARGE = ["train.steps=1", "model.size=tiny", "device=npu"]
 
 
@@ -60,27 +63,21 @@ def test_kimi_gives_weights_from_one_npu_to_another(tmp_path: Path) -> None:
     assert summary["trainer"]["version"] == 2
 
 
-def test_the_card_runs_as_it_is_and_any_device_goes_on_from_it(tmp_path: Path) -> None:
-    """`python -m recipes.train ckpt=tensorstore device=npu`, but for the number of steps and samples."""
-    done(Command(["-m", "recipes.train"], ("ckpt=tensorstore", *SMALL), tmp_path, with_stand_in({})))
+def test_the_card_runs_as_it_is_and_any_device_goes_on_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`python -m recipes.train ckpt=tensorstore device=npu`, but for the text and the number of steps and samples."""
+    done(Command(["-m", "recipes.train"], ("ckpt=tensorstore", *CARD), tmp_path, with_stand_in({})))
     card = tmp_path / "outputs" / "dev"
-    assert [path.name for path in committed(card)] == ["checkpoint-00000002", "checkpoint-00000004"]
-    path = checkpoint(card, 4)
+    assert [path.name for path in committed(card)] == ["checkpoint-00000001", "checkpoint-00000002"]
+    path = checkpoint(card, 2)
     digests = [summary_of(card)["state_digest"]]
-    for name, strategy in {"cpu": "direct", "npu": "two-stage"}.items():
-        overrides = (
-            f"device={name}",
-            f"strategy={strategy}",
-            f"run_name={name}",
-            "train.steps=4",
-            f"resume={path}",
-            SMALL[2],
-        )
-        said = done(Forked("recipes.train", overrides, tmp_path, device=name))
-        summary = summary_of(tmp_path / "outputs" / name)
-        assert (summary["first_step"], summary["losses"]) == (5, [])
+    same = [f"model.size={composed(tmp_path).model.size}", f"resume={path}"]
+    for name, strategy in {"cpu": "direct", "npu": "two-stage by the host"}.items():
+        (summary,) = runs_on(name, "single", Run(tmp_path / name, [*same, *STRATEGIES[strategy]]))
+        assert (summary["first_step"], summary["losses"]) == (3, [])
         digests += [summary["loaded_digest"], summary["state_digest"]]
-        assert f"resumed {path}" in said
+        assert f"resumed {path}" in capsys.readouterr().err
     assert digests == [digests[0]] * 5
 
 
