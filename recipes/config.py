@@ -161,7 +161,7 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
         ConfigurationError, OmegaConfBaseException: naming the key, what was found and the way out.
         DeviceUnavailableError: this machine does not have the device.
     """
-    typed = OmegaConf.merge(OmegaConf.structured(RunKeys), cfg)
+    typed = OmegaConf.merge(_structured(RunKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     _check_numbers(run)
     check_choice(run["pattern_check"])
@@ -351,8 +351,11 @@ def _convert(node: Mapping[str, Any], target: Any, name: str) -> None:
     """Turn each value into the annotated type of its argument, where OmegaConf knows that type."""
     hints = _hints(target)
     for key in [key for key in node if key in hints and not isinstance(node[key], Mapping)]:
+        written = _written(hints[key])
+        if type(node[key]) in _choices(written):
+            continue
         try:
-            schema = _schema(_written(hints[key]))
+            schema = _schema(written)
         except (OmegaConfBaseException, TypeError):  # a type of the target's own; or one without a hash
             continue
         try:
@@ -362,10 +365,21 @@ def _convert(node: Mapping[str, Any], target: Any, name: str) -> None:
         node[key] = OmegaConf.to_container(typed)["value"]  # type: ignore[index,call-overload]
 
 
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
 @functools.cache
 def _schema(hint: Any) -> Any:
     """A config of one value of this type."""
     return OmegaConf.structured(make_dataclass("Argument", [("value", hint)]))
+
+
+@functools.cache
+def _structured(kind: type) -> Any:
+    """A config of a dataclass, which `OmegaConf.merge` copies."""
+    return OmegaConf.structured(kind)
 
 
 def _written(hint: Any) -> Any:
@@ -397,7 +411,7 @@ def _component(key: str, node: Any, group_names: Collection[str]) -> dict[str, A
         )
     try:
         own = {k: v for k, v in node.items() if k in COMPONENT_KEYS}
-        typed = OmegaConf.merge(OmegaConf.structured(ComponentKeys), own)
+        typed = OmegaConf.merge(_structured(ComponentKeys), own)
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"{where}.{error.full_key}: {str(error).strip().splitlines()[0]}") from error
     keys: dict[str, Any] = OmegaConf.to_container(typed)  # type: ignore[assignment]

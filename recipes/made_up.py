@@ -32,7 +32,7 @@ from ckpt.plan import PlannedArray, SavePlan, plan_save
 from ckpt.sharing import StateComponent
 from ckpt.tables import Table, TablePart
 from ckpt.topology import Phase
-from recipes.cli import import_torch
+from recipes.local_ranks import start_forkserver
 from recipes.measuring import PeakMemory
 
 OPTIMIZERS = ("replicated", "sharded")
@@ -218,8 +218,8 @@ def _in_new_process(case: MadeUp) -> dict[str, Any]:
     summaries = [_contribution(table).summary() for table in tables]
     digests = [summary["table"] for summary in summaries]
     recorded = record(case.world_size, lambda rank: exchange_tables(tables[rank.rank], digests, rank), num_phases=2)
-    spawn = multiprocessing.get_context("spawn")  # a forked process would begin with the memory of this one
-    with ProcessPoolExecutor(1, spawn, import_torch) as process:
+    start_forkserver([__name__])  # forked from this process it would begin with the memory of this one
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as process:
         figures: dict[str, Any] = process.submit(measure, case, json.dumps(summaries).encode(), recorded).result()
     return {"distinct_tables": len(set(digests)), **figures}
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra._internal.defaults_list import DefaultsList
+from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipes.benchmark_keys import check_benchmark
@@ -46,30 +51,68 @@ def _compose(root: str, overrides: tuple[str, ...]) -> DictConfig:
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """Inside, Hydra parses each file of conf/, and of its own, once in this process; commands compose them as ever.
+    """Inside, Hydra parses each file of conf/, and of its own, once in this process, and merges once those that a choice of files takes.
 
-    That is a third of the time of a command that is refused. Folders of a user's own are read anew.
+    That is most of the time of a command that is refused. Values are put in anew each time, and folders of a user's own read anew.
     """
-    read = ConfigRepository.load_config
+    merge = ConfigLoaderImpl._compose_config_from_defaults_list
 
-    def load_config(self: ConfigRepository, config_path: str) -> Any:
-        places = tuple((source.scheme(), source.path) for source in self.sources)
-        if not {path for scheme, path in places if scheme == "file"} <= {str(CONF)}:
-            return read(self, config_path)
-        if (places, config_path) not in _parsed:
-            found = read(self, config_path)
-            if found is None:
-                return None
-            _parsed[places, config_path] = pickle.dumps(found)
-        return pickle.loads(_parsed[places, config_path])
+    def load_config(repository: ConfigRepository, config_path: str) -> Any:
+        key = _places(repository), config_path
+        return _once(_parsed, key, lambda: _load_config(repository, config_path))
+
+    def create_defaults_list(
+        repo: CachingConfigRepository, config_name: str | None, overrides_list: list[Override], **how: bool
+    ) -> DefaultsList:
+        choices = [one for one in overrides_list if repo.group_exists(one.key_or_group)]
+        if any(isinstance(one.value(), dict) for one in choices):  # which are values
+            return defaults_list.create_defaults_list(repo, config_name, overrides_list, **how)
+        key = _places(repo), config_name, tuple(one.input_line for one in choices), *how.items()
+        found: DefaultsList = _once(
+            _listed, key, lambda: defaults_list.create_defaults_list(repo, config_name, choices, **how)
+        )
+        values = [one for one in overrides_list if one not in choices and not one.is_sweep_override()]
+        return replace(found, config_overrides=values)
+
+    def compose_from(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: CachingConfigRepository) -> Any:
+        return _once(_merged, (_places(repo), repr(defaults)), lambda: merge(self, defaults, repo))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ConfigRepository, "load_config", load_config)
+        patch.setattr(config_loader_impl, "create_defaults_list", create_defaults_list)
+        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", compose_from)
         yield
 
 
-_parsed: dict[tuple[Any, str], bytes] = {}
-"""(where Hydra looks, name) -> what it found there, pickled: Hydra writes into what it is given."""
+_load_config = ConfigRepository.load_config
+_Kept = dict[tuple[Any, ...], bytes]
+
+_parsed: _Kept = {}
+"""(where Hydra looks, name) -> what it found there."""
+
+_listed: _Kept = {}
+"""(where, name, choices...) -> the files that Hydra takes, in their order."""
+
+_merged: _Kept = {}
+"""(where, files) -> what they say together."""
+
+
+def _places(repository: ConfigRepository | CachingConfigRepository) -> tuple[Any, ...]:
+    """Where Hydra looks."""
+    return tuple((source.scheme(), source.path) for source in repository.get_sources())
+
+
+def _once(kept: _Kept, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """What was made for this key, pickled, as Hydra writes into what it is given; of a folder of a user's own, made anew."""
+    places = key[0]
+    if not {path for scheme, path in places if scheme == "file"} <= {str(CONF)}:
+        return make()
+    if key not in kept:
+        made = make()
+        if made is None:
+            return None
+        kept[key] = pickle.dumps(made)
+    return pickle.loads(kept[key])
 
 
 def _is_choice(override: str) -> bool:

@@ -10,8 +10,14 @@ import pytest
 
 import recipes.benchmark_plan
 from recipes.made_up import show
+from tests.ranks import forkserver
 
 SMALL = ("tp=2", "pp=2", "layers=2", "width=64", "vocab=64")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _processes_have_all_loaded() -> None:
+    forkserver()
 
 
 @pytest.fixture(autouse=True)

@@ -215,21 +215,6 @@ def test_a_resumed_run_equals_the_straight_one_bit_for_bit_and_says_what_has_cha
     assert resumed["loaded_digest"] is not None and resumed["bytes_read"] == resumed["bytes_needed"] > BYTES
 
 
-def test_a_run_resumed_at_its_last_step_writes_a_summary_only_if_there_is_none(command: Command) -> None:
-    command(*SMALL, "train.steps=2")
-    before, path = summary(), Path("outputs/dev/summary.json")
-    written = path.read_bytes(), path.stat().st_mtime_ns
-    outcome = command(*SMALL, "resume=latest", "train.steps=2")
-    assert outcome.code == 0 and "nothing to do" in outcome.out
-    assert (path.read_bytes(), path.stat().st_mtime_ns) == written
-    path.unlink()
-    outcome = command(*SMALL, "resume=latest", "train.steps=2")
-    after = summary()
-    assert outcome.code == 0 and "nothing to do" in outcome.out
-    assert (after["first_step"], after["final_step"], after["losses"], after["checkpoints"]) == (3, 2, [], [])
-    assert after["state_digest"] == after["loaded_digest"] == before["state_digest"]
-
-
 def test_resuming_where_there_is_nothing_says_so_and_begins(command: Command) -> None:
     outcome = command(*SMALL, "resume=latest", "train.steps=1")
     assert outcome.code == 0 and "resume=latest: there is no checkpoint in " in outcome.out

@@ -31,6 +31,10 @@ class Needy:
     def __init__(self, *, model: object, must: int) -> None: ...
 
 
+class Listed:
+    def __init__(self, model: object, *, names: list[str]) -> None: ...
+
+
 def complaint(tmp_path: Path, *overrides: str) -> str:
     with pytest.raises((CheckpointError, OmegaConfBaseException)) as raised:
         config(tmp_path, *overrides)
@@ -93,6 +97,10 @@ def test_a_setting_of_saves_beside_training_is_refused_where_training_waits(tmp_
         ("model.dropout=much", "model.dropout=much: Value 'much' of type 'str' could not be converted to Float"),
         ("components.model.required=7up", "components.model.required: Value '7up' is not a valid bool"),
         ("components.model=replicated", "components.model=replicated: expected its keys"),
+        (
+            f"+components.ema={{_target_: {__name__}.Listed, sharing_pattern: replicated, names: one}}",
+            "components.ema.names=one: ",
+        ),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expected: str) -> None:

@@ -34,14 +34,14 @@ class Forgetful(Raw):
 
 
 def config(run_dir: Path, *overrides: str, ranks: int, names: list[str]) -> dict[str, Any]:
-    size = ["model.size=nano", f"launch.nproc_per_node={ranks}", "benchmark.repeats=1"]
+    size = ["model.size=nano", f"launch.nproc_per_node={ranks}", "benchmark.repeats=1", "benchmark.plot=false"]
     return benchmark_config(run_dir, *size, f"benchmark.contenders=[{','.join(names)}]", *overrides)
 
 
 def test_everybody_takes_part_loads_the_right_bits_and_is_told_of(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cfg = config(tmp_path, ranks=2, names=EVERYBODY)
+    cfg = config(tmp_path, "benchmark.plot=null", ranks=2, names=EVERYBODY)
     result = run_ranks(2, _benchmark, cfg, process_group=True)[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["benchmark.json", "benchmark.png"]
     assert (tmp_path / "benchmark.png").read_bytes().startswith(b"\x89PNG")
@@ -131,7 +131,7 @@ def test_who_cannot_take_part_is_left_out_and_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(contenders, "takes_direct_writes", lambda folder, rank: False)
-    cfg = config(tmp_path, "benchmark.plot=false", ranks=1, names=["raw", "raw-direct", "broadcast", "dcp"])
+    cfg = config(tmp_path, ranks=1, names=["raw", "raw-direct", "broadcast", "dcp"])
     with Topology.alone() as topology:
         result = benchmark(cfg, topology)
         assert list(result["medians"]) == ["raw", "dcp"]

@@ -102,12 +102,16 @@ def test_each_backend_goes_on_from_what_each_other_saved(tmp_path: Path, saved_b
     assert again["loaded_digest"] == straight["state_digest"]
 
 
-def test_a_run_resumed_at_its_last_step_trains_and_saves_nothing_and_writes_a_summary_where_there_is_none(
+def test_a_run_resumed_at_its_last_step_trains_and_saves_nothing_and_writes_a_summary_only_where_there_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = run(tmp_path / "run", "train.steps=2")
-    files = _stamps(tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()
+    files, path = _stamps(tmp_path / "run"), tmp_path / "run" / "summary.json"
+    written = path.read_bytes(), path.stat().st_mtime_ns
+    run(tmp_path / "run", "train.steps=2", "resume=latest")
+    assert "nothing to do" in capsys.readouterr().out
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == written
+    path.unlink()
     run(tmp_path / "run", "train.steps=2", "resume=latest", "save.every=1")
     after = summary_of(tmp_path / "run")
     assert set(after) == SUMMARY_KEYS
