@@ -59,10 +59,11 @@ def _parsed_once() -> Iterator[None]:
 
 
 def _places(folder_of: Mapping[Path, str]) -> dict[Path, tuple[int, bool]]:
-    """Return where each test file comes: a file whose ranks wait for each other, and one that calculates, take turns."""
-    waiting = [file for file, folder in folder_of.items() if folder == "distributed"]
-    others = sorted(folder_of.keys() - set(waiting), key=lambda file: (_HEAVIEST_FIRST.index(folder_of[file]), file))
-    return {file: (n, files is others) for files in (waiting, others) for n, file in enumerate(files)}
+    """Return where each test file comes: a file whose ranks wait for each other, and one that calculates, take turns; long ones first."""
+    files = sorted(folder_of, key=lambda file: file.stat().st_size, reverse=True)
+    waiting = [file for file in files if folder_of[file] == "distributed"]
+    others = [file for folder in _HEAVIEST_FIRST for file in files if folder_of[file] == folder]
+    return {file: (n, turn is others) for turn in (waiting, others) for n, file in enumerate(turn)}
 
 
 @pytest.hookimpl(trylast=True)  # when those that do not run are out
