@@ -43,6 +43,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_begins_when_all_of_it
         assert first.process.poll() is None
         ranks = [process for process in marked(run_dir) if _may_write(process) and process.pid != first.process.pid]
         os.kill(first.process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, first.process.pid, os.WEXITED | os.WNOWAIT)  # its ranks still run
         recipes.train.main()
         assert not set(ranks) & set(marked(run_dir))
     finally:
