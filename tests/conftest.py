@@ -37,6 +37,7 @@ def pytest_report_header() -> str:
 _HERE = Path(__file__).parent
 _HEAVIEST_FIRST = ("adversarial", "e2e", "device", "conf", "unit")
 """So that what is left at the end is small, and no worker is left alone with a long file."""
+_LONGEST_IN_FULL = ("test_layouts.py", "test_async_layouts.py", "test_async_training.py", "test_kill.py")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def _parsed_once() -> Iterator[None]:
 
 def _places(folder_of: Mapping[Path, str]) -> dict[Path, tuple[int, bool]]:
     """Return where each test file comes: a file whose ranks wait for each other, and one that calculates, take turns; long ones first."""
-    files = sorted(folder_of, key=lambda file: file.stat().st_size, reverse=True)
+    files = sorted(folder_of, key=lambda file: (file.name not in _LONGEST_IN_FULL, -file.stat().st_size))
     waiting = [file for file in files if folder_of[file] == "distributed"]
     others = [file for folder in _HEAVIEST_FIRST for file in files if folder_of[file] == folder]
     return {file: (n, turn is others) for turn in (waiting, others) for n, file in enumerate(turn)}
