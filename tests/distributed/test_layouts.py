@@ -89,9 +89,7 @@ def straight_and_resumed(folder: Path, backend: str, tied: bool) -> list[tuple[P
     ("layout", "backend", "tied"),
     [
         ("fsdp 3", "zarr", True),
-        pytest.param("tp_fsdp 4", "tensorstore", True, marks=pytest.mark.full),
         ("pipeline 3", "zarr", True),
-        pytest.param("ddp_pipeline 4", "tensorstore", False, marks=pytest.mark.full),
         ("accelerate 3", "tensorstore", False),
         ("hsdp 3", "kimi-engine", True),
     ],

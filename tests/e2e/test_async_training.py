@@ -184,7 +184,7 @@ def _goes_on(run_dir: Path, straight: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("moment", "setting"), [(moment, [*SETTINGS][moment % 4]) for moment in range(21)])
+@pytest.mark.parametrize(("moment", "setting"), [(moment, [*SETTINGS][moment % 4]) for moment in range(12)])
 def test_a_run_told_to_end_at_any_moment_ends_and_goes_on(
     tmp_path: Path, straight: Run, moment: int, setting: str
 ) -> None:
@@ -194,7 +194,7 @@ def test_a_run_told_to_end_at_any_moment_ends_and_goes_on(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("moment", range(6))
+@pytest.mark.parametrize("moment", range(3))
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_run_whose_launcher_is_killed_leaves_no_process_and_goes_on(
     tmp_path: Path, straight: Run, setting: str, moment: int

@@ -26,7 +26,7 @@ def test_a_run_whose_launcher_is_killed_in_a_save_goes_on_to_the_same_end(tmp_pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("moment", range(5))
+@pytest.mark.parametrize("moment", range(3))
 @pytest.mark.parametrize("victims", ["launcher", "everybody"])
 @pytest.mark.parametrize("backend", ["zarr", "ocdbt", "safetensors"])
 def test_a_run_killed_at_any_moment_of_a_save_goes_on_to_the_same_end(
