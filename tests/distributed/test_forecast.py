@@ -197,9 +197,9 @@ def test_a_load_does_what_was_foreseen(root: Path) -> None:
 
 @pytest.mark.full
 def test_many_more_loads_do_what_was_foreseen(root: Path) -> None:
-    did = check(root, chosen(3000))
-    assert min(did["loaded"], did["refused"]) > 500
-    assert min(did.values()) > 10, did
+    did = check(root, chosen(1000))
+    assert min(did["loaded"], did["refused"]) > 200
+    assert min(did.values()) > 3, did
 
 
 def test_nothing_is_read_into_the_objects_that_are_asked(root: Path) -> None:
