@@ -384,9 +384,7 @@ def _structured(kind: type) -> Any:
 
 def _written(hint: Any) -> Any:
     """The part of a union that can be written in a config: float of `float | Tensor`."""
-    if get_origin(hint) not in (Union, UnionType):
-        return hint
-    plain = tuple(kind for kind in get_args(hint) if kind in (bool, int, float, str, NoneType))
+    plain = tuple(kind for kind in _choices(hint) if kind in (bool, int, float, str, NoneType))
     return Union[plain] if plain not in ((), (NoneType,)) else hint  # noqa: UP007  # of a tuple
 
 
