@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt.coordinator import CheckpointCoordinator
-    from ckpt.core import CheckpointingException, check_is_distributed_checkpoint
-    from ckpt.manifest import CheckpointManifest, ComponentManifest
-    from ckpt.mapping import (
+    from ckpt.dist_checkpointing.mapping import (
         LocalNonpersistentObject,
         LocalNonpersitentObject,
         ShardedObject,
         ShardedTensor,
         ShardedTensorFactory,
     )
-    from ckpt.serialization import (
+    from ckpt.dist_checkpointing.serialization import (
         load,
         load_common_state_dict,
         load_plain_tensors,
@@ -29,32 +27,34 @@ if TYPE_CHECKING:
         remove_sharded_tensors,
         save,
     )
-    from ckpt.sharing import SharingPattern, StateComponent
-    from ckpt.validation import StrictHandling
+    from ckpt.dist_checkpointing.validation import StrictHandling
+    from ckpt.format.manifest import CheckpointManifest, ComponentManifest
+    from ckpt.format.metadata import CheckpointingException, check_is_distributed_checkpoint
+    from ckpt.state.sharing import SharingPattern, StateComponent
     from ckpt.version import __version__
 
 _HOME = {
     "__version__": "ckpt.version",
     "CheckpointCoordinator": "ckpt.coordinator",
-    "CheckpointManifest": "ckpt.manifest",
-    "ComponentManifest": "ckpt.manifest",
-    "CheckpointingException": "ckpt.core",
-    "LocalNonpersistentObject": "ckpt.mapping",
-    "LocalNonpersitentObject": "ckpt.mapping",
-    "ShardedObject": "ckpt.mapping",
-    "ShardedTensor": "ckpt.mapping",
-    "ShardedTensorFactory": "ckpt.mapping",
-    "SharingPattern": "ckpt.sharing",
-    "StateComponent": "ckpt.sharing",
-    "StrictHandling": "ckpt.validation",
-    "check_is_distributed_checkpoint": "ckpt.core",
-    "load": "ckpt.serialization",
-    "load_common_state_dict": "ckpt.serialization",
-    "load_plain_tensors": "ckpt.serialization",
-    "load_sharded_metadata": "ckpt.serialization",
-    "load_tensors_metadata": "ckpt.serialization",
-    "remove_sharded_tensors": "ckpt.serialization",
-    "save": "ckpt.serialization",
+    "CheckpointManifest": "ckpt.format.manifest",
+    "ComponentManifest": "ckpt.format.manifest",
+    "CheckpointingException": "ckpt.format.metadata",
+    "LocalNonpersistentObject": "ckpt.dist_checkpointing.mapping",
+    "LocalNonpersitentObject": "ckpt.dist_checkpointing.mapping",
+    "ShardedObject": "ckpt.dist_checkpointing.mapping",
+    "ShardedTensor": "ckpt.dist_checkpointing.mapping",
+    "ShardedTensorFactory": "ckpt.dist_checkpointing.mapping",
+    "SharingPattern": "ckpt.state.sharing",
+    "StateComponent": "ckpt.state.sharing",
+    "StrictHandling": "ckpt.dist_checkpointing.validation",
+    "check_is_distributed_checkpoint": "ckpt.format.metadata",
+    "load": "ckpt.dist_checkpointing.serialization",
+    "load_common_state_dict": "ckpt.dist_checkpointing.serialization",
+    "load_plain_tensors": "ckpt.dist_checkpointing.serialization",
+    "load_sharded_metadata": "ckpt.dist_checkpointing.serialization",
+    "load_tensors_metadata": "ckpt.dist_checkpointing.serialization",
+    "remove_sharded_tensors": "ckpt.dist_checkpointing.serialization",
+    "save": "ckpt.dist_checkpointing.serialization",
 }
 
 __all__ = [

@@ -14,7 +14,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ckpt.arguments import (
+from ckpt.backends.base import Backend
+from ckpt.catalog.incremental import linked_with
+from ckpt.catalog.ledger import ROOT_OWNER, Ledger, newer_than
+from ckpt.catalog.owner import FolderLock
+from ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    MissingStateError,
+)
+from ckpt.load.loading import Loader, committed_newest_first
+from ckpt.load.report import LoadReport, Status
+from ckpt.load.strategy import LoadingStrategy
+from ckpt.memory.device import Device
+from ckpt.ranks.sigterm import sigterm_noted
+from ckpt.ranks.topology import Topology
+from ckpt.save.arguments import (
     as_backend,
     as_checkpoint_id,
     as_components,
@@ -30,35 +48,17 @@ from ckpt.arguments import (
     check_seconds,
     check_text,
 )
-from ckpt.backends.base import Backend
-from ckpt.background import Background
-from ckpt.device import Device
-from ckpt.doctor import Diagnosis
-from ckpt.errors import (
-    CheckpointExistsError,
-    CheckpointGoneError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-    CorruptCheckpointError,
-    MissingStateError,
-)
-from ckpt.incremental import linked_with
-from ckpt.keeping import keeper_of
-from ckpt.ledger import ROOT_OWNER, Ledger, newer_than
-from ckpt.loading import Loader, committed_newest_first
-from ckpt.overlap import Optimizers
-from ckpt.owner import FolderLock
-from ckpt.provider import Provider, components_of, groups_of
-from ckpt.publishing import Publisher, WeightSender
-from ckpt.reading.base import LoadingStrategy
-from ckpt.report import LoadReport, Status
-from ckpt.save_settings import SaveSettings
-from ckpt.saving import Saver, SaveReport, SaveTarget
-from ckpt.sharing import SharingPattern, StateComponent
-from ckpt.sigterm import sigterm_noted
-from ckpt.statefuls import as_stateful
-from ckpt.topology import Topology
-from ckpt.writing import PACKED_BYTES
+from ckpt.save.background.background import Background
+from ckpt.save.keeping import keeper_of
+from ckpt.save.publishing import Publisher, WeightSender
+from ckpt.save.save_settings import SaveSettings
+from ckpt.save.saving import Saver, SaveReport, SaveTarget
+from ckpt.save.writing import PACKED_BYTES
+from ckpt.state.doctor import Diagnosis
+from ckpt.state.overlap import Optimizers
+from ckpt.state.provider import Provider, components_of, groups_of
+from ckpt.state.sharing import SharingPattern, StateComponent
+from ckpt.state.statefuls import as_stateful
 
 _MOST_GONE = 100  # checkpoints that may be removed under one load, which is too slow for the run that saves them then
 IN_THE_FOREGROUND = SaveSettings()
@@ -90,7 +90,7 @@ class CheckpointCoordinator:
             load of one of them, by its path, only the newer ones go, at once: they are renamed `.abandoned-<id>-<nonce>`.
         shared_root: several runs may save into the root at a time. Otherwise the first save claims it, until the coordinator is closed
             or its process ends, and another run's save is refused.
-        allow_pickle: a checkpoint without a manifest, named by its path, is read from its pickled files (ckpt/legacy.py): tensors
+        allow_pickle: a checkpoint without a manifest, named by its path, is read from its pickled files (ckpt/load/legacy.py): tensors
             and plain values, and nothing else.
         pattern_check: what the first save of several ranks does about a sharing pattern that is not the true one, as far as one hash
             over all state can tell: "warn" refuses one that would lose state and tells of one that is wasteful or suspicious,
@@ -198,7 +198,7 @@ class CheckpointCoordinator:
         legacy_pattern: str = "replicated",
         **options: Any,
     ) -> CheckpointCoordinator:
-        """Make a coordinator of what a trainer says of itself: its components and process groups (ckpt/provider.py).
+        """Make a coordinator of what a trainer says of itself: its components and process groups (ckpt/state/provider.py).
 
         Args:
             legacy_pattern: sharing pattern of the objects of a trainer that names none.
@@ -309,7 +309,7 @@ class CheckpointCoordinator:
 
         Gives a function that says whether the signal has come to this rank. It may come to ranks at different times, or to one
         alone: exchange the answers after each step, and act on them on all ranks after the same one: `wait`, save, `wait`, leave the block,
-        and end with `ckpt.sigterm.TOLD_TO_END`.
+        and end with `ckpt.ranks.sigterm.TOLD_TO_END`.
 
         A process that has not left the block `saves.grace_s` after the signal, or when a second one comes, gives up what is being saved in
         the background, and ends as without the block. Enter it in the main thread; elsewhere, and where the program handles the

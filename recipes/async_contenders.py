@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
 from ckpt import CheckpointCoordinator
-from ckpt.save_settings import SaveSettings
+from ckpt.save.save_settings import SaveSettings
 from recipes.async_keys import DCP, OURS, Way
 from recipes.peers import Dcp
 from recipes.workloads import Workload

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.async_contenders import Saving, saving_of
 from recipes.async_figures import Figures, Told, compared, figures_of, line, show
 from recipes.async_keys import NOTHING, check_benchmark

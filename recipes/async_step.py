@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ckpt.address import local_tensor
-from ckpt.statefuls import OptimizerState
+from ckpt.state.address import local_tensor
+from ckpt.state.statefuls import OptimizerState
 from recipes.measuring import together
 from recipes.workloads import State
 

@@ -276,7 +276,7 @@ def import_torch() -> None:
     """Import torch without the device plugins that it loads by itself.
 
     A plugin that is installed without its driver makes every plain `import torch` fail, whatever device the run is for.
-    So plugins are imported by name, by `ckpt.device.Device` alone, which can say what is missing. Nor may torch's C++
+    So plugins are imported by name, by `ckpt.memory.device.Device` alone, which can say what is missing. Nor may torch's C++
     parts warn on stderr: where no name server answers, they do so for every connection between ranks.
     """
     level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -22,13 +22,13 @@ from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ckpt.backends.pool import Memories
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
-from ckpt.keeping import memories_of
-from ckpt.names import local_path
-from ckpt.pattern_check import check_choice
-from ckpt.save_settings import SaveSettings
-from ckpt.sharing import check_component
+from ckpt.format.names import local_path
+from ckpt.save.keeping import memories_of
+from ckpt.save.save_settings import SaveSettings
+from ckpt.state.pattern_check import check_choice
+from ckpt.state.sharing import check_component
+from ckpt.storage.pool import Memories
 from recipes.parallel.base import Layout
 
 OWN_COMPONENTS = ("model", "optimizer", "scheduler", "dataset", "rng")

@@ -15,7 +15,7 @@ from ckpt.backends.base import Backend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import ConfigurationError
-from ckpt.reading.base import LoadingStrategy
+from ckpt.load.strategy import LoadingStrategy
 from recipes.benchmark_keys import EXTRA, ours
 from recipes.config import made
 from recipes.contender import Contender
@@ -41,8 +41,8 @@ _OTHERS: dict[str, Callable[[Workload], Contender]] = {
     "broadcast": Broadcast,
 }
 _STRATEGIES = {
-    "direct": "ckpt.reading.direct.DirectLoad",
-    "two-stage": "ckpt.reading.two_stage.TwoStageLoad",
+    "direct": "ckpt.load.direct.DirectLoad",
+    "two-stage": "ckpt.load.two_stage.two_stage.TwoStageLoad",
 }
 _ON_HOST = ("raw", "raw-direct", "memcpy")
 _OF_SAFETENSORS = ("safetensors", "kimi-engine")

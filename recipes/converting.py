@@ -13,19 +13,19 @@ from typing import Protocol
 from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.filesize import decimal
 
-from ckpt.appearing import require_free
 from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.core import other_format
+from ckpt.convert.appearing import require_free
+from ckpt.convert.exporting import Selection, export, select, select_of_megatron
+from ckpt.convert.rewriting import rewrite
+from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
-from ckpt.exporting import Selection, export, select, select_of_megatron
-from ckpt.manifest import MANIFEST_NAME
-from ckpt.megatron.zarr import is_megatron_zarr
-from ckpt.names import local_path
-from ckpt.rewriting import rewrite
-from ckpt.stored import noticing_removal
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.metadata import other_format
+from ckpt.format.names import local_path
+from ckpt.format.stored import noticing_removal
 from recipes.converting_megatron import convert_megatron
 from recipes.reading import printable
 

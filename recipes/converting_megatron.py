@@ -15,19 +15,24 @@ from typing import Any
 import torch
 from rich.filesize import decimal
 
-from ckpt.appearing import appearing, require_free
-from ckpt.box import Box, whole
-from ckpt.dtypes import torch_dtype
+from ckpt.catalog.verify import examine
+from ckpt.convert.appearing import appearing, require_free
+from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from ckpt.dist_checkpointing.megatron.layout import headless
+from ckpt.dist_checkpointing.megatron.zarr import (
+    MegatronZarr,
+    load_megatron_common,
+    load_megatron_object,
+    megatron_objects,
+)
+from ckpt.dist_checkpointing.serialization import save
 from ckpt.errors import ConfigurationError, StorageError
-from ckpt.flatten import to_json
-from ckpt.job import use_topology
-from ckpt.mapping import ShardedObject, ShardedTensor
-from ckpt.megatron.layout import headless
-from ckpt.megatron.zarr import MegatronZarr, load_megatron_common, load_megatron_object, megatron_objects
-from ckpt.serialization import save
-from ckpt.topology import Topology
-from ckpt.unpickling import UnknownObject
-from ckpt.verify import examine
+from ckpt.format.box import Box, whole
+from ckpt.format.dtypes import torch_dtype
+from ckpt.format.unpickling import UnknownObject
+from ckpt.ranks.job import use_topology
+from ckpt.ranks.topology import Topology
+from ckpt.state.flatten import to_json
 
 _NAMED = 8
 

@@ -16,14 +16,14 @@ from hydra.utils import instantiate
 from rich.table import Table
 
 from ckpt.backends.base import ChunkExtent
-from ckpt.box import whole
-from ckpt.copies import Filling, Halves, Staging
-from ckpt.device import Device, pinned
-from ckpt.dtypes import raw_bytes
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
-from ckpt.extents import SLAB_BYTES, Part, Wanted
-from ckpt.topology import Topology
-from ckpt.writing import PACKED_BYTES
+from ckpt.format.box import whole
+from ckpt.format.dtypes import raw_bytes
+from ckpt.memory.copies import Filling, Halves, Staging
+from ckpt.memory.device import Device, pinned
+from ckpt.ranks.topology import Topology
+from ckpt.save.writing import PACKED_BYTES
+from ckpt.storage.extents import SLAB_BYTES, Part, Wanted
 from recipes.benchmarking import require_counts, typed_keys
 from recipes.comparison import print_table
 from recipes.measuring import timed

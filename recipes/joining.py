@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ckpt.addresses import address_towards
-from ckpt.device import Device
 from ckpt.engine import LiveModel
 from ckpt.engine.base import WeightVersion
-from ckpt.engine.elastic import ElasticEngine
-from ckpt.engine.late import load_from_checkpoint, load_from_peers
-from ckpt.engine.layout import WeightLayout
-from ckpt.engine.membership import News, Rendezvous
+from ckpt.engine.elastic.elastic import ElasticEngine
+from ckpt.engine.elastic.late import load_from_checkpoint, load_from_peers
+from ckpt.engine.elastic.membership import News, Rendezvous
+from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
-from ckpt.loading import Loader, committed_newest_first
-from ckpt.reading.direct import DirectLoad
-from ckpt.sharing import StateComponent
-from ckpt.statefuls import ModelState
-from ckpt.topology import Topology
+from ckpt.load.direct import DirectLoad
+from ckpt.load.loading import Loader, committed_newest_first
+from ckpt.memory.device import Device
+from ckpt.ranks.addresses import address_towards
+from ckpt.ranks.topology import Topology
+from ckpt.state.sharing import StateComponent
+from ckpt.state.statefuls import ModelState
 from recipes.config import made
 from recipes.facts import RunOfRollouts, run_of
 from recipes.ranks import listening_on

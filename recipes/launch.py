@@ -8,11 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ckpt.addresses import LOOPBACK
 from ckpt.errors import ConfigurationError, RankAbsentError
-from ckpt.mailbox import Mailbox
-from ckpt.stores import StoreGoneError, reach, serve
-from ckpt.topology import Topology
+from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.stores import StoreGoneError, reach, serve
+from ckpt.ranks.topology import Topology
 from recipes.ranks import Environment, Job, listening_on, number_of, ranks_exist, run_job, tracebacks_of_bugs
 from recipes.run_folder import RunFolder, opened
 

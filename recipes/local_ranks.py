@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ckpt.addresses import LOOPBACK
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sentence
-from ckpt.heartbeat import Beat, beat_key
-from ckpt.mailbox import Mailbox
-from ckpt.sigterm import TOLD_TO_END
-from ckpt.stores import reach, serve
-from ckpt.topology import Topology
+from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.heartbeat import Beat, beat_key
+from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.ranks.stores import reach, serve
+from ckpt.ranks.topology import Topology
 from recipes.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, environment_with, grace_s, run_job
 from recipes.run_folder import Held
 

@@ -20,18 +20,18 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table as Printed
 
-from ckpt.address import Address
-from ckpt.box import Box, num_chunks, whole
-from ckpt.collect import Contribution, exchange_tables, settle_plain
-from ckpt.dtypes import item_bytes
 from ckpt.errors import ConfigurationError
-from ckpt.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, digest_of, index_name
-from ckpt.manifest_parsing import parse_manifest
-from ckpt.names import encode_key
-from ckpt.plan import PlannedArray, SavePlan, plan_save
-from ckpt.sharing import StateComponent
-from ckpt.tables import Table, TablePart
-from ckpt.topology import Phase
+from ckpt.format.box import Box, num_chunks, whole
+from ckpt.format.dtypes import item_bytes
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, digest_of, index_name
+from ckpt.format.manifest_parsing import parse_manifest
+from ckpt.format.names import encode_key
+from ckpt.planning.plan import PlannedArray, SavePlan, plan_save
+from ckpt.planning.tables import Table, TablePart
+from ckpt.ranks.topology import Phase
+from ckpt.state.address import Address
+from ckpt.state.collect import Contribution, exchange_tables, settle_plain
+from ckpt.state.sharing import StateComponent
 from recipes.local_ranks import start_forkserver
 from recipes.measuring import PeakMemory
 

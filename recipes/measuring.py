@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from ckpt.topology import Topology
+    from ckpt.ranks.topology import Topology
 
 
 class PeakMemory:

@@ -18,14 +18,17 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from ckpt.dist_checkpointing.mapping import ShardedTensor
+from ckpt.dist_checkpointing.serialization import load, save
+from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+from ckpt.dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+from ckpt.dist_checkpointing.strategies.zarr import ZarrSaveShardedStrategy
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
-from ckpt.job import use_topology
-from ckpt.mapping import ShardedTensor
-from ckpt.serialization import load, save
-from ckpt.strategies.base import LoadShardedStrategy, SaveShardedStrategy
-from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
-from ckpt.strategies.zarr import ZarrSaveShardedStrategy
-from ckpt.topology import Topology
+from ckpt.ranks.job import use_topology
+from ckpt.ranks.topology import Topology
 from recipes.benchmarking import SCRATCH, require_counts, typed_keys
 from recipes.comparison import print_table
 from recipes.config import made
@@ -374,7 +377,7 @@ def _contenders(
 
 
 def _two_stage(group: dist.ProcessGroup | None) -> LoadShardedStrategy:
-    from ckpt.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+    from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 
     strategy: LoadShardedStrategy = TwoStageDataParallelLoadShardedStrategy(group, cpu_transfer=True)
     return strategy

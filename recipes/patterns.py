@@ -10,9 +10,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ckpt.doctor import Verdict
 from ckpt.errors import ConfigurationError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
+from ckpt.state.doctor import Verdict
 from recipes.reading import add_row, console, full_line, table_of
 from recipes.sentences import in_config_words
 from recipes.training import set_up

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from ckpt.box import Box, overlap
+from ckpt.format.box import Box, overlap
 from recipes.contender import Contender
 from recipes.measuring import sync_entries
 from recipes.places import Lying, Place, by_name, first, lay_out, least_laden, sources_of

@@ -10,11 +10,11 @@ from itertools import product
 
 import torch
 
-from ckpt.address import DTensorBoxes, address_of, local_tensor
-from ckpt.box import Box, overlap
-from ckpt.flatten import flatten
-from ckpt.sharing import Stateful, find_aliases
-from ckpt.topology import Topology
+from ckpt.format.box import Box, overlap
+from ckpt.ranks.topology import Topology
+from ckpt.state.address import DTensorBoxes, address_of, local_tensor
+from ckpt.state.flatten import flatten
+from ckpt.state.sharing import Stateful, find_aliases
 
 Place = tuple[str, Box]
 """Name of a tensor, and the part of it that a rank holds."""

@@ -15,14 +15,14 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
-from ckpt.forecast import Forecast, Foreseen, Rank, forecast
-from ckpt.manifest import CheckpointManifest
-from ckpt.names import local_path
-from ckpt.report import Misfits, Status
-from ckpt.sharing import OWN_COPIES, SharingPattern, default_elastic
-from ckpt.statefuls import RNGState, as_stateful
-from ckpt.stored import read_manifest
-from ckpt.topology import Topology
+from ckpt.format.manifest import CheckpointManifest
+from ckpt.format.names import local_path
+from ckpt.format.stored import read_manifest
+from ckpt.load.forecast import Forecast, Foreseen, Rank, forecast
+from ckpt.load.report import Misfits, Status
+from ckpt.ranks.topology import Topology
+from ckpt.state.sharing import OWN_COPIES, SharingPattern, default_elastic
+from ckpt.state.statefuls import RNGState, as_stateful
 from recipes.config import OWN_COMPONENTS, checked, made
 from recipes.parallel.base import Arranged, Layout
 from recipes.reading import add_row, console, is_checkpoint, printable, table_of

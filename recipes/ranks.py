@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt.addresses import LOOPBACK, address_towards, interface_of, machine
-from ckpt.device import INTERFACE_VARIABLES
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
-from ckpt.stores import connection
-from ckpt.topology import Topology
+from ckpt.memory.device import INTERFACE_VARIABLES
+from ckpt.ranks.addresses import LOOPBACK, address_towards, interface_of, machine
+from ckpt.ranks.stores import connection
+from ckpt.ranks.topology import Topology
 from recipes.run_folder import RunFolder, opened
 
 Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]

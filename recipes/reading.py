@@ -17,16 +17,16 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from ckpt.checkpoint_files import CheckpointFolder
-from ckpt.core import other_format
+from ckpt.catalog.incremental import DiskUse, disk_use, linked_with
+from ckpt.catalog.ledger import Committed, Ledger
+from ckpt.catalog.verify import Verification, examine
+from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, sentence
-from ckpt.incremental import DiskUse, disk_use, linked_with
-from ckpt.ledger import Committed, Ledger
-from ckpt.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
-from ckpt.megatron.layout import is_megatron_zarr
-from ckpt.names import local_path
-from ckpt.stored import gone, identity_of, noticing_removal, read_manifest
-from ckpt.verify import Verification, examine
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest
+from ckpt.format.metadata import other_format
+from ckpt.format.names import local_path
+from ckpt.format.stored import gone, identity_of, noticing_removal, read_manifest
 
 _PIPE_WIDTH = 160
 

@@ -10,11 +10,11 @@ from omegaconf import MISSING
 from torch._C._distributed_c10d import Store
 
 from ckpt.engine import MasterMetadata
-from ckpt.engine.elastic import ElasticEngine, meeting, reached_store
-from ckpt.engine.membership import Rendezvous
+from ckpt.engine.elastic.elastic import ElasticEngine, meeting, reached_store
+from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.config import AgreeKeys
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ckpt.device import Device
-from ckpt.digest import state_digest
 from ckpt.engine import LiveModel
 from ckpt.engine.versioned import VersionedEngine
-from ckpt.statefuls import ModelState
-from ckpt.topology import Topology
+from ckpt.memory.device import Device
+from ckpt.ranks.topology import Topology
+from ckpt.state.digest import state_digest
+from ckpt.state.statefuls import ModelState
 from recipes.config import made
 
 

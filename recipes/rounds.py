@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.benchmark_keys import EXTRA, check_benchmark, has_matplotlib
 from recipes.benchmarking import SCRATCH
 from recipes.comparison import compared, show

@@ -13,8 +13,8 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from ckpt.catalog.owner import FolderLock
 from ckpt.errors import CheckpointError, StorageError, sentence
-from ckpt.owner import FolderLock
 
 HYDRA_FOLDER = ".hydra"
 LOCK_NAME = ".folder.owner.json"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.measuring import make_durable
 
 

@@ -10,7 +10,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
-from ckpt.names import local_path
+from ckpt.format.names import local_path
 from recipes.config import (
     AT_RUN_TIME,
     LaunchKeys,

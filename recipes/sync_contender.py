@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt.device import Device, wait_for
-from ckpt.topology import Topology
+from ckpt.memory.device import Device, wait_for
+from ckpt.ranks.topology import Topology
 from recipes.sync_model import Row, Weights
 
 Seconds = dict[str, float]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt.device import wait_for
-from ckpt.dtypes import raw_bytes
 from ckpt.engine import CheckpointEngineRegistry, LiveModel
-from ckpt.engine.layout import WeightLayout
-from ckpt.engine.transfer import IN_FLIGHT
-from ckpt.manifest import digest_of
+from ckpt.engine.wire.layout import WeightLayout
+from ckpt.engine.wire.transfer import IN_FLIGHT
+from ckpt.format.dtypes import raw_bytes
+from ckpt.format.manifest import digest_of
+from ckpt.memory.device import wait_for
 from recipes.roles import join_engine
 from recipes.sync_contender import Clock, Contender, Ends, Seconds
 from recipes.sync_keys import OURS, PER_TENSOR, RAW, RAW_ALL, TUNED

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
-from ckpt.dtypes import torch_dtype
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.dtypes import torch_dtype
 from recipes.benchmarking import require_counts, typed_keys
 from recipes.config import AT_RUN_TIME, bind, made, make_absolute
 from recipes.roles import AgreeWithGraceKeys, RoleKeys, check_roles

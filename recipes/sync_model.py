@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ckpt.dtypes import raw_bytes, torch_dtype, zarr_name
-from ckpt.manifest import digest_of
+from ckpt.format.dtypes import raw_bytes, torch_dtype, zarr_name
+from ckpt.format.manifest import digest_of
 
 VOCABULARY = 16
 """Rows of the embedding for each of the model's columns."""

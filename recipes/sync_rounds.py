@@ -16,9 +16,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ckpt.device import Device
 from ckpt.errors import CorruptCheckpointError
-from ckpt.topology import Topology
+from ckpt.memory.device import Device
+from ckpt.ranks.topology import Topology
 from ckpt.version import __version__
 from recipes.config import made
 from recipes.measuring import together

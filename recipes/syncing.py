@@ -13,17 +13,17 @@ from typing import Any
 from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator
-from ckpt.device import Device
-from ckpt.digest import state_digest
-from ckpt.durable import replace_durably
 from ckpt.engine import LiveModel, WholeWeights
-from ckpt.engine.elastic import ElasticEngine
-from ckpt.engine.membership import Rendezvous
+from ckpt.engine.elastic.elastic import ElasticEngine
+from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import CorruptCheckpointError
-from ckpt.sigterm import sigterm_noted
-from ckpt.statefuls import ModelState
-from ckpt.topology import Topology
+from ckpt.format.durable import replace_durably
+from ckpt.memory.device import Device
+from ckpt.ranks.sigterm import sigterm_noted
+from ckpt.ranks.topology import Topology
+from ckpt.state.digest import state_digest
+from ckpt.state.statefuls import ModelState
 from recipes.config import config_text, made
 from recipes.facts import facts_of
 from recipes.report import Report, Summary, write_summary

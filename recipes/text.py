@@ -15,7 +15,7 @@ import torch.distributed
 import xxhash
 
 from ckpt.errors import ConfigurationError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 
 DEFAULT_BYTES = 4 << 20
 """How much of the standard library's sources is read: enough for a million parameters, and listed in no time."""

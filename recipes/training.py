@@ -13,9 +13,7 @@ import torch.distributed
 from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
-from ckpt.address import local_tensor
-from ckpt.device import Device
-from ckpt.digest import state_digest
+from ckpt.catalog.ledger import Committed, Ledger, newer_than
 from ckpt.errors import (
     CheckpointExistsError,
     ConfigurationError,
@@ -23,11 +21,13 @@ from ckpt.errors import (
     StorageError,
     sentence,
 )
-from ckpt.ledger import Committed, Ledger, newer_than
-from ckpt.loading import LoadReport, require_checkpoint
-from ckpt.sigterm import TOLD_TO_END
-from ckpt.statefuls import ModelState, OptimizerState, RNGState
-from ckpt.topology import Topology
+from ckpt.load.loading import LoadReport, require_checkpoint
+from ckpt.memory.device import Device
+from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.ranks.topology import Topology
+from ckpt.state.address import local_tensor
+from ckpt.state.digest import state_digest
+from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 from recipes.config import COMPONENT_KEYS, check_batch, config_text, made
 from recipes.parallel.base import Arranged, Layout
 from recipes.report import Report, Summary

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt import CheckpointCoordinator, StateComponent
-from ckpt.address import local_tensor
-from ckpt.collect import collect, settle_plain
-from ckpt.dtypes import raw_bytes
-from ckpt.flatten import flatten
-from ckpt.pattern_check import examine
-from ckpt.replication import ValidationLevel
-from ckpt.sharing import EQUAL_COPIES
-from ckpt.topology import Topology
+from ckpt.format.dtypes import raw_bytes
+from ckpt.ranks.topology import Topology
+from ckpt.state.address import local_tensor
+from ckpt.state.collect import collect, settle_plain
+from ckpt.state.flatten import flatten
+from ckpt.state.pattern_check import examine
+from ckpt.state.replication import ValidationLevel
+from ckpt.state.sharing import EQUAL_COPIES
 from recipes.benchmarking import require_counts, typed_keys
 from recipes.measuring import timed
 from recipes.training import Training

@@ -15,12 +15,12 @@ import xxhash
 from hydra.utils import instantiate
 
 from ckpt import StateComponent
-from ckpt.address import address_of, local_tensor
-from ckpt.device import Device
-from ckpt.digest import state_digest
 from ckpt.errors import ConfigurationError
-from ckpt.sharing import Stateful
-from ckpt.topology import Topology
+from ckpt.memory.device import Device
+from ckpt.ranks.topology import Topology
+from ckpt.state.address import address_of, local_tensor
+from ckpt.state.digest import state_digest
+from ckpt.state.sharing import Stateful
 from recipes.parallel.base import Layout
 from recipes.places import Holding, Place, holders_of, places_of
 from recipes.training import Training

@@ -11,9 +11,9 @@ from urllib.parse import unquote
 import torch
 
 from ckpt.backends.base import ArraySpec, Backend, ChunkExtent, Content, Expected, FileRecord, Written, stored_shape
-from ckpt.box import Box, chunk_box, chunks_meeting, num_chunks, overlap, whole
-from ckpt.dtypes import zarr_name
-from ckpt.extents import ExtentReader, Part
+from ckpt.format.box import Box, chunk_box, chunks_meeting, num_chunks, overlap, whole
+from ckpt.format.dtypes import zarr_name
+from ckpt.storage.extents import ExtentReader, Part
 
 
 @dataclass

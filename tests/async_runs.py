@@ -20,10 +20,10 @@ import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.base import ArraySpec, Writer
+from ckpt.catalog.ledger import ROOT_OWNER, Ledger
 from ckpt.errors import CheckpointError
-from ckpt.ledger import ROOT_OWNER, Ledger
-from ckpt.save_settings import SaveSettings
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
+from ckpt.save.save_settings import SaveSettings
 from tests.pace import patience
 from tests.states import Held, backend_named, coordinator
 from tests.values import same_values
@@ -234,7 +234,7 @@ class Trainee:
         self.scheduler.step()
 
     def components(self, pattern: str = "replicated") -> list[StateComponent]:
-        from ckpt.statefuls import ModelState, OptimizerState
+        from ckpt.state.statefuls import ModelState, OptimizerState
 
         return [
             StateComponent("model", ModelState(self.model), pattern),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ckpt.addresses import LOOPBACK, interface_of
+from ckpt.ranks.addresses import LOOPBACK, interface_of
 from tests.conf.configs import parsed_once
 from tests.device.devices import why_absent
 from tests.pace import pace_at_start

@@ -21,9 +21,9 @@ import torch
 from ckpt.engine import CheckpointEngineRegistry, LiveModel, MasterMetadata
 from ckpt.engine.base import NamedTensor
 from ckpt.engine.versioned import VersionedEngine
-from ckpt.sharing import find_aliases
-from ckpt.statefuls import ModelState
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
+from ckpt.state.sharing import find_aliases
+from ckpt.state.statefuls import ModelState
 from tests.device import devices
 from tests.states import random_bits, same_bits
 

@@ -29,12 +29,12 @@ import torch.distributed as dist
 from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
 from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
+from ckpt.catalog.ledger import ROOT_OWNER
 from ckpt.errors import CheckpointError
-from ckpt.ledger import ROOT_OWNER
-from ckpt.mailbox import Mailbox
-from ckpt.reading.direct import DirectLoad
-from ckpt.reading.two_stage import TwoStageLoad
-from ckpt.topology import Phase, Topology
+from ckpt.load.direct import DirectLoad
+from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.topology import Phase, Topology
 from tests.distributed.test_elastic import Queue
 from tests.distributed.test_elastic import component as elastic_component
 from tests.distributed.test_patterns import LARGE, blank, groups_of, seed_of, state_of
@@ -211,7 +211,7 @@ def run_jobs(topology: Topology, root: Path, jobs: Sequence[Callable[[Job], _T]]
 
 
 class ThroughStore:
-    """Carries parcels between ranks that are threads, and so have no process group. See `ckpt.spread.network.Transport`."""
+    """Carries parcels between ranks that are threads, and so have no process group. See `ckpt.load.two_stage.network.Transport`."""
 
     def __init__(self, topology: Topology) -> None:
         self._rank = topology.rank

@@ -14,14 +14,22 @@ import tensorstore as ts
 import torch
 import zarr
 
-from ckpt import zarr_dtypes
 from ckpt.backends.base import ArraySpec, Backend, Writer, Written, staged_digests, stored_shape
-from ckpt.box import chunk_box, num_chunks
-from ckpt.dtypes import bits_of
-from ckpt.incremental import previous_of
-from ckpt.ledger import Ledger
-from ckpt.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, ComponentManifest, Index, digest_of, index_name
-from ckpt.stored import read_index, read_manifest
+from ckpt.catalog.incremental import previous_of
+from ckpt.catalog.ledger import Ledger
+from ckpt.format import zarr_dtypes
+from ckpt.format.box import chunk_box, num_chunks
+from ckpt.format.dtypes import bits_of
+from ckpt.format.manifest import (
+    MANIFEST_NAME,
+    ArrayEntry,
+    CheckpointManifest,
+    ComponentManifest,
+    Index,
+    digest_of,
+    index_name,
+)
+from ckpt.format.stored import read_index, read_manifest
 from tests import plain_safetensors
 from tests.arrays import Saved, dealt, expected, key_of
 

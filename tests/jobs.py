@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt.sigterm import TOLD_TO_END
-from ckpt.topology import Topology
+from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.ranks.topology import Topology
 from recipes.launch import launch
 from recipes.ranks import rank_of_environment, ranks_exist
 
@@ -30,7 +30,7 @@ SAVE = "save of checkpoint-00000020"
 
 
 def config(num_ranks: int, **more: Any) -> dict[str, Any]:
-    device = {"_target_": "ckpt.device.Device", "type": "cpu", "collectives": "gloo", "plugin": None}
+    device = {"_target_": "ckpt.memory.device.Device", "type": "cpu", "collectives": "gloo", "plugin": None}
     return {
         "launch": {"nproc_per_node": num_ranks},
         "device": device,

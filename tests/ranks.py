@@ -38,10 +38,10 @@ import zarr
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpt.addresses import LOOPBACK
-from ckpt.device import Device
-from ckpt.stores import serve
-from ckpt.topology import Topology
+from ckpt.memory.device import Device
+from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.stores import serve
+from ckpt.ranks.topology import Topology
 from recipes.local_ranks import start_forkserver
 from tests import leaks
 from tests.device import devices

@@ -14,13 +14,16 @@ import ckpt
 from ckpt import ShardedObject, ShardedTensor
 from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
+from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy
+from ckpt.dist_checkpointing.strategies.sharded import SaveTensors
+from ckpt.dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from ckpt.errors import CheckpointError
-from ckpt.job import use_topology
-from ckpt.manifest_parsing import parse_index
-from ckpt.strategies.base import LoadShardedStrategy
-from ckpt.strategies.sharded import SaveTensors
-from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
-from ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from ckpt.format.manifest_parsing import parse_index
+from ckpt.ranks.job import use_topology
 from tests.ranks import Topology, run_threads
 from tests.states import global_index, random_bits
 from tests.values import same_values

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ckpt.dtypes import raw_bytes
 from ckpt.errors import MissingStateError, StorageError
-from ckpt.writing import Staged, Vote
+from ckpt.format.dtypes import raw_bytes
+from ckpt.save.writing import Staged, Vote
 
 
 @dataclass

@@ -13,11 +13,11 @@ from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.device import Device
-from ckpt.dtypes import raw_bytes
-from ckpt.reading.base import LoadingStrategy
-from ckpt.reading.direct import DirectLoad
-from ckpt.topology import Topology
+from ckpt.format.dtypes import raw_bytes
+from ckpt.load.direct import DirectLoad
+from ckpt.load.strategy import LoadingStrategy
+from ckpt.memory.device import Device
+from ckpt.ranks.topology import Topology
 
 BACKENDS = ("zarr", "ocdbt", "file", "safetensors")
 ALL_DTYPES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ckpt.box import Box, whole
+from ckpt.format.box import Box, whole
 
 
 @st.composite

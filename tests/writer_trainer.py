@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from ckpt.shared_memory import segment_of, shared_memory
-from ckpt.writer_process import WriterProcess
-from ckpt.writing import Staged
+from ckpt.memory.shared_memory import segment_of, shared_memory
+from ckpt.save.background.writer_process import WriterProcess
+from ckpt.save.writing import Staged
 from tests.stand_in_shares import NoBackend, StandIn
 
 

@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ckpt.backends.files import padded_pieces
-from ckpt.blocks import BlockDigests
-from ckpt.box import Box
 from ckpt.errors import StorageError
+from ckpt.format.blocks import BlockDigests
+from ckpt.format.box import Box
+from ckpt.storage.files import padded_pieces
 
 BLOCK_BYTES = 4 << 20
 """Bytes under one digest. A part of a chunk can be checked by reading at most two blocks more than it needs."""

@@ -22,12 +22,12 @@ from ckpt.backends.base import (
     changed_in_memory,
     staged_digests,
 )
-from ckpt.backends.files import padded_pieces
-from ckpt.backends.outlet import Outlet, OutletWriter
-from ckpt.backends.pieces import Pieces
 from ckpt.backends.zarr_format import DOCUMENT, below, chunk_key, with_groups_above
-from ckpt.blocks import EMPTY_DIGEST
-from ckpt.box import Box, chunk_box
+from ckpt.format.blocks import EMPTY_DIGEST
+from ckpt.format.box import Box, chunk_box
+from ckpt.storage.files import padded_pieces
+from ckpt.storage.outlet import Outlet, OutletWriter
+from ckpt.storage.pieces import Pieces
 
 Describe = Callable[[ArraySpec | None], bytes]
 """The `zarr.json` of an array, or of a group."""

@@ -18,12 +18,7 @@ import torch
 import xxhash
 
 from ckpt.backends.base import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord, Previous, Written
-from ckpt.backends.files import make_durable, padded_pieces
-from ckpt.backends.growing import Buffers
 from ckpt.backends.linked_values import LinkedValues
-from ckpt.backends.outlet import DIRECT_BYTES, Outlet, OutletWriter, Stream
-from ckpt.backends.pieces import Pieces
-from ckpt.backends.pool import Memories, has_pool_memory
 from ckpt.backends.safetensors_format import (
     INDEX_NAME,
     MOST_HEADER_BYTES,
@@ -36,11 +31,16 @@ from ckpt.backends.safetensors_format import (
     read_shard,
 )
 from ckpt.backends.safetensors_removal import remove_from_files
-from ckpt.box import Box, chunk_box, overlap
-from ckpt.checkpoint_files import CheckpointFolder
-from ckpt.dtypes import torch_dtype
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
-from ckpt.names import encode_key
+from ckpt.format.box import Box, chunk_box, overlap
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.dtypes import torch_dtype
+from ckpt.format.names import encode_key
+from ckpt.storage.files import make_durable, padded_pieces
+from ckpt.storage.growing import Buffers
+from ckpt.storage.outlet import DIRECT_BYTES, Outlet, OutletWriter, Stream
+from ckpt.storage.pieces import Pieces
+from ckpt.storage.pool import Memories, has_pool_memory
 
 _FULL_HEADER_BYTES = MOST_HEADER_BYTES // 2
 """From here on the entries of one folder and type go on in another file."""
@@ -57,7 +57,7 @@ class KimiEngineBackend:
 
     Args:
         direct_io, buffer_mib: see `ckpt.backends.zarr.ZarrBackend`.
-        pool: each rank keeps what it writes in host memory, until the next save (ckpt/backends/pool.py).
+        pool: each rank keeps what it writes in host memory, until the next save (ckpt/storage/pool.py).
 
     Attributes:
         memories: where the writers of saves that are kept find their memory; None: nothing is kept.

@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckpt.backends.base import ChunkExtent, FileRecord, Previous
-from ckpt.backends.files import PIECE_BYTES, naming
-from ckpt.backends.outlet import Outlet
-from ckpt.backends.pieces import Pieces
-from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.errors import CorruptCheckpointError
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.storage.files import PIECE_BYTES, naming
+from ckpt.storage.outlet import Outlet
+from ckpt.storage.pieces import Pieces
 
 MOST_FILES = 32
 """Linked files of one rank that could be one. When there are more, those with the least in them become one, until half as many are left."""

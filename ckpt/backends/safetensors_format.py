@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ckpt.backends.base import Content
-from ckpt.box import whole
-from ckpt.checkpoint_files import CheckpointFolder
-from ckpt.collector import collector_paused
-from ckpt.consistency import checked_place, require_apart
-from ckpt.dtypes import item_bytes
 from ckpt.errors import CorruptCheckpointError
-from ckpt.names import encode_key
-from ckpt.strict_json import Count, Shape, fit, parse, read
+from ckpt.format.box import whole
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.collector import collector_paused
+from ckpt.format.consistency import checked_place, require_apart
+from ckpt.format.dtypes import item_bytes
+from ckpt.format.names import encode_key
+from ckpt.format.strict_json import Count, Shape, fit, parse, read
 
 SUFFIX = ".safetensors"
 INDEX_NAME = "model.safetensors.index.json"

@@ -28,12 +28,8 @@ import xxhash
 
 from ckpt.backends.base import BLOCK_BYTES, DATABASE, ArraySpec, ChunkExtent, FileRecord, Previous, Writer, Written
 from ckpt.backends.directory import DirectoryWriter
-from ckpt.backends.files import make_durable, padded_pieces, remove_arrays
-from ckpt.backends.growing import Buffers
 from ckpt.backends.linked_values import LinkedValues
 from ckpt.backends.ocdbt_format import Value, manifest_of, tree_of
-from ckpt.backends.outlet import Outlet, OutletWriter, Stream
-from ckpt.backends.pieces import Pieces
 from ckpt.backends.zarr_format import (
     DOCUMENT,
     array_document,
@@ -43,11 +39,15 @@ from ckpt.backends.zarr_format import (
     require_spec,
     with_groups_above,
 )
-from ckpt.blocks import EMPTY_DIGEST
-from ckpt.box import Box, chunk_box
-from ckpt.dtypes import bits_of
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
-from ckpt.strict_json import read
+from ckpt.format.blocks import EMPTY_DIGEST
+from ckpt.format.box import Box, chunk_box
+from ckpt.format.dtypes import bits_of
+from ckpt.format.strict_json import read
+from ckpt.storage.files import make_durable, padded_pieces, remove_arrays
+from ckpt.storage.growing import Buffers
+from ckpt.storage.outlet import Outlet, OutletWriter, Stream
+from ckpt.storage.pieces import Pieces
 
 POLL_S = 0.05
 """Between two looks at a running commit. Nothing here blocks for longer, so signals and other threads get their turn."""

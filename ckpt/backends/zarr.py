@@ -24,20 +24,20 @@ from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.errors import NodeNotFoundError
 from zarr.storage import LocalStore, MemoryStore, StorePath
 
-from ckpt import zarr_dtypes
 from ckpt.backends.base import ArraySpec, Previous
 from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.backends.directory import Describe, DirectoryWriter, Encode
-from ckpt.backends.files import remove_arrays
-from ckpt.backends.growing import Buffers
-from ckpt.backends.outlet import Outlet
 from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key, require_spec
-from ckpt.box import Box, chunks_meeting
-from ckpt.checkpoint_files import CheckpointFolder
-from ckpt.consistency import MAX_FILE_BYTES
-from ckpt.dtypes import bits_of, item_bytes
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
-from ckpt.strict_json import parse
+from ckpt.format import zarr_dtypes
+from ckpt.format.box import Box, chunks_meeting
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.consistency import MAX_FILE_BYTES
+from ckpt.format.dtypes import bits_of, item_bytes
+from ckpt.format.strict_json import parse
+from ckpt.storage.files import remove_arrays
+from ckpt.storage.growing import Buffers
+from ckpt.storage.outlet import Outlet
 
 
 class ZarrBackend:

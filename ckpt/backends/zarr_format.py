@@ -8,10 +8,10 @@ from typing import Any, Literal
 import msgspec
 
 from ckpt.backends.base import ArraySpec
-from ckpt.box import chunk_box
-from ckpt.dtypes import item_bytes
 from ckpt.errors import CorruptCheckpointError
-from ckpt.strict_json import Shape, read
+from ckpt.format.box import chunk_box
+from ckpt.format.dtypes import item_bytes
+from ckpt.format.strict_json import Shape, read
 
 DOCUMENT = "zarr.json"
 """Name of the file, or key, that describes an array or a group."""

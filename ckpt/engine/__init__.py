@@ -9,7 +9,7 @@ from ckpt.engine.base import (
     WeightVersion,
 )
 from ckpt.engine.broadcast import BroadcastCheckpointEngine
-from ckpt.engine.elastic import ElasticEngine
+from ckpt.engine.elastic.elastic import ElasticEngine
 from ckpt.engine.export import WholeWeights
 from ckpt.engine.live import LiveModel
 from ckpt.engine.naive import NaiveCheckpointEngine

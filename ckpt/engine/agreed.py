@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt.engine.layout import WeightLayout
+from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import ConfigurationError, ReplicationError
-from ckpt.manifest import digest_of
+from ckpt.format.manifest import digest_of
 
 WHAT = "the weight update"
 """The name of the operation, before the step is agreed on."""

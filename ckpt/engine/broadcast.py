@@ -8,12 +8,12 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from ckpt.engine.base import CheckpointEngineRegistry
-from ckpt.engine.group import OwnGroup
-from ckpt.engine.layout import WeightLayout
-from ckpt.engine.parts import Messages
-from ckpt.engine.pool import HostPool, Landing
-from ckpt.engine.transfer import IN_FLIGHT, DeviceBuffers, Network, Transfer
 from ckpt.engine.versioned import Update, VersionedEngine
+from ckpt.engine.wire.group import OwnGroup
+from ckpt.engine.wire.layout import WeightLayout
+from ckpt.engine.wire.parts import Messages
+from ckpt.engine.wire.pool import HostPool, Landing
+from ckpt.engine.wire.transfer import IN_FLIGHT, DeviceBuffers, Network, Transfer
 from ckpt.errors import RankLeftError
 
 

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from ckpt.device import same_device
+from ckpt.memory.device import same_device
 
 Result = TypeVar("Result")
 

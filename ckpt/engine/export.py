@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ckpt.dtypes import contiguous, is_dtensor, raw_bytes, torch_dtype, zarr_name
+from ckpt.dist_checkpointing.mapping import ShardedTensor
 from ckpt.engine.base import NamedTensor
 from ckpt.errors import MissingStateError, ShardingError
-from ckpt.flatten import TensorLeaf, flatten
-from ckpt.mapping import ShardedTensor
-from ckpt.sharing import Stateful, find_aliases
-from ckpt.topology import Topology
+from ckpt.format.dtypes import contiguous, is_dtensor, raw_bytes, torch_dtype, zarr_name
+from ckpt.ranks.topology import Topology
+from ckpt.state.flatten import TensorLeaf, flatten
+from ckpt.state.sharing import Stateful, find_aliases
 
 _WHAT = "the weights to publish"
 
@@ -26,7 +26,7 @@ class WholeWeights:
     Iterating is collective among the trainers: all take everything, in one order. A tied tensor comes once, under its first name.
 
     Args:
-        stateful: such as `ckpt.statefuls.ModelState(module)`; keeps its names, shapes and data types.
+        stateful: such as `ckpt.state.statefuls.ModelState(module)`; keeps its names, shapes and data types.
         topology: of the trainers alone, whose ranks are those of torch's default process group.
 
     Attributes:

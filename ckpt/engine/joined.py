@@ -15,14 +15,14 @@ from typing import Any, Self, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from ckpt.addresses import own_address
-from ckpt.device import Device
 from ckpt.engine.base import CheckpointEngineWithCache, MasterMetadata
 from ckpt.engine.engine_thread import EngineThread
-from ckpt.engine.layout import ALIGNED
+from ckpt.engine.wire.layout import ALIGNED
 from ckpt.errors import ConfigurationError, RankAbsentError
-from ckpt.stores import StoreGoneError, reach, serve
-from ckpt.topology import Topology
+from ckpt.memory.device import Device
+from ckpt.ranks.addresses import own_address
+from ckpt.ranks.stores import StoreGoneError, reach, serve
+from ckpt.ranks.topology import Topology
 
 Result = TypeVar("Result")
 

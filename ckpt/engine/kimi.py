@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from ckpt.device import wait_for
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.engine.broadcast import BroadcastCheckpointEngine
-from ckpt.engine.layout import WeightLayout
 from ckpt.engine.parameter_server import BucketServer, Peers
-from ckpt.engine.pool import HostPool, Landing
-from ckpt.engine.transfer import Network, Verifier
 from ckpt.engine.versioned import Update
+from ckpt.engine.wire.layout import WeightLayout
+from ckpt.engine.wire.pool import HostPool, Landing
+from ckpt.engine.wire.transfer import Network, Verifier
 from ckpt.errors import ConfigurationError, RankAbsentError
+from ckpt.memory.device import wait_for
 
 _TRANSPORTS = ("pipelined", "update")
 

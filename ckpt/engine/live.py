@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from ckpt.address import DTensorBoxes, local_tensor, place_of
-from ckpt.device import wait_for_all
-from ckpt.dtypes import as_integers, raw_bytes, torch_dtype, zarr_name
 from ckpt.engine.base import CASTABLE, NamedTensor, WeightVersion
-from ckpt.engine.layout import WeightLayout, first_names
+from ckpt.engine.wire.layout import WeightLayout, first_names
 from ckpt.errors import CheckpointError, MissingStateError, ReplicationError, ShapeMismatchError
-from ckpt.flatten import TensorLeaf, flatten
-from ckpt.sharing import Stateful, find_aliases
+from ckpt.format.dtypes import as_integers, raw_bytes, torch_dtype, zarr_name
+from ckpt.memory.device import wait_for_all
+from ckpt.state.address import DTensorBoxes, local_tensor, place_of
+from ckpt.state.flatten import TensorLeaf, flatten
+from ckpt.state.sharing import Stateful, find_aliases
 
 
 class LiveModel:
@@ -27,7 +27,7 @@ class LiveModel:
     the tensors that are there: views of them, tied names and captured graphs go on to hold. Of a DTensor a rank takes its own part.
 
     Args:
-        stateful: such as `ckpt.statefuls.ModelState(module)`.
+        stateful: such as `ckpt.state.statefuls.ModelState(module)`.
 
     Attributes:
         version: of the weights that are there; None before the first update, and after one that failed within the copy.

@@ -7,11 +7,11 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from ckpt.engine.base import CheckpointEngineRegistry
-from ckpt.engine.layout import WeightLayout
-from ckpt.engine.pool import HostPool, Landing, digest_of_bucket
 from ckpt.engine.versioned import Update, VersionedEngine
+from ckpt.engine.wire.layout import WeightLayout
+from ckpt.engine.wire.pool import HostPool, Landing, digest_of_bucket
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 
 
 @CheckpointEngineRegistry.register("naive")

@@ -46,8 +46,8 @@ from checkpoint_engine.data_types import DataToGather, MemoryBuffer, ParameterMe
 from checkpoint_engine.device_utils import DeviceManager  # noqa: E402
 from loguru import logger  # noqa: E402
 
-from ckpt.engine.group import OwnGroup  # noqa: E402
-from ckpt.topology import Topology  # noqa: E402
+from ckpt.engine.wire.group import OwnGroup  # noqa: E402
+from ckpt.ranks.topology import Topology  # noqa: E402
 
 REBOUND = (
     (ce_ps, "DeviceManager"),

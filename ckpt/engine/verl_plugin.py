@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ckpt.device import current_device
 from ckpt.engine import CheckpointEngineRegistry
 from ckpt.engine.base import NamedTensor
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
+from ckpt.memory.device import current_device
 
 NAMES = {"ckpt_broadcast": "broadcast", "ckpt_kimi": "kimi_ckpt_engine"}
 """What verl calls them, and what this package does."""

@@ -4,7 +4,7 @@
                                                  agree -> carry -> agree
     rollouts   does it fit the model? room     /      verify each bucket \\ live model, version
 
-Every phase ends in an agreement (ckpt/topology.py): one rank that fails, or is gone, fails the update on all of them, in one
+Every phase ends in an agreement (ckpt/ranks/topology.py): one rank that fails, or is gone, fails the update on all of them, in one
 sentence, and everybody keeps the weights and the version it had. The commit is the agreement behind the last bucket.
 """
 
@@ -22,25 +22,25 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch._C._distributed_c10d import Store
 
-from ckpt.dtypes import is_dtensor
 from ckpt.engine.agreed import WHAT, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
 from ckpt.engine.base import CASTABLE, NamedTensor, SyncReport, WeightVersion
-from ckpt.engine.delta import BLOCK_KIB, Changes, agreed_changes, require_one_block
 from ckpt.engine.joined import JoinedEngine
-from ckpt.engine.layout import WeightLayout, take_turns
-from ckpt.engine.pool import HostPool, Landing, digest_of_bucket
-from ckpt.engine.ring import on_device
 from ckpt.engine.stream import OpenUpdate, WeightStream
-from ckpt.engine.transfer import PHASE
+from ckpt.engine.wire.delta import BLOCK_KIB, Changes, agreed_changes, require_one_block
+from ckpt.engine.wire.layout import WeightLayout, take_turns
+from ckpt.engine.wire.pool import HostPool, Landing, digest_of_bucket
+from ckpt.engine.wire.ring import on_device
+from ckpt.engine.wire.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.topology import Topology
+from ckpt.format.dtypes import is_dtensor
+from ckpt.ranks.topology import Topology
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CASTABLE}
 _PAUSE_EVERY = 16  # tensors after which a sender's event loop may do something else
 
 
 class Sink(Protocol):
-    """What takes weights that have come: `ckpt.engine.live.LiveModel`, `ckpt.engine.inference.InferenceOutlet`, or another of its kind."""
+    """What takes weights that have come: `ckpt.engine.live.LiveModel`, `InferenceOutlet`, or another of its kind."""
 
     def check(self, layout: WeightLayout) -> None:
         """Refuse what does not fit, before a byte moves."""

@@ -7,7 +7,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 
 from ckpt.errors import ConfigurationError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.gpt import GPT, next_token_loss
 from recipes.parallel.base import Arranged, Backward
 from recipes.parallel.replicated import DataParallel, WithOneUnused

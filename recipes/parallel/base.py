@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import ConfigurationError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.gpt import GPT, next_token_loss
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckpt.address import local_tensor
+from ckpt.state.address import local_tensor
 
 BUCKET_BYTES = 32 << 20
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from ckpt.errors import ConfigurationError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.gpt import GPT, next_token_loss
 from recipes.parallel.base import Arranged, Layout, backward_of
 from recipes.parallel.gradients import average_gradients, sum_gradients

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ckpt.errors import ConfigurationError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.gpt import GPT
 from recipes.parallel.base import Arranged, Layout, backward_of
 from recipes.parallel.gradients import average_gradients

@@ -27,14 +27,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ckpt.addresses import LOOPBACK
 from ckpt.errors import CheckpointError
-from ckpt.reading.base import LoadingStrategy
-from ckpt.reading.direct import DirectLoad
-from ckpt.reading.two_stage import TwoStageLoad
-from ckpt.save_settings import SaveSettings
-from ckpt.stores import serve
-from ckpt.topology import Topology
+from ckpt.load.direct import DirectLoad
+from ckpt.load.strategy import LoadingStrategy
+from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.stores import serve
+from ckpt.ranks.topology import Topology
+from ckpt.save.save_settings import SaveSettings
 from tests.adversarial import held_state, shim
 from tests.adversarial.driver import Case, Child, Ended, Outcome, in_child
 from tests.adversarial.shim import Action, Kind, Orders, named

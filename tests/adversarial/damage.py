@@ -19,9 +19,9 @@ from pathlib import Path
 from random import Random
 
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from ckpt.manifest import MANIFEST_NAME
-from ckpt.save_settings import SaveSettings
-from ckpt.topology import Topology
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.ranks.topology import Topology
+from ckpt.save.save_settings import SaveSettings
 from tests.adversarial import held_state
 from tests.adversarial.driver import Case, Outcome, in_child
 

@@ -29,8 +29,8 @@ from pathlib import Path
 from random import Random
 
 from ckpt.errors import CheckpointError
-from ckpt.manifest import MANIFEST_NAME
-from ckpt.topology import Topology
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.ranks.topology import Topology
 from recipes.converting import ConvertKeys, LoadKeys, convert
 from recipes.reading import ReadingKeys, show, verify
 from recipes.report import config_differences

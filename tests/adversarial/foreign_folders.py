@@ -23,7 +23,7 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.errors import CheckpointError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.converting import ConvertKeys, LoadKeys, convert
 from recipes.reading import ReadingKeys, show, verify
 from tests.adversarial import held_state

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
-from ckpt.dtypes import raw_bytes
+from ckpt.catalog.ledger import Committed, Ledger
+from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CheckpointError
-from ckpt.ledger import Committed, Ledger
-from ckpt.report import LoadReport
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.format.dtypes import raw_bytes
+from ckpt.load.report import LoadReport
+from ckpt.ranks.topology import Topology
 from tests.states import Held, coordinator, random_bits
 
 ROWS = 96

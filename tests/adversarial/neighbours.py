@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from ckpt.errors import CheckpointError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.reading import ReadingKeys, show, verify
 from tests.adversarial import held_state, shim
 from tests.adversarial.driver import Case, Child, Outcome, in_child

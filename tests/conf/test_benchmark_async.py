@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf, open_dict
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes import async_rounds
 from recipes.async_contenders import Saving, settings_of
 from recipes.async_figures import COLUMNS, compared, figures_of, show

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ckpt.errors import ConfigurationError
-from ckpt.topology import Topology
-from ckpt.writing import PACKED_BYTES
+from ckpt.ranks.topology import Topology
+from ckpt.save.writing import PACKED_BYTES
 from recipes import copy_speeds
 from recipes.copy_speeds import benchmark, check_benchmark
 from tests.conf.configs import config

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.megatron_contenders import benchmark, check_benchmark, show
 from recipes.megatron_state import OPTIMIZERS, Held, Shard, data_parallel_ranks, shards_of
 from tests.conf.configs import config

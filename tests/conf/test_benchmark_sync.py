@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes import sync_rounds
 from recipes.sync_contender import Contender, Seconds
 from recipes.sync_figures import PARTS, compared, show
@@ -53,7 +53,7 @@ def small(run_dir: Path, names: list[str], *overrides: str) -> dict[str, Any]:
 def test_without_a_word_everybody_takes_part_on_two_trainers_and_two_rollouts(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.device.Device.require", lambda self: None)
+    monkeypatch.setattr("ckpt.memory.device.Device.require", lambda self: None)
     run = config(tmp_path, f"device={device}")
     assert run["benchmark"]["contenders"] == EVERYBODY
     assert run["benchmark"]["roles"] == {"trainer": 2, "rollout": 2}
@@ -195,7 +195,7 @@ def test_other_numbers_of_ranks_find_every_bit_too(trainer: int, rollout: int, t
 @pytest.mark.full
 @pytest.mark.parametrize("device", [devices.NPU, devices.CUDA])
 def test_weights_on_a_device_are_found_too(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.device.Device.require", lambda self: None)  # the stand-in is for the ranks alone
+    monkeypatch.setattr("ckpt.memory.device.Device.require", lambda self: None)  # the stand-in is for the ranks alone
     cfg = small(tmp_path, EVERYBODY, f"device={device}")
     result = run_ranks(4, _benchmark, cfg, process_group=True, timeout_s=120, device=device)[0]
     assert list(result["medians"]) == EVERYBODY

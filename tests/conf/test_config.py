@@ -121,15 +121,18 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expec
             "+parallel.tp=2",
             "parallel.tp: recipes.parallel.replicated.DataParallel takes no tp; it takes dp, exact_resume",
         ),
-        ("+device.index=2", "device.index: ckpt.device.Device takes no index; it takes type, collectives, plugin"),
-        ("+strategy.group=dp", "strategy.group: ckpt.reading.direct.DirectLoad takes no group; it takes "),
+        (
+            "+device.index=2",
+            "device.index: ckpt.memory.device.Device takes no index; it takes type, collectives, plugin",
+        ),
+        ("+strategy.group=dp", "strategy.group: ckpt.load.direct.DirectLoad takes no group; it takes "),
         (
             "+coordinator.vrify=true",
             "coordinator.vrify: ckpt.coordinator.CheckpointCoordinator takes no vrify; it takes ",
         ),
         (
             "~device.collectives",
-            "device: ckpt.device.Device needs collectives; give it with +device.collectives=<value>",
+            "device: ckpt.memory.device.Device needs collectives; give it with +device.collectives=<value>",
         ),
         ("~train.steps", "train.steps has no value: give it with train.steps=<value>"),
         ("~model._target_", "model has no _target_"),

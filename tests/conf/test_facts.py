@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from ckpt.engine.membership import Rendezvous
+from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.errors import ConfigurationError
 from recipes.cli import CONF
 from recipes.config import made

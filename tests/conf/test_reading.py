@@ -13,9 +13,9 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.errors import CheckpointNotFoundError
-from ckpt.manifest import MANIFEST_NAME
-from ckpt.save_settings import SaveSettings
-from ckpt.topology import Topology
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.ranks.topology import Topology
+from ckpt.save.save_settings import SaveSettings
 from recipes import reading
 from recipes.reading import committed_below
 from tests.states import Held, coordinator

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.device import Device
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError
-from ckpt.sharing import SharingPattern
-from ckpt.topology import Topology
+from ckpt.memory.device import Device
+from ckpt.ranks.topology import Topology
+from ckpt.state.sharing import SharingPattern
 from recipes.ranks import tracebacks_of_bugs
 from recipes.training import Training, learning_rate_factor
 from tests.conf.configs import config

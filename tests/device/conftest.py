@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.device import devices
 from tests.device.memory import Kind, state_of
 from tests.device.saves import Saved, coordinator

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.device import Device
 from ckpt.errors import DeviceUnavailableError
+from ckpt.memory.device import Device
 from tests.npu_sim import npu_sim_build
 
 STAND_IN = Path(npu_sim_build.__file__).parent

@@ -10,9 +10,9 @@ import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.reading.base import LoadingStrategy
-from ckpt.reading.direct import DirectLoad
-from ckpt.topology import Topology
+from ckpt.load.direct import DirectLoad
+from ckpt.load.strategy import LoadingStrategy
+from ckpt.ranks.topology import Topology
 from tests.device.devices import made
 from tests.device.memory import Kind, require_same, state_of, values_of
 from tests.states import Held, backend_named

@@ -15,9 +15,9 @@ import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.errors import StateChangedError
-from ckpt.reading.direct import DirectLoad
-from ckpt.statefuls import ModelState, OptimizerState
-from ckpt.topology import Topology
+from ckpt.load.direct import DirectLoad
+from ckpt.ranks.topology import Topology
+from ckpt.state.statefuls import ModelState, OptimizerState
 from tests.async_runs import SETTINGS, WRITERS, Troubled, error_of, let_go, settings
 from tests.covering import and_in_full, rows
 from tests.device.devices import ADVERSARY, CUDA, NPU, made

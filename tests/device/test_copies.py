@@ -14,16 +14,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt import copies, extents
 from ckpt.backends.base import ChunkExtent
-from ckpt.blocks import BlockDigests
-from ckpt.box import whole
-from ckpt.copies import BUCKET_MIN_BYTES, Filling, Halves, Staging
-from ckpt.device import SideStream
-from ckpt.dtypes import contiguous, raw_bytes
 from ckpt.errors import DeviceMemoryError
-from ckpt.extents import ExtentReader, Part, Wanted
-from ckpt.topology import Topology
+from ckpt.format.blocks import BlockDigests
+from ckpt.format.box import whole
+from ckpt.format.dtypes import contiguous, raw_bytes
+from ckpt.memory import copies
+from ckpt.memory.copies import BUCKET_MIN_BYTES, Filling, Halves, Staging
+from ckpt.memory.device import SideStream
+from ckpt.ranks.topology import Topology
+from ckpt.storage import extents
+from ckpt.storage.extents import ExtentReader, Part, Wanted
 from tests.device.devices import ADVERSARY
 from tests.device.memory import Filled, Heard
 from tests.ranks import run_ranks
@@ -353,7 +354,7 @@ def test_a_device_without_room_for_the_smallest_bucket_is_one_sentence() -> None
 def test_nothing_is_made_for_tensors_of_the_host() -> None:
     tensors = [torch.arange(6.0).view(2, 3).t(), torch.arange(3)]
     with Filling(1 << 50), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.copies.pinned", lambda num_bytes: pytest.fail("pinned memory was asked for"))
+        patch.setattr("ckpt.memory.copies.pinned", lambda num_bytes: pytest.fail("pinned memory was asked for"))
         ((_, hosts),) = Staging(Halves(1 << 50)).ahead([None], lambda _: tensors)
     assert hosts[0] is tensors[0] and hosts[1] is tensors[1]
 

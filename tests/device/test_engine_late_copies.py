@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ckpt.engine import LiveModel
-from ckpt.engine.group import OwnGroup
+from ckpt.engine.wire.group import OwnGroup
 from ckpt.errors import CheckpointError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY, CUDA, NPU
 from tests.device.memory import Kind, Memory, require_same, values_of
 from tests.device.saves import torch_device

@@ -21,16 +21,19 @@ import torch
 
 import ckpt
 from ckpt import ShardedTensor
-from ckpt.digest import state_digest
+from ckpt.dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from ckpt.errors import CorruptCheckpointError, ReplicationError
-from ckpt.job import use_topology
-from ckpt.reading.base import LoadingStrategy
-from ckpt.reading.direct import DirectLoad
-from ckpt.reading.two_stage import TwoStageLoad
-from ckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
-from ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from ckpt.topology import Topology
+from ckpt.load.direct import DirectLoad
+from ckpt.load.strategy import LoadingStrategy
+from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.ranks.job import use_topology
+from ckpt.ranks.topology import Topology
+from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
+from ckpt.state.digest import state_digest
 from tests.covering import covering
 from tests.device.devices import ADVERSARY, CUDA, NPU, why_too_many
 from tests.device.memory import AWKWARD, Kind, Memory, require_same, state_of, tiny, values_of

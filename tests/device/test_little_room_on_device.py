@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import DeviceMemoryError
-from ckpt.reading.base import LoadingStrategy
-from ckpt.reading.direct import DirectLoad
-from ckpt.reading.two_stage import TwoStageLoad
-from ckpt.topology import Topology
+from ckpt.load.direct import DirectLoad
+from ckpt.load.strategy import LoadingStrategy
+from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY
 from tests.device.memory import AWKWARD, Filled, Heard, Memory, values_of
 from tests.device.saves import Saved, coordinator, require_saved, torch_device

@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.npu_sim.checks import FOLDER, Checks, settings
 from tests.npu_sim.npu_sim_build import BuildError, build
 from tests.ranks import run_ranks

@@ -26,7 +26,7 @@ from torch.distributed.tensor import randn as distributed_randn
 from torch.multiprocessing import reductions
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.npu_sim.checks import Checks, settings
 from tests.ranks import Dead, run_ranks
 

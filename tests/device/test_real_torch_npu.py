@@ -11,10 +11,10 @@ import pytest
 import torch
 import zarr
 
-from ckpt import zarr_dtypes
-from ckpt.digest import state_digest
-from ckpt.dtypes import raw_bytes
-from ckpt.topology import Topology
+from ckpt.format import zarr_dtypes
+from ckpt.format.dtypes import raw_bytes
+from ckpt.ranks.topology import Topology
+from ckpt.state.digest import state_digest
 from tests.device.real_torch_npu import RealTorchNpu, UnavailableError, once, prepare
 from tests.states import BACKENDS, Held, cpu, global_index
 from tests.torch_npu_stub import build, cases

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-import ckpt.device
+import ckpt.memory.device
 from ckpt import ShardedTensor
+from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from ckpt.errors import ConfigurationError
-from ckpt.reading.two_stage import TwoStageLoad
-from ckpt.spread.courier import Courier
-from ckpt.spread.slots import DeviceSlots
-from ckpt.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from ckpt.topology import Topology
+from ckpt.load.two_stage.courier import Courier
+from ckpt.load.two_stage.slots import DeviceSlots
+from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY
 from tests.device.memory import AWKWARD, Memory, values_of
 from tests.device.saves import Saved, coordinator, torch_device
@@ -38,15 +38,15 @@ def _load_and_watch(topology: Topology, path: Path, cpu_transfer: bool) -> None:
     memory = Memory(AWKWARD, 1, torch_device("npu", topology))
     strategy = TwoStageLoad(cpu_transfer=cpu_transfer, max_in_flight_mib=8)
     loader = coordinator(topology, path.parent, Held(memory.tensors()), device="npu", strategy=strategy)
-    run, wait_for = Courier.run, ckpt.device.wait_for
+    run, wait_for = Courier.run, ckpt.memory.device.wait_for
     waited: list[torch.device] = []
 
     def watched(courier: Courier) -> None:
-        ckpt.device.wait_for = waited.append
+        ckpt.memory.device.wait_for = waited.append
         try:
             run(courier)
         finally:
-            ckpt.device.wait_for = wait_for
+            ckpt.memory.device.wait_for = wait_for
 
     Courier.run = watched  # type: ignore[method-assign]
     for _ in range(2):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckpt.addresses import LOOPBACK
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, StorageError
-from ckpt.stores import reach, serve, where_is
-from ckpt.topology import Topology
+from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.stores import reach, serve, where_is
+from ckpt.ranks.topology import Topology
 from tests.frozen import Frozen
 from tests.ranks import Dead, run_ranks
 

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import StorageError
-from ckpt.statefuls import OptimizerState
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.ranks.topology import Topology
+from ckpt.state.statefuls import OptimizerState
 from tests.async_runs import (
     SHAPE,
     WRITERS,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ckpt.errors import CheckpointError, RankAbsentError, StorageError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.async_runs import settings, until
 from tests.distributed.test_patterns import PATTERNS
 from tests.faults import Case, FaultyTopology, Job, State, Step, names_in, run_jobs

@@ -22,11 +22,12 @@ import psutil
 import pytest
 import torch
 
-from ckpt import CheckpointCoordinator, StateComponent, background
+from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CheckpointError, RankAbsentError, StorageError
-from ckpt.saving import SaveReport
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.ranks.topology import Topology
+from ckpt.save.background import background
+from ckpt.save.saving import SaveReport
 from tests.async_runs import (
     PATIENCE_S,
     SHAPE,
@@ -628,7 +629,7 @@ NEVER_CLOSED = """
 import sys, torch
 from pathlib import Path
 from ckpt import StateComponent
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.async_runs import SHAPE, Troubled, settings
 from tests.states import Held, coordinator, global_index
 

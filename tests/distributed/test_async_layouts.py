@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.verify import verify_checkpoint
+from ckpt.catalog.verify import verify_checkpoint
 from tests.async_runs import SETTINGS
 from tests.conf.configs import config
 from tests.covering import rows

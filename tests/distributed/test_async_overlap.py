@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import StateChangedError, StorageError
-from ckpt.snapshot import Snapshot
-from ckpt.statefuls import ModelState, OptimizerState
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.ranks.topology import Topology
+from ckpt.save.background.snapshot import Snapshot
+from ckpt.state.statefuls import ModelState, OptimizerState
 from tests.async_runs import (
     PATIENCE_S,
     Trainee,

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, RankAbsentError, StorageError
-from ckpt.job import current_topology, use_topology
-from ckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from ckpt.topology import Topology
+from ckpt.ranks.job import current_topology, use_topology
+from ckpt.ranks.topology import Topology
+from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
 from tests.ranks import Dead, run_ranks
 
 SAVE = "save of checkpoint-20"

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from ckpt.sigterm import TOLD_TO_END
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.catalog.verify import verify_checkpoint
+from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.ranks.topology import Topology
 from recipes.training import train
 from tests.async_runs import (
     PATIENCE_S,

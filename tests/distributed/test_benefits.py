@@ -14,9 +14,9 @@ import torch
 
 from ckpt import ShardedTensor, StateComponent
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, ReplicationError
-from ckpt.manifest import Index
-from ckpt.stored import read_index, read_manifest
-from ckpt.topology import Topology
+from ckpt.format.manifest import Index
+from ckpt.format.stored import read_index, read_manifest
+from ckpt.ranks.topology import Topology
 from recipes.cli import CONF
 from recipes.training import Training
 from tests.conf.configs import config

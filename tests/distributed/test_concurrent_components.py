@@ -15,7 +15,7 @@ import torch
 from ckpt import ShardedTensor, StateComponent
 from ckpt.backends.base import ArraySpec, Previous, Writer
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.topology import Phase, Topology
+from ckpt.ranks.topology import Phase, Topology
 from tests.ranks import run_ranks, run_threads
 from tests.states import Held, coordinator, global_index, same_bits
 

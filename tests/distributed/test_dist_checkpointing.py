@@ -26,7 +26,13 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, StrictHandling
-from ckpt.dict_utils import dict_list_map_outplace
+from ckpt.catalog.verify import verify_checkpoint
+from ckpt.dist_checkpointing.dict_utils import dict_list_map_outplace
+from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
+from ckpt.dist_checkpointing.strategies.base import SaveShardedStrategy
+from ckpt.dist_checkpointing.strategies.common import JsonLoadCommonStrategy, JsonSaveCommonStrategy
+from ckpt.dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -34,14 +40,8 @@ from ckpt.errors import (
     ConfigurationError,
     MissingStateError,
 )
-from ckpt.mapping import ReplicaId, ShardedTensorFactory
-from ckpt.stored import read_manifest
-from ckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from ckpt.strategies.base import SaveShardedStrategy
-from ckpt.strategies.common import JsonLoadCommonStrategy, JsonSaveCommonStrategy
-from ckpt.strategies.tensorstore import TensorStoreSaveShardedStrategy
-from ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from ckpt.verify import verify_checkpoint
+from ckpt.format.stored import read_manifest
+from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
 from tests.cuts import CUTS
 from tests.ranks import Topology, run_ranks
 from tests.sharded_saves import (

@@ -18,6 +18,7 @@ import torch
 
 import ckpt
 from ckpt import ShardedObject, ShardedTensor, StateComponent
+from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -29,9 +30,8 @@ from ckpt.errors import (
     ShapeMismatchError,
     ShardingError,
 )
-from ckpt.job import use_topology
-from ckpt.manifest_parsing import parse_index
-from ckpt.verify import verify_checkpoint
+from ckpt.format.manifest_parsing import parse_index
+from ckpt.ranks.job import use_topology
 from tests.covering import and_in_full
 from tests.ranks import Dead, Topology, run_ranks
 from tests.sharded_saves import (

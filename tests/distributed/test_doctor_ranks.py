@@ -15,9 +15,9 @@ from torch import nn
 import recipes.doctor
 from ckpt import ShardedTensor, StateComponent
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError
-from ckpt.pattern_check import examine
-from ckpt.stored import read_manifest
-from ckpt.topology import Topology
+from ckpt.format.stored import read_manifest
+from ckpt.ranks.topology import Topology
+from ckpt.state.pattern_check import examine
 from recipes import patterns
 from tests.conf.configs import config
 from tests.ranks import run_ranks, run_threads

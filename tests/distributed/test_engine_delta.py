@@ -13,7 +13,7 @@ import torch
 from ckpt.engine import CheckpointEngineRegistry, KimiCheckpointEngine, LiveModel
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.distributed.test_engine_faults import _killed_at, _rejoin, be_patient
 from tests.engines import BUCKET_BYTES, collected, join, joined, num_ranks, publish, receive, require_same, update
 from tests.ranks import run_ranks

@@ -20,14 +20,15 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.engine import CheckpointEngineRegistry, elastic
+from ckpt.engine import CheckpointEngineRegistry
 from ckpt.engine.base import NamedTensor, WeightVersion
-from ckpt.engine.elastic import ElasticEngine, meeting, reached_store
-from ckpt.engine.late import load_from_peers
-from ckpt.engine.membership import Rendezvous
+from ckpt.engine.elastic import elastic
+from ckpt.engine.elastic.elastic import ElasticEngine, meeting, reached_store
+from ckpt.engine.elastic.late import load_from_peers
+from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, RankAbsentError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.async_runs import until
 from tests.distributed.test_engine_faults import Watched, weights_of
 from tests.ranks import Dead, run_ranks

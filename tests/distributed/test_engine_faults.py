@@ -24,14 +24,15 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from ckpt.addresses import LOOPBACK
-from ckpt.engine import CheckpointEngineRegistry, LiveModel, MasterMetadata, naive, transfer
+from ckpt.engine import CheckpointEngineRegistry, LiveModel, MasterMetadata, naive
 from ckpt.engine.base import NamedTensor, WeightVersion
-from ckpt.engine.group import OwnGroup
 from ckpt.engine.versioned import VersionedEngine
+from ckpt.engine.wire import transfer
+from ckpt.engine.wire.group import OwnGroup
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
-from ckpt.stores import serve
-from ckpt.topology import Topology
+from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.stores import serve
+from ckpt.ranks.topology import Topology
 from tests.async_runs import until
 from tests.covering import and_in_full, rows
 from tests.engines import joined
@@ -721,7 +722,7 @@ import asyncio, os, signal, sys, time
 import torch
 import torch.distributed as dist
 from ckpt.engine import CheckpointEngineRegistry, LiveModel
-from ckpt.engine.group import OwnGroup
+from ckpt.engine.wire.group import OwnGroup
 from ckpt.errors import CheckpointError
 from tests.distributed.test_engine_faults import weights_of
 

@@ -25,10 +25,10 @@ import torch
 
 from ckpt.engine import BroadcastCheckpointEngine, LiveModel
 from ckpt.engine.base import NamedTensor, WeightVersion
-from ckpt.engine.inference import InferenceOutlet, Sinks
-from ckpt.engine.layout import WeightLayout
+from ckpt.engine.inference.inference import InferenceOutlet, Sinks
+from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import CheckpointError, RankAbsentError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY, CUDA, NPU
 from tests.device.saves import torch_device
 from tests.ranks import run_ranks

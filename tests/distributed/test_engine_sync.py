@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.engine import LiveModel, WeightVersion, WholeWeights
 from ckpt.engine.base import NamedTensor
-from ckpt.engine.layout import WeightLayout
 from ckpt.engine.versioned import VersionedEngine
+from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import (
     CheckpointError,
     ConfigurationError,
@@ -29,8 +29,8 @@ from ckpt.errors import (
     ShapeMismatchError,
     ShardingError,
 )
-from ckpt.statefuls import ModelState
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
+from ckpt.state.statefuls import ModelState
 from tests.device import devices
 from tests.device.devices import NPU
 from tests.engines import (

@@ -14,10 +14,10 @@ import torch
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.engine.transport import EngineTransport
+from ckpt.engine.wire.transport import EngineTransport
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.reading.two_stage import TwoStageLoad
-from ckpt.topology import Topology
+from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator, cpu, random_bits, same_bits
 

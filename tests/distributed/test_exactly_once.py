@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes import text
 from recipes.training import train
 from tests.conf.configs import config

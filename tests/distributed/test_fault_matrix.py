@@ -18,7 +18,7 @@ import pytest
 
 import ckpt
 from ckpt.errors import CheckpointError, RankAbsentError, StorageError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.distributed.test_patterns import PATTERNS
 from tests.faults import (
     BY_OTHERS,

@@ -16,7 +16,7 @@ import torch
 from ckpt import StateComponent
 from ckpt.backends.base import ArraySpec, Previous, Writer
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, StorageError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.covering import covering
 from tests.ranks import Dead, run_ranks
 from tests.states import Held, backend_named, coordinator, global_index, same_bits

@@ -14,10 +14,10 @@ import torch
 
 from ckpt import ShardedTensor, StateComponent
 from ckpt.errors import CheckpointError
-from ckpt.forecast import Forecast, Rank, forecast
-from ckpt.report import Status
-from ckpt.sharing import SharingPattern, elastic_choices
-from ckpt.topology import Topology
+from ckpt.load.forecast import Forecast, Rank, forecast
+from ckpt.load.report import Status
+from ckpt.ranks.topology import Topology
+from ckpt.state.sharing import SharingPattern, elastic_choices
 from tests.ranks import run_threads
 from tests.states import Held, coordinator, cpu, global_index
 

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.catalog.incremental import disk_use
+from ckpt.catalog.ledger import Ledger
+from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CorruptCheckpointError
-from ckpt.incremental import disk_use
-from ckpt.ledger import Ledger
-from ckpt.save_settings import SaveSettings
-from ckpt.stored import read_index, read_manifest
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.format.stored import read_index, read_manifest
+from ckpt.ranks.topology import Topology
+from ckpt.save.save_settings import SaveSettings
 from tests import plain_safetensors
 from tests.incremental_saves import bytes_on_disk
 from tests.ranks import run_ranks

@@ -17,14 +17,14 @@ import torch
 
 from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
 from ckpt.backends.kimi_engine import KimiEngineBackend
-from ckpt.backends.pool import PoolFile
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
-from ckpt.manifest import MANIFEST_NAME
-from ckpt.reading.base import LoadingStrategy
-from ckpt.reading.direct import DirectLoad
-from ckpt.reading.two_stage import TwoStageLoad
-from ckpt.save_settings import SaveSettings
-from ckpt.topology import Topology
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.load.direct import DirectLoad
+from ckpt.load.strategy import LoadingStrategy
+from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.ranks.topology import Topology
+from ckpt.save.save_settings import SaveSettings
+from ckpt.storage.pool import PoolFile
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator, random_bits, same_bits
 

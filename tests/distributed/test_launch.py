@@ -18,12 +18,12 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ckpt.addresses import LOOPBACK
 from ckpt.errors import ConfigurationError
-from ckpt.heartbeat import At, Heartbeat
-from ckpt.mailbox import Mailbox
-from ckpt.sigterm import TOLD_TO_END
-from ckpt.stores import serve
+from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.heartbeat import At, Heartbeat
+from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.ranks.stores import serve
 from recipes.launch import launch
 from recipes.local_ranks import _death
 from recipes.ranks import RANK_VARIABLES, rank_of_environment, ranks_exist

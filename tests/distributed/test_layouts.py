@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import CheckpointError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.training import train
 from tests.conf.configs import config
 from tests.e2e.runs import SMALL

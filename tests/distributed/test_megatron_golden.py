@@ -23,15 +23,15 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ckpt.catalog.verify import examine
+from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy
+from ckpt.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from ckpt.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
+from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.job import use_topology
-from ckpt.strategies.base import LoadShardedStrategy
-from ckpt.strategies.common import TorchCommonLoadStrategy
-from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy
-from ckpt.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from ckpt.strategies.zarr import ZarrLoadShardedStrategy
-from ckpt.topology import Topology
-from ckpt.verify import examine
+from ckpt.ranks.job import use_topology
+from ckpt.ranks.topology import Topology
 from recipes.converting import ConvertKeys, LoadKeys, convert
 from tests.cuts import (
     CUTS,

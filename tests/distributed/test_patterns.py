@@ -18,7 +18,7 @@ from ckpt.errors import (
     ShardingError,
     WorldSizeError,
 )
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
 from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits, same_bits
 

@@ -13,8 +13,8 @@ from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.reading.direct import DirectLoad
-from ckpt.topology import Topology
+from ckpt.load.direct import DirectLoad
+from ckpt.ranks.topology import Topology
 from recipes.measuring import PeakMemory
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator, random_bits

@@ -20,9 +20,9 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.engine import WholeWeights
 from ckpt.engine.base import NamedTensor
 from ckpt.errors import CorruptCheckpointError, MissingStateError, RankAbsentError, StorageError
-from ckpt.save_settings import SaveSettings
-from ckpt.statefuls import ModelState
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
+from ckpt.save.save_settings import SaveSettings
+from ckpt.state.statefuls import ModelState
 from tests.engines import MixedModel, joined, live_model, put, receive, require_holds
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator, random_bits, same_bits

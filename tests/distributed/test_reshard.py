@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt import ShardedTensor, StateComponent
-from ckpt.address import address_of
 from ckpt.errors import ShardingError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
+from ckpt.state.address import address_of
 from tests.ranks import run_ranks
 from tests.states import BACKENDS, Held, coordinator, global_index, same_bits
 

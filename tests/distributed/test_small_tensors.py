@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import StateComponent, planner
-from ckpt.topology import Phase, Topology
+from ckpt import StateComponent
+from ckpt.ranks.topology import Phase, Topology
+from ckpt.save import planner
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator
 

@@ -16,11 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, ShardingError
-from ckpt.job import current_topology, use_topology
-from ckpt.mapping import ShardedObject, ShardedTensor
-from ckpt.topology import Phase, Topology
-from ckpt.validation import (
+from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from ckpt.dist_checkpointing.validation import (
     StrictHandling,
     compare_common,
     determine_global_metadata,
@@ -28,6 +25,9 @@ from ckpt.validation import (
     validate_integrity_and_strict_load,
     validate_sharding_integrity,
 )
+from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, ShardingError
+from ckpt.ranks.job import current_topology, use_topology
+from ckpt.ranks.topology import Phase, Topology
 from tests.ranks import run_ranks, run_threads
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.text import TextData
 from recipes.training import train
 from tests.conf.configs import config

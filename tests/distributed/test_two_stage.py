@@ -16,17 +16,17 @@ import torch.distributed as dist
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.device import Device
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
-from ckpt.manifest import CheckpointManifest, Index
-from ckpt.reading import two_stage
-from ckpt.reading.ends import RankEnds
-from ckpt.reading.two_stage import MAX_SLOTS, TwoStageLoad
-from ckpt.report import Status
-from ckpt.spread.host import HostLink
-from ckpt.spread.parcels import Piece
-from ckpt.stored import read_index, read_manifest
-from ckpt.topology import Topology
+from ckpt.format.manifest import CheckpointManifest, Index
+from ckpt.format.stored import read_index, read_manifest
+from ckpt.load.report import Status
+from ckpt.load.two_stage import two_stage
+from ckpt.load.two_stage.ends import RankEnds
+from ckpt.load.two_stage.host import HostLink
+from ckpt.load.two_stage.parcels import Piece
+from ckpt.load.two_stage.two_stage import MAX_SLOTS, TwoStageLoad
+from ckpt.memory.device import Device
+from ckpt.ranks.topology import Topology
 from recipes.measuring import PeakMemory
 from tests.ranks import Dead, run_ranks
 from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits, same_bits

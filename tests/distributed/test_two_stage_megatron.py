@@ -14,17 +14,17 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt import ShardedTensor
-from ckpt.errors import ConfigurationError, MissingStateError
-from ckpt.job import use_topology
-from ckpt.spread.timing import timed, timers
-from ckpt.strategies.base import LoadShardedStrategy
-from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy
-from ckpt.strategies.two_stage import (
+from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy
+from ckpt.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
+from ckpt.dist_checkpointing.strategies.two_stage import (
     ShardedTensorMetadata,
     TwoStageDataParallelLoadShardedStrategy,
     sharded_tensor_chunk_id,
 )
-from ckpt.topology import Topology
+from ckpt.errors import ConfigurationError, MissingStateError
+from ckpt.load.two_stage.timing import timed, timers
+from ckpt.ranks.job import use_topology
+from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
 from tests.sharded_saves import SAVES, blank
 from tests.states import global_index, random_bits, same_bits

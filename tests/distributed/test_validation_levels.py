@@ -14,8 +14,8 @@ from ckpt import StateComponent
 from ckpt.backends.base import Writer
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError, ShapeMismatchError
-from ckpt.replication import MAX_NAMED
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
+from ckpt.state.replication import MAX_NAMED
 from recipes.validation_costs import benchmark, check_benchmark, show
 from tests.conf.configs import config
 from tests.ranks import run_ranks, run_threads

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ckpt import StateComponent
-from ckpt.manifest import MANIFEST_NAME
-from ckpt.stored import read_manifest
-from ckpt.topology import Topology
-from ckpt.verify import examine, verify_checkpoint
+from ckpt.catalog.verify import examine, verify_checkpoint
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.stored import read_manifest
+from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
 from tests.states import BACKENDS, Held, coordinator
 

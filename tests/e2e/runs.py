@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import recipes.train
-from ckpt.ledger import Ledger
-from ckpt.topology import Topology
+from ckpt.catalog.ledger import Ledger
+from ckpt.ranks.topology import Topology
 from recipes.launch import launch
 from recipes.training import settle_start, train
 from tests.conf.configs import config

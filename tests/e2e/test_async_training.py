@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import StorageError
-from ckpt.verify import verify_checkpoint
 from tests.async_runs import SETTINGS, Left
 from tests.covering import and_in_full
 from tests.e2e.conftest import STEPS, Run

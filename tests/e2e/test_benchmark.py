@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes import contenders
 from recipes.comparison import SECONDS
 from recipes.limits import Raw

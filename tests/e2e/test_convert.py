@@ -19,13 +19,18 @@ import torch
 import zarr
 from safetensors.torch import load_file
 
-import ckpt.serialization
+import ckpt.dist_checkpointing.serialization
 import recipes.convert
 import recipes.verify
+from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from ckpt.dist_checkpointing.serialization import (
+    load,
+    load_common_state_dict,
+    load_plain_tensors,
+    load_sharded_metadata,
+)
 from ckpt.errors import StorageError
-from ckpt.mapping import ShardedObject, ShardedTensor
-from ckpt.serialization import load, load_common_state_dict, load_plain_tensors, load_sharded_metadata
-from ckpt.stored import read_manifest
+from ckpt.format.stored import read_manifest
 from recipes.converting import shard_bytes
 from tests.covering import covering
 from tests.e2e.conftest import STEPS, Run
@@ -275,7 +280,7 @@ def _broken_save(how: str) -> Any:
         if how == "full disk":
             (folder / "sharded").mkdir()
             raise StorageError(f"save into {folder}: No space left on device")
-        ckpt.serialization.save(state, folder, strategy)
+        ckpt.dist_checkpointing.serialization.save(state, folder, strategy)
         (chunk,) = folder.glob("sharded/folder*weight/c/0/0")
         chunk.write_bytes(bytes(chunk.stat().st_size))
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CheckpointError
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.ranks.topology import Topology
 from recipes.training import train
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import checkpoint, committed, root_of, run

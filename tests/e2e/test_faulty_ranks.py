@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import RankAbsentError
-from ckpt.verify import verify_checkpoint
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import Command, checkpoint, committed, root_of, run, start
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ckpt.verify import verify_checkpoint
+from ckpt.catalog.verify import verify_checkpoint
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import BACKENDS, Command, committed, root_of, run, start

@@ -16,9 +16,9 @@ import xxhash
 import yaml
 
 import ckpt
-from ckpt.manifest import CONFIG_NAME, MANIFEST_NAME
-from ckpt.stored import read_index, read_manifest
-from ckpt.topology import Topology
+from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME
+from ckpt.format.stored import read_index, read_manifest
+from ckpt.ranks.topology import Topology
 from recipes.training import train
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import checkpoint, run

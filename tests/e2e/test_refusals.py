@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import StorageError
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.ranks.topology import Topology
 from recipes.training import train
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import REPO, SMALL, Command, checkpoint, committed, run, start, summary_of

@@ -19,9 +19,9 @@ from ckpt.errors import (
     CorruptCheckpointError,
     WorldSizeError,
 )
-from ckpt.manifest import digest_of
-from ckpt.stored import read_manifest
-from ckpt.topology import Topology
+from ckpt.format.manifest import digest_of
+from ckpt.format.stored import read_manifest
+from ckpt.ranks.topology import Topology
 from recipes.training import Training, learning_rate_factor
 from tests.conf.configs import config
 from tests.covering import rows

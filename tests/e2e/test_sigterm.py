@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import pytest
 
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.catalog.verify import verify_checkpoint
+from ckpt.ranks.topology import Topology
 from recipes.training import Training, train
 from tests.async_runs import SETTINGS, until
 from tests.e2e.conftest import STEPS, Run

@@ -13,9 +13,9 @@ from unittest.mock import patch
 import pytest
 from hydra import compose, initialize_config_dir
 
-from ckpt.engine.elastic import ElasticEngine
+from ckpt.engine.elastic.elastic import ElasticEngine
 from ckpt.errors import CheckpointError, RankAbsentError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes import syncing
 from recipes.cli import CONF
 from recipes.joining import join_rollout

@@ -18,16 +18,19 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
-from ckpt.device import Device, SideStream, device_memory, pinned, wait_for, wait_for_accelerator
-from ckpt.digest import state_digest
+from ckpt.dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from ckpt.errors import CheckpointError, DeviceMemoryError
-from ckpt.reading.base import LoadingStrategy
-from ckpt.reading.direct import DirectLoad
-from ckpt.reading.two_stage import TwoStageLoad
-from ckpt.statefuls import RNGState
-from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
-from ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from ckpt.topology import Topology
+from ckpt.load.direct import DirectLoad
+from ckpt.load.strategy import LoadingStrategy
+from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.memory.device import Device, SideStream, device_memory, pinned, wait_for, wait_for_accelerator
+from ckpt.ranks.topology import Topology
+from ckpt.state.digest import state_digest
+from ckpt.state.statefuls import RNGState
 from tests.states import ALL_DTYPES, Held, backend_named, random_bits, same_bits
 
 MIB = 1 << 20

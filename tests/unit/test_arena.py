@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.arena import Arena, room_for
+from ckpt.memory.arena import Arena, room_for
 
 PAGE = room_for(1)
 

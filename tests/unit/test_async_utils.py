@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StorageError
-from ckpt.job import current_topology, use_topology
-from ckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from ckpt.topology import Topology
+from ckpt.ranks.job import current_topology, use_topology
+from ckpt.ranks.topology import Topology
+from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
 
 
 def noting(log: list[Any], *notes: Any) -> list[Callable[[], object]]:
@@ -370,7 +370,7 @@ def test_a_queue_in_which_nothing_is_scheduled_asks_nobody() -> None:
 
 LEAVES_WHILE_IT_WRITES = """
 import sys, threading
-from ckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
 
 queue = AsyncCallsQueue()
 queue.schedule_async_request(AsyncRequest(threading.Event().wait, (), [lambda: print("finalized")]))

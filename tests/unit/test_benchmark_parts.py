@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.box import Box
-from ckpt.topology import Topology
+from ckpt.format.box import Box
+from ckpt.ranks.topology import Topology
 from recipes.comparison import compared
 from recipes.contender import Contender
 from recipes.limits import Raw, RawDirect, _calls, _stretches, takes_direct_writes

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.box import Box, flat_boxes, whole
 from ckpt.errors import ShapeMismatchError
+from ckpt.format.box import Box, flat_boxes, whole
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

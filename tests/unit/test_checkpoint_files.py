@@ -15,23 +15,24 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import ShardedObject, ShardedTensor, StateComponent, checkpoint_files
+from ckpt import ShardedObject, ShardedTensor, StateComponent
 from ckpt.backends.base import FileRecord
-from ckpt.backends.growing import Buffers
 from ckpt.backends.kimi_engine import KimiEngineBackend
-from ckpt.backends.outlet import Outlet
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.checkpoint_files import CheckpointFolder
+from ckpt.catalog.verify import verify_checkpoint
+from ckpt.convert.exporting import export, select
+from ckpt.convert.rewriting import rewrite
+from ckpt.dist_checkpointing.serialization import load_common_state_dict, remove_sharded_tensors
 from ckpt.errors import CheckpointError, CorruptCheckpointError
-from ckpt.exporting import export, select
-from ckpt.job import use_topology
-from ckpt.reading.two_stage import TwoStageLoad
-from ckpt.rewriting import rewrite
-from ckpt.serialization import load_common_state_dict, remove_sharded_tensors
-from ckpt.stored import check_file
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.format import checkpoint_files
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.stored import check_file
+from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.ranks.job import use_topology
+from ckpt.ranks.topology import Topology
+from ckpt.storage.growing import Buffers
+from ckpt.storage.outlet import Outlet
 from recipes.reading import ReadingKeys, show
 from tests.crafts import MANIFEST, edit_index, edit_manifest, index_path, manifest_tree, resign, write_manifest
 from tests.ranks import run_threads

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ckpt import StateComponent
-from ckpt.collector import collector_paused
-from ckpt.topology import Topology
+from ckpt.format.collector import collector_paused
+from ckpt.ranks.topology import Topology
 from tests.async_runs import Troubled, has_come, let_go, settings, until
 from tests.states import Held, coordinator
 

@@ -19,7 +19,6 @@ import torch
 from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.digest import state_digest
 from ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -29,10 +28,11 @@ from ckpt.errors import (
     ShapeMismatchError,
     StorageError,
 )
-from ckpt.save_settings import SaveSettings
-from ckpt.statefuls import ModelState, OptimizerState, RNGState
-from ckpt.stored import read_manifest
-from ckpt.topology import Topology
+from ckpt.format.stored import read_manifest
+from ckpt.ranks.topology import Topology
+from ckpt.save.save_settings import SaveSettings
+from ckpt.state.digest import state_digest
+from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 from tests.ranks import run_threads
 from tests.states import BACKENDS, Held, coordinator, cpu, global_index, random_bits, same_bits
 
@@ -505,8 +505,8 @@ WRONG = [
     ({"strategy": "two_stage"}, "strategy is 'two_stage'; expected one of direct, two-stage, or an object such as "),
     ({"strategy": ZarrBackend()}, "strategy is a ZarrBackend; expected one of direct, two-stage, "),
     ({"device": "cuda:1"}, "device is 'cuda:1'; expected one of cpu, cuda, npu, without a number, or Device("),
-    ({"device": torch.device("cpu")}, "device is a device; expected the type of a device, such as cpu, or a ckpt.device"),
-    ({"topology": 4}, "topology is 4; expected a ckpt.topology.Topology, or None for the ranks of torch.distributed"),
+    ({"device": torch.device("cpu")}, "device is a device; expected the type of a device, such as cpu, or a ckpt.memory.device"),
+    ({"topology": 4}, "topology is 4; expected a ckpt.ranks.topology.Topology, or None for the ranks of torch.distributed"),
     ({"root": 5}, "output_dir is 5; expected the path of a folder, as a string or a Path"),
     ({"root": None}, "output_dir is None; expected the path of a folder"),
     ({"root": ""}, "output_dir is ''; expected the path of a folder"),

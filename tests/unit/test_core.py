@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.checkpoint_files import CheckpointFolder
-from ckpt.core import (
+from ckpt.errors import CheckpointError, CorruptCheckpointError, ShapeMismatchError, StorageError
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.metadata import (
     CONFIG_FNAME,
     CheckpointingConfig,
     CheckpointingException,
@@ -16,7 +17,6 @@ from ckpt.core import (
     maybe_load_config,
     save_config,
 )
-from ckpt.errors import CheckpointError, CorruptCheckpointError, ShapeMismatchError, StorageError
 
 
 def write(folder: Path, content: object) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.spread.courier import Courier, Hosts
-from ckpt.spread.parcels import Parcel, Piece, Spread
-from ckpt.spread.slots import Slots
-from ckpt.topology import Topology
+from ckpt.load.two_stage.courier import Courier, Hosts
+from ckpt.load.two_stage.parcels import Parcel, Piece, Spread
+from ckpt.load.two_stage.slots import Slots
+from ckpt.ranks.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("collected")
 

@@ -23,21 +23,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.backends.base import ArraySpec, ChunkExtent
-from ckpt.blocks import BlockDigests
-from ckpt.box import Box, chunk_box, num_chunks
-from ckpt.dtypes import item_bytes, torch_dtype
 from ckpt.errors import CorruptCheckpointError, RankLeftError
-from ckpt.extents import ALIGNMENT, Part
-from ckpt.held import NOTHING_HELD
-from ckpt.plan import needed_chunks
-from ckpt.reading.base import ReadRequest, StoredPart
-from ckpt.reading.ends import RankEnds
-from ckpt.reading.two_stage import MAX_SLOTS, TwoStageReading
-from ckpt.spread.courier import Courier, Hosts
-from ckpt.spread.host import DONE, READY, HostLink
-from ckpt.spread.parcels import PIECE_ALIGNMENT, plan_spread
-from ckpt.spread.slots import Slots
-from ckpt.topology import Topology
+from ckpt.format.blocks import BlockDigests
+from ckpt.format.box import Box, chunk_box, num_chunks
+from ckpt.format.dtypes import item_bytes, torch_dtype
+from ckpt.format.held import NOTHING_HELD
+from ckpt.load.strategy import ReadRequest, StoredPart
+from ckpt.load.two_stage.courier import Courier, Hosts
+from ckpt.load.two_stage.ends import RankEnds
+from ckpt.load.two_stage.host import DONE, READY, HostLink
+from ckpt.load.two_stage.parcels import PIECE_ALIGNMENT, plan_spread
+from ckpt.load.two_stage.slots import Slots
+from ckpt.load.two_stage.two_stage import MAX_SLOTS, TwoStageReading
+from ckpt.planning.plan import needed_chunks
+from ckpt.ranks.topology import Topology
+from ckpt.storage.extents import ALIGNMENT, Part
 from tests.states import random_bits, same_bits
 
 pytestmark = pytest.mark.usefixtures("collected")
@@ -57,7 +57,7 @@ class Array:
 
 
 class Stock:
-    """One file of chunks with something between them. See `ckpt.reading.base.Stored`. Encoded ones are inverted bytes."""
+    """One file of chunks with something between them. See `ckpt.load.strategy.Stored`. Encoded ones are inverted bytes."""
 
     has_digests = True
     held = NOTHING_HELD
@@ -148,7 +148,7 @@ class Wire:
     rank: int
 
     def begin(self, buffer: torch.Tensor, source: int, to: Sequence[int]) -> Callable[[], None]:
-        """See `ckpt.spread.network.Transport`. Nothing has come, and nothing has gone, before it is waited for."""
+        """See `ckpt.load.two_stage.network.Transport`. Nothing has come, and nothing has gone, before it is waited for."""
         if self.rank == source:
             taken = threading.Barrier(len(to) + 1)
             for rank in to:

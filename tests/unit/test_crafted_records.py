@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 
 from ckpt import ShardedTensor, StateComponent
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.device import Device
+from ckpt.catalog.verify import verify_checkpoint
+from ckpt.convert.rewriting import rewrite
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
-from ckpt.rewriting import rewrite
-from ckpt.statefuls import RNGState
-from ckpt.stored import read_index, read_manifest
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.format.stored import read_index, read_manifest
+from ckpt.memory.device import Device
+from ckpt.ranks.topology import Topology
+from ckpt.state.statefuls import RNGState
 from recipes.reading import ReadingKeys, show, verify
 from tests.crafts import (
     MANIFEST,

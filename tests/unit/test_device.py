@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt.device import Device, device_of, wait_for_all
 from ckpt.errors import ConfigurationError, DeviceUnavailableError
+from ckpt.memory.device import Device, device_of, wait_for_all
 
 CPU = {"type": "cpu", "collectives": "gloo"}
 
@@ -136,7 +136,7 @@ def test_a_device_type_that_torch_does_not_know_is_one_sentence() -> None:
 
 
 def test_a_plugin_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.device.find_spec", lambda name: None)
+    monkeypatch.setattr("ckpt.memory.device.find_spec", lambda name: None)
     with pytest.raises(
         DeviceUnavailableError, match=r"^device=npu: torch_npu is not installed: pip install '.*\[npu\]', or"
     ):

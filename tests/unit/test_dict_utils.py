@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.dict_utils import (
+from ckpt.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     dict_list_map_outplace,
     dict_map,
@@ -24,8 +24,8 @@ from ckpt.dict_utils import (
     nested_items_iter,
     nested_values,
 )
+from ckpt.dist_checkpointing.mapping import ShardedTensor
 from ckpt.errors import CheckpointError
-from ckpt.mapping import ShardedTensor
 from tests.states import ALL_DTYPES, random_bits
 
 Nested = dict[Any, Any] | list[Any]

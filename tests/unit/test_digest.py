@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt import ShardedTensor
-from ckpt.digest import state_digest
 from ckpt.errors import ShardingError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
+from ckpt.state.digest import state_digest
 from tests.ranks import run_ranks, run_threads
 from tests.states import ALL_DTYPES, Held, random_bits
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from ckpt.doctor import Ranks, Seen, Sharing, Verdict, candidates, diagnose
-from ckpt.replication import Fingerprint
-from ckpt.sharing import SharingPattern
+from ckpt.state.doctor import Ranks, Seen, Sharing, Verdict, candidates, diagnose
+from ckpt.state.replication import Fingerprint
+from ckpt.state.sharing import SharingPattern
 
 Value = Callable[[int], object]
 """What a rank holds of one entry; None: it has no such entry."""

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.dtypes import bits_of, item_bytes, raw_bytes, torch_dtype, zarr_name
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.format.dtypes import bits_of, item_bytes, raw_bytes, torch_dtype, zarr_name
 from tests.states import ALL_DTYPES, random_bits
 
 

@@ -18,9 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt import ShardedTensor, StateComponent, exporting
+from ckpt import ShardedTensor, StateComponent
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.dtypes import raw_bytes, zarr_name
+from ckpt.convert import exporting
+from ckpt.convert.exporting import Exported, Tensor, export, select, select_of_megatron
 from ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -29,9 +30,9 @@ from ckpt.errors import (
     MissingStateError,
     StorageError,
 )
-from ckpt.exporting import Exported, Tensor, export, select, select_of_megatron
-from ckpt.job import use_topology
-from ckpt.topology import Topology
+from ckpt.format.dtypes import raw_bytes, zarr_name
+from ckpt.ranks.job import use_topology
+from ckpt.ranks.topology import Topology
 from tests.golden.megatron.truth import truth
 from tests.ranks import run_threads
 from tests.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits
@@ -240,7 +241,7 @@ def test_mistakes_are_one_sentence_before_a_byte_moves(tmp_path: Path, monkeypat
 _MEASURED = """
 import sys, threading
 from pathlib import Path
-from ckpt.exporting import export, select
+from ckpt.convert.exporting import export, select
 
 def anonymous():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))

@@ -15,13 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt import extents
 from ckpt.backends.base import ChunkExtent
-from ckpt.blocks import BlockDigests
-from ckpt.box import Box, whole
-from ckpt.dtypes import raw_bytes
 from ckpt.errors import CorruptCheckpointError
-from ckpt.extents import ExtentReader, Part, Wanted, boxes_of_range
+from ckpt.format.blocks import BlockDigests
+from ckpt.format.box import Box, whole
+from ckpt.format.dtypes import raw_bytes
+from ckpt.storage import extents
+from ckpt.storage.extents import ExtentReader, Part, Wanted, boxes_of_range
 from tests.states import ALL_DTYPES
 
 

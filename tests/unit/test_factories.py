@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.box import Box
-from ckpt.dict_utils import extract_matching_values
-from ckpt.errors import ShardingError
-from ckpt.mapping import (
+from ckpt.dist_checkpointing.dict_utils import extract_matching_values
+from ckpt.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ReplicaId,
     ShardedTensor,
@@ -20,6 +18,8 @@ from ckpt.mapping import (
     apply_factories,
     apply_factory_merges,
 )
+from ckpt.errors import ShardingError
+from ckpt.format.box import Box
 
 COUNT = 2
 

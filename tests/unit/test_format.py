@@ -14,10 +14,11 @@ import torch
 import zarr
 from safetensors import safe_open
 
-from ckpt import StateComponent, zarr_dtypes
-from ckpt.dtypes import raw_bytes, zarr_name
+from ckpt import StateComponent
 from ckpt.errors import ConfigurationError
-from ckpt.topology import Topology
+from ckpt.format import zarr_dtypes
+from ckpt.format.dtypes import raw_bytes, zarr_name
+from ckpt.ranks.topology import Topology
 from tests import plain_safetensors
 from tests.states import ALL_DTYPES, Held, coordinator, global_index, random_bits
 

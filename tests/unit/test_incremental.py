@@ -18,20 +18,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.backends import files as files_module
 from ckpt.backends import linked_values
 from ckpt.backends.base import BLOCK_BYTES, ArraySpec, Backend, Previous, staged_digests, stored_shape
-from ckpt.backends.pieces import Pieces
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.blocks import BlockDigests
-from ckpt.box import chunk_box, num_chunks, whole
-from ckpt.checkpoint_files import CheckpointFolder
+from ckpt.catalog.incremental import DiskUse, disk_use, linked_with, previous_from, previous_of
+from ckpt.catalog.ledger import Ledger
+from ckpt.catalog.verify import examine, verify_checkpoint
 from ckpt.errors import CorruptCheckpointError, StorageError, describe, rebuild
-from ckpt.incremental import DiskUse, disk_use, linked_with, previous_from, previous_of
-from ckpt.ledger import Ledger
-from ckpt.manifest_parsing import parse_index
-from ckpt.stored import check_file, read_index, read_manifest
-from ckpt.verify import examine, verify_checkpoint
+from ckpt.format.blocks import BlockDigests
+from ckpt.format.box import chunk_box, num_chunks, whole
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.manifest_parsing import parse_index
+from ckpt.format.stored import check_file, read_index, read_manifest
+from ckpt.storage import files as files_module
+from ckpt.storage.pieces import Pieces
 from tests import plain_safetensors
 from tests.arrays import array, expected, read_by_extents
 from tests.covering import and_in_full, covering

@@ -14,11 +14,11 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ckpt.box import Box, overlap
+from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject, ShardedTensor
+from ckpt.dist_checkpointing.state.global_metadata import Columns, GlobalMetadata, Sharded
+from ckpt.dist_checkpointing.state.integrity import _first_fault, _hole_at, check_sharding, named_ranks
 from ckpt.errors import ShardingError
-from ckpt.mapping import ReplicaId, ShardedObject, ShardedTensor
-from ckpt.sharded.global_metadata import Columns, GlobalMetadata, Sharded
-from ckpt.sharded.integrity import _first_fault, _hole_at, check_sharding, named_ranks
+from ckpt.format.box import Box, overlap
 from tests.tilings import cuts
 
 Held = list[list[Sharded]]

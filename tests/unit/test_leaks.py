@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ckpt.names
-from ckpt.topology import Topology
+import ckpt.format.names
+from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
 
 _kept = []
@@ -52,7 +52,7 @@ def _handler() -> None:
 
 
 def _function() -> None:
-    ckpt.names.is_inner_path = str
+    ckpt.format.names.is_inner_path = str
 
 
 def _contents_of_a_list() -> None:

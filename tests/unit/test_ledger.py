@@ -22,11 +22,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt import owner
+from ckpt.catalog import owner
+from ckpt.catalog.ledger import Committed, Ledger
+from ckpt.catalog.owner import Owner, owner_file
 from ckpt.errors import ConfigurationError, StorageError
-from ckpt.ledger import Committed, Ledger
-from ckpt.manifest import MANIFEST_NAME
-from ckpt.owner import Owner, owner_file
+from ckpt.format.manifest import MANIFEST_NAME
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -22,9 +22,9 @@ from ckpt.errors import (
     ShapeMismatchError,
     WorldSizeError,
 )
-from ckpt.report import Status
-from ckpt.statefuls import OptimizerState
-from ckpt.topology import Topology
+from ckpt.load.report import Status
+from ckpt.ranks.topology import Topology
+from ckpt.state.statefuls import OptimizerState
 from tests.ranks import run_ranks, run_threads
 from tests.states import Held, coordinator, global_index, random_bits, same_bits
 

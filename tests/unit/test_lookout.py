@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.addresses import machine
-from ckpt.heartbeat import Absence, At, Beat, Lookout, _born, beat_key
-from ckpt.mailbox import Mailbox
+from ckpt.ranks.addresses import machine
+from ckpt.ranks.heartbeat import Absence, At, Beat, Lookout, _born, beat_key
+from ckpt.ranks.mailbox import Mailbox
 
 SAVE = "save of checkpoint-00000020"
 HERE = At(3, 1)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from ckpt import stores
-from ckpt.addresses import LOOPBACK
-from ckpt.mailbox import Mailbox
-from ckpt.stores import StoreGoneError, connection, reach, serve
+from ckpt.ranks import stores
+from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.stores import StoreGoneError, connection, reach, serve
 from tests.frozen import Frozen
 
 SIZES = [0, 1, 64 << 10, (64 << 10) + 1, 4 << 20, (4 << 20) + 1, 9 << 20]

@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt.backends.base import ChunkExtent, FileRecord
-from ckpt.box import Box
-from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
-from ckpt.manifest import (
+from ckpt.format.box import Box
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.manifest import (
     MANIFEST_NAME,
     ArrayEntry,
     CheckpointManifest,
@@ -23,9 +23,9 @@ from ckpt.manifest import (
     Piece,
     digest_of,
 )
-from ckpt.manifest_parsing import parse_index, parse_manifest
-from ckpt.names import encode_key
-from ckpt.stored import check_file, read_index, read_manifest
+from ckpt.format.manifest_parsing import parse_index, parse_manifest
+from ckpt.format.names import encode_key
+from ckpt.format.stored import check_file, read_index, read_manifest
 
 
 def manifest() -> CheckpointManifest:

@@ -22,18 +22,8 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt import zarr_dtypes
-from ckpt.box import Box, whole
-from ckpt.dtypes import torch_dtype, zarr_name
-from ckpt.errors import (
-    CheckpointNotFoundError,
-    ConfigurationError,
-    CorruptCheckpointError,
-    MissingStateError,
-    StorageError,
-)
-from ckpt.megatron.layout import layout_of
-from ckpt.megatron.zarr import (
+from ckpt.dist_checkpointing.megatron.layout import layout_of
+from ckpt.dist_checkpointing.megatron.zarr import (
     MegatronZarr,
     array_folders,
     is_megatron_zarr,
@@ -41,7 +31,17 @@ from ckpt.megatron.zarr import (
     load_megatron_object,
     megatron_objects,
 )
-from ckpt.unpickling import UnknownObject
+from ckpt.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    MissingStateError,
+    StorageError,
+)
+from ckpt.format import zarr_dtypes
+from ckpt.format.box import Box, whole
+from ckpt.format.dtypes import torch_dtype, zarr_name
+from ckpt.format.unpickling import UnknownObject
 from tests.golden.megatron.truth import truth
 from tests.states import ALL_DTYPES, global_index, random_bits, same_bits
 from tests.values import same_values

@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    LocalNonpersitentObject,
+    ShardedBase,
+    ShardedObject,
+)
 from ckpt.errors import ShapeMismatchError, ShardingError
-from ckpt.mapping import LocalNonpersistentObject, LocalNonpersitentObject, ShardedBase, ShardedObject
 
 
 @st.composite

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ckpt import StateComponent
-from ckpt.agreement import _nap_s
-from ckpt.backends.outlet import Outlet
-from ckpt.manifest import CONFIG_NAME, MANIFEST_NAME
-from ckpt.stored import read_index, read_manifest
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.catalog.verify import verify_checkpoint
+from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME
+from ckpt.format.stored import read_index, read_manifest
+from ckpt.ranks.agreement import _nap_s
+from ckpt.ranks.topology import Topology
+from ckpt.storage.outlet import Outlet
 from tests.ranks import run_threads
 from tests.states import BACKENDS, Held, coordinator, global_index
 

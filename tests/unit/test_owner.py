@@ -18,15 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from ckpt import owner
+from ckpt.catalog import owner
+from ckpt.catalog.owner import FolderLock
 from ckpt.errors import FolderInUseError
-from ckpt.owner import FolderLock
 from tests.pace import patience
 
 OTHER_RUN = """
 import sys
 from pathlib import Path
-from ckpt.owner import FolderLock
+from ckpt.catalog.owner import FolderLock
 lock = FolderLock(Path(sys.argv[1]), run_id="other", what="the folder", advice="go elsewhere")
 lock.acquire()
 print("held", flush=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.spread.parcels import PIECE_ALIGNMENT, Piece, Spread, Want, plan_spread
+from ckpt.load.two_stage.parcels import PIECE_ALIGNMENT, Piece, Spread, Want, plan_spread
 
 UNIT = 16
 PARCEL_BYTES = 4 * PIECE_ALIGNMENT

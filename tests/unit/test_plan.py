@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.address import Address
-from ckpt.box import Box, chunk_box, num_chunks, whole
-from ckpt.dtypes import item_bytes
 from ckpt.errors import ShapeMismatchError, ShardingError
-from ckpt.plan import SavePlan, choose_grid, needed_chunks, plan_save
-from ckpt.tables import Table, TablePart
+from ckpt.format.box import Box, chunk_box, num_chunks, whole
+from ckpt.format.dtypes import item_bytes
+from ckpt.planning.plan import SavePlan, choose_grid, needed_chunks, plan_save
+from ckpt.planning.tables import Table, TablePart
+from ckpt.state.address import Address
 from tests.tilings import held
 
 

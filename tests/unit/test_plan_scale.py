@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ckpt.collect import exchange_tables
-from ckpt.dtypes import item_bytes
-from ckpt.plan import SavePlan, plan_save
-from ckpt.tables import Table, piece_from_json, table_of_pieces, table_to_json
+from ckpt.format.dtypes import item_bytes
+from ckpt.planning.plan import SavePlan, plan_save
+from ckpt.planning.tables import Table, piece_from_json, table_of_pieces, table_to_json
+from ckpt.state.collect import exchange_tables
 from recipes.made_up import MadeUp, Rehearsal, bytes_per_writer, record
 
 # A thousandth of the real sizes, so that a rank writes as many chunks as of 64 MiB in a run of 10^12 parameters.

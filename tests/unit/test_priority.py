@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ckpt import priority
 from ckpt.errors import ConfigurationError
-from ckpt.priority import BURST_S, NICE, Throttle, in_background, last_cores, write_throttled
+from ckpt.save.background import priority
+from ckpt.save.background.priority import BURST_S, NICE, Throttle, in_background, last_cores, write_throttled
 
 MIB = 1 << 20
 _T = TypeVar("_T")

@@ -12,10 +12,10 @@ import torch
 from ckpt import CheckpointCoordinator, SharingPattern, StateComponent
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import ConfigurationError
-from ckpt.provider import Provider, components_of, groups_of
-from ckpt.reading.direct import DirectLoad
-from ckpt.statefuls import OptimizerState, RNGState
-from ckpt.topology import Topology
+from ckpt.load.direct import DirectLoad
+from ckpt.ranks.topology import Topology
+from ckpt.state.provider import Provider, components_of, groups_of
+from ckpt.state.statefuls import OptimizerState, RNGState
 from tests.ranks import run_threads
 from tests.states import Held, cpu, same_bits
 

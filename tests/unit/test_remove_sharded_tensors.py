@@ -20,15 +20,18 @@ import zarr
 import ckpt
 from ckpt import ShardedObject, ShardedTensor
 from ckpt.backends.tensorstore import TensorStoreBackend
+from ckpt.catalog.verify import verify_checkpoint
+from ckpt.dist_checkpointing.folder import removing, removing_shards
+from ckpt.dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, MissingStateError
-from ckpt.job import use_topology
-from ckpt.manifest import MANIFEST_NAME, Index, digest_of
-from ckpt.manifest_parsing import parse_index
-from ckpt.sharded import removing, removing_shards
-from ckpt.stored import read_manifest
-from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
-from ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from ckpt.verify import verify_checkpoint
+from ckpt.format.manifest import MANIFEST_NAME, Index, digest_of
+from ckpt.format.manifest_parsing import parse_index
+from ckpt.format.stored import read_manifest
+from ckpt.ranks.job import use_topology
 from tests import plain_safetensors
 from tests.ranks import Dead, Topology, run_ranks, run_threads
 from tests.sharded_saves import SafetensorsSaveShardedStrategy

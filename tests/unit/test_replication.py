@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt import ShardedTensor, replication
-from ckpt.dtypes import raw_bytes
+from ckpt import ShardedTensor
 from ckpt.errors import ConfigurationError, ReplicationError
-from ckpt.flatten import flatten
-from ckpt.replication import (
+from ckpt.format.dtypes import raw_bytes
+from ckpt.ranks.topology import Topology
+from ckpt.state import replication
+from ckpt.state.flatten import flatten
+from ckpt.state.replication import (
     SAMPLE,
     Difference,
     Distance,
@@ -28,8 +30,7 @@ from ckpt.replication import (
     require_unchanged,
     unequal,
 )
-from ckpt.sharing import StateComponent
-from ckpt.topology import Topology
+from ckpt.state.sharing import StateComponent
 from tests.ranks import run_threads
 from tests.states import ALL_DTYPES, Held, random_bits
 

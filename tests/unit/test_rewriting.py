@@ -20,18 +20,23 @@ from ckpt.backends.base import CLIPPED_STORES, Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.digest import state_digest
-from ckpt.dtypes import raw_bytes
+from ckpt.catalog.verify import verify_checkpoint
+from ckpt.convert.rewriting import rewrite
+from ckpt.dist_checkpointing.serialization import (
+    load,
+    load_common_state_dict,
+    load_plain_tensors,
+    remove_sharded_tensors,
+)
 from ckpt.errors import CheckpointError, CheckpointExistsError, ConfigurationError, CorruptCheckpointError, StorageError
-from ckpt.extents import ExtentReader
-from ckpt.job import use_topology
-from ckpt.manifest import ArrayEntry, CheckpointManifest, Index, digest_of, index_name
-from ckpt.rewriting import rewrite
-from ckpt.save_settings import SaveSettings
-from ckpt.serialization import load, load_common_state_dict, load_plain_tensors, remove_sharded_tensors
-from ckpt.stored import read_index, read_manifest
-from ckpt.topology import Topology
-from ckpt.verify import verify_checkpoint
+from ckpt.format.dtypes import raw_bytes
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index, digest_of, index_name
+from ckpt.format.stored import read_index, read_manifest
+from ckpt.ranks.job import use_topology
+from ckpt.ranks.topology import Topology
+from ckpt.save.save_settings import SaveSettings
+from ckpt.state.digest import state_digest
+from ckpt.storage.extents import ExtentReader
 from tests.crafts import edit_json
 from tests.ranks import run_threads
 from tests.sharded_saves import bytes_of, save_training_state, threads
@@ -430,7 +435,7 @@ def test_a_sharded_state_dict_goes_over_with_its_objects_and_common_state(tmp_pa
     assert told.num_files == sum(path.is_file() for path in (tmp_path / "new").rglob("*"))
     assert verify_checkpoint(tmp_path / "new") == []
     named = {"ocdbt": "tensorstore"}.get(to, to)
-    assert ckpt.core.maybe_load_config(tmp_path / "new").sharded_backend == named
+    assert ckpt.format.metadata.maybe_load_config(tmp_path / "new").sharded_backend == named
     threads(2, _require_the_tensors, src, tmp_path / "new")
     assert load_common_state_dict(tmp_path / "new")["common"]["step"] == 7
     unique = [f"rng/shard_{rank}_3" for rank in range(3)]
@@ -491,7 +496,7 @@ from pathlib import Path
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.rewriting import rewrite
+from ckpt.convert.rewriting import rewrite
 
 def anonymous():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))

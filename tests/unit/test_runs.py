@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.box import Box, whole
-from ckpt.dtypes import raw_bytes
-from ckpt.extents import Part
-from ckpt.runs import FEW, SMALL_BYTES, Run, find_runs
+from ckpt.format.box import Box, whole
+from ckpt.format.dtypes import raw_bytes
+from ckpt.storage.extents import Part
+from ckpt.storage.runs import FEW, SMALL_BYTES, Run, find_runs
 from tests.states import ALL_DTYPES, random_bits
 
 SHAPES = ((), (1,), (7,), (16,), (3, 5), (2, 1, 4))

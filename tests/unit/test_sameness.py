@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt.sameness import Sameness
-from ckpt.sharing import SharingPattern, StateComponent
-from ckpt.statefuls import ModelState, OptimizerState
-from ckpt.writing import Vote
+from ckpt.save.sameness import Sameness
+from ckpt.save.writing import Vote
+from ckpt.state.sharing import SharingPattern, StateComponent
+from ckpt.state.statefuls import ModelState, OptimizerState
 
 
 def components() -> list[StateComponent]:

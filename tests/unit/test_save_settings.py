@@ -10,8 +10,8 @@ import pytest
 from ckpt import StateComponent
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.errors import ConfigurationError
-from ckpt.save_settings import SaveSettings
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
+from ckpt.save.save_settings import SaveSettings
 from tests.states import Held, coordinator
 
 

@@ -10,15 +10,21 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ckpt.errors import ShapeMismatchError, ShardingError
-from ckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory, apply_factories
-from ckpt.optimizer import (
+from ckpt.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+)
+from ckpt.dist_checkpointing.optimizer import (
     get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
-from ckpt.topology import Topology
+from ckpt.errors import ShapeMismatchError, ShardingError
+from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
 from tests.states import same_bits
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.errors import ShardingError
-from ckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ckpt.utils import (
+from ckpt.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ckpt.dist_checkpointing.utils import (
     _sharded_object_id,
     _sharded_tensor_shard_id,
     add_prefix_for_sharding,
@@ -22,6 +21,7 @@ from ckpt.utils import (
     extract_sharded_tensors_or_nonpersistent,
     replace_prefix_for_sharding,
 )
+from ckpt.errors import ShardingError
 
 TENSOR = ShardedTensor.from_rank_offsets("model.w", torch.arange(4.0), (0, 1, 2))
 OBJECT = ShardedObject("model.rng", [1], (2,), (1,))

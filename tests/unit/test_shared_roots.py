@@ -17,25 +17,27 @@ from typing import Any, Self
 import pytest
 import torch
 
-from ckpt import CheckpointCoordinator, StateComponent, ledger, recording
+from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.catalog import ledger
+from ckpt.catalog.ledger import ROOT_OWNER
+from ckpt.dist_checkpointing.serialization import load as load_sharded
+from ckpt.dist_checkpointing.serialization import save as save_sharded
 from ckpt.errors import (
     CheckpointGoneError,
     ConfigurationError,
     FolderInUseError,
 )
-from ckpt.ledger import ROOT_OWNER
-from ckpt.manifest import MANIFEST_NAME, digest_of
-from ckpt.serialization import load as load_sharded
-from ckpt.serialization import save as save_sharded
-from ckpt.stored import read_manifest
-from ckpt.topology import Topology
+from ckpt.format.manifest import MANIFEST_NAME, digest_of
+from ckpt.format.stored import read_manifest
+from ckpt.ranks.topology import Topology
+from ckpt.save import recording
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator
 
 OTHER_RUN = """
 import sys
 from pathlib import Path
-from ckpt.owner import FolderLock
+from ckpt.catalog.owner import FolderLock
 lock = FolderLock(Path(sys.argv[1]), run_id="other", what="", advice="")
 lock.acquire()
 print("held", flush=True)

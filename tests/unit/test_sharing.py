@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ckpt import ShardedTensor, SharingPattern, StateComponent
-from ckpt.address import Address, address_of, local_tensor
-from ckpt.box import Box, whole
 from ckpt.errors import ConfigurationError, ShardingError
-from ckpt.flatten import flatten
-from ckpt.sharing import addresses, find_aliases
-from ckpt.topology import Topology
+from ckpt.format.box import Box, whole
+from ckpt.ranks.topology import Topology
+from ckpt.state.address import Address, address_of, local_tensor
+from ckpt.state.flatten import flatten
+from ckpt.state.sharing import addresses, find_aliases
 from tests.states import Held, coordinator
 
 ALONE = Topology.alone()

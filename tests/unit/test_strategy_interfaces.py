@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.dtypes import STORABLE
-from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.mapping import ShardedTensor
-from ckpt.strategies import base, common, two_stage, zarr
-from ckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from ckpt.strategies.base import (
+from ckpt.dist_checkpointing.mapping import ShardedTensor
+from ckpt.dist_checkpointing.strategies import base, common, two_stage, zarr
+from ckpt.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     DeclaredFormats,
     LoadCommonStrategy,
@@ -29,10 +26,13 @@ from ckpt.strategies.base import (
     get_default_strategy,
     register_default_strategy,
 )
-from ckpt.strategies.common import TorchCommonLoadStrategy
-from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy
-from ckpt.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy, timed
-from ckpt.strategies.zarr import ZarrLoadShardedStrategy
+from ckpt.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from ckpt.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
+from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy, timed
+from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.dtypes import STORABLE
+from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
 
 NOWHERE = Path("nowhere")
 
@@ -290,7 +290,7 @@ def brings(registry: dict[str, dict[tuple[str, int], Any]], monkeypatch: pytest.
 
 
 BRINGS_TWO = """
-from ckpt.strategies.base import StrategyAction, register_default_strategy
+from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from tests.unit.test_strategy_interfaces import LoadsSharded, SavesSharded
 
 def register():

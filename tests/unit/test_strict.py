@@ -12,9 +12,9 @@ import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.errors import CheckpointError, CorruptCheckpointError, MissingStateError, ShapeMismatchError, WorldSizeError
-from ckpt.report import ComponentReport, LoadReport, Misfits, Status
-from ckpt.statefuls import OptimizerState
-from ckpt.topology import Topology
+from ckpt.load.report import ComponentReport, LoadReport, Misfits, Status
+from ckpt.ranks.topology import Topology
+from ckpt.state.statefuls import OptimizerState
 from tests.ranks import run_threads
 from tests.states import BACKENDS, Held, coordinator, global_index, same_bits
 

@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.core import CheckpointingConfig, save_config
-from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, MissingStateError, ShardingError
-from ckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from ckpt.stored import read_manifest
-from ckpt.strategies.base import (
+from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from ckpt.dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
     SaveShardedStrategy,
     StrategyAction,
     register_default_strategy,
 )
-from ckpt.validation import (
+from ckpt.dist_checkpointing.validation import (
     StrictHandling,
     adjust_non_strict_load,
     maybe_report_missing_and_unexpected_keys,
@@ -28,6 +25,9 @@ from ckpt.validation import (
     validate_sharding_integrity,
     verify_checkpoint_and_load_strategy,
 )
+from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, MissingStateError, ShardingError
+from ckpt.format.metadata import CheckpointingConfig, save_config
+from ckpt.format.stored import read_manifest
 
 STRICT = [
     "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected", "return_all",
@@ -222,10 +222,10 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def defaults(monkeypatch: pytest.MonkeyPatch) -> tuple[Sharded, Common]:
-    import ckpt.strategies.base
+    import ckpt.dist_checkpointing.strategies.base
 
-    registry = {name: dict(some) for name, some in ckpt.strategies.base.default_strategies.items()}
-    monkeypatch.setattr(ckpt.strategies.base, "default_strategies", registry)
+    registry = {name: dict(some) for name, some in ckpt.dist_checkpointing.strategies.base.default_strategies.items()}
+    monkeypatch.setattr(ckpt.dist_checkpointing.strategies.base, "default_strategies", registry)
     sharded, common = Sharded("sharded of a test", 3), Common("common of a test", 7)
     register_default_strategy(StrategyAction.LOAD_SHARDED, "sharded of a test", 3, sharded)
     register_default_strategy(StrategyAction.LOAD_COMMON, "common of a test", 7, common)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt import StateComponent
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.comparison import parts_of
 from recipes.patterns import show as show_doctor
 from recipes.reading import ReadingKeys, show

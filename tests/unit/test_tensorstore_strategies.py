@@ -18,19 +18,23 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import ShardedTensor
-from ckpt.errors import ConfigurationError, CorruptCheckpointError, ShapeMismatchError
-from ckpt.job import use_topology
-from ckpt.strategies import base
-from ckpt.strategies.base import LoadShardedStrategy, StrategyAction
-from ckpt.strategies.tensorstore import (
+from ckpt.catalog.verify import verify_checkpoint
+from ckpt.dist_checkpointing.strategies import base
+from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy, StrategyAction
+from ckpt.dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
     merge_global_slice_with_shape,
     open_ts_array,
     register_default_tensorstore_strategies,
 )
-from ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy, register_default_zarr_strategies
-from ckpt.verify import verify_checkpoint
+from ckpt.dist_checkpointing.strategies.zarr import (
+    ZarrLoadShardedStrategy,
+    ZarrSaveShardedStrategy,
+    register_default_zarr_strategies,
+)
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, ShapeMismatchError
+from ckpt.ranks.job import use_topology
 from tests.ranks import Topology, run_threads
 from tests.states import global_index, random_bits, same_bits
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import ConfigurationError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from recipes.text import DEFAULT_BYTES, Corpus, DispatchedLoader, OwnLoader, Samples, TextData, shuffled
 
 CONTEXT = 7

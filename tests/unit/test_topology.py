@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError, StorageError
-from ckpt.topology import Group, Topology
+from ckpt.ranks.topology import Group, Topology
 from tests.ranks import run_threads
 
 # One rank alone

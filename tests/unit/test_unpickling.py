@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
-from ckpt.unpickling import UnknownObject, unknown_in, unpickle
+from ckpt.format.unpickling import UnknownObject, unknown_in, unpickle
 from tests.states import global_index
 from tests.values import same_values
 

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.agreement import Result, Verdict, conclude
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RankLeftError, StorageError, describe, rebuild
-from ckpt.heartbeat import Absence
+from ckpt.ranks.agreement import Result, Verdict, conclude
+from ckpt.ranks.heartbeat import Absence
 
 SAVE = "save of checkpoint-00000020"
 

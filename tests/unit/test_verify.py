@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt import StateComponent
+from ckpt.catalog.verify import examine, verify_checkpoint
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
-from ckpt.manifest import MANIFEST_NAME, Index, digest_of, index_name
-from ckpt.stored import read_index, read_manifest
-from ckpt.topology import Topology
-from ckpt.verify import examine, verify_checkpoint
+from ckpt.format.manifest import MANIFEST_NAME, Index, digest_of, index_name
+from ckpt.format.stored import read_index, read_manifest
+from ckpt.ranks.topology import Topology
 from tests.states import BACKENDS, Held, coordinator
 
 BIG = 1_500_000  # float32: one chunk of 6,000,000 bytes, so two blocks

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ckpt import StateComponent
-from ckpt.digest import state_digest
-from ckpt.manifest import CheckpointManifest
-from ckpt.statefuls import ModelState, OptimizerState
-from ckpt.stored import read_manifest
-from ckpt.topology import Topology
-from ckpt.wrappers import Unwrapping, saved_under
+from ckpt.format.manifest import CheckpointManifest
+from ckpt.format.stored import read_manifest
+from ckpt.ranks.topology import Topology
+from ckpt.state.digest import state_digest
+from ckpt.state.statefuls import ModelState, OptimizerState
+from ckpt.state.wrappers import Unwrapping, saved_under
 from tests.ranks import run_ranks
 from tests.states import coordinator
 

@@ -25,16 +25,17 @@ import torch
 import zarr
 from safetensors import safe_open
 
-from ckpt import StateComponent, writer_process
-from ckpt.arena import Arena
+from ckpt import StateComponent
 from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, RankAbsentError, StorageError
-from ckpt.priority import NICE
-from ckpt.saving import PreparedSave, Saver, SaveTarget
-from ckpt.shared_memory import segment_of, shared_memory
-from ckpt.snapshot import Snapshot, arena_bytes
-from ckpt.topology import Topology
-from ckpt.writer_process import WriterProcess
-from ckpt.writing import Share, Staged
+from ckpt.memory.arena import Arena
+from ckpt.memory.shared_memory import segment_of, shared_memory
+from ckpt.ranks.topology import Topology
+from ckpt.save.background import writer_process
+from ckpt.save.background.priority import NICE
+from ckpt.save.background.snapshot import Snapshot, arena_bytes
+from ckpt.save.background.writer_process import WriterProcess
+from ckpt.save.saving import PreparedSave, Saver, SaveTarget
+from ckpt.save.writing import Share, Staged
 from tests import writer_trainer
 from tests.pace import patience
 from tests.ranks import forkserver
@@ -508,7 +509,7 @@ def _inodes_in_use() -> set[int]:
 def test_python_that_ends_takes_its_writer_along_in_the_middle_of_a_save(tmp_path: Path) -> None:
     program = (
         "import sys, threading, time; from pathlib import Path; from tests.stand_in_shares import NoBackend, StandIn\n"
-        "from ckpt.writer_process import WriterProcess\nfrom ckpt.writing import Staged\nimport torch\n"
+        "from ckpt.save.background.writer_process import WriterProcess\nfrom ckpt.save.writing import Staged\nimport torch\n"
         "class Own(NoBackend): pass\n"
         "writer, folder, staged = WriterProcess(), Path(sys.argv[1]), [Staged(n, [torch.ones(3)]) for n in range(3)]\n"
         "try: writer.write(StandIn(), folder, Own(), {}, staged, {}, lambda n: None)\n"

@@ -16,7 +16,7 @@ import tensorstore as ts
 import zarr
 from zarr.dtype import data_type_registry
 
-from ckpt import zarr_dtypes
+from ckpt.format import zarr_dtypes
 
 NAMES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -101,5 +101,5 @@ def test_registering_again_changes_nothing_and_keeps_what_zarr_knows(monkeypatch
 
 
 def test_importing_the_module_registers_nothing() -> None:
-    code = "import ckpt.zarr_dtypes; from zarr.dtype import data_type_registry as r; print('bfloat16' in r.contents)"
+    code = "import ckpt.format.zarr_dtypes; from zarr.dtype import data_type_registry as r; print('bfloat16' in r.contents)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -17,7 +17,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt import ShardedTensor, zarr_dtypes
+from ckpt import ShardedTensor
+from ckpt.catalog.verify import verify_checkpoint
+from ckpt.dist_checkpointing.strategies import base
+from ckpt.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy, StrategyAction
+from ckpt.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from ckpt.dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+from ckpt.dist_checkpointing.strategies.zarr import (
+    ZarrLoadShardedStrategy,
+    ZarrSaveShardedStrategy,
+    flatten_range,
+    load_zarr_based_sharded_metadata,
+    pad_to_expected_shape,
+    postprocess_numpy_array,
+    register_default_zarr_strategies,
+)
 from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -27,20 +44,7 @@ from ckpt.errors import (
     ShapeMismatchError,
     ShardingError,
 )
-from ckpt.strategies import base
-from ckpt.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy, StrategyAction
-from ckpt.strategies.common import TorchCommonSaveStrategy
-from ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy, TensorStoreSaveShardedStrategy
-from ckpt.strategies.zarr import (
-    ZarrLoadShardedStrategy,
-    ZarrSaveShardedStrategy,
-    flatten_range,
-    load_zarr_based_sharded_metadata,
-    pad_to_expected_shape,
-    postprocess_numpy_array,
-    register_default_zarr_strategies,
-)
-from ckpt.verify import verify_checkpoint
+from ckpt.format import zarr_dtypes
 from tests.states import ALL_DTYPES, global_index, random_bits, same_bits
 
 SAVES = {

@@ -18,16 +18,16 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt import zarr_dtypes
 from ckpt.backends import registry
 from ckpt.backends.base import ArraySpec, Backend, stored_shape
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.blocks import EMPTY_DIGEST
-from ckpt.box import Box, chunk_box, whole
-from ckpt.dtypes import bits_of, zarr_name
 from ckpt.errors import CheckpointError, CorruptCheckpointError
-from ckpt.names import encode_key
+from ckpt.format import zarr_dtypes
+from ckpt.format.blocks import EMPTY_DIGEST
+from ckpt.format.box import Box, chunk_box, whole
+from ckpt.format.dtypes import bits_of, zarr_name
+from ckpt.format.names import encode_key
 from tests import plain_safetensors
 from tests.arrays import Saved, array, expected, key_of, read_by_extents, save
 from tests.states import ALL_DTYPES, BACKENDS, backend_named, random_bits, same_bits

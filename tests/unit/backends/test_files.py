@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.backends import files
-from ckpt.backends.files import Folders, make_durable, naming, padded_pieces, write_all
+from ckpt.storage import files
+from ckpt.storage.files import Folders, make_durable, naming, padded_pieces, write_all
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), st.integers(5, 40))

@@ -20,11 +20,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.backends import growing
-from ckpt.backends.growing import ALIGNED, Buffers
-from ckpt.backends.outlet import DIRECT_BYTES, Outlet
-from ckpt.checkpoint_files import CheckpointFolder
 from ckpt.errors import ConfigurationError
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.storage import growing
+from ckpt.storage.growing import ALIGNED, Buffers
+from ckpt.storage.outlet import DIRECT_BYTES, Outlet
 
 pytestmark = pytest.mark.usefixtures("collected")
 
@@ -265,7 +265,7 @@ def test_a_disk_without_the_room_that_is_asked_for_ahead_takes_what_fits(
             ctypes.set_errno(errno.ENOSPC)
             return -1
 
-    monkeypatch.setattr("ckpt.backends.files._libc", Full)
+    monkeypatch.setattr("ckpt.storage.files._libc", Full)
     out = outlet(tmp_path)
     stream = out.open("large")
     stream.append(pieces_of(DATA))

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.backends.growing import Buffers
 from ckpt.backends.kimi_engine import KimiEngineBackend
-from ckpt.backends.outlet import Outlet
-from ckpt.backends.pool import Pool, PooledSave, PoolFile, has_pool_memory
-from ckpt.held import HeldFiles
+from ckpt.format.held import HeldFiles
+from ckpt.storage.growing import Buffers
+from ckpt.storage.outlet import Outlet
+from ckpt.storage.pool import Pool, PooledSave, PoolFile, has_pool_memory
 
 pytestmark = pytest.mark.skipif(not has_pool_memory(), reason="needs memfd_create")
 

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ckpt.backends import growing, kimi_engine
+from ckpt.backends import kimi_engine
 from ckpt.backends.base import ArraySpec, Content, Expected
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.safetensors_format import Header, entries_of, index_bytes, name_of, read_header, read_shard
-from ckpt.box import Box, chunk_box, num_chunks, whole
-from ckpt.dtypes import item_bytes, torch_dtype, zarr_name
 from ckpt.errors import CorruptCheckpointError, StorageError
+from ckpt.format.box import Box, chunk_box, num_chunks, whole
+from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
+from ckpt.storage import growing
 from tests import plain_safetensors
 from tests.arrays import array, expected, save
 from tests.states import ALL_DTYPES, random_bits, same_bits

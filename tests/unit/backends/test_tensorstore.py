@@ -18,8 +18,8 @@ import torch
 from ckpt.backends import tensorstore as backend_module
 from ckpt.backends.ocdbt_format import tree_of
 from ckpt.backends.tensorstore import TensorStoreBackend
-from ckpt.box import Box, whole
 from ckpt.errors import ConfigurationError, StorageError
+from ckpt.format.box import Box, whole
 from tests.arrays import array, read_by_extents, save
 from tests.states import random_bits
 

@@ -12,9 +12,9 @@ import zarr
 
 from ckpt.backends.base import ArraySpec
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.box import whole
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
-from ckpt.extents import ExtentReader
+from ckpt.format.box import whole
+from ckpt.storage.extents import ExtentReader
 from tests.arrays import array, save
 
 

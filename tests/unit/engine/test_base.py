@@ -24,7 +24,7 @@ from ckpt.engine import (
     SyncReport,
 )
 from ckpt.errors import ConfigurationError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
 
 ENGINES = {

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from ckpt.addresses import LOOPBACK
-from ckpt.engine.board import Board
-from ckpt.stores import serve
+from ckpt.engine.elastic.board import Board
+from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.stores import serve
 
 
 def test_a_rollout_that_answers_and_leaves_in_the_same_moment_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.engine.delta import BLOCK_KIB, MOST, BlockHistory, agreed_changes, bytes_of, digested, without
-from ckpt.engine.layout import ALIGNED, WeightLayout
-from ckpt.engine.pool import HostPool, digest_of_bucket
+from ckpt.engine.wire.delta import BLOCK_KIB, MOST, BlockHistory, agreed_changes, bytes_of, digested, without
+from ckpt.engine.wire.layout import ALIGNED, WeightLayout
+from ckpt.engine.wire.pool import HostPool, digest_of_bucket
 
 BLOCK = 1024
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from ckpt.engine.base import WeightVersion
-from ckpt.engine.layout import WeightLayout
+from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import CheckpointError, ConfigurationError
 
 pytest.importorskip("zmq", reason="pyzmq comes with checkpoint-engine")
 import zmq
 
-from ckpt.engine import inference, inference_requests
-from ckpt.engine.worker_line import WorkerLine
+from ckpt.engine.inference import inference, inference_requests
+from ckpt.engine.inference.worker_line import WorkerLine
 
 VERSION = WeightVersion(7, "0" * 32)
 HANDLES = {"GPU-1": "ipc://@one.sock", "GPU-2": "ipc://@two.sock"}

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ckpt.engine import BroadcastCheckpointEngine, CheckpointEngineRegistry
-from ckpt.engine.late import load_from_checkpoint, load_from_peers
-from ckpt.engine.layout import WeightLayout
-from ckpt.engine.membership import News
-from ckpt.engine.pool import digest_of_bucket
+from ckpt.engine.elastic.late import load_from_checkpoint, load_from_peers
+from ckpt.engine.elastic.membership import News
 from ckpt.engine.versioned import VersionedEngine
+from ckpt.engine.wire.layout import WeightLayout
+from ckpt.engine.wire.pool import digest_of_bucket
 from ckpt.errors import CorruptCheckpointError, MissingStateError
-from ckpt.statefuls import ModelState
+from ckpt.state.statefuls import ModelState
 from tests.engines import BUCKET_BYTES, TIED, MixedModel, Published, live_model, require_same
 
 STEP = 5

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.engine.layout import ALIGNED, Weight, WeightLayout, aligned, first_names, take_turns
+from ckpt.engine.wire.layout import ALIGNED, Weight, WeightLayout, aligned, first_names, take_turns
 from ckpt.errors import ConfigurationError
 from tests.states import ALL_DTYPES
 

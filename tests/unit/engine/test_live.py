@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ckpt.engine import LiveModel, WeightVersion
-from ckpt.engine.layout import WeightLayout
+from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import CheckpointError, MissingStateError, ReplicationError, ShapeMismatchError
-from ckpt.statefuls import ModelState
+from ckpt.state.statefuls import ModelState
 from tests.engines import NEVER, TIED, MixedModel, Published, live_model, put, require_same
 from tests.states import Held
 

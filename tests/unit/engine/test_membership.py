@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.engine.membership import Call, Epoch, News, Rendezvous, culprit, goes_on_after, next_epoch
+from ckpt.engine.elastic.membership import Call, Epoch, News, Rendezvous, culprit, goes_on_after, next_epoch
 from ckpt.errors import (
     CheckpointError,
     ConfigurationError,

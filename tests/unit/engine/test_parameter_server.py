@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from ckpt.engine import CheckpointEngineRegistry, LiveModel
-from ckpt.engine.layout import WeightLayout
-from ckpt.engine.pool import digest_of_bucket
+from ckpt.engine.wire.layout import WeightLayout
+from ckpt.engine.wire.pool import digest_of_bucket
 from ckpt.errors import CheckpointError, ConfigurationError, RankLeftError
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
 from tests.states import Held, global_index
 

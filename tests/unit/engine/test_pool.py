@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt.dtypes import as_integers
-from ckpt.engine.layout import ALIGNED, WeightLayout
-from ckpt.engine.pool import HostPool, Landing, digest_of_bucket
+from ckpt.engine.wire.layout import ALIGNED, WeightLayout
+from ckpt.engine.wire.pool import HostPool, Landing, digest_of_bucket
 from ckpt.errors import ConfigurationError
-from ckpt.memory import staging_memory
+from ckpt.format.dtypes import as_integers
+from ckpt.memory.memory import staging_memory
 from tests.states import ALL_DTYPES, random_bits, same_bits
 
 
@@ -211,7 +211,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(num_bytes)
         return staging_memory(num_bytes)
 
-    monkeypatch.setattr("ckpt.engine.pool.staging_memory", noted)
+    monkeypatch.setattr("ckpt.engine.wire.pool.staging_memory", noted)
     return sizes
 
 
@@ -256,7 +256,7 @@ def test_a_reader_that_ends_early_reads_no_more(made: list[int]) -> None:
 
 
 def test_a_landing_without_room_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ckpt.engine.pool as module
+    import ckpt.engine.wire.pool as module
 
     pool, landing = HostPool(0, 256), Landing()
     layout, _ = sent([pool], {"a": torch.randn(100)}, 256, [0])

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ckpt.engine import MasterMetadata
-from ckpt.topology import Topology
+from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
 
 INTERFACE = {

@@ -1,0 +1,523 @@
+"""The shelf of checkpoints: unpublished -> committed -> replaced, quarantined or removed, each step one rename.
+
+Names below the checkpoint root:
+
+    checkpoint-<id>                       committed: it holds a manifest. Only this is ever loaded, with one exception:
+    .replaced-<id>-<nonce>                the old checkpoint of that id while the new one moves in. If no committed
+                                          checkpoint-<id> lies beside it, a kill came between, and readers take this one
+    .unpublished-<id>-<nonce>             a save in progress, or what a killed one left
+    .unpublished-<id>-<nonce>.owner.json  beside it: who writes it; locked by the lead, its mtime the lead's heartbeat
+    .run.owner.json                       who saves in this root, likewise; for as long as that run lives
+    .claim-<nonce>                        such a file before it has its name, or what a kill left of it
+    .quarantined-<id>-<nonce>             was damaged, and had the name that a save needed or shared a damaged file; or was no
+                                          checkpoint, and had such a name; kept
+    .quarantined-<id>-<nonce>.reason.txt  beside it: why
+    .abandoned-<id>-<nonce>               was newer than the one that a run went on from with overwrite=True; kept
+    .removed-<id>-<nonce>                 on its way out: never read, and the next save finishes the removal
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt.catalog.owner import (
+    OWNER_SUFFIX,
+    FolderLock,
+    Owner,
+    abandoned,
+    file_system_now,
+    owner_file,
+    remove_dead_claims,
+)
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StorageError, sentence
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.durable import sync_folder
+from ckpt.format.manifest import MANIFEST_NAME, MAX_COMMIT_NUMBER
+
+_COMMITTED = "checkpoint-"
+ROOT_OWNER = f".run{OWNER_SUFFIX}"
+_VALID_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+_HIDDEN = re.compile(r"\.(?P<kind>unpublished|replaced|quarantined|abandoned|removed)-(?P<id>.+)-[0-9a-f]{8}")
+_TIMESTAMP = re.compile(rb'"timestamp"\s*:\s*"([^"]+)"')
+_COMMIT_NUMBER = re.compile(rb'"commit_number"\s*:\s*(-?\d[\d.]*)\s*[,}]')
+_RUN_ID = re.compile(rb'"run_id"\s*:\s*"([0-9A-Za-z_.-]{1,64})"')
+_HEAD_BYTES = 4096  # holds these keys as `CheckpointManifest` writes them; other writers may order them otherwise
+_MOST_BYTES = 1 << 16
+_AHEAD = timedelta(days=1)
+_UNKNOWN = -1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint that was published: `path` holds a manifest.
+
+    Attributes:
+        timestamp: what the manifest says, UTC.
+        number: its `commit_number`; 0: it has none, as those of older versions.
+        run_id: the training history that it belongs to; None: the manifest does not say.
+        is_ahead: its time is more than a day in the future. It says nothing about the order of commits then.
+    """
+
+    id: str
+    path: Path
+    timestamp: datetime
+    number: int = 0
+    run_id: str | None = None
+    is_ahead: bool = False
+
+    @property
+    def order(self) -> tuple[int, bool, datetime, str]:
+        """Sort by this for the order of commits: by number; those without one come first, by time."""
+        return self.number, not self.is_ahead, self.timestamp, self.id
+
+
+class Commit(NamedTuple):
+    """The place of a new checkpoint in the order of commits.
+
+    Attributes:
+        number: greater than that of every checkpoint in the root.
+        timestamp: now, or just after the newest checkpoint if the clock is behind it by less than a day. UTC.
+        behind: by how much the clock is behind the latest time in the root; zero or less: it is not.
+    """
+
+    number: int
+    timestamp: datetime
+    behind: timedelta
+
+
+def newer_than(checkpoint: Path, committed: Sequence[Committed]) -> list[Committed] | None:
+    """The checkpoints that were committed after this one, the oldest first; None: this one is not among them."""
+    where = os.path.realpath(checkpoint)
+    at = next((number for number, one in enumerate(committed) if os.path.realpath(one.path) == where), None)
+    return None if at is None else list(committed[at + 1 :])
+
+
+class Ledger:
+    """All checkpoints below one root. Any rank may read; only the lead opens, publishes, discards and retains.
+
+    Args:
+        root: the checkpoint root; need not exist before the first `open`.
+        run_id: what a run calls itself. What a dead process of the same run left unpublished is removed at once; what
+            another run left, only when its heartbeat has been silent for `stale_s`.
+        keep_last: how many checkpoints of a run `retain` leaves; None keeps all.
+        stale_s: silence, in seconds by the file system's clock, after which an unlocked save counts as abandoned.
+        delete: deletes, now or later, what has been replaced or is no longer kept, and has been renamed already.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        run_id: str,
+        keep_last: int | None = None,
+        stale_s: float = 60.0,
+        delete: Callable[[Path], None] | None = None,
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ConfigurationError(f"save.keep_last is {keep_last}; give 1 or more, or null to keep every checkpoint")
+        self._root = Path(root)
+        self._run_id = run_id
+        self._keep_last = keep_last
+        self._stale_s = stale_s
+        self._delete = delete or delete_folder
+        self._owners: dict[Path, Owner] = {}
+        self._restored: dict[Path, Path] = {}
+
+    def committed(self) -> list[Committed]:
+        """Return every committed checkpoint, the oldest commit first. Writes nothing; a missing root holds none."""
+        with _told(f"checkpoint root {self._root} cannot be read"):
+            names = self._names()
+            for _ in range(10):
+                found = self._committed_among(names)
+                before, names = names, self._names()
+                if before == names:  # a save that renamed folders while we looked could have hidden one from us
+                    break
+        return found
+
+    def newest(self) -> Committed | None:
+        """Return the checkpoint that was committed last."""
+        return max(self.committed(), key=lambda one: one.order, default=None)
+
+    def next_commit(self) -> Commit:
+        """The number and the time of a checkpoint that is about to be published. Lead rank only."""
+        found, now = self.committed(), datetime.now(UTC)
+        number = 1 + max((one.number for one in found), default=0)
+        latest = max((one.timestamp for one in found), default=now)
+        credible = [one.timestamp + timedelta(microseconds=1) for one in found if not one.is_ahead]
+        return Commit(min(number, MAX_COMMIT_NUMBER), max([now, *credible]), latest - now)
+
+    def claim(self, lock: FolderLock, progress: Callable[[], object]) -> None:
+        """Acquire the lock of the root, which is made if there is none, or see that it is still held. Lead rank only.
+
+        Args:
+            progress: see `FolderLock.acquire`.
+
+        Raises:
+            FolderInUseError: another run saves here.
+            StorageError: the root cannot be made or written.
+        """
+        with self._told_of_root():
+            _make_folder(self._root)
+            lock.acquire(progress)
+
+    def _told_of_root(self) -> AbstractContextManager[None]:
+        return _told(f"checkpoint root {self._root} cannot be written, choose another with output_dir=<folder>")
+
+    def open(self, checkpoint_id: str) -> Path:
+        """Clean up after dead saves and return a new, empty, unpublished folder that this process owns.
+
+        The owner file beside it stays locked, and its mtime young, until `publish` or `discard`.
+
+        Raises:
+            ConfigurationError: the id is no file name.
+            StorageError: the root cannot be created or written.
+        """
+        if not _VALID_ID.fullmatch(checkpoint_id):
+            raise ConfigurationError(
+                f"checkpoint id {checkpoint_id!r} is part of a folder's name: use 1 to 200 of A-Z a-z 0-9 _ . -"
+            )
+        with self._told_of_root():
+            _make_folder(self._root)
+            self._clean_up()
+            folder = self._aside("unpublished", checkpoint_id)
+            self._owners[folder] = Owner(folder, self._run_id)
+            try:
+                folder.mkdir()
+            except OSError:
+                self._release(folder)
+                raise
+        return folder
+
+    def publish(self, unpublished: Path, checkpoint_id: str, *, refused: Mapping[Path, str] | None = None) -> Path:
+        """Commit a folder that is complete and durable, manifest included, and return its final path.
+
+        A committed checkpoint of the same id is moved aside first and removed after: at every moment the old or the new
+        one is there to be read. One in `refused` goes into quarantine instead, as does anything that is no checkpoint.
+
+        Args:
+            refused: checkpoints that this run found damaged, and what was wrong with each.
+
+        Raises:
+            StorageError: nothing was committed, and an old checkpoint of this id is back in its place.
+        """
+        target = self._root / f"{_COMMITTED}{checkpoint_id}"
+        with _told(f"{unpublished.name} cannot be published as {target}"):
+            if not (unpublished / MANIFEST_NAME).is_file():
+                raise FileNotFoundError(errno.ENOENT, "it holds no manifest", str(unpublished / MANIFEST_NAME))
+            sync_folder(unpublished)
+            aside = self._make_way(target, checkpoint_id, refused or {})
+            try:
+                os.rename(unpublished, target)
+                sync_folder(self._root)
+            except OSError:
+                if target.exists():
+                    os.rename(target, unpublished)
+                if aside is not None:
+                    os.rename(aside, target)
+                raise
+        self._restored.pop(target, None)
+        self._release(unpublished)
+        if aside is not None and aside.name.startswith(".replaced-"):
+            self._remove(aside, checkpoint_id, self._delete)
+        return target
+
+    def quarantine(self, refused: Mapping[Path, str], *, keep: Path) -> list[Path]:
+        """Move checkpoints out of the way that this run found damaged, as a save does with the one whose name it needs.
+
+        For those that share a damaged file: nothing that is saved from now on shall link it. Lead rank only, after a save has been
+        published. What cannot be moved is told, and stays.
+
+        Args:
+            refused: path -> what was wrong with it. One that is not there any more is passed over.
+            keep: what was just published, perhaps under the name of one that was refused.
+
+        Returns:
+            where they went.
+        """
+        found = self.committed()
+        moved = []
+        for path, reason in refused.items():
+            one = next((one for one in found if self._is(one.path, path)), None)
+            if one is not None and not self._is(one.path, keep):
+                with _warned(f"cannot move {one.path} into quarantine"):
+                    moved.append(self._put_in_quarantine(one.path, one.id, reason))
+        return moved
+
+    def abandon(self, newer: Sequence[Committed]) -> list[Path]:
+        """Set aside checkpoints of a history that a run leaves, for it goes on from an older one; return where they went.
+
+        The newest goes first, so that a kill in between leaves a history, shorter than it was. They are kept until the user
+        removes them. Lead rank only.
+
+        Args:
+            newer: the oldest first.
+
+        Raises:
+            StorageError: one cannot be renamed.
+        """
+        moved = []
+        with _told(f"newer checkpoints in {self._root} cannot be set aside"):
+            for one in reversed(newer):
+                moved.append(self._aside("abandoned", one.id))
+                os.rename(one.path, moved[-1])
+                sync_folder(self._root)
+        return moved
+
+    def discard(self, unpublished: Path) -> None:
+        """Drop a save that failed. Never raises: what cannot be removed now, the next `open` of this run removes."""
+        match = _HIDDEN.fullmatch(unpublished.name)
+        if match is None or not unpublished.exists() or self._remove(unpublished, match["id"]):
+            self._release(unpublished)
+        elif (owner := self._owners.pop(unpublished, None)) is not None:
+            owner.let_go()  # its file stays, and says whose folder this is
+
+    def discard_all(self) -> None:
+        """Drop every save that this object has opened, and neither published nor discarded. Never raises."""
+        for unpublished in list(self._owners):
+            self.discard(unpublished)
+
+    def retain(
+        self, *, keep: Path, own: Collection[str | None] | None = None, remove_others: bool = False
+    ) -> list[Path]:
+        """Remove all but the `keep_last` newest checkpoints of a run, after `keep` was committed; return what was removed.
+
+        `keep` is never removed and counts as one of them, whatever the clocks say. Links neither count nor go.
+
+        Args:
+            own: the `run_id`s that the run has gone by; None: all checkpoints are the run's.
+            remove_others: remove the checkpoints of all other runs, too.
+        """
+        if self._keep_last is None and not remove_others:
+            return []
+        with _told(f"checkpoint root {self._root} cannot be read"):
+            self._settle_replaced(self._names())
+        found = [c for c in self.committed() if not (self._is(c.path, keep) or c.path.is_symlink())]
+        ours = [c for c in found if own is None or c.run_id in own]
+        surplus = [c for c in found if c not in ours] if remove_others else []
+        if self._keep_last is not None:
+            surplus += ours[: max(0, len(ours) - (self._keep_last - 1))]
+        return [old.path for old in surplus if self._remove(old.path, old.id, self._delete)]
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self._root))
+        except FileNotFoundError:
+            return []
+
+    def _committed_among(self, names: list[str]) -> list[Committed]:
+        published = {name.removeprefix(_COMMITTED) for name in names if name.startswith(_COMMITTED)}
+        found = {id: one for id in published if (one := _look(id, self._root / f"{_COMMITTED}{id}"))}
+        for id, candidates in self._replaced_among(names).items():
+            if id not in found and candidates:
+                found[id] = candidates[-1]
+        return sorted(_placed(list(found.values())), key=lambda one: one.order)
+
+    def _replaced_among(self, names: list[str]) -> dict[str, list[Committed]]:
+        """The checkpoints that were moved aside, by id, the oldest commit first."""
+        aside: dict[str, list[Committed]] = {}
+        for name in names:
+            match = _HIDDEN.fullmatch(name)
+            if match is not None and match["kind"] == "replaced":
+                one = _look(match["id"], self._root / name)
+                aside.setdefault(match["id"], []).extend([one] if one else [])
+        return {id: sorted(some, key=lambda one: one.order) for id, some in aside.items()}
+
+    def _aside(self, kind: str, checkpoint_id: str) -> Path:
+        return self._root / f".{kind}-{checkpoint_id}-{secrets.token_hex(4)}"
+
+    def _clean_up(self) -> None:
+        names = self._names()
+        self._settle_replaced(names)
+        remove_dead_claims(self._root, names)
+        now = file_system_now(self._root)
+        for name in sorted({name.removesuffix(OWNER_SUFFIX) for name in names}):
+            path, match = self._root / name, _HIDDEN.fullmatch(name)
+            if match is None:
+                continue
+            if match["kind"] == "removed":
+                delete_folder(path)
+            elif match["kind"] == "unpublished" and path not in self._owners:
+                with _warned(f"cannot clean up {path}"), abandoned(path, self._run_id, now, self._stale_s) as dead:
+                    if dead and (not path.exists() or self._remove(path, match["id"])):
+                        owner_file(path).unlink(missing_ok=True)
+
+    def _settle_replaced(self, names: list[str]) -> None:
+        """End the replacements that a kill cut short: put the old one back, or remove it if the new one is in."""
+        for id, candidates in self._replaced_among(names).items():
+            target = self._root / f"{_COMMITTED}{id}"
+            with _warned(f"cannot settle the replacement of {target}"):
+                if candidates and _look(id, target) is None:
+                    self._make_way(target, id, refused={})
+                    back = candidates.pop().path
+                    os.rename(back, target)
+                    sync_folder(self._root)
+                    self._restored[target] = back
+                for old in candidates:
+                    self._remove(old.path, id)
+
+    def _make_way(self, target: Path, checkpoint_id: str, refused: Mapping[Path, str]) -> Path | None:
+        """Move what has the name `target` aside and return where it went, or None if the name is free."""
+        if not os.path.lexists(target):
+            return None
+        reason = self._why_refused(target, checkpoint_id, refused)
+        if reason is not None:
+            return self._put_in_quarantine(target, checkpoint_id, reason)
+        aside = self._aside("replaced", checkpoint_id)
+        os.rename(target, aside)
+        return aside
+
+    def _put_in_quarantine(self, path: Path, checkpoint_id: str, reason: str) -> Path:
+        aside = self._aside("quarantined", checkpoint_id)
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        aside.with_name(f"{aside.name}.reason.txt").write_text(
+            f"{reason}\nmoved here from {path.name} by run {self._run_id} at {when}\n", encoding="utf-8"
+        )
+        os.rename(path, aside)
+        return aside
+
+    def _why_refused(self, target: Path, checkpoint_id: str, refused: Mapping[Path, str]) -> str | None:
+        if _look(checkpoint_id, target) is None:
+            return f"it holds no {MANIFEST_NAME}, so it is no checkpoint"
+        return next((reason for path, reason in refused.items() if self._is(target, path)), None)
+
+    def _is(self, now: Path, named: Path) -> bool:
+        """Is `named` the checkpoint at `now`, by that path or by the one it had before it was put back?"""
+        return os.path.abspath(named) in map(os.path.abspath, (now, self._restored.get(now, now)))
+
+    def _remove(self, path: Path, checkpoint_id: str, delete: Callable[[Path], None] | None = None) -> bool:
+        """Take a folder out of sight in one rename, then delete it. False, and a warning, if it is still in sight."""
+        doomed = self._aside("removed", checkpoint_id)
+        try:
+            os.rename(path, doomed)
+        except OSError as error:
+            _log.warning("cannot remove %s, the next save tries again: %s", path, sentence(error))
+            return False
+        (delete or delete_folder)(doomed)
+        return True
+
+    def _release(self, unpublished: Path) -> None:
+        owner = self._owners.pop(unpublished, None)
+        if owner is not None:
+            with _warned(f"cannot remove {owner_file(unpublished)}"):
+                owner.release()
+
+
+def _look(checkpoint_id: str, path: Path) -> Committed | None:
+    """Return the checkpoint in this folder, or None if it holds no manifest."""
+    manifest = path / MANIFEST_NAME
+    try:
+        if not manifest.is_file():
+            return None
+        head = _head_of(manifest)
+        timestamp, number, run_id = _timestamp(head), _COMMIT_NUMBER.search(head), _RUN_ID.search(head)
+        is_damaged = timestamp is None or (run_id is not None and number is None)
+        if timestamp is None or is_damaged:
+            timestamp = datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
+    except FileNotFoundError:
+        return None
+    return Committed(
+        checkpoint_id,
+        path,
+        timestamp,
+        number=_UNKNOWN if is_damaged else _counted(number[1] if number is not None else b""),
+        run_id=run_id[1].decode() if run_id is not None else None,
+        is_ahead=timestamp - datetime.now(UTC) > _AHEAD,
+    )
+
+
+def _counted(number: bytes) -> int:
+    """A number that saves have counted up to; 0: it is another one."""
+    found = int(number) if number.isdigit() and len(number) <= len(str(MAX_COMMIT_NUMBER)) else 0
+    return found if found <= MAX_COMMIT_NUMBER else 0
+
+
+def _placed(found: Sequence[Committed]) -> list[Committed]:
+    """Give those whose manifest is damaged the place that the time of the file suggests: a load tells of them if they are the newest."""
+    known = [one for one in found if one.number != _UNKNOWN]
+    return known + [
+        replace(one, number=max((k.number for k in known if k.timestamp <= one.timestamp), default=0))
+        for one in found
+        if one.number == _UNKNOWN
+    ]
+
+
+def _head_of(manifest: Path) -> bytes:
+    """The first bytes of a manifest, up to its tables; none if they cannot be read."""
+    try:
+        with CheckpointFolder(manifest.parent) as folder, folder.stream(manifest.name) as file:
+            head = file.read(_HEAD_BYTES)
+            if _TIMESTAMP.search(head) is None:
+                head += file.read(_MOST_BYTES - _HEAD_BYTES)
+    except FileNotFoundError:
+        raise
+    except (OSError, CorruptCheckpointError) as error:
+        _log.debug("%s cannot be read: %s", manifest, sentence(error))
+        return b""
+    return head
+
+
+def _timestamp(head: bytes) -> datetime | None:
+    """When the manifest says it was committed; None: that is damaged."""
+    match = _TIMESTAMP.search(head)
+    try:
+        said = datetime.fromisoformat(match[1].decode()) if match is not None else None
+        if said is None:
+            return None
+        return said.astimezone(UTC) if said.tzinfo else said.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder and its parents, each durable in its own parent."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def delete_folder(doomed: Path) -> None:
+    """Delete what has been taken out of sight; one of two that do so at a time may find nothing left. Never raises."""
+    with _warned(f"cannot delete {doomed}, the next save tries again"):
+        if doomed.is_dir() and not doomed.is_symlink():
+            shutil.rmtree(doomed, onerror=_unless_gone)
+        else:
+            doomed.unlink(missing_ok=True)
+
+
+def _unless_gone(_function: object, _path: str, raised: tuple[type[BaseException], BaseException, object]) -> None:
+    if not isinstance(raised[1], FileNotFoundError):
+        raise raised[1]
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn the file system's refusal into one sentence."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{what}: {sentence(error)}") from error
+
+
+@contextmanager
+def _warned(what: str) -> Iterator[None]:
+    """For housekeeping alone: no checkpoint is worse off for it, so a refusal is said and the save goes on."""
+    try:
+        yield
+    except OSError as error:
+        _log.warning("%s: %s", what, sentence(error))

@@ -1,0 +1,470 @@
+"""Claims on folders: an owner file says which process uses a folder, is locked by it, and is touched by it every second.
+
+`Owner` claims an unpublished folder, whose name no other process has. `FolderLock` claims a folder that two runs may want at a time.
+
+The lock ends with its process, at once and for certain, but on some file systems other hosts do not see it. The mtime is seen
+everywhere and proves less: a silent heartbeat may only be slow. So a locked file never counts as abandoned. An unlocked one does if
+its owner would hold a lock that we see (same run or same machine), or if its heartbeat has been silent for long.
+
+An owner file gets its name only when it is locked and complete: it is written under the name `.claim-<nonce>` first.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from ckpt.errors import FolderInUseError, sentence
+from ckpt.ranks.addresses import machine
+
+OWNER_SUFFIX = ".owner.json"
+HEARTBEAT_S = 1.0
+
+_ATTEMPTS = 100
+_HELPERS_S = 5.0
+_CLAIM = re.compile(r"\.claim-[0-9a-f]{8}")
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+
+_log = logging.getLogger(__name__)
+
+
+def owner_file(folder: Path) -> Path:
+    return folder.with_name(folder.name + OWNER_SUFFIX)
+
+
+def file_system_now(folder: Path) -> float:
+    """The time by the clock of the folder's file system, which stamps heartbeats: hosts' clocks may differ. Touches the folder."""
+    os.utime(folder)
+    return folder.stat().st_mtime
+
+
+class _Claim:
+    """An owner file of this process, locked and touched every second until `release`, `let_go` or `close`."""
+
+    def __init__(self, file: Path, descriptor: int) -> None:
+        self.file = file
+        self.num_users = 0
+        self._descriptor = descriptor
+        self._is_open = True
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name=f"heartbeat of {file.name}", daemon=True)
+        self._thread.start()
+        _OPEN.add(self)
+
+    @property
+    def stands(self) -> bool:
+        """Is it open, and does the file still have its name? Another process may have removed or replaced it."""
+        return self._is_open and _has_name(self.file, self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def release(self) -> None:
+        """End the claim and remove the file."""
+        try:
+            if self.stands:
+                self.file.unlink(missing_ok=True)
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Stop the heartbeat and drop the lock, as the death of this process would, and leave the file."""
+        if self._is_open:
+            self._stop.set()
+            if self._thread.ident != threading.get_ident():  # the collector may call this in any thread
+                self._thread.join()
+            self.close()
+
+    def close(self) -> None:
+        """Drop the lock, as far as this process has it."""
+        if self._is_open:
+            self._is_open = False
+            _OPEN.discard(self)
+            os.close(self._descriptor)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S):
+            try:
+                os.utime(self._descriptor)
+            except OSError as error:
+                _log.warning("cannot touch %s: %s", self.file, sentence(error))
+
+
+class Owner(_Claim):
+    """The lead's claim on one unpublished folder, which need not exist yet.
+
+    When it is released the folder must be out of sight: without the owner file it looks abandoned.
+    """
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        file = owner_file(folder)
+        super().__init__(file, _make(file, _about(run_id), os.rename))
+
+
+class FolderLock:
+    """A claim on a folder that one run may use at a time. Held from `acquire` to `release`, or to the end of the process.
+
+    All locks of one process on the same file share one claim. The lock is given back when the object is garbage collected, too.
+
+    Args:
+        file: the owner file, inside of the folder, which exists when the lock is acquired.
+        run_id: what this run calls itself.
+        what: the folder, for the error: "checkpoint root /x".
+        advice: what a refused user can do, for the error.
+        stale_s: how long the heartbeat of an owner on another machine may be silent before it counts as dead, in seconds.
+    """
+
+    def __init__(self, file: Path, *, run_id: str, what: str, advice: str, stale_s: float = 60.0) -> None:
+        self._file = Path(file)
+        self._run_id = run_id
+        self._what = what
+        self._advice = advice
+        self._stale_s = stale_s
+        self._when_collected: weakref.finalize[..., FolderLock] | None = None
+        self._claim: _Claim | None = None
+
+    def acquire(self, progress: Callable[[], object] = lambda: None) -> None:
+        """Claim the folder, or see that it is still claimed. Costs two `stat` if it is.
+
+        A lock that was lost, because somebody removed the owner file or this process was silent for too long, is acquired again.
+        An owner on another machine that does not hold a lock here is watched until its heartbeat moves (it lives: refused) or has
+        been silent for `stale_s` (it is dead: replaced).
+
+        Args:
+            progress: called every now and then during this wait.
+
+        Raises:
+            FolderInUseError: another process uses the folder.
+            OSError: the file cannot be written.
+        """
+        while self._claim is None or not self._claim.stands:
+            self.release()
+            with _ACQUIRING:
+                claim = _open_claim_on(self._file) or _Claim(self._file, self._take(progress))
+                claim.num_users += 1
+            self._claim, self._when_collected = claim, weakref.finalize(self, _give_back_when_collected, claim)
+            _give_back_collected()
+
+    def fileno(self) -> int:
+        """The descriptor of the lock. Processes that are given it work for this one: the folder is in use until the last has closed it."""
+        assert self._claim is not None, "the lock is not held"
+        return self._claim.fileno()
+
+    @property
+    def is_held(self) -> bool:
+        """Was it acquired, and not given back since?"""
+        return self._claim is not None
+
+    def release(self) -> None:
+        """End the claim, if no other lock of this process shares it. Does nothing if it is not held."""
+        if self._claim is not None and self._when_collected is not None and self._when_collected.detach() is not None:
+            with _ACQUIRING:
+                _give_back(self._claim)
+        self._claim = self._when_collected = None
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _take(self, progress: Callable[[], object]) -> int:
+        """Put an owner file of our own in its place, and return its descriptor, locked."""
+        remove_dead_claims(self._file.parent, os.listdir(self._file.parent))
+        for _ in range(_ATTEMPTS):
+            try:
+                return _make(self._file, _about(self._run_id), _put_if_free)
+            except FileExistsError:
+                descriptor = self._take_over(progress)
+                if descriptor is not None:
+                    return descriptor
+        raise OSError(
+            errno.EAGAIN, f"the owner file was replaced {_ATTEMPTS} times while it was looked at", str(self._file)
+        )
+
+    def _take_over(self, progress: Callable[[], object]) -> int | None:
+        """Replace the owner file if its owner is dead. None: it is another file now, or none; look again."""
+        with _opened(self._file) as old:
+            if old is None:
+                return None
+            lock = _lock_once_its_helpers_end(old)
+            if lock is _Lock.HELD_BY_ANOTHER:
+                time.sleep(
+                    HEARTBEAT_S / 20
+                )  # another claimant holds the lock of a dead owner's file until it has replaced it
+                if _has_name(self._file, old):
+                    raise self._in_use(old)
+                return None
+            if not _has_name(self._file, old):
+                return None
+            is_seen_here = lock is _Lock.TAKEN and _read(old).get("machine") == machine()
+            if not is_seen_here and not self._is_silent(old, progress):
+                return None
+            new = _make(self._file, _about(self._run_id), os.replace)
+        if not is_seen_here:
+            time.sleep(
+                HEARTBEAT_S
+            )  # no lock keeps a second claimant from having done the same: the last one has the name
+            if not _has_name(self._file, new):
+                os.close(new)
+                return None
+        return new
+
+    def _is_silent(self, old: int, progress: Callable[[], object]) -> bool:
+        """Wait until the heartbeat has been silent for `stale_s`; False if the owner file was removed or replaced.
+
+        Raises:
+            FolderInUseError: it moved.
+        """
+        beat = os.fstat(old).st_mtime
+        left_s = self._stale_s - (file_system_now(self._file.parent) - beat)
+        if left_s > 0:
+            _log.warning("%s was in use by %s: waiting %.0f s for a sign of life", self._what, _who(_read(old)), left_s)
+        until = time.monotonic() + left_s
+        while time.monotonic() < until:
+            time.sleep(min(HEARTBEAT_S / 2, max(0.0, until - time.monotonic())))
+            progress()
+            with _opened(self._file) as now:
+                if now is None or not os.path.samestat(os.fstat(now), os.fstat(old)):
+                    return False
+                if os.fstat(now).st_mtime != beat:
+                    raise self._in_use(now)
+        return True
+
+    def _in_use(self, descriptor: int) -> FolderInUseError:
+        about = _read(descriptor)
+        silent_s = max(0.0, file_system_now(self._file.parent) - os.fstat(descriptor).st_mtime)
+        since = f" since {about['since']}" if "since" in about else ""
+        return FolderInUseError(
+            f"{self._what} is in use{since} by {_who(about)}, whose last sign of life was {silent_s:.0f} s ago: {self._advice}"
+        )
+
+
+_OPEN: weakref.WeakSet[_Claim] = weakref.WeakSet()
+_ACQUIRING = threading.RLock()  # reentrant: a lock that is garbage collected meanwhile is given back
+_COLLECTED: SimpleQueue[_Claim] = SimpleQueue()
+"""Claims of locks that were garbage collected while another thread held `_ACQUIRING`, which gives them back."""
+
+
+def _open_claim_on(file: Path) -> _Claim | None:
+    """This process's claim on a file."""
+    return next((one for one in list(_OPEN) if one.stands and _is_same_file(one.file, file)), None)
+
+
+def _give_back(claim: _Claim) -> None:
+    """Under `_ACQUIRING`."""
+    claim.num_users -= 1
+    if claim.num_users == 0:
+        try:
+            claim.release()
+        except OSError as error:
+            _log.warning("cannot remove %s: %s", claim.file, sentence(error))
+
+
+def _give_back_when_collected(claim: _Claim) -> None:
+    """The collector runs in any thread, such as one whose start another waits for under `_ACQUIRING`: it must not wait."""
+    _COLLECTED.put(claim)
+    _give_back_collected()
+
+
+def _give_back_collected() -> None:
+    while not _COLLECTED.empty() and _ACQUIRING.acquire(blocking=False):
+        try:
+            with suppress(Empty):
+                _give_back(_COLLECTED.get_nowait())
+        finally:
+            _ACQUIRING.release()
+
+
+def _close_in_child() -> None:
+    # A forked child shares the lock with the lead, and would hold it for as long as it outlives the lead.
+    global _ACQUIRING, _COLLECTED
+    _ACQUIRING, _COLLECTED = threading.RLock(), SimpleQueue()
+    for owner in list(_OPEN):
+        owner.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+@contextmanager
+def abandoned(folder: Path, run_id: str, now: float, stale_s: float) -> Iterator[bool]:
+    """Is nobody writing this folder any more? The answer holds, by lock, until the block ends.
+
+    Args:
+        run_id: what the asking run calls itself.
+        now: seconds, by the clock of the folder's file system.
+        stale_s: how long a heartbeat may be silent.
+    """
+    with _opened(owner_file(folder)) as descriptor:
+        if descriptor is None:
+            yield folder.exists() and now - folder.stat().st_mtime > stale_s
+            return
+        lock = _lock(descriptor, wait=False)
+        stale = now - os.fstat(descriptor).st_mtime > stale_s
+        ours = lock is _Lock.TAKEN and _read(descriptor).get("run_id") == run_id
+        yield lock is not _Lock.HELD_BY_ANOTHER and (ours or stale)
+
+
+def remove_dead_claims(folder: Path, names: Iterable[str]) -> None:
+    """Remove owner files that a killed process was about to put in their place.
+
+    One whose process lives, and is seen here not to hold the lock, makes it again: it had no name that counts yet.
+
+    Args:
+        names: of the files in the folder.
+    """
+    for name in filter(_CLAIM.fullmatch, names):
+        with _opened(folder / name) as descriptor:
+            if descriptor is not None and _lock(descriptor, wait=False) is not _Lock.HELD_BY_ANOTHER:
+                (folder / name).unlink(missing_ok=True)
+
+
+class _Lock(Enum):
+    TAKEN = "taken"
+    HELD_BY_ANOTHER = "held by another"
+    UNSUPPORTED = "unsupported"  # some mounts have no locks: there the heartbeat alone says who is alive
+
+
+def _lock(descriptor: int, *, wait: bool) -> _Lock:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return _Lock.HELD_BY_ANOTHER
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return _Lock.UNSUPPORTED
+        raise
+    return _Lock.TAKEN
+
+
+def _lock_once_its_helpers_end(descriptor: int) -> _Lock:
+    """Lock an owner file. Processes that worked for a dead owner may hold its lock for a moment longer, while they end: wait for them."""
+    until = time.monotonic() + _HELPERS_S
+    while (lock := _lock(descriptor, wait=False)) is _Lock.HELD_BY_ANOTHER:
+        if time.monotonic() > until or not _has_ended(_read(descriptor)):
+            break
+        time.sleep(HEARTBEAT_S / 20)
+    return lock
+
+
+def _has_ended(about: Mapping[str, Any]) -> bool:
+    """Is this the owner file of a process of this machine that exists no more?"""
+    try:
+        return about["machine"] == machine() and bool(psutil.Process(about["pid"]).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+    except (KeyError, TypeError, ValueError, psutil.Error):
+        return False
+
+
+def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], object]) -> int:
+    """Make an owner file, locked and complete, and give it its name. Returns its descriptor.
+
+    Args:
+        put: gives the file (first argument) the name (second).
+    """
+    while True:
+        beside = file.with_name(f".claim-{secrets.token_hex(4)}")
+        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            _lock(descriptor, wait=True)
+            os.write(descriptor, json.dumps(about).encode())
+            put(beside, file)
+        except FileNotFoundError:  # a clean-up took it for a dead one's before it was locked
+            os.close(descriptor)
+        except OSError:
+            os.close(descriptor)
+            beside.unlink(missing_ok=True)
+            raise
+        except BaseException:  # the next claim removes what is left
+            os.close(descriptor)
+            raise
+        else:
+            return descriptor
+
+
+def _put_if_free(beside: Path, file: Path) -> None:
+    """Rename `beside`, unless the name is taken.
+
+    Raises:
+        FileExistsError: it is.
+    """
+    try:
+        os.link(beside, file)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    else:
+        beside.unlink(missing_ok=True)
+        return
+    os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+    os.replace(beside, file)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[int | None]:
+    """A descriptor of a file; None: it does not exist."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _has_name(file: Path, descriptor: int) -> bool:
+    with _opened(file) as now:  # opened, for network file systems ask the server then
+        return now is not None and os.path.samestat(os.fstat(now), os.fstat(descriptor))
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except FileNotFoundError:
+        return False
+
+
+def _about(run_id: str) -> dict[str, object]:
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    host = socket.gethostname()
+    return {"run_id": run_id, "host": host, "pid": os.getpid(), "since": since, "machine": machine()}
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    """What an owner file says; nothing if it is damaged."""
+    try:
+        about = json.loads(os.pread(descriptor, 4096, 0))
+    except (ValueError, RecursionError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _who(about: Mapping[str, Any]) -> str:
+    return f"run {about.get('run_id', '?')} (pid {about.get('pid', '?')} on {about.get('host', '?')})"

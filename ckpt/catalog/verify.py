@@ -1,0 +1,351 @@
+"""Read a checkpoint whole and say what is wrong with it. Needs neither ranks nor the libraries that wrote it."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from ckpt.backends.base import ArraySpec, ChunkExtent, FileRecord
+from ckpt.backends.decoded_size import require_decodes_within
+from ckpt.backends.zarr_format import DOCUMENT, below, require_spec, spec_in
+from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.consistency import MAX_FILE_BYTES, check_whole
+from ckpt.format.dtypes import item_bytes
+from ckpt.format.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManifest, Index
+from ckpt.format.metadata import CONFIG_FNAME, MOST_CONFIG_BYTES, config_bytes, maybe_load_config
+from ckpt.format.names import PLAIN_NAME
+from ckpt.format.stored import checked_index, read_listed_file, read_manifest, read_plain_file
+from ckpt.format.strict_json import Refused
+from ckpt.state.flatten import check_plain_file
+
+_READ_BYTES = 4 << 20
+_NAMED = 3
+"""How many tensors a sentence names before it says how many more there are."""
+
+
+@dataclass(slots=True)
+class Verification:
+    """What reading a checkpoint whole has shown.
+
+    Attributes:
+        problems: one sentence each, naming the file, and the tensors whose bytes are concerned; empty if it is sound.
+        num_files: files that belong to the checkpoint, its manifest included.
+        num_bytes: bytes read.
+        damaged: the data files concerned, by path below the checkpoint. Other checkpoints may link them.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    damaged: set[str] = field(default_factory=set)
+    num_files: int = 0
+    num_bytes: int = 0
+
+
+def verify_checkpoint(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _: None) -> list[str]:
+    """Return what is wrong with a checkpoint, one sentence each; an empty list if every byte is as it was saved.
+
+    Raises:
+        CheckpointNotFoundError: the folder holds no manifest.
+        ConfigurationError: it was written by a newer version of the format.
+    """
+    return examine(checkpoint_dir, progress=progress).problems
+
+
+def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _: None) -> Verification:
+    """Check every file that manifest and indexes list, block by block, and look for files that they do not list.
+
+    Args:
+        progress: called with the number of bytes just read.
+
+    Raises: as `verify_checkpoint`.
+    """
+    result = Verification(num_files=1)
+    try:
+        manifest = read_manifest(checkpoint_dir)
+    except CorruptCheckpointError as error:
+        result.problems.append(str(error))
+        return result
+    listed = {MANIFEST_NAME, *manifest.files}
+    index_paths = manifest.index_paths()
+    indexes: dict[int, Index] = {}
+    for path in manifest.files:
+        with _noting(path, result):
+            data = read_listed_file(checkpoint_dir, manifest, path)
+            result.num_bytes += len(data)
+            progress(len(data))
+            indexes |= {
+                rank: checked_index(data, manifest, rank, path) for rank, name in index_paths.items() if name == path
+            }
+    for rank, index in indexes.items():
+        listed.update(index.files)
+        with _noting(index_paths[rank], result), CheckpointFolder(checkpoint_dir) as opened:
+            _Files(opened, manifest, index, result, progress).check()
+    if SHARDED in manifest.components:
+        listed.add(CONFIG_FNAME)
+        with _noting(CONFIG_FNAME, result):
+            _check_config(checkpoint_dir, manifest)
+    result.num_files = len(listed)
+    below = [Path(path).parent for path in manifest.files if Path(path).name == MANIFEST_NAME]
+    for folder in below:
+        _examine_below(checkpoint_dir, folder, result, progress)
+    if len(indexes) == len(index_paths):  # else nobody knows which files and chunks there should be
+        result.problems += _scattered(manifest, indexes)
+        _check_plain(checkpoint_dir, manifest, indexes, result)
+        _check_descriptions(checkpoint_dir, manifest, indexes, result)
+        extra = _extra(checkpoint_dir, listed, {str(folder) for folder in below})
+        result.problems += [f"{path} does not belong to the checkpoint" for path in extra]
+    return result
+
+
+def _check_config(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
+    """Check `metadata.json`, which is written after the manifest and stands in none. A strategy alone writes none."""
+    config = maybe_load_config(checkpoint_dir)
+    with CheckpointFolder(checkpoint_dir) as folder:
+        data = folder.read(CONFIG_FNAME, MOST_CONFIG_BYTES) if config is not None else b""
+    if config is not None and data != config_bytes(config):
+        raise CorruptCheckpointError(f"{CONFIG_FNAME} is not as it was written; it was changed after the save")
+    if config is None and f"{COMMON}/{MANIFEST_NAME}" in manifest.files:
+        raise CorruptCheckpointError(f"{CONFIG_FNAME} is missing, so no load takes this for a whole checkpoint")
+
+
+def _examine_below(checkpoint_dir: Path, folder: Path, result: Verification, progress: Callable[[int], None]) -> None:
+    """Add what examining a checkpoint inside of a checkpoint shows; its manifest has been counted."""
+    with _noting(f"{folder}/{MANIFEST_NAME}", result):
+        with CheckpointFolder(checkpoint_dir) as opened:
+            opened.require_folder(folder.as_posix())
+        inner = examine(checkpoint_dir / folder, progress=progress)
+        result.problems += [f"{folder}: {problem}" for problem in inner.problems]
+        result.damaged |= {f"{folder}/{path}" for path in inner.damaged}
+        result.num_files += inner.num_files - 1
+        result.num_bytes += inner.num_bytes
+
+
+@contextmanager
+def _noting(path: str, result: Verification) -> Iterator[None]:
+    """Make a problem of what goes wrong in the block, where `path` is read."""
+    try:
+        yield
+    except CheckpointError as error:
+        result.problems.append(str(error))
+    except OSError as error:
+        result.problems.append(f"{path} cannot be read: {sentence(error)}")
+
+
+class _Files:
+    """The data files of one writing rank: each is read once, from its first byte to its last."""
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        manifest: CheckpointManifest,
+        index: Index,
+        result: Verification,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._folder = folder
+        self._index = index
+        self._result = result
+        self._progress = progress
+        self._names = Names(manifest, index)
+        self._buffer = memoryview(bytearray(_READ_BYTES))  # reused: memory touched for the first time is slow
+        self._chunks: dict[str, list[tuple[str | None, ChunkExtent]]] = defaultdict(list)
+        for array, by_number in index.chunks.items():
+            for extent in by_number.values():
+                self._chunks[extent.file].append((array, extent))
+        for path, extents in index.dead.items():
+            self._chunks[path] += [(None, extent) for extent in extents]
+
+    def check(self) -> None:
+        for path, record in self._index.files.items():
+            chunks = sorted(self._chunks[path], key=lambda chunk: chunk[1].offset)
+            with _noting(path, self._result):
+                self._check_file(path, record, chunks)
+
+    def _check_file(self, path: str, record: FileRecord, chunks: Sequence[tuple[str | None, ChunkExtent]]) -> None:
+        arrays = list(dict.fromkeys(array for array, _ in chunks if array is not None))
+        try:
+            file = self._folder.stream(path)
+        except (FileNotFoundError, NotADirectoryError):
+            self._say(path, self._names.of_arrays(arrays), f"{path} is missing")
+            return
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.size:
+                whose = self._names.of_arrays(arrays)
+                self._say(path, whose, f"{path} has {size} bytes, {record.size} were saved")
+                return
+            self._check_bytes(path, file, record, chunks)
+
+    def _check_bytes(
+        self, path: str, file: BinaryIO, record: FileRecord, chunks: Sequence[tuple[str | None, ChunkExtent]]
+    ) -> None:
+        rest = xxhash.xxh3_128()
+        at = 0
+        for array, extent in chunks:
+            for piece in self._read(file, at, max(at, extent.offset)):
+                rest.update(piece)
+            self._check_chunk(path, file, array, extent)
+            at = max(at, extent.offset + extent.length)
+        for piece in self._read(file, at, record.size):
+            rest.update(piece)
+        if rest.hexdigest() != record.rest:
+            what = "bytes outside of any array were" if chunks else "it was"
+            self._say(path, "", f"{path} does not match its digest: {what} changed after the save")
+
+    def _check_chunk(self, path: str, file: BinaryIO, array: str | None, extent: ChunkExtent) -> None:
+        """Check the blocks of a chunk, or of what an earlier checkpoint has there (`array` is None)."""
+        bad: list[tuple[int, int]] = []
+        for number, digest in enumerate(extent.digests):
+            begin = extent.offset + number * extent.block_bytes
+            end = min(begin + extent.block_bytes, extent.offset + extent.length)
+            state = xxhash.xxh3_64()
+            for piece in self._read(file, begin, end):
+                state.update(piece)
+            if state.intdigest() != digest:
+                bad.append((begin, end))
+        for begin, end in _joined(bad):
+            if array is None:
+                self._say(path, "", f"bytes {begin} to {end} of {path}, not in use here, are not those that were saved")
+                continue
+            whose = self._names.of_bytes(array, begin - extent.offset, end - extent.offset)
+            self._say(path, whose, f"bytes {begin} to {end} of {path} are not those that were saved")
+
+    def _read(self, file: BinaryIO, begin: int, end: int) -> Iterator[memoryview]:
+        """Yield the bytes from `begin` to `end`, a few MiB at a time, each piece good until the next; fewer if the file
+        ends before."""
+        while begin < end and (num := os.preadv(file.fileno(), [self._buffer[: end - begin]], begin)):
+            begin += num
+            self._result.num_bytes += num
+            self._progress(num)
+            yield self._buffer[:num]
+
+    def _say(self, path: str, whose: str, what: str) -> None:
+        self._result.damaged.add(path)
+        self._result.problems.append(f"{whose}: {what}" if whose else what)
+
+
+class Names:
+    """Which tensors lie in an array of storage: itself, or those that were packed into it."""
+
+    def __init__(self, manifest: CheckpointManifest, index: Index) -> None:
+        self._index = index
+        self._by_path = {entry.path: name for name, entry in manifest.arrays.items() if entry.path is not None}
+        self._packed: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        for name, pieces in index.pieces.items():
+            width = item_bytes(manifest.arrays[name].dtype)
+            for piece in pieces:
+                first = piece.first * width
+                self._packed[piece.packed].append((first, first + piece.box.num_elements * width, name))
+
+    def of_arrays(self, arrays: Sequence[str]) -> str:
+        return _list_names([name for array in arrays for name in self._in(array, 0, None)])
+
+    def of_file(self, path: str) -> str:
+        """The tensors with a byte in a file that the index lists."""
+        chunks = self._index.chunks
+        return self.of_arrays([array for array in chunks if any(e.file == path for e in chunks[array].values())])
+
+    def of_bytes(self, array: str, begin: int, end: int) -> str:
+        """The tensors with a byte between `begin` and `end` of a chunk of this array."""
+        return _list_names(self._in(array, begin, end))
+
+    def _in(self, array: str, begin: int, end: int | None) -> list[str]:
+        if array in self._by_path:
+            return [self._by_path[array]]
+        pieces = sorted(self._packed[array])
+        return [name for first, last, name in pieces if last > begin and (end is None or first < end)] or [array]
+
+
+def _list_names(names: Sequence[str]) -> str:
+    """`model: h.0.w, h.1.w and 7 more` for names that begin with their component and a slash."""
+    distinct = list(dict.fromkeys(names))
+    if not distinct:
+        return ""
+    component = distinct[0].partition("/")[0]
+    shown = ", ".join(name.removeprefix(f"{component}/") for name in distinct[:_NAMED])
+    more = f" and {len(distinct) - _NAMED} more" if len(distinct) > _NAMED else ""
+    return f"{component}: {shown}{more}"
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Make one of neighbouring ranges, so that a destroyed chunk is one sentence."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _scattered(manifest: CheckpointManifest, indexes: Mapping[int, Index]) -> Iterator[str]:
+    """What is wrong with packed tensors whose pieces lie in several indexes; each index alone has been checked."""
+    for name, entry in manifest.arrays.items():
+        if len(entry.packed_in) > 1:
+            pieces = [piece for rank in entry.packed_in for piece in indexes[rank].pieces[name]]
+            try:
+                check_whole(name, entry, pieces)
+            except Refused as error:
+                yield str(error)
+
+
+def _check_plain(
+    checkpoint_dir: Path, manifest: CheckpointManifest, indexes: Mapping[int, Index], result: Verification
+) -> None:
+    """Look into files whose bytes have been checked: a load must be able to make a state dict of them."""
+    for key, component in manifest.components.items():
+        for prefix, rank in component.plain_in.items():
+            path, tensors = f"{key}/{prefix}{PLAIN_NAME}", manifest.arrays_of(f"{key}/{prefix}".removesuffix("/"))
+            if not any(path in problem for problem in result.problems):
+                with _noting(path, result):
+                    data = read_plain_file(checkpoint_dir, manifest, path, partial(indexes.__getitem__, rank))
+                    check_plain_file(data, path, tensors)
+
+
+def _check_descriptions(
+    checkpoint_dir: Path, manifest: CheckpointManifest, indexes: Mapping[int, Index], result: Verification
+) -> None:
+    """What a library reads of an array in a Zarr directory: its description, and how long its encoded chunks become."""
+    with CheckpointFolder(checkpoint_dir) as folder:
+        for entry in manifest.arrays.values():
+            if entry.store != "zarr" or entry.path is None or entry.grid is None:
+                continue
+            path = below(entry.path, DOCUMENT)
+            with _noting(path, result):
+                is_told = any(path in problem for problem in result.problems)
+                if not is_told and (checkpoint_dir / path).is_file():
+                    described, codec = spec_in(folder.read(path, MAX_FILE_BYTES), entry.path)
+                    require_spec(described, ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid))
+                    for file in _encoded_in(entry.path, indexes):
+                        folder.require_regular(file)
+                        require_decodes_within(checkpoint_dir / file, codec or "", entry.chunk_bytes)
+
+
+def _encoded_in(path: str, indexes: Mapping[int, Index]) -> list[str]:
+    """The files of an array's chunks that only a library can read."""
+    extents = (extent for index in indexes.values() for extent in index.chunks.get(path, {}).values())
+    return [extent.file for extent in extents if not extent.raw]
+
+
+def _extra(checkpoint_dir: Path, listed: set[str], without: set[str]) -> list[str]:
+    """Files below the checkpoint that nothing lists, in order. A link to a folder counts as a file.
+
+    Args:
+        without: folders that are not looked into.
+    """
+    found = []
+    for folder, folders, files in os.walk(checkpoint_dir):
+        folders[:] = [
+            name for name in folders if os.path.relpath(os.path.join(folder, name), checkpoint_dir) not in without
+        ]
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        found += [os.path.relpath(os.path.join(folder, name), checkpoint_dir) for name in (*files, *links)]
+    return sorted(set(found) - listed)

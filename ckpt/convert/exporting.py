@@ -1,0 +1,327 @@
+"""The tensors of a checkpoint as plain safetensors files, as Hugging Face lays models out: whole tensors by name, and nothing else.
+
+Where a tensor lies in a file is known before a byte of it is read, so each goes there piece by piece, and memory is needed for a
+piece of one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from ckpt.backends.base import Content
+from ckpt.backends.safetensors_format import (
+    INDEX_NAME,
+    MOST_HEADER_BYTES,
+    Entry,
+    Header,
+    entries_of,
+    index_bytes,
+    name_of,
+)
+from ckpt.convert.appearing import appearing
+from ckpt.dist_checkpointing.megatron.chunks import MegatronChunks
+from ckpt.dist_checkpointing.megatron.layout import headless
+from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
+from ckpt.errors import ConfigurationError, MissingStateError, StorageError
+from ckpt.format.box import flat_boxes, whole
+from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
+from ckpt.format.manifest import SHARDED, CheckpointManifest
+from ckpt.format.stored import read_manifest
+from ckpt.load.direct import DirectLoad
+from ckpt.load.report import some_of
+from ckpt.load.strategy import ReadRequest, Stored, StoredCheckpoint
+from ckpt.memory.device import Device
+from ckpt.memory.memory import Scratch
+from ckpt.ranks.topology import Topology
+from ckpt.state.sharing import OWN_COPIES, SharingPattern
+from ckpt.storage.files import make_durable
+
+AT_ONCE_BYTES = 64 << 20
+"""Of a tensor in memory, or a row of chunks where that is more and the chunks are encoded."""
+
+_READ_BACK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor that is exported.
+
+    Attributes:
+        name: in the file.
+        stored: by which the checkpoint knows it.
+        rows: that lie in one row of chunks.
+    """
+
+    name: str
+    stored: str
+    dtype: str
+    shape: tuple[int, ...]
+    rows: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is exported of a checkpoint.
+
+    Attributes:
+        tensors: in the order of the checkpoint.
+        aliases: second name -> first name, of tied tensors that are both selected: only the first is exported.
+    """
+
+    stored: Stored
+    tensors: Sequence[Tensor]
+    aliases: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Files that were written, and read back.
+
+    Attributes:
+        files: names of the safetensors files.
+        num_bytes: of all files together.
+        renamed: tensor -> what it is called in the file, where the format cannot call it by its name.
+        as_pairs: tensors of complex128, which the format does not know: float64, in a dimension more.
+    """
+
+    files: Sequence[str]
+    num_bytes: int
+    renamed: Mapping[str, str]
+    as_pairs: Collection[str]
+
+
+def select(src: Path, component: str | None) -> Selection:
+    """Choose the tensors of one component of a checkpoint of ours.
+
+    Args:
+        component: or one of the copies that it holds, such as "rng/rank-00003"; in the checkpoint of a sharded state dict, which has
+            none, the first part of keys, such as "model" of "model.w". It is no part of the names in the files. None: everything,
+            by full names.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at `src`.
+        MissingStateError: it has no such component, or no tensor in it.
+        ConfigurationError: the component holds several copies.
+    """
+    manifest = read_manifest(src)
+    _require_one_copy(manifest, component)
+    is_sharded = SHARDED in manifest.components and component not in manifest.components
+    above = f"{SHARDED}/" if is_sharded else ""
+    start = _start(component, "." if is_sharded else "/")
+    chosen = {n.removeprefix(above): n for n in manifest.arrays if n.startswith(above + start)}
+    _require_some(src, component, chosen, [n.removeprefix(above) for n in manifest.arrays], "." if is_sharded else "/")
+    tensors, aliases = [], {}
+    for key, stored in chosen.items():
+        entry = manifest.arrays[stored]
+        first = entry.alias_of
+        if first is not None and first.removeprefix(above) in chosen:
+            aliases[key.removeprefix(start)] = first.removeprefix(above + start)
+        else:
+            rows = entry.grid[0] if entry.grid else 1
+            tensors.append(Tensor(key.removeprefix(start), first or stored, entry.dtype, entry.shape, rows))
+    return Selection(StoredCheckpoint(src, manifest), tensors, aliases)
+
+
+def select_of_megatron(src: Path, component: str | None) -> Selection:
+    """The same of a checkpoint that Megatron-Core's zarr strategy wrote.
+
+    Raises: those of `MegatronZarr`, and
+        MissingStateError: no key begins so.
+    """
+    opened = MegatronZarr(src)
+    if opened.layout.headless:
+        raise headless(src, opened.layout.headless[0])
+    start = _start(component, ".")
+    chosen = {key: array for key, array in opened.arrays.items() if key.startswith(start)}
+    _require_some(src, component, chosen, opened.arrays, ".")
+    tensors = [
+        Tensor(key.removeprefix(start), key, array.dtype, array.shape, array.grid[0] if array.grid else 1)
+        for key, array in chosen.items()
+    ]
+    return Selection(MegatronChunks(opened), tensors, {})
+
+
+def _start(component: str | None, separator: str) -> str:
+    return "" if component is None else f"{component}{separator}"
+
+
+def _require_one_copy(manifest: CheckpointManifest, component: str | None) -> None:
+    one = manifest.components.get(component or "")
+    if one is None or SharingPattern(one.sharing_pattern) not in OWN_COPIES:
+        return
+    copies = dict.fromkeys(name.partition("/")[0] for name in manifest.arrays_of(one.key))
+    if copies:
+        raise ConfigurationError(
+            f"component {one.key} is {one.sharing_pattern} and holds {some_of(list(copies))}; choose one copy, such as "
+            f"component={one.key}/{next(iter(copies))}"
+        )
+
+
+def _require_some(
+    src: Path, component: str | None, chosen: Collection[str], keys: Collection[str], separator: str
+) -> None:
+    if chosen:
+        return
+    first = list(dict.fromkeys(key.partition(separator)[0] for key in keys))
+    raise MissingStateError(
+        f"{src} holds no tensor of component={component}; it has {some_of(first) if first else 'none at all'}. Choose another, or "
+        "component=null for everything"
+    )
+
+
+def export(
+    selection: Selection, dst: Path, max_shard_bytes: int, *, progress: Callable[[int], None] = lambda _: None
+) -> Exported:
+    """Write the selected tensors as `model.safetensors`, or, if they take more than `max_shard_bytes`, as several files and an index.
+
+    A larger tensor has a file of its own. Everything is read back before `dst` appears.
+
+    Args:
+        dst: nothing is there, or an empty folder.
+        progress: called with the number of bytes that have moved.
+
+    Raises:
+        CheckpointExistsError: there is something at `dst`.
+        CorruptCheckpointError: something of the checkpoint is missing or damaged.
+        ConfigurationError: there are too many tensors for one header.
+        StorageError: what was written is not what is read back.
+    """
+    shards = list(_cut(selection.tensors, max_shard_bytes))
+    files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
+    headers = {file: _header(file, tensors) for file, tensors in files.items()}
+    read = _Read(selection.stored, progress)
+    with appearing(dst) as folder:
+        digests = {file: _write(folder / file, headers[file], few, read, progress) for file, few in files.items()}
+        for file, digest in digests.items():
+            _require_read_back(folder / file, dst, digest, progress)
+        sizes = {file: (folder / file).stat().st_size for file in files}
+        if len(files) > 1:
+            index = index_bytes(folder, files, progress)
+            sizes[INDEX_NAME] = (folder / INDEX_NAME).write_bytes(index)
+        make_durable(folder, sizes, [folder], progress)
+    names = {
+        tensor.name: name_of(Content(tensor.name, tensor.shape, whole(tensor.shape))) for tensor in selection.tensors
+    }
+    return Exported(
+        files=list(files),
+        num_bytes=sum(sizes.values()),
+        renamed={ours: theirs for ours, theirs in names.items() if ours != theirs},
+        as_pairs=[tensor.name for tensor in selection.tensors if tensor.dtype == "complex128"],
+    )
+
+
+def _cut(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Cut tensors, in order, into files of at most so many bytes, each of at least one."""
+    few: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if few and size + tensor.num_bytes > most:
+            yield few
+            few, size = [], 0
+        few.append(tensor)
+        size += tensor.num_bytes
+    yield few
+
+
+def _file_name(number: int, of: int) -> str:
+    return "model.safetensors" if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
+
+
+def _in_order(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Largest elements first: readers want every tensor to begin at a multiple of its element."""
+    return sorted(tensors, key=lambda tensor: -item_bytes(tensor.dtype))
+
+
+def _header(file: str, tensors: Sequence[Tensor]) -> bytes:
+    starts = accumulate((tensor.num_bytes for tensor in tensors), initial=0)
+    entries: list[tuple[int, list[Entry]]] = [
+        (start, entries_of(tensor.dtype, [Content(tensor.name, tensor.shape, whole(tensor.shape))], 0))
+        for start, tensor in zip(starts, tensors, strict=False)
+    ]
+    header = Header(entry for _, few in entries for entry in few)
+    if header.num_bytes - 8 > MOST_HEADER_BYTES:
+        raise ConfigurationError(
+            f"{file} would hold {len(tensors)} tensors, whose names and places take {header.num_bytes} bytes; readers of safetensors "
+            f"take {MOST_HEADER_BYTES}: set a smaller max_shard_size"
+        )
+    return header.to_bytes(entries)
+
+
+class _Read:
+    """Reads tensors piece by piece, each into the memory of the one before."""
+
+    def __init__(self, stored: Stored, progress: Callable[[int], None]) -> None:
+        self._stored = stored
+        self._topology = Topology.alone(progress)
+        self._device = Device(type="cpu", collectives="gloo")
+        self._strategy = DirectLoad()
+        self._memory = Scratch()
+
+    def __call__(self, tensor: Tensor) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor, checked, in order; each piece is good until the next."""
+        total = math.prod(tensor.shape)
+        step = _elements_at_once(tensor)
+        for first in range(0, total, step):
+            flat = self._memory_for(min(step, total - first), tensor.dtype)
+            requests = [
+                ReadRequest(
+                    tensor.stored,
+                    tensor.stored.replace("/", ": ", 1),
+                    box,
+                    flat[at : at + box.num_elements].view(box.shape),
+                )
+                for box, at in flat_boxes(tensor.shape, first, first + flat.numel())
+            ]
+            self._strategy.prepare(requests, self._stored, self._topology, self._device, verify=True).run()
+            bits: Any = raw_bytes(flat).numpy()
+            yield memoryview(bits)
+
+    def _memory_for(self, num_elements: int, dtype: str) -> torch.Tensor:
+        num_bytes = num_elements * item_bytes(dtype)
+        return self._memory.flat(num_bytes).view(torch_dtype(dtype))
+
+
+def _elements_at_once(tensor: Tensor) -> int:
+    """Whole rows of chunks where they fit, whole rows where these do, and else a part of one."""
+    most = AT_ONCE_BYTES // item_bytes(tensor.dtype)
+    row = max(math.prod(tensor.shape[1:]), 1)
+    for unit in (row * tensor.rows, row):
+        if unit <= most:
+            return most // unit * unit
+    return most
+
+
+def _write(file: Path, header: bytes, tensors: Sequence[Tensor], read: _Read, progress: Callable[[int], None]) -> str:
+    """Write one file; return the digest of what was meant to be in it."""
+    digest = xxhash.xxh3_128(header)
+    with file.open("wb") as stream:
+        stream.write(header)
+        for tensor in tensors:
+            for piece in read(tensor):
+                digest.update(piece)
+                stream.write(piece)
+                progress(len(piece))
+    return digest.hexdigest()
+
+
+def _require_read_back(file: Path, dst: Path, digest: str, progress: Callable[[int], None]) -> None:
+    found = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while piece := stream.read(_READ_BACK_BYTES):
+            found.update(piece)
+            progress(len(piece))
+    if found.hexdigest() != digest:
+        raise StorageError(f"what was written for {dst} is not what is read back: {os.path.basename(file)} was changed")

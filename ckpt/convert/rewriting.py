@@ -1,0 +1,371 @@
+"""A committed checkpoint in the format of another backend: the same arrays, chunks, packs and writers, in other files.
+
+One process does it, rank by rank, and reads and writes chunk by chunk, so that memory is needed for one chunk and a writer's buffers.
+What is not bytes of arrays (who held what, plain values, the config, the time of the commit) goes over as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ckpt.backends.base import BLOCK_BYTES, ArraySpec, Backend, ChunkExtent, stored_shape
+from ckpt.catalog.verify import Names, examine
+from ckpt.convert.appearing import appearing
+from ckpt.dist_checkpointing.folder.folder import Given
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
+from ckpt.format.box import Box, chunk_box, whole
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.consistency import MAX_FILE_BYTES
+from ckpt.format.dtypes import item_bytes, torch_dtype
+from ckpt.format.durable import replace_durably, write_durably
+from ckpt.format.manifest import (
+    COMMON,
+    CONFIG_NAME,
+    MANIFEST_NAME,
+    OBJECTS,
+    SHARDED,
+    ArrayEntry,
+    CheckpointManifest,
+    ComponentManifest,
+    Index,
+    Piece,
+    digest_of,
+    index_name,
+)
+from ckpt.format.metadata import CheckpointingConfig, maybe_load_config, save_config
+from ckpt.format.names import PLAIN_NAME, is_inner_path
+from ckpt.format.stored import read_index, read_listed_file, read_manifest, read_plain_file
+from ckpt.load.strategy import StoredCheckpoint
+from ckpt.memory.memory import Scratch
+from ckpt.planning.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan
+from ckpt.ranks.topology import Topology
+from ckpt.save.writing import Item, Pack, Share, Staged, Vote, folders_of, joined_checksum
+from ckpt.state.sharing import StateComponent
+from ckpt.storage.extents import ExtentReader, Part
+from ckpt.storage.files import PIECE_BYTES, Folders, make_durable, write_all
+from ckpt.version import __version__
+
+_SHARDED_BACKENDS = {"zarr": "zarr", "ocdbt": "tensorstore"}
+"""Store -> what `metadata.json` of a sharded state dict calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A checkpoint that was written anew, and has been read back.
+
+    Attributes:
+        manifest: the new one.
+        num_files, num_bytes: of the new checkpoint.
+    """
+
+    manifest: CheckpointManifest
+    num_files: int
+    num_bytes: int
+
+
+def rewrite(src: Path, dst: Path, backend: Backend, *, progress: Callable[[int], None] = lambda _: None) -> Rewritten:
+    """Write the checkpoint at `src` as `backend` writes checkpoints, read it back, and only then give it the name `dst`.
+
+    Every digest of `src` is checked on the way; where both formats store a chunk alike, the new one has the same digests. Small
+    tensors stay packed as they are, but for gaps that a removal has left. Nothing is linked, whatever `src` shares with others.
+
+    Args:
+        dst: nothing is there, or an empty folder.
+        progress: called with the number of bytes that have moved.
+
+    Raises:
+        CheckpointNotFoundError: `src` is no checkpoint.
+        CheckpointExistsError: there is something at `dst`.
+        CorruptCheckpointError: something of `src` is missing or damaged.
+        ConfigurationError: `src` is that of a sharded state dict, for which this format has no name.
+        StorageError: what was written is not what is read back.
+    """
+    manifest = read_manifest(src)
+    config = _config_of(src, manifest, backend)
+    with appearing(dst) as folder:
+        written = _Rewriting(src, folder, manifest, backend, progress).run()
+        if config is not None:
+            save_config(config, folder)
+        examined = examine(folder, progress=progress)
+        if examined.problems:
+            raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
+    return Rewritten(written, examined.num_files, examined.num_bytes)
+
+
+def _config_of(src: Path, manifest: CheckpointManifest, backend: Backend) -> CheckpointingConfig | None:
+    """What `metadata.json` will say; None where there is none."""
+    config = maybe_load_config(src) if SHARDED in manifest.components else None
+    if config is None:
+        return None
+    if backend.store not in _SHARDED_BACKENDS:
+        raise ConfigurationError(
+            f"{src} is the checkpoint of a sharded state dict, which ckpt.load knows as {' or '.join(_SHARDED_BACKENDS.values())} alone, "
+            f"not as {backend.store}; choose one of these"
+        )
+    return replace(config, sharded_backend=_SHARDED_BACKENDS[backend.store])
+
+
+class _Stored(NamedTuple):
+    """An item of a rank's share, and where its bytes are now.
+
+    Attributes:
+        array: as storage called it.
+        extent: of the chunk, or of the packed array; None: there is not one element.
+        pieces: of a pack, in the order of its tasks.
+    """
+
+    item: Item
+    array: ArraySpec
+    number: int
+    extent: ChunkExtent | None
+    pieces: Sequence[Piece] = ()
+
+
+class _Rewriting:
+    """One checkpoint on its way into a new folder."""
+
+    def __init__(
+        self, src: Path, folder: Path, manifest: CheckpointManifest, backend: Backend, progress: Callable[[int], None]
+    ) -> None:
+        self._src = src
+        self._stored = StoredCheckpoint(src, manifest)
+        self._folder = folder
+        self._manifest = manifest
+        self._backend = backend
+        self._progress = progress
+        self._components = {
+            key: StateComponent(key, Given({}), one.sharing_pattern, one.group_name)
+            for key, one in manifest.components.items()
+        }
+        _require_inner_names(manifest, self._components)
+        self._owned = _owned_by_rank(manifest)
+        self._memory = Scratch()
+
+    def run(self) -> CheckpointManifest:
+        """Write every rank's files, and the record of them, durably."""
+        votes = [Vote() for _ in range(self._manifest.world_size)]
+        for rank in sorted({0, *self._manifest.index_paths()}):  # the lead describes the groups
+            votes[rank] = self._write_share(rank)
+        files = self._lead_files(votes)
+        manifest = replace(
+            self._manifest,
+            components={key: self._component(key, votes) for key in self._manifest.components},
+            arrays=_in_store(self._manifest.arrays, self._backend.store),
+            files=files,
+            ckpt_version=__version__,
+        )
+        replace_durably(self._folder / MANIFEST_NAME, manifest.to_bytes())
+        return manifest
+
+    def _write_share(self, rank: int) -> Vote:
+        index = Index(rank)
+        if rank in self._manifest.index_paths():
+            index = read_index(self._src, self._manifest, rank)
+        items = [*self._chunks(index), *self._packs(index)]
+        share = self._share(rank, items)
+        with ExtentReader(self._src, progress=self._progress) as reader:
+            staged = self._staged(items, reader, Names(self._manifest, index))
+            return share.write(self._folder, self._backend, self._plain(index), staged, {}, self._progress)
+
+    def _share(self, rank: int, items: Sequence[_Stored]) -> Share:
+        """What the rank writes: what it wrote."""
+        arrays = {
+            name: PlannedArray(entry.dtype, entry.shape, entry.grid, [run[0] for run in entry.writers])
+            for name, entry in self._owned.get(rank, {}).items()
+        }
+        packed = [task for one in items if isinstance(one.item, Pack) for task in one.item.tasks]
+        for task in packed:
+            entry = self._manifest.arrays[task.name]
+            arrays[task.name] = PlannedArray(entry.dtype, entry.shape, None)
+        tasks = RankPlan([one.item for one in items if isinstance(one.item, ChunkTask)], packed)
+        topology = Topology.supposed(rank, [""] * self._manifest.world_size, {})
+        share = Share(SavePlan(arrays, {}), tasks, self._components, topology, store=self._backend.store)
+        share.items = [one.item for one in items]  # packs are cut as they were
+        if topology.is_lead:
+            names = (name for name, entry in self._manifest.arrays.items() if entry.alias_of is None)
+            share.groups = {folder.removesuffix("/") for folder in folders_of(names, self._components)}
+        return share
+
+    def _chunks(self, index: Index) -> Iterator[_Stored]:
+        """In the order in which they were written, which mostly is that in which they lie in their files."""
+        names = {entry.path: name for name, entry in self._owned.get(index.rank, {}).items()}
+        for path in index.chunks:
+            if path not in names:
+                continue
+            entry = self._manifest.arrays[names[path]]
+            assert entry.grid is not None
+            array = ArraySpec(path, entry.dtype, entry.shape, entry.grid)
+            for number, extent in index.chunks[path].items():
+                box = chunk_box(entry.shape, entry.grid, number)
+                yield _Stored(ChunkTask(names[path], number, box, (box,)), array, number, extent)
+
+    def _packs(self, index: Index) -> Iterator[_Stored]:
+        contents: dict[str, list[tuple[str, Piece]]] = {path: [] for path in index.packed}
+        for name, pieces in index.pieces.items():
+            for piece in pieces:
+                contents[piece.packed].append((name, piece))
+        for path, alike in contents.items():
+            if not alike:
+                continue
+            alike.sort(key=lambda one: one[1].first)
+            dtype = self._manifest.arrays[alike[0][0]].dtype
+            pack = Pack(path, dtype, [PackTask(name, piece.box) for name, piece in alike])
+            num_elements = index.packed[path]
+            extent = index.chunks[path][0] if num_elements else None
+            array = ArraySpec(path, dtype, (num_elements,), (num_elements,))
+            yield _Stored(pack, array, 0, extent, [piece for _, piece in alike])
+
+    def _staged(self, items: Sequence[_Stored], reader: ExtentReader, names: Names) -> Iterator[Staged]:
+        """Read one item after the other, each into the memory of the one before."""
+        for number, one in enumerate(items):
+            if one.extent is None:
+                yield Staged(number, [torch.empty(0, dtype=torch_dtype(one.array.dtype))])
+                continue
+            host = self._read(one, one.extent, reader, names)
+            if one.pieces and not _lie_end_to_end(one.pieces, one.array.shape[0]):
+                ends = ((piece.first, piece.first + piece.box.num_elements) for piece in one.pieces)
+                yield Staged(number, [torch.cat([host[first:end] for first, end in ends])])
+                continue
+            yield Staged(number, [host], self._digests(one, one.extent, tuple(host.shape)))
+
+    def _read(self, one: _Stored, extent: ChunkExtent, reader: ExtentReader, names: Names) -> torch.Tensor:
+        """The chunk, without padding, checked."""
+        name = names.of_arrays([one.array.path])
+        box = chunk_box(one.array.shape, one.array.grid, one.number)
+        host = self._memory_for(box, one.array.dtype)
+        if extent.raw:
+            region = stored_shape(self._store_of(one.item), one.array.grid, box.shape)
+            reader.read(extent, [Part(0, region, whole(box.shape), host, name)])
+        else:
+            reader.check(extent, name)
+            self._stored.read_encoded(self._store_of(one.item), one.array, box, host)
+        return host
+
+    def _memory_for(self, box: Box, dtype: str) -> torch.Tensor:
+        num_bytes = box.num_elements * item_bytes(dtype)
+        return self._memory.flat(num_bytes).view(torch_dtype(dtype)).view(box.shape)
+
+    def _digests(self, one: _Stored, extent: ChunkExtent, clipped: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+        """Those that the chunk will have in the new checkpoint, if they are known."""
+        stores = self._store_of(one.item), self._backend.store
+        shapes = {stored_shape(store, one.array.grid, clipped) for store in stores}
+        alike = extent.raw and extent.block_bytes == BLOCK_BYTES and len(shapes) == 1
+        return [extent.digests] if alike else None
+
+    def _store_of(self, item: Item) -> str:
+        store = self._manifest.arrays[item.tasks[0].name if isinstance(item, Pack) else item.name].store
+        assert store is not None
+        return store
+
+    def _plain(self, index: Index) -> dict[str, tuple[str, bytes]]:
+        """What the rank wrote of plain values."""
+        paths = {
+            f"{key}/{prefix}{PLAIN_NAME}": key
+            for key, one in self._manifest.components.items()
+            for prefix, writer in one.plain_in.items()
+            if writer == index.rank
+        }
+        return {
+            path: (key, read_plain_file(self._src, self._manifest, path, lambda: index)) for path, key in paths.items()
+        }
+
+    def _lead_files(self, votes: Sequence[Vote]) -> dict[str, tuple[int, str]]:
+        """Join the arrays and write what is left; return all files that stand in the manifest."""
+        writers = [rank for rank, vote in enumerate(votes) if vote.wrote_arrays]
+        files = {}
+        for path in self._backend.join(self._folder, writers, self._progress):
+            with CheckpointFolder(self._folder) as folder:
+                data = folder.read(path, MAX_FILE_BYTES)
+            files[path] = len(data), digest_of(data)
+        if CONFIG_NAME in self._manifest.files:
+            write_durably(self._folder / CONFIG_NAME, read_listed_file(self._src, self._manifest, CONFIG_NAME))
+            files[CONFIG_NAME] = self._manifest.files[CONFIG_NAME]
+        for name in (COMMON, OBJECTS):  # checkpoints that are always in one format
+            if (path := f"{name}/{MANIFEST_NAME}") in self._manifest.files:
+                read_listed_file(self._src, self._manifest, path)
+                self._copy_below(name)
+                files[path] = self._manifest.files[path]
+        files |= {path: (size, digest) for path, (size, digest) in votes[0].plain_files.items()}
+        files |= {index_name(rank): (vote.index[0], vote.index[1]) for rank, vote in enumerate(votes) if vote.index}
+        return files
+
+    def _copy_below(self, name: str) -> None:
+        """Copy the files that belong to a checkpoint in this one, and nothing else; they are examined with the whole."""
+        with CheckpointFolder(self._src) as above:
+            above.require_folder(name)
+        manifest = read_manifest(self._src / name)
+        sizes = {MANIFEST_NAME: self._manifest.files[f"{name}/{MANIFEST_NAME}"][0]}
+        sizes |= {path: size for path, (size, _) in manifest.files.items()}
+        for rank in manifest.index_ranks():
+            index = read_index(self._src / name, manifest, rank)
+            sizes |= {path: record.size for path, record in index.files.items()}
+        folders = Folders(self._folder)
+        folders.make(self._folder / name)
+        with CheckpointFolder(self._src / name) as old, CheckpointFolder(self._folder / name) as new:
+            for path, size in sizes.items():
+                folders.make((self._folder / name / path).parent)
+                self._copy(old, new, path, size)
+        make_durable(self._folder / name, sizes, folders.made, self._progress)
+
+    def _copy(self, old: CheckpointFolder, new: CheckpointFolder, path: str, size: int) -> None:
+        """Copy one file, which should have this size."""
+        try:
+            source = old.stream(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CorruptCheckpointError(f"{old.root.name}/{path} is missing", file=path) from error
+        with source, os.fdopen(new.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb", buffering=0) as target:
+            found = os.fstat(source.fileno()).st_size
+            if found != size:
+                raise CorruptCheckpointError(f"{old.root.name}/{path} has {found} bytes, its record says {size}")
+            while piece := source.read(PIECE_BYTES):
+                write_all(target.fileno(), memoryview(piece))
+                self._progress(len(piece))
+
+    def _component(self, key: str, votes: Sequence[Vote]) -> ComponentManifest:
+        return replace(
+            self._manifest.components[key],
+            ranks=[rank for rank, vote in enumerate(votes) if key in vote.sizes],
+            size_bytes=sum(vote.sizes.get(key, 0) for vote in votes),
+            checksum=joined_checksum(vote.checksums.get(key, "") for vote in votes),
+        )
+
+
+def _require_inner_names(manifest: CheckpointManifest, components: Mapping[str, StateComponent]) -> None:
+    """Refuse names of arrays that would become folders outside of their component's, such as `rng/../w`."""
+    names = [name for name, entry in manifest.arrays.items() if entry.alias_of is None]
+    for name, folder in zip(names, folders_of(names, components), strict=True):
+        if not is_inner_path(folder.removesuffix("/")):
+            raise CorruptCheckpointError(
+                f"the array {name!r:.200} would lie in {folder!r:.200}, which is no folder of a checkpoint"
+            )
+
+
+def _owned_by_rank(manifest: CheckpointManifest) -> dict[int, dict[str, ArrayEntry]]:
+    """Rank -> the arrays, packed ones aside, of which it wrote a chunk. One without chunks is the lead's."""
+    found: dict[int, dict[str, ArrayEntry]] = defaultdict(dict)
+    for name, entry in manifest.arrays.items():
+        if entry.grid is not None:
+            for rank in {run[0] for run in entry.writers} or {0}:
+                found[rank][name] = entry
+    return found
+
+
+def _in_store(arrays: Mapping[str, ArrayEntry], store: str) -> dict[str, ArrayEntry]:
+    """The same arrays in another store. Those that share an entry go on sharing one."""
+    moved = {id(entry): entry if entry.store is None else replace(entry, store=store) for entry in arrays.values()}
+    return {name: moved[id(entry)] for name, entry in arrays.items()}
+
+
+def _lie_end_to_end(pieces: Sequence[Piece], num_elements: int) -> bool:
+    """Whether pieces, in order, are all of a packed array."""
+    ends = [piece.first + piece.box.num_elements for piece in pieces]
+    is_joined = all(end == after.first for end, (_, after) in zip(ends, pairwise(pieces), strict=False))
+    return is_joined and (pieces[0].first, ends[-1]) == (0, num_elements)

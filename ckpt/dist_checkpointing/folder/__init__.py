@@ -1,0 +1,1 @@
+"""ckpt/dist_checkpointing/folder"""

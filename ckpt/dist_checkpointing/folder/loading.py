@@ -1,0 +1,342 @@
+"""Fills a sharded state dict from a folder: ours, or one that Megatron-Core's own zarr strategy wrote."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from ckpt.dist_checkpointing.folder.folder import Given
+from ckpt.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from ckpt.dist_checkpointing.megatron.chunks import MegatronChunks
+from ckpt.dist_checkpointing.megatron.layout import headless
+from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
+from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
+from ckpt.format.box import Box, overlap, whole
+from ckpt.format.dtypes import torch_dtype
+from ckpt.format.manifest import MANIFEST_NAME, SHARDED
+from ckpt.format.manifest_parsing import parse_manifest
+from ckpt.format.names import PLAIN_NAME
+from ckpt.format.stored import read_manifest, read_manifest_bytes
+from ckpt.format.strict_json import corrupt
+from ckpt.load.direct import DirectLoad
+from ckpt.load.sources import CommittedSource
+from ckpt.load.strategy import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
+from ckpt.memory.device import device_of, wait_for_all
+from ckpt.memory.memory import HostMemory
+from ckpt.ranks.topology import Topology
+from ckpt.state.flatten import Path as StatePath
+from ckpt.state.flatten import from_json, path_from_json, unflatten
+from ckpt.state.sharing import SharingPattern, StateComponent
+
+_log = logging.getLogger("ckpt")
+Library = Literal["zarr", "tensorstore"]
+"""What opens arrays that Megatron-Core wrote. Compressed ones of ours are read by the library of their store."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """A global tensor of a checkpoint, as far as it can be known without reading it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+Wanted = tuple[str, Box, torch.Tensor]
+"""A key, a box of that array in global coordinates, and memory of the box's shape and the stored data type."""
+
+
+class TensorSource(Protocol):
+    """The sharded tensors of one checkpoint, open for reading by one rank."""
+
+    def stored(self) -> Mapping[str, StoredArray]:
+        """All of them by key."""
+
+    def prepare(self, wanted: Sequence[Wanted]) -> Reading:
+        """Work out how every wanted box is filled. All ranks call it, outside of a phase, each with its own boxes."""
+
+
+class OurTensors:
+    """Those of a checkpoint of ours."""
+
+    def __init__(self, checkpoint: StoredCheckpoint, strategy: LoadingStrategy, topology: Topology) -> None:
+        self._checkpoint = checkpoint
+        self._strategy = strategy
+        self._topology = topology
+
+    def stored(self) -> Mapping[str, StoredArray]:
+        arrays = self._checkpoint.manifest.arrays_of(SHARDED)
+        return {key: StoredArray(torch_dtype(entry.dtype), entry.shape) for key, entry in arrays.items()}
+
+    def prepare(self, wanted: Sequence[Wanted]) -> Reading:
+        requests = [ReadRequest(f"{SHARDED}/{key}", key, box, out) for key, box, out in wanted]
+        device = device_of(out for _, _, out in wanted)
+        return self._strategy.prepare(requests, self._checkpoint, self._topology, device, verify=True)
+
+
+class MegatronTensors:
+    """Those that Megatron-Core's zarr strategy wrote. They have no digests.
+
+    Args:
+        library: what decodes chunks; it reads all of them where ranks load directly.
+    """
+
+    def __init__(self, checkpoint_dir: Path, library: Library, strategy: LoadingStrategy, topology: Topology) -> None:
+        self._dir = checkpoint_dir
+        self._arrays = MegatronZarr(checkpoint_dir, library)
+        self._strategy = strategy
+        self._topology = topology
+
+    def stored(self) -> Mapping[str, StoredArray]:
+        if self._arrays.layout.headless:  # damaged, and not just absent, which a load may be told to pass over
+            raise headless(self._dir, self._arrays.layout.headless[0])
+        return {key: StoredArray(torch_dtype(one.dtype), tuple(one.shape)) for key, one in self._arrays.arrays.items()}
+
+    def prepare(self, wanted: Sequence[Wanted]) -> Reading:
+        if isinstance(self._strategy, DirectLoad):
+            return _ByLibrary(self._arrays, wanted, self._topology)
+        requests = [ReadRequest(key, key, box, out) for key, box, out in wanted]
+        device = device_of(out for _, _, out in wanted)
+        return self._strategy.prepare(requests, MegatronChunks(self._arrays), self._topology, device, verify=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _ByLibrary:
+    """Each rank reads what it wants, through the library that was asked for. See `Reading`."""
+
+    arrays: MegatronZarr
+    wanted: Sequence[Wanted]
+    topology: Topology
+
+    def run(self) -> ReadStats:
+        num_bytes = 0
+        for key, box, out in self.wanted:
+            host = out if out.device.type == "cpu" and out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+            self.arrays.read(key, box, host)
+            if host is not out:
+                out.copy_(host)
+            num_bytes += out.numel() * out.element_size()
+            self.topology.progress()
+        return ReadStats(num_bytes, num_bytes)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def load_tensors(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: Path,
+    *,
+    library: Library,
+    into_data: bool | None,
+    topology: Topology,
+    strategy: LoadingStrategy,
+) -> ShardedStateDict:
+    """Replace every ShardedTensor of a nested state dict, in place, by the tensor it describes. Collective.
+
+    Args:
+        strategy: who reads.
+        into_data: read into the memory of `ShardedTensor.data`, and put that very tensor into the dict. Otherwise new tensors
+            of the stored data type are made, on the host. None: as each ShardedTensor has data or not.
+
+    Raises:
+        MissingStateError: the checkpoint does not hold a key.
+        ShapeMismatchError: it holds it in another global shape, and the tensor does not allow that.
+        ConfigurationError: `into_data`, and a tensor has no data.
+        CorruptCheckpointError: bytes are missing or not as they were written.
+    """
+    with topology.operation(f"load of {checkpoint_dir}"):
+        source = open_tensors(checkpoint_dir, library, topology, strategy)
+        with topology.phase("check"):
+            stored, memory = source.stored(), HostMemory()
+            tensors = tensors_in(sharded_state_dict, "loads")
+            wait_for_all(one.data for one in tensors if one.data is not None)
+            loads = {
+                id(one): _Load(
+                    one,
+                    _require_stored(one, stored, checkpoint_dir),
+                    memory,
+                    into_data=one.data is not None if into_data is None else into_data,
+                )
+                for one in tensors
+            }
+        reading = source.prepare([wanted for load in loads.values() for wanted in load.wanted])
+        with closing(reading), topology.phase("read"):
+            reading.run()
+            for load in loads.values():
+                load.finish()
+    dict_list_map_inplace(lambda one: loads[id(one)].result, sharded_state_dict)
+    return sharded_state_dict
+
+
+def open_tensors(checkpoint_dir: Path, library: Library, topology: Topology, strategy: LoadingStrategy) -> TensorSource:
+    """Open a checkpoint's tensors. Collective: the lead reads the manifest, once for all."""
+    where = str(checkpoint_dir / MANIFEST_NAME)
+    with topology.phase("open") as phase:
+        if topology.is_lead and not is_megatron_zarr(checkpoint_dir):
+            phase.payload = read_manifest_bytes(checkpoint_dir).decode()
+    if phase.payloads[0] is None:
+        return MegatronTensors(checkpoint_dir, library, strategy, topology)
+    manifest = parse_manifest(phase.payloads[0].encode(), where)
+    return OurTensors(StoredCheckpoint(checkpoint_dir, manifest), strategy, topology)
+
+
+def tensors_in(sharded_state_dict: ShardedStateDict, does: str) -> list[ShardedTensor]:
+    """The ShardedTensors of a nested state dict that must hold nothing else.
+
+    Args:
+        does: what the strategy does with them, for the message: "saves" or "loads".
+    """
+    tensors = list(nested_values(sharded_state_dict))
+    for value in tensors:
+        if not isinstance(value, ShardedTensor):
+            raise ConfigurationError(
+                f"a sharded strategy {does} ShardedTensors, and was given a {type(value).__name__}"
+            )
+    return tensors
+
+
+def load_state(
+    folder: Path,
+    key: str,
+    *,
+    only: Sequence[str] | None = None,
+    first: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> dict[Any, Any]:
+    """Read a nested state dict that `folder.save_state` wrote, into new memory. Any process, alone.
+
+    Args:
+        only: entries of the outermost dictionary to read; None: all.
+        first: the rank whose part of it is looked at before the others', which are not if all is found there.
+        progress: called as bytes arrive.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        CorruptCheckpointError: it is damaged.
+    """
+    source, component = _open_state(folder, key, progress)
+    prefixes = source.prefixes(component)
+    state: dict[Any, Any] = {}
+    for prefix in [*prefixes[first : first + 1], *prefixes[:first], *prefixes[first + 1 :]]:
+        if only is not None and all(name in state for name in only):
+            break
+        state |= _read_part(source, component, prefix, only)
+    return state
+
+
+def _read_part(
+    source: CommittedSource, component: StateComponent, prefix: str, only: Sequence[str] | None
+) -> dict[Any, Any]:
+    """What one rank saved of a nested state dict, or all ranks together."""
+    entries = source.entries(component, prefix)
+    leaves: dict[str, Any] = {}
+    paths: dict[str, StatePath] = {}
+    requests = []
+    for name, row in source.rows(component, prefix).items():
+        path = path_from_json(row[0])
+        if only is not None and path[0] not in only:
+            continue
+        paths[name] = path
+        if len(row) == 2:
+            leaves[name] = from_json(row[1])
+            continue
+        entry = entries.get(name)
+        if entry is None:
+            raise corrupt(
+                f"{component.key}/{prefix}{PLAIN_NAME}",
+                f"{name!r:.80} should be a tensor, and there is none of that name",
+            )
+        leaves[name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        array = entry.alias_of or f"{component.key}/{prefix}{name}"
+        requests.append(ReadRequest(array, f"{component.key}: {name}", whole(entry.shape), leaves[name]))
+    source.prepare(requests).run()
+    return unflatten(leaves, paths)
+
+
+def state_keys(folder: Path, key: str) -> list[str]:
+    """The entries of the outermost dictionary that `folder.save_state` wrote, in order. Any process, alone."""
+    source, component = _open_state(folder, key, None)
+    rows = [row for prefix in source.prefixes(component) for row in source.rows(component, prefix).values()]
+    return list(dict.fromkeys(str(row[0][0]) for row in rows))
+
+
+def _open_state(
+    folder: Path, key: str, progress: Callable[[int], None] | None
+) -> tuple[CommittedSource, StateComponent]:
+    manifest = read_manifest(folder)
+    checkpoint = StoredCheckpoint(folder, manifest)
+    source = CommittedSource(checkpoint, "", Topology.alone(progress), DirectLoad(), device_of(()), verify=True)
+    return source, StateComponent(key, Given({}), SharingPattern(manifest.components[key].sharing_pattern))
+
+
+class _Load:
+    """One ShardedTensor, and the memory its values are read into.
+
+    Attributes:
+        wanted: boxes to read.
+        result: what takes its place in the state dict; complete after `finish`.
+    """
+
+    def __init__(self, tensor: ShardedTensor, array: StoredArray, memory: HostMemory, *, into_data: bool) -> None:
+        if into_data and tensor.data is None:
+            raise ConfigurationError(
+                f"{tensor.key}: load_directly_on_device=True fills the tensor that a ShardedTensor holds, and this one holds none; "
+                "give it data (init_data), or load without"
+            )
+        self._tensor = tensor
+        own = tensor.data if into_data else None
+        self._memory = own if own is not None and own.dtype == array.dtype else self._new(array.dtype, memory)
+        self.result = self._memory if own is None else own
+        self.wanted = self._boxes(array)
+
+    def finish(self) -> None:
+        """Where memory of the stored data type had to be read first, copy to what the caller holds."""
+        if self.result is not self._memory:
+            self.result.detach().copy_(self._memory)
+
+    def _new(self, dtype: torch.dtype, memory: HostMemory) -> torch.Tensor:
+        flat = self._tensor.flattened_range
+        return memory.empty(tuple(self._tensor.local_shape) if flat is None else (flat.stop - flat.start,), dtype)
+
+    def _boxes(self, array: StoredArray) -> list[Wanted]:
+        """The boxes of this shard that the stored array has; what it lacks, at its far ends, is padded with zeros."""
+        memory = self._memory.detach()
+        pieces = replace(self._tensor, data=memory, dtype=memory.dtype).pieces()
+        if array.shape == tuple(self._tensor.global_shape):
+            return [(self._tensor.key, box, out) for box, out in pieces]
+        memory.zero_()
+        wanted = []
+        for box, out in pieces:
+            there = overlap(whole(array.shape), box)
+            if there is not None:
+                wanted.append((self._tensor.key, there, out[there.relative_to(box).slices]))
+        return wanted
+
+
+def _require_stored(tensor: ShardedTensor, stored: Mapping[str, StoredArray], checkpoint_dir: Path) -> StoredArray:
+    array = stored.get(tensor.key)
+    if array is None:
+        _log.debug("%s holds %s", checkpoint_dir, sorted(os.listdir(checkpoint_dir)))
+        raise MissingStateError(
+            f"{tensor.key} is asked for, and {checkpoint_dir} does not hold it; it holds {_some_of(sorted(stored))}. Leave it out, or load "
+            "with a `strict` that lets unexpected keys go, such as 'log_unexpected'."
+        )
+    wanted = tuple(tensor.global_shape)
+    if array.shape != wanted and not (tensor.allow_shape_mismatch and len(array.shape) == len(wanted)):
+        raise ShapeMismatchError(
+            f"{tensor.key}: the checkpoint holds global shape {list(array.shape)}, the sharded state dict asks for {list(wanted)}. Ask "
+            "for what was saved, or set allow_shape_mismatch=True for a tensor that is padded to fit."
+        )
+    return array
+
+
+def _some_of(keys: Sequence[str], limit: int = 5) -> str:
+    return ", ".join(keys[:limit]) + (f" and {len(keys) - limit} more" if len(keys) > limit else "") or "no tensor"

@@ -1,0 +1,43 @@
+"""The chunks of a Megatron-Core zarr checkpoint, as a loading strategy wants them: where each lies, and how it is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ckpt.backends.base import ArraySpec, ChunkExtent
+from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
+from ckpt.format.box import Box
+from ckpt.format.held import NOTHING_HELD
+from ckpt.load.strategy import ReadRequest, StoredPart
+from ckpt.planning.plan import needed_chunks
+from ckpt.storage.extents import Part
+
+
+class MegatronChunks:
+    """See `ckpt.load.strategy.Stored`. Chunks have no digests; one that is missing or cut off is found."""
+
+    has_digests = False
+    held = NOTHING_HELD
+
+    def __init__(self, arrays: MegatronZarr) -> None:
+        self.root = arrays.folder
+        self._arrays = arrays
+
+    def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
+        """Yield where the wanted box lies; `request.name` is the tensor's key."""
+        if 0 in request.box.shape:
+            return
+        array = self._arrays.arrays[request.name]
+        spec = ArraySpec(array.key, array.dtype, array.shape, array.grid)
+        for number, chunk_box, wanted in needed_chunks(array.shape, array.grid, request.box):
+            file = self._arrays.require_chunk(array, number)
+            chunk = ChunkExtent(file.relative_to(self.root).as_posix(), 0, file.stat().st_size, (), raw=array.is_raw)
+            out = request.out[wanted.relative_to(request.box).slices]
+            part = Part(0, array.grid, wanted.relative_to(chunk_box), out, request.label)
+            yield StoredPart(chunk, part, spec, "megatron", wanted)
+
+    def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
+        """See `ckpt.load.strategy.Stored.decode`."""
+        self._arrays.read(stored.array.path, box, out)

@@ -1,0 +1,272 @@
+"""Checkpoints that Megatron-Core itself wrote, with its zarr strategy, before that was removed: read, never written.
+
+```text
+metadata.json                  {"sharded_backend": "zarr", ...}, written last
+<key>/.zarray, 0.0, 0.1 ...    a Zarr v2 array per tensor: raw chunks, row-major; a key with `/` is a folder in a folder
+<key>.sync/                    empty files, by which ranks kept out of each other's way
+<key>/shard_<offset>_<shape>.pt   an object per file, pickled
+common.pt                      everything else, pickled
+```
+
+There are no digests, so damage shows only where a file is missing, of the wrong size, or not to be decoded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, sentence
+from ckpt.format.box import chunk_box, num_chunks
+from ckpt.format.checkpoint_files import CheckpointFolder, link_in_checkpoint
+from ckpt.format.dtypes import item_bytes, torch_dtype
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.metadata import CONFIG_FNAME, maybe_load_config
+from ckpt.format.strict_json import MAX_INT, Shape, corrupt, read
+
+COMMON_FILE = "common.pt"
+ARRAY_FILE = ".zarray"
+NO_DIGESTS = "Take another checkpoint, or a copy of this one."
+_MOST_METADATA_BYTES = 1 << 20
+_HARMLESS_CODECS = frozenset(
+    (
+        *(
+            "adler32",
+            "astype",
+            "bitround",
+            "blosc",
+            "bz2",
+            "crc32",
+            "crc32c",
+            "delta",
+            "fixedscaleoffset",
+            "fletcher32",
+        ),
+        *(
+            "gzip",
+            "jenkins_lookup3",
+            "lz4",
+            "lzma",
+            "packbits",
+            "pcodec",
+            "quantize",
+            "shuffle",
+            "zfpy",
+            "zlib",
+            "zstd",
+        ),
+    )
+)
+_CHUNK_FILE = re.compile(r"\d+(\.\d+)*")
+_OBJECT_FILE = re.compile(r"shard_(\d+(\.\d+)*)?_(-?\d+(\.-?\d+)*)?\.pt")
+
+
+def is_megatron_zarr(checkpoint_dir: Path) -> bool:
+    """Whether a folder is a checkpoint of this kind. One with a manifest is ours, whatever its metadata.json says.
+
+    Raises:
+        CorruptCheckpointError: its metadata.json cannot be understood.
+    """
+    if (checkpoint_dir / MANIFEST_NAME).exists():
+        return False
+    config = maybe_load_config(checkpoint_dir)
+    # With a common state in JSON it is one of ours, which has lost its manifest.
+    return config is not None and config.sharded_backend == "zarr" and config.common_backend != "json"
+
+
+def require_version(checkpoint_dir: Path) -> None:
+    config = maybe_load_config(checkpoint_dir)
+    if config is None or not is_megatron_zarr(checkpoint_dir):
+        what = "there is none" if config is None else f"it says {config.sharded_backend}, or there is a {MANIFEST_NAME}"
+        raise CheckpointNotFoundError(
+            f"{checkpoint_dir} is no checkpoint that Megatron-Core's zarr strategy wrote: its {CONFIG_FNAME} would say "
+            f"sharded_backend zarr, and {what}"
+        )
+    if config.sharded_backend_version != 1:
+        raise ConfigurationError(
+            f"{checkpoint_dir} is of version {config.sharded_backend_version} of Megatron-Core's zarr format; version 1 is known"
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What lies in a checkpoint, by paths below it, in order.
+
+    Attributes:
+        arrays: folders with array metadata; each is the key of a tensor.
+        objects: files of objects.
+        headless: folders that hold chunks of an array, but not what it is.
+        others: files that mean nothing to this format.
+    """
+
+    arrays: list[str] = field(default_factory=list)
+    objects: list[str] = field(default_factory=list)
+    headless: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+
+def layout_of(checkpoint_dir: Path) -> Layout:
+    """Look through a folder. Chunks are not looked at.
+
+    Raises:
+        CorruptCheckpointError: a folder in it is a symbolic link: what it leads to is no part of the checkpoint.
+    """
+    found = Layout()
+    for folder, files in _folders(checkpoint_dir):
+        path = folder.relative_to(checkpoint_dir).as_posix()
+        if ARRAY_FILE in files:
+            if not _is_for_locks(folder):
+                found.arrays.append(path)
+            continue
+        chunks = [name for name in files if _CHUNK_FILE.fullmatch(name)]
+        found.headless.extend([path] if chunks else [])
+        for name in set(files) - set(chunks):
+            below = name if path == "." else f"{path}/{name}"
+            if path != "." and _OBJECT_FILE.fullmatch(name):
+                found.objects.append(below)
+            elif below not in (CONFIG_FNAME, COMMON_FILE):
+                found.others.append(below)
+    for paths in (found.arrays, found.objects, found.headless, found.others):
+        paths.sort()
+    return found
+
+
+def array_folders(checkpoint_dir: Path) -> list[str]:
+    """The keys of all tensors below a folder: each is the path of a folder with the metadata of a Zarr v2 array."""
+    return layout_of(checkpoint_dir).arrays
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronArray:
+    """One tensor as Megatron-Core stored it.
+
+    Attributes:
+        dtype: a Zarr v3 data type name, as in `ckpt.format.dtypes`.
+        grid: shape of one chunk; every side is at least 1.
+        is_raw: chunks are the elements themselves, row-major and little-endian.
+        separator: between the numbers in a chunk's file name.
+        codec: what compressed chunks are compressed with.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    grid: tuple[int, ...]
+    is_raw: bool
+    separator: str
+    codec: str | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        return math.prod(num_chunks(self.shape, self.grid))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of a raw chunk; one at the edge is as long as any other."""
+        return math.prod(self.grid) * item_bytes(self.dtype)
+
+    def chunk_file(self, number: int) -> str:
+        """Name of the file of a chunk, by its row-major number."""
+        offsets = chunk_box(self.shape, self.grid, number).offsets
+        return self.separator.join(str(o // side) for o, side in zip(offsets, self.grid, strict=True)) or "0"
+
+
+def array_at(checkpoint_dir: Path, key: str) -> MegatronArray:
+    file = checkpoint_dir / key / ARRAY_FILE
+    where = f"{key}: {file} does not describe a Zarr v2 array"
+    try:
+        with CheckpointFolder(checkpoint_dir) as folder:
+            said = read(folder.read(f"{key}/{ARRAY_FILE}", _MOST_METADATA_BYTES), _Document, where)
+        _require_harmless([said.compressor, *(said.filters or ())])
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        if isinstance(error, CorruptCheckpointError):
+            raise
+        raise CorruptCheckpointError(f"{where}: {sentence(error)}") from error
+    array = MegatronArray(
+        key=key,
+        dtype=_dtype_name(said.dtype, key, file),
+        shape=said.shape,
+        grid=tuple(max(side, 1) for side in said.chunks),
+        is_raw=not (said.compressor or said.filters) and said.order == "C" and not said.dtype.startswith(">"),
+        separator=said.dimension_separator,
+        codec=None if said.compressor is None else str(said.compressor.get("id")),
+    )
+    if len(said.shape) != len(said.chunks) or max(array.num_bytes, array.chunk_bytes) > MAX_INT:
+        raise corrupt(where, f"an array of shape {list(said.shape)} cannot lie in chunks of {list(said.chunks)}")
+    return array
+
+
+class _Document(msgspec.Struct):
+    """What `.zarray` says, as far as it matters here."""
+
+    zarr_format: Literal[2]
+    shape: Shape
+    chunks: Shape
+    dtype: str
+    order: Literal["C", "F"]
+    compressor: dict[str, Any] | None = None
+    filters: list[dict[str, Any]] | None = None
+    dimension_separator: Literal[".", "/"] = "."
+
+
+def _require_harmless(codecs: Iterable[Any]) -> None:
+    """Refuse codecs that are not known to turn bytes into numbers alone: numcodecs has one, `pickle`, that runs what it reads."""
+    for codec in codecs:
+        if codec is not None and codec["id"] not in _HARMLESS_CODECS:
+            raise ValueError(
+                f"codec {codec['id']!r:.40} is not one of those that are decoded: {', '.join(sorted(_HARMLESS_CODECS))}"
+            )
+
+
+def _dtype_name(text: object, key: str, file: Path) -> str:
+    """The name in `ckpt.format.dtypes` of a data type of Zarr v2, such as "<f4", or "bfloat16", which Megatron-Core put in."""
+    try:
+        name = np.dtype(text).name if isinstance(text, str) and re.fullmatch(r"[<>|][biufc]\d+", text) else str(text)
+        torch_dtype(name)
+    except (TypeError, CorruptCheckpointError) as error:
+        raise CorruptCheckpointError(f"{key}: {file} says data type {text!r}, of which torch has no tensors") from error
+    return name
+
+
+def headless(checkpoint_dir: Path, key: str) -> CorruptCheckpointError:
+    """What to raise for chunks of which nobody can say what they are."""
+    return CorruptCheckpointError(
+        f"{key}: {checkpoint_dir / key} holds chunks of an array, and its {ARRAY_FILE} is missing. {NO_DIGESTS}"
+    )
+
+
+def _folders(checkpoint_dir: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Every folder with its files, but nothing below an array."""
+    for folder, folders, files in os.walk(checkpoint_dir, onerror=_raise):
+        if ARRAY_FILE in files:
+            folders.clear()
+        for name in folders:
+            if os.path.islink(path := os.path.join(folder, name)):
+                raise link_in_checkpoint(Path(path))
+        yield Path(folder), files
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _is_for_locks(folder: Path) -> bool:
+    """Whether a folder that looks like an array's only holds the locks of the one beside it."""
+    return (
+        folder.name.endswith(".sync")
+        and (folder / ARRAY_FILE).stat().st_size == 0
+        and (folder.with_name(folder.name.removesuffix(".sync")) / ARRAY_FILE).is_file()
+    )

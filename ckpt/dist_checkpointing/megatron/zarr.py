@@ -1,0 +1,306 @@
+"""Reads what Megatron-Core's zarr strategy wrote: the tensors through either Zarr library or as mapped files, and the pickled parts.
+
+What lies where is in `layout.py` beside it. A chunk that is not there is never read as zeros. What is pickled is read where
+that is asked for, and by `ckpt.format.unpickling` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ckpt.backends.decoded_size import require_decodes_within
+from ckpt.dist_checkpointing.megatron.layout import (
+    ARRAY_FILE,
+    COMMON_FILE,
+    NO_DIGESTS,
+    MegatronArray,
+    array_at,
+    array_folders,
+    headless,
+    is_megatron_zarr,
+    layout_of,
+    require_version,
+)
+from ckpt.dist_checkpointing.state.objects import ShardedObject
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
+from ckpt.format import zarr_dtypes
+from ckpt.format.box import Box, chunk_box, chunks_meeting
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.dtypes import bits_of, torch_dtype
+from ckpt.format.unpickling import Unknown, unpickle
+
+__all__ = [
+    "Library",
+    "MegatronArray",
+    "MegatronZarr",
+    "array_folders",
+    "is_megatron_zarr",
+    "load_megatron_common",
+    "load_megatron_object",
+    "megatron_objects",
+]
+
+_log = logging.getLogger("ckpt")
+
+Library = Literal["zarr", "tensorstore"]
+MAP_FROM_BYTES = 64 << 10
+"""Smaller chunks are read: a process may map only so many files (65,530, unless Linux was told otherwise)."""
+
+_UNKNOWN_SIDE = -1
+
+
+class MegatronZarr:
+    """The tensors of one checkpoint, open for reading. Any process, alone.
+
+    Args:
+        library: what decodes chunks in `read`.
+
+    Attributes:
+        arrays: by key.
+        layout: what else lies there.
+        folder: the checkpoint's own.
+
+    Raises:
+        CheckpointNotFoundError: the folder holds no such checkpoint.
+        ConfigurationError: it is of a later version of the format, or there is no such library.
+        CorruptCheckpointError: the metadata of the checkpoint, or of a tensor, cannot be understood.
+    """
+
+    def __init__(self, checkpoint_dir: Path, library: Library = "zarr") -> None:
+        self._dir = self.folder = Path(checkpoint_dir)
+        if library not in _OPEN:
+            raise ConfigurationError(f"library {library!r} is not known; choose zarr or tensorstore")
+        require_version(self._dir)
+        self._library = library
+        self._files = CheckpointFolder(self._dir)
+        self._opened: dict[str, Callable[[Box, torch.Tensor], None]] = {}
+        self.layout = layout_of(self._dir)
+        self.arrays = {key: array_at(self._dir, key) for key in self.layout.arrays}
+
+    def read(self, key: str, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` (host, shape box.shape, the stored data type) with a box of a tensor, through the library.
+
+        Raises:
+            MissingStateError: there is no such tensor.
+            CorruptCheckpointError: a chunk that `box` meets is missing, of another size than its elements, or cannot be
+                decoded.
+        """
+        array = self._array(key)
+        assert tuple(out.shape) == box.shape and out.dtype == torch_dtype(array.dtype), f"{key}: {out.shape} for {box}"
+        if out.numel() == 0:
+            return
+        numbers = list(chunks_meeting(array.shape, array.grid, box))
+        for number in numbers:
+            self.require_chunk(array, number)
+        try:
+            self._reader(key)(box, out)
+        except Exception as error:  # codecs raise nearly anything
+            chunk = next((number for number in numbers if not self._is_readable(array, number)), None)
+            where = str(box) if chunk is None else f"chunk {array.chunk_file(chunk)}"
+            raise CorruptCheckpointError(
+                f"{key}: {self._library} cannot read {where} of {self._dir / key}: {sentence(error)}. {NO_DIGESTS}"
+            ) from error
+
+    def mapped(self, key: str) -> list[tuple[Box, torch.Tensor]] | None:
+        """Every stored chunk of a tensor as a view of its file, cut off at the tensor's edge; None if chunks are encoded.
+
+        The views are good as long as nobody writes to the files. What is written to a view goes nowhere.
+
+        Raises: those of `read`, and
+            StorageError: a file cannot be mapped.
+        """
+        array = self._array(key)
+        if not array.is_raw:
+            return None
+        return [self._mapped_chunk(array, number) for number in range(array.num_chunks)]
+
+    def _array(self, key: str) -> MegatronArray:
+        if key in self.arrays:
+            return self.arrays[key]
+        if key in self.layout.headless:
+            raise headless(self._dir, key)
+        _log.debug("%s holds %s", self._dir, sorted(os.listdir(self._dir)))
+        raise MissingStateError(
+            f"array {key} is not in {self._dir}: there is no {self._dir / key / ARRAY_FILE}. It holds {len(self.arrays)} others; "
+            "the debug log lists the folder."
+        )
+
+    def require_chunk(self, array: MegatronArray, number: int) -> Path:
+        """Return the file of a chunk.
+
+        Raises:
+            CorruptCheckpointError: it is missing or, being raw, of another size than its elements; or it would decode to far more.
+        """
+        path = f"{array.key}/{array.chunk_file(number)}"
+        file = self._dir / path
+        try:
+            size = self._files.stat(path).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            raise CorruptCheckpointError(
+                f"{array.key}: chunk {array.chunk_file(number)} is missing, there is no {file}. {NO_DIGESTS}"
+            ) from None
+        if array.is_raw and size != array.chunk_bytes:
+            raise CorruptCheckpointError(
+                f"{array.key}: chunk {array.chunk_file(number)} has {size} bytes, and {list(array.grid)} elements of {array.dtype} are "
+                f"{array.chunk_bytes}: {file} was cut off or changed. {NO_DIGESTS}"
+            )
+        if array.codec is not None:
+            require_decodes_within(file, array.codec, array.chunk_bytes)
+        return file
+
+    def _mapped_chunk(self, array: MegatronArray, number: int) -> tuple[Box, torch.Tensor]:
+        file = self.require_chunk(array, number)
+        box = chunk_box(array.shape, array.grid, number)
+        dtype = torch_dtype(array.dtype)
+        try:
+            if array.chunk_bytes < MAP_FROM_BYTES:
+                path = f"{array.key}/{array.chunk_file(number)}"
+                elements = torch.frombuffer(bytearray(self._files.read(path, array.chunk_bytes)), dtype=dtype)
+            else:
+                elements = torch.from_file(str(file), shared=False, size=math.prod(array.grid), dtype=dtype)
+        except (OSError, RuntimeError) as error:
+            raise StorageError(
+                f"{file} cannot be mapped: {sentence(error)}. Linux lets a process map vm.max_map_count files."
+            ) from error
+        return box, elements.view(array.grid)[tuple(slice(0, side) for side in box.shape)]
+
+    def _reader(self, key: str) -> Callable[[Box, torch.Tensor], None]:
+        if key not in self._opened:
+            self._files.require_regular_below(key)  # the libraries would follow links out of it
+            self._opened[key] = _OPEN[self._library](self._dir / key)
+        return self._opened[key]
+
+    def _is_readable(self, array: MegatronArray, number: int) -> bool:
+        box = chunk_box(array.shape, array.grid, number)
+        try:
+            self._reader(array.key)(box, torch.empty(box.shape, dtype=torch_dtype(array.dtype)))
+        except Exception:
+            return False
+        return True
+
+
+def load_megatron_common(checkpoint_dir: Path, *, allow_pickle: bool, unknown: Unknown = "refuse") -> dict[Any, Any]:
+    """Read `common.pt`: all that is neither a sharded tensor nor a sharded object.
+
+    Args:
+        unknown: as for `ckpt.format.unpickling.unpickle`.
+
+    Raises:
+        ConfigurationError: pickles are not allowed; or it holds objects of unknown classes, or no dictionary.
+        CorruptCheckpointError: it is missing or cannot be read.
+    """
+    file = checkpoint_dir / COMMON_FILE
+    if not file.is_file():
+        _log.debug("%s holds %s", checkpoint_dir, sorted(os.listdir(checkpoint_dir)))
+        raise CorruptCheckpointError(f"{file} does not exist. {NO_DIGESTS}")
+    common = _unpickled(checkpoint_dir, COMMON_FILE, allow_pickle, unknown)
+    if not isinstance(common, dict):
+        raise ConfigurationError(f"{file} holds a {type(common).__name__}, where a state dict should be")
+    return common
+
+
+def megatron_objects(checkpoint_dir: Path) -> dict[str, ShardedObject]:
+    """Unique key -> object without data, of every object file, by their names. No file is opened.
+
+    Old versions cut the last number off the shape in a name. It is then taken to be what the files of that key make up.
+    """
+    by_key: dict[str, list[ShardedObject]] = {}
+    for path in layout_of(checkpoint_dir).objects:
+        made = ShardedObject.empty_from_unique_key(path.removesuffix(".pt"))
+        by_key.setdefault(made.key, []).append(made)
+    for objects in by_key.values():
+        last = max((one.global_offset[-1] for one in objects if one.global_offset), default=0)
+        for one in objects:
+            if one.global_shape[-1:] == (_UNKNOWN_SIDE,):
+                one.global_shape = (*one.global_shape[:-1], last + 1)
+    return {one.unique_key: one for objects in by_key.values() for one in objects}
+
+
+def load_megatron_object(
+    checkpoint_dir: Path, unique_key: str, *, allow_pickle: bool, unknown: Unknown = "refuse"
+) -> Any:
+    """Read one object, under its own name or the shorter one that old versions gave its file.
+
+    Raises:
+        MissingStateError: there is no such object.
+        ConfigurationError, CorruptCheckpointError: as `load_megatron_common`.
+    """
+    path = f"{unique_key}.pt"
+    if not (checkpoint_dir / path).is_file():
+        path = Path(unique_key).with_suffix(".pt").as_posix()
+        # The short name says less: it must be that of an object of this very shape.
+        if not (checkpoint_dir / path).is_file() or unique_key not in megatron_objects(checkpoint_dir):
+            _log_folder_of(checkpoint_dir, unique_key)
+            raise MissingStateError(
+                f"object {unique_key} is not in {checkpoint_dir}. Objects cannot be cut anew: ask for the shards that were saved. "
+                "The debug log lists the folder."
+            )
+    return _unpickled(checkpoint_dir, path, allow_pickle, unknown)
+
+
+def _unpickled(checkpoint_dir: Path, path: str, allow_pickle: bool, unknown: Unknown) -> Any:
+    file = checkpoint_dir / path
+    if not allow_pickle:
+        raise ConfigurationError(
+            f"{file} is a pickle, which is read only where that is asked for: load with "
+            "allow_pickle=True. Then tensors, plain values and containers are made of it, and nothing that "
+            "it holds is run."
+        )
+    with CheckpointFolder(checkpoint_dir) as folder:
+        folder.require_regular(path)
+    return unpickle(file, unknown=unknown)
+
+
+def _log_folder_of(checkpoint_dir: Path, unique_key: str) -> None:
+    folder = (checkpoint_dir / unique_key).parent
+    shown = folder if folder.is_dir() else checkpoint_dir
+    _log.debug("%s holds %s", shown, sorted(os.listdir(shown)))
+
+
+def _open_by_zarr(folder: Path) -> Callable[[Box, torch.Tensor], None]:
+    import zarr
+    from zarr.storage import LocalStore
+
+    zarr_dtypes.register()
+    stored = zarr.open_array(store=LocalStore(folder, read_only=True), mode="r", zarr_format=2)
+
+    def read(box: Box, out: torch.Tensor) -> None:
+        values = np.asarray(stored[box.slices])
+        bits = bits_of(out)
+        bits[...] = values.astype(values.dtype.newbyteorder("="), copy=False).view(bits.dtype)
+
+    return read
+
+
+def _open_by_tensorstore(folder: Path) -> Callable[[Box, torch.Tensor], None]:
+    import tensorstore as ts
+
+    spec = {
+        "driver": "zarr",
+        "metadata_key": ARRAY_FILE,
+        "kvstore": {"driver": "file", "path": f"{folder.absolute()}/"},
+        "fill_missing_data_reads": False,
+    }
+    context = ts.Context({"file_io_mode": {"mode": "memmap"}})
+    stored = ts.open(spec, open=True, read=True, context=context).result()
+
+    def read(box: Box, out: torch.Tensor) -> None:
+        values = bits_of(out).view(stored.dtype.numpy_dtype)
+        wanted = stored[box.slices].translate_to[(0,) * len(box.shape)] if box.shape else stored
+        ts.array(values, context=context).write(wanted).result()
+
+    return read
+
+
+_OPEN: dict[str, Callable[[Path], Callable[[Box, torch.Tensor], None]]] = {
+    "zarr": _open_by_zarr,
+    "tensorstore": _open_by_tensorstore,
+}

@@ -1,0 +1,173 @@
+"""Do the ranks agree on the common part of a state dict? Only rank 0's is saved."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt.dist_checkpointing.dict_utils import Path, path_name
+from ckpt.dist_checkpointing.mapping import CommonStateDict, StateDict
+from ckpt.dist_checkpointing.state.integrity import named_ranks
+from ckpt.format.manifest import digest_of
+from ckpt.load.report import some_of
+from ckpt.ranks.job import current_topology
+from ckpt.ranks.topology import Topology
+from ckpt.state.replication import fingerprints
+
+_log = logging.getLogger(__name__)
+_SCALARS = (type(None), bool, int, float, complex, str)
+_MAX_SENT = 100  # paths that a rank sends: every rank gets every rank's
+
+
+def compare_common(
+    common_state_dict: CommonStateDict, preprocess: Callable[[CommonStateDict], StateDict] | None = None
+) -> dict[str, list[int]]:
+    """Compare the ranks' common state dicts with rank 0's, and let rank 0 warn of what differs. Collective.
+
+    Tensors are compared by type, shape and every bit, plain values by value, and namespaces and dataclasses are looked into. Of an
+    object that has no text of its own only the class is compared, for nothing else can be said of it.
+
+    Equal ranks send one digest each. Else rank 0 sends a short digest for every path, and a rank that differs the paths where it
+    does, the first 100 of them; ranks that are equal to one another send them once.
+
+    Args:
+        preprocess: called with the state dict, which it must not change; returns what is to be compared, such as a copy without the
+            entries that are each rank's own.
+
+    Returns:
+        path -> ranks that differ there; equal on every rank. A rank that differs in more than 100 paths is only in its first 100,
+        and the warning says so.
+    """
+    topology = current_topology()
+    with topology.phase("common state") as phase:
+        mine = _rows_of(common_state_dict if preprocess is None else preprocess(common_state_dict), topology.progress)
+        phase.payload = digest_of(json.dumps(sorted(mine.items())).encode())
+    digests: list[str] = phase.payloads
+    if len(set(digests)) == 1:
+        return {}
+    differing = _exchange_differing(mine, digests, topology)
+    found: dict[str, list[int]] = {}
+    for rank, (_, paths) in enumerate(differing):
+        for path in paths:
+            found.setdefault(path, []).append(rank)
+    if topology.is_lead:
+        _warn(found, [num for num, _ in differing])
+    return found
+
+
+def _exchange_differing(
+    mine: Mapping[str, str], digests: Sequence[str], topology: Topology
+) -> list[tuple[int, list[str]]]:
+    """By rank, in how many paths it differs from rank 0, and the first of these paths."""
+    with topology.phase("common state of rank 0") as phase:
+        phase.payload = mine if topology.is_lead else None
+    expected: dict[str, str] = phase.payloads[0]
+    speakers = [digests.index(digest) for digest in digests]
+    with topology.phase("paths that differ from rank 0's") as phase:
+        if speakers[topology.rank] == topology.rank != 0:
+            paths = [path for path in {**expected, **mine} if expected.get(path) != mine.get(path)]
+            phase.payload = [len(paths), paths[:_MAX_SENT]]
+    said: dict[int, tuple[int, list[str]]] = {rank: tuple(one) for rank, one in enumerate(phase.payloads) if one}
+    return [said.get(speaker, (0, [])) for speaker in speakers]
+
+
+def _warn(found: Mapping[str, Sequence[int]], num_differing: Sequence[int]) -> None:
+    """Say where ranks differ.
+
+    Args:
+        num_differing: by rank, in how many paths, of which `found` may hold only the first.
+    """
+    named = [f"{path} ({named_ranks(ranks)})" for path, ranks in found.items()]
+    cut = [rank for rank, num in enumerate(num_differing) if num > _MAX_SENT]
+    only = (
+        f"; of {named_ranks(cut)}, with up to {max(num_differing)} such paths, only the first {_MAX_SENT} are looked at"
+    )
+    _log.warning(
+        "the common state dict of rank 0, which alone is saved, differs from other ranks' in %s%s",
+        some_of(named),
+        only if cut else "",
+    )
+
+
+def _rows_of(state_dict: StateDict, progress: Callable[[], None]) -> dict[str, str]:
+    """What ranks compare, by path. Two entries of one name, which only odd keys have, share a row."""
+    rows: dict[str, str] = {}
+    for path, text in _walk(state_dict, (), ()):
+        name = path_name(path)
+        rows[name] = digest_of((rows.get(name, "") + text).encode(errors="surrogatepass"))[:16]
+        progress()
+    return rows
+
+
+def _walk(value: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, str]]:
+    """Yield (path, text that tells it from other values) of everything inside.
+
+    Args:
+        above: what the value is in, by identity.
+    """
+    inside = _inside(value)
+    if inside is None:
+        yield path, _text(value)
+    elif id(value) in above:
+        yield path, "itself"
+    else:
+        yield path, _class_name(value)
+        for key, child in inside.items():
+            yield from _walk(child, (*path, key), (*above, id(value)))
+
+
+def _inside(value: Any) -> Mapping[Any, Any] | None:
+    """What is looked into, by key; None of a leaf."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, list | tuple) and not all(type(item) in _SCALARS for item in value):
+        return dict(enumerate(value))
+    if isinstance(value, np.ndarray) and value.dtype.hasobject and value.ndim:
+        return dict(enumerate(value))
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return vars(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
+    return None
+
+
+def _text(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return _text_of_tensor(leaf)
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        return f"{leaf.dtype.str} {leaf.shape} {digest_of(leaf.tobytes())}"
+    if isinstance(leaf, Enum):
+        return f"{_class_name(leaf)}.{leaf.name}"
+    if isinstance(leaf, set | frozenset):
+        return f"{_class_name(leaf)} {sorted(map(_text, leaf))}"
+    if isinstance(leaf, type | types.FunctionType | types.BuiltinFunctionType):
+        return f"{leaf.__module__}.{leaf.__qualname__}"
+    return f"{_class_name(leaf)} {_own_text(leaf)}"
+
+
+def _text_of_tensor(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
+    return str(tuple(fingerprints({"": tensor})[""]))
+
+
+def _own_text(leaf: Any) -> str:
+    """What an object says of itself; nothing if that is where it lies in memory, which differs between equal ones."""
+    try:
+        text = repr(leaf)
+    except Exception as error:
+        return f"repr() raised {type(error).__name__}"
+    return "" if " at 0x" in text else text
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,130 @@
+"""Tensors that a checkpoint holds in another form than the program. Users import these names from `ckpt.dist_checkpointing.mapping`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+
+from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, path_name
+from ckpt.errors import CheckpointError, ShardingError, sentence
+from ckpt.state.sharded_base import ReplicaId, ShardedBase, ShardedStateDict, StateDict
+
+FactoryBuildFn = Callable[[str, torch.Tensor, ReplicaId, slice | None], Any]
+"""(key, data, replica_id, flattened_range) to the sharded tensors, nested in dicts and lists, that are saved for it."""
+FactoryMergeFn = Callable[[Any], torch.Tensor]
+"""What was loaded for those sharded tensors, nested alike, back to one tensor."""
+
+
+@dataclass(eq=False)
+class ShardedTensorFactory(ShardedBase):
+    """A tensor, how to turn it into what is saved, and how to turn what was loaded back into it.
+
+    `build_fn` may depend on its arguments only: the states that an optimizer keeps for a parameter have the parameter's shape,
+    and are saved by its factory with their own key and data in it.
+
+    Attributes:
+        key: name, which `build_fn` is given.
+        data: the tensor as the program has it.
+        build_fn: called before a save and before a load.
+        merge_fn: called after a load; undoes `build_fn`.
+        replica_id: which of several equal copies this is.
+        flattened_range: which run of the flattened tensor `data` is; None for all of it.
+    """
+
+    key: str
+    data: torch.Tensor | None = field(repr=False)
+    build_fn: FactoryBuildFn
+    merge_fn: FactoryMergeFn
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> Any:
+        """Return what is saved, or asked for, in place of this tensor.
+
+        Raises:
+            ShardingError: the factory has no data.
+        """
+        if self.data is None:
+            raise ShardingError(
+                f"{self.key}: a factory without data builds nothing; give it the tensor that it stands for"
+            )
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def validate_metadata_integrity(self) -> None:
+        """Nothing to check: the sharded tensors that it builds check themselves."""
+
+    def without_data(self) -> Self:
+        return replace(self, data=None)
+
+
+def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
+    """Put in the place of every factory of a state dict what it builds."""
+    dict_list_map_inplace(_built, sharded_state_dict)
+
+
+def _built(value: Any) -> Any:
+    if not isinstance(value, ShardedTensorFactory):
+        return value
+    try:
+        return value.build()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise ShardingError(f"{value.key}: build_fn of its factory raised {sentence(error)}") from error
+
+
+def apply_factory_merges(x1: StateDict, x2: ShardedStateDict, key: tuple[str | int, ...] = ()) -> StateDict:
+    """Put in the place of what was loaded for a factory the tensor that the factory merges it into.
+
+    Args:
+        x1: what was loaded; changed in place.
+        x2: the factories, at the places in `x1` of what they built. An element of a list may be given as {position: factory}.
+        key: the way to here, for messages.
+
+    Returns:
+        `x1`; or the merged tensor, where `x2` itself is a factory.
+
+    Raises:
+        ShardingError: `x1` has nothing at the place of a factory.
+    """
+    merged: StateDict = _merged(x1, x2, key)
+    return merged
+
+
+def _merged(loaded: Any, wanted: Any, key: tuple[str | int, ...]) -> Any:
+    if isinstance(wanted, ShardedTensorFactory):
+        try:
+            return wanted.merge_fn(loaded)
+        except Exception as error:
+            raise ShardingError(f"{wanted.key}: merge_fn of its factory raised {sentence(error)}") from error
+    for step, below in _steps(loaded, wanted, key):
+        loaded[step] = _merged(loaded[step], below, (*key, step))
+    return loaded
+
+
+def _steps(loaded: Any, wanted: Any, key: tuple[str | int, ...]) -> Iterable[tuple[Any, Any]]:
+    """The places below here at which factories are, all of them there in what was loaded."""
+    here = path_name(key)
+    if isinstance(wanted, dict) and isinstance(loaded, dict | list):
+        places = loaded if isinstance(loaded, dict) else range(len(loaded))
+        missing = [step for step in wanted if step not in places]
+        if missing:
+            raise ShardingError(
+                f"at {here} a factory merges what was loaded under {missing[0]!r}, but only {list(places)} were; load with the "
+                "state dict that the factories were built from"
+            )
+        return wanted.items()
+    if isinstance(wanted, list) and isinstance(loaded, list):
+        if len(loaded) != len(wanted):
+            raise ShardingError(
+                f"at {here} a list of {len(loaded)} elements was loaded, and the factories are in a list of {len(wanted)}; load "
+                "with the state dict that the factories were built from"
+            )
+        return enumerate(wanted)
+    raise ShardingError(
+        f"at {here} a {type(loaded).__name__} was loaded, where the factories have a {type(wanted).__name__}; load with the state "
+        "dict that the factories were built from"
+    )

@@ -1,0 +1,307 @@
+"""The first reference's interfaces: how the common and the sharded part of a state are saved and loaded, and the registry.
+
+A format is a backend and its version; a strategy is an algorithm that writes or reads one. Which strategy serves a format
+when none is given says the registry, filled by named calls when a format is first asked for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, overload
+
+from ckpt.errors import ConfigurationError
+from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
+
+if TYPE_CHECKING:
+    from ckpt.dist_checkpointing.mapping import ShardedStateDict, StateDict
+
+
+class StrategyAction(Enum):
+    """What a strategy does, and with which part of a state."""
+
+    LOAD_COMMON = "load_common"
+    LOAD_SHARDED = "load_sharded"
+    SAVE_COMMON = "save_common"
+    SAVE_SHARDED = "save_sharded"
+
+
+# Loading
+
+
+class LoadStrategyBase(ABC):
+    """Reads checkpoints of some formats, and refuses the others."""
+
+    @abstractmethod
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Make sure that this strategy reads what `loaded_backend` has written.
+
+        Raises:
+            ConfigurationError: it does not; equal on all ranks, which read one `metadata.json`.
+        """
+
+    @abstractmethod
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Make sure that this strategy reads this version of its backend's format.
+
+        Raises:
+            ConfigurationError: it does not.
+        """
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Does it load `ShardedObject`s too?"""
+        return False
+
+
+class DeclaredFormats(LoadStrategyBase):
+    """The checks of a load strategy whose class says what it reads; to be named first among its bases.
+
+    Attributes:
+        backends: whose checkpoints it reads.
+        versions: of their formats.
+
+    Example:
+        >>> class Load(DeclaredFormats, LoadShardedStrategy):
+        ...     backends, versions = ("zarr", "tensorstore"), (1,)
+    """
+
+    backends: ClassVar[tuple[str, ...]]
+    versions: ClassVar[tuple[int, ...]]
+
+    def check_backend_compatibility(
+        self, loaded_backend: str | None = None, *, loaded_version: str | None = None
+    ) -> None:
+        """Make sure that this strategy reads what the backend has written.
+
+        Args:
+            loaded_backend: name of the backend.
+            loaded_version: the same, under the name that the load strategies of Megatron-Core give this parameter. Give one of them.
+
+        Raises:
+            ConfigurationError: it does not read that; or not exactly one name is given.
+        """
+        given = [name for name in (loaded_backend, loaded_version) if name is not None]
+        if len(given) != 1:
+            raise ConfigurationError(
+                f"check_backend_compatibility takes the name of one backend, as loaded_backend or as loaded_version; {len(given)} are given"
+            )
+        self._check("backend", given[0], self.backends)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        self._check("version", loaded_version, self.versions)
+
+    def _check(self, what: str, found: str | int, readable: Sequence[str | int]) -> None:
+        if found not in readable:
+            raise ConfigurationError(
+                f"{type(self).__name__}: the checkpoint has {what} {found!r}, this strategy reads {what} "
+                f"{' or '.join(map(repr, readable))}; load it with a strategy that reads {what} {found!r}"
+            )
+
+
+class LoadCommonStrategy(LoadStrategyBase):
+    """Loads the common part, which all ranks share: plain values, and tensors that are not sharded."""
+
+    @abstractmethod
+    def load_common(self, checkpoint_dir: Path) -> StateDict:
+        """Return the common part."""
+
+    @abstractmethod
+    def load_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
+        """Put what was saved in the place of each `ShardedObject`, and return the state dict."""
+
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+        """Return the `ShardedObject`s of the checkpoint, without data, by unique key; none if it does not handle them."""
+        if self.can_handle_sharded_objects:
+            raise NotImplementedError(f"{type(self).__name__} loads sharded objects, and does not list them")
+        return {}
+
+
+class LoadShardedStrategy(LoadStrategyBase):
+    """Loads the sharded part: to each rank the shards it asks for, whoever saved them."""
+
+    @abstractmethod
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
+        """Put the loaded tensor in the place of each `ShardedTensor`, and return the state dict. Every rank calls it."""
+
+    @abstractmethod
+    def load_tensors_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+        """Return the tensors of the checkpoint by their own keys, which are not those of any state dict.
+
+        Each is a `ShardedTensor` of which global shape and data type mean something: it has no data and is not cut.
+        """
+
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+        """Return the tensors and, if it handles them, the objects of the checkpoint, without data, by their own keys."""
+        if self.can_handle_sharded_objects:
+            raise NotImplementedError(f"{type(self).__name__} loads sharded objects, and does not list them")
+        return self.load_tensors_metadata(checkpoint_dir)
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Remove from the checkpoint every tensor whose key begins with `key_prefix`. Every rank calls it."""
+        raise NotImplementedError(f"{type(self).__name__} cannot remove tensors from {checkpoint_dir}")
+
+
+# Saving
+
+
+class SaveStrategyBase:
+    """Writes checkpoints of one format.
+
+    Attributes:
+        backend, version: of the format, as the checkpoint will say.
+    """
+
+    def __init__(self, backend: str, version: int) -> None:
+        self.backend = backend
+        self.version = version
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Does it save `ShardedObject`s too?"""
+        return False
+
+    @property
+    def described(self) -> str:
+        """What all ranks of a save must have alike: they write one checkpoint together. A class with settings adds them."""
+        return str(self)
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.backend}, {self.version})"
+
+
+class SaveCommonStrategy(SaveStrategyBase, ABC):
+    """Saves the common part, which all ranks share."""
+
+    @abstractmethod
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: Path) -> None:
+        """Write the common part once. Every rank calls it."""
+
+    def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+        """Write each `ShardedObject` of which this rank holds the main replica."""
+        raise NotImplementedError(f"{self} does not save sharded objects")
+
+
+class SaveShardedStrategy(SaveStrategyBase, ABC):
+    """Saves the sharded part."""
+
+    @abstractmethod
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+        """Write the shards; when it returns, those of all ranks are written. Every rank calls it."""
+
+
+class AsyncSaveShardedStrategy(SaveShardedStrategy):
+    """Saves the sharded part in the background, or at once, as any other."""
+
+    @abstractmethod
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
+        """Prepare, so that training may change the tensors, and return the rest. The caller schedules it. Every rank calls it."""
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+        self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
+
+
+# The registry
+
+Strategy: TypeAlias = LoadStrategyBase | SaveStrategyBase
+
+_KINDS: Mapping[StrategyAction, type[Strategy]] = {
+    StrategyAction.LOAD_COMMON: LoadCommonStrategy,
+    StrategyAction.LOAD_SHARDED: LoadShardedStrategy,
+    StrategyAction.SAVE_COMMON: SaveCommonStrategy,
+    StrategyAction.SAVE_SHARDED: SaveShardedStrategy,
+}
+
+_COMMON = "ckpt.dist_checkpointing.strategies.common:register_default_common_strategies"
+_TENSORSTORE = "ckpt.dist_checkpointing.strategies.tensorstore:register_default_tensorstore_strategies"
+_ZARR = "ckpt.dist_checkpointing.strategies.zarr:register_default_zarr_strategies"
+
+_FILLED_BY: dict[str, tuple[str, ...]] = {
+    "json": (_COMMON,),
+    "tensorstore": (_TENSORSTORE,),
+    "torch": (_COMMON,),
+    "zarr": (_ZARR, _TENSORSTORE),
+}
+"""Backend -> the functions that register its strategies, each imported when the backend is first asked for."""
+
+default_strategies: dict[str, dict[tuple[str, int], Strategy]] = {action.value: {} for action in StrategyAction}
+
+async_calls = AsyncCallsQueue()
+"""A queue for programs that import upstream's; nothing here schedules anything in it."""
+
+
+def register_default_strategy(action: StrategyAction, backend: str, version: int, strategy: Strategy) -> None:
+    """Make a strategy the one for `action` on this format. A later registration replaces an earlier one.
+
+    Raises:
+        ConfigurationError: it is no instance of the strategies for this action.
+    """
+    if not isinstance(strategy, _KINDS[action]):
+        given = f"the class {strategy.__name__}" if isinstance(strategy, type) else f"a {type(strategy).__name__}"
+        raise ConfigurationError(
+            f"{given} cannot be the default strategy for {_triple(action, backend, version)}; give an instance of a "
+            f"{_KINDS[action].__name__}"
+        )
+    default_strategies[action.value][backend, version] = strategy
+
+
+@overload
+def get_default_strategy(
+    action: Literal[StrategyAction.LOAD_COMMON], backend: str, version: int
+) -> LoadCommonStrategy: ...
+@overload
+def get_default_strategy(
+    action: Literal[StrategyAction.LOAD_SHARDED], backend: str, version: int
+) -> LoadShardedStrategy: ...
+@overload
+def get_default_strategy(
+    action: Literal[StrategyAction.SAVE_COMMON], backend: str, version: int
+) -> SaveCommonStrategy: ...
+@overload
+def get_default_strategy(
+    action: Literal[StrategyAction.SAVE_SHARDED], backend: str, version: int
+) -> SaveShardedStrategy: ...
+@overload
+def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Strategy: ...
+def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Strategy:
+    """Return the strategy registered for `action` on this format, importing the backend's own ones if there is none.
+
+    Raises:
+        ConfigurationError: nobody registered one, or a library that it needs cannot be imported.
+    """
+    registered = default_strategies[action.value]
+    if (backend, version) not in registered:
+        try:
+            _register_defaults_of(backend)
+        except ImportError as error:
+            package = (error.name or "ckpt").partition(".")[0].replace("ckpt", "ckpt-coordinator")
+            raise ConfigurationError(
+                f"the default strategy for {_triple(action, backend, version)} cannot be imported ({error}): "
+                f"pip install --upgrade {package}"
+            ) from error
+    if (backend, version) not in registered:
+        known = ", ".join(_triple(action, *one) for one in sorted(registered)) or "none"
+        raise ConfigurationError(
+            f"there is no default strategy for {_triple(action, backend, version)}; registered are {known}; the "
+            f"backends {', '.join(_FILLED_BY)} register theirs when asked for: give a strategy, or call register_default_strategy first"
+        )
+    return registered[backend, version]
+
+
+def _register_defaults_of(backend: str) -> None:
+    """Let the backend register its strategies, but not in the place of any that are there: those are somebody's choice."""
+    chosen = {action: dict(registered) for action, registered in default_strategies.items()}
+    try:
+        for place in _FILLED_BY.get(backend, ()):
+            module, _, function = place.partition(":")
+            getattr(import_module(module), function)()
+    finally:
+        for action, registered in chosen.items():
+            default_strategies[action].update(registered)
+
+
+def _triple(action: StrategyAction, backend: str, version: int) -> str:
+    return f"({action.value}, {backend}, {version})"

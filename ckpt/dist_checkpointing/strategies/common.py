@@ -1,0 +1,271 @@
+"""The part of a state dict that is not sharded, and the ShardedObjects: as JSON and arrays, or read from pickled files.
+
+Two small checkpoints of our format, `common/` and `objects/`, below the one that holds the tensors; its manifest lists theirs, so
+that every byte below the folder is answered for. Nothing is pickled: what is neither a tensor nor plain (ckpt/state/flatten.py) is
+refused by name. `common.pt` and the object files that Megatron-Core wrote are read where that is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from ckpt.dist_checkpointing.folder.folder import save_state
+from ckpt.dist_checkpointing.folder.loading import load_state, state_keys
+from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
+from ckpt.dist_checkpointing.megatron.layout import COMMON_FILE as COMMON_STATE_FNAME
+from ckpt.dist_checkpointing.megatron.zarr import load_megatron_common, load_megatron_object, megatron_objects
+from ckpt.dist_checkpointing.strategies.base import (
+    DeclaredFormats,
+    LoadCommonStrategy,
+    SaveCommonStrategy,
+    StrategyAction,
+    register_default_strategy,
+)
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS
+from ckpt.format.stored import read_listed_file, read_manifest
+from ckpt.format.unpickling import unknown_in
+from ckpt.ranks.job import current_topology
+from ckpt.ranks.topology import Topology
+from ckpt.state.sharing import SharingPattern
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "COMMON_STATE_FNAME",
+    "JsonLoadCommonStrategy",
+    "JsonSaveCommonStrategy",
+    "TorchCommonLoadStrategy",
+    "TorchCommonSaveStrategy",
+    "logger",
+    "register_default_common_strategies",
+]
+
+
+def register_default_common_strategies() -> None:
+    """Register what writes and reads ("json", 1), and what reads ("torch", 1), pickled files not allowed."""
+    register_default_strategy(StrategyAction.SAVE_COMMON, "json", 1, JsonSaveCommonStrategy())
+    register_default_strategy(StrategyAction.LOAD_COMMON, "json", 1, JsonLoadCommonStrategy())
+    register_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1, TorchCommonLoadStrategy())
+
+
+class JsonSaveCommonStrategy(SaveCommonStrategy):
+    """Saves plain values as JSON, and tensors among them as arrays."""
+
+    def __init__(self, backend: str = "json", version: int = 1) -> None:
+        super().__init__(backend, version)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: Path) -> None:
+        """Save rank 0's state dict; the others' is not looked at. Collective.
+
+        Raises:
+            ConfigurationError: it holds something that is neither a tensor nor plain.
+        """
+        topology = current_topology()
+        with topology.operation(f"save into {checkpoint_dir}"), topology.phase("common state"):
+            if topology.is_lead:
+                folder = Path(checkpoint_dir) / COMMON
+                alone = Topology.alone(topology.progress)
+                save_state(folder, COMMON, common_state_dict, SharingPattern.GLOBAL, alone, ZarrBackend())
+
+    def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+        """Save the objects of all ranks' main replicas, each under its unique key. Collective.
+
+        Raises:
+            ConfigurationError: one holds something that is neither a tensor nor plain.
+        """
+        topology = current_topology()
+        with topology.operation(f"save into {checkpoint_dir}"):
+            with topology.phase("count objects") as phase:
+                objects = {
+                    one.unique_key: one.data
+                    for one in nested_values(sharded_objects_state_dict)
+                    if is_main_replica(one.replica_id)
+                }
+                phase.payload = len(objects)
+            if any(phase.payloads):
+                folder = Path(checkpoint_dir) / OBJECTS
+                save_state(folder, OBJECTS, objects, SharingPattern.PER_RANK, topology, ZarrBackend())
+
+
+class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
+    """Loads what `JsonSaveCommonStrategy` saved. Every rank reads for itself; no call waits for another rank."""
+
+    backends = ("json",)
+    versions = (1,)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def load_common(self, checkpoint_dir: Path) -> StateDict:
+        """Load the state dict that rank 0 saved.
+
+        Raises:
+            CorruptCheckpointError: it is missing or damaged.
+        """
+        with _naming(COMMON):
+            folder = _below(Path(checkpoint_dir), COMMON)
+            return load_state(folder, COMMON, progress=current_topology().progress)
+
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path
+    ) -> ShardedStateDict:
+        """Replace every ShardedObject, in place, by what was saved under its unique key; return the state dict.
+
+        Raises:
+            MissingStateError: nothing was.
+        """
+        wanted = sorted({one.unique_key for one in nested_values(sharded_objects_state_dict)})
+        if not wanted:
+            return sharded_objects_state_dict
+        found: Mapping[Any, Any] = {}
+        with _naming(OBJECTS):
+            if _is_part(Path(checkpoint_dir), OBJECTS):
+                folder, topology = _below(Path(checkpoint_dir), OBJECTS), current_topology()
+                found = load_state(folder, OBJECTS, only=wanted, first=topology.rank, progress=topology.progress)
+        _require_found(wanted, found, Path(checkpoint_dir))
+        dict_list_map_inplace(lambda one: found[one.unique_key], sharded_objects_state_dict)
+        return sharded_objects_state_dict
+
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+        """Unique key -> ShardedObject without data, of all that were saved."""
+        with _naming(OBJECTS):
+            if not _is_part(Path(checkpoint_dir), OBJECTS):
+                return {}
+            keys = state_keys(_below(Path(checkpoint_dir), OBJECTS), OBJECTS)
+        return {key: ShardedObject.empty_from_unique_key(key) for key in keys}
+
+
+class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
+    """Loads `common.pt` and the object files that Megatron-Core wrote: tensors, plain values and containers, no code.
+
+    Args:
+        allow_pickle: they are pickles, and are read only where this says so.
+        unknown: what happens to objects of other classes: "refuse" refuses the file, "keep" keeps an inert
+            `ckpt.format.unpickling.UnknownObject` in place of each.
+    """
+
+    backends = ("torch",)
+    versions = (1,)
+
+    def __init__(self, *, allow_pickle: bool = False, unknown: Literal["refuse", "keep"] = "refuse") -> None:
+        self._allow_pickle = allow_pickle
+        self._unknown = unknown
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def load_common(self, checkpoint_dir: Path) -> StateDict:
+        """Load `common.pt`.
+
+        Raises:
+            ConfigurationError: pickles are not allowed, or it holds objects of unknown classes.
+        """
+        common = load_megatron_common(Path(checkpoint_dir), allow_pickle=self._allow_pickle, unknown=self._unknown)
+        if current_topology().is_lead:
+            _tell_of_unknown(common, Path(checkpoint_dir))
+        return common
+
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path
+    ) -> ShardedStateDict:
+        """Replace every ShardedObject, in place, by what its file holds; return the state dict.
+
+        Raises:
+            MissingStateError: there is no such file.
+            ConfigurationError: as `load_common`.
+        """
+
+        def load(one: ShardedObject) -> Any:
+            found = load_megatron_object(
+                Path(checkpoint_dir), one.unique_key, allow_pickle=self._allow_pickle, unknown=self._unknown
+            )
+            _tell_of_unknown({one.unique_key: found}, Path(checkpoint_dir))
+            return found
+
+        dict_list_map_inplace(load, sharded_objects_state_dict)
+        return sharded_objects_state_dict
+
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+        """Unique key -> ShardedObject without data, by the names of the files; none is opened."""
+        return dict(megatron_objects(Path(checkpoint_dir)))
+
+
+class TorchCommonSaveStrategy(SaveCommonStrategy):
+    """The first reference's name for what writes `common.pt`. Nothing is pickled here, so it refuses to be made."""
+
+    def __init__(self, backend: str = "torch", version: int = 1) -> None:
+        super().__init__(backend, version)
+        self.save_common({}, Path())
+
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: Path) -> None:
+        """Refuse.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            f"common strategy ({self.backend!r}, {self.version}) would write a pickle, which can run code when it is read; save with "
+            "('json', 1), the default"
+        )
+
+
+def _tell_of_unknown(value: Any, checkpoint_dir: Path) -> None:
+    unknown = unknown_in(value)
+    if unknown:
+        named = ", ".join(f"{path} ({name})" for path, name in unknown.items())
+        logger.warning("%s: in the place of objects of unknown classes are inert ones: %s", checkpoint_dir, named)
+
+
+def _is_part(checkpoint_dir: Path, name: str) -> bool:
+    """Whether the small checkpoint `name` is there, or should be."""
+    if (checkpoint_dir / name).is_dir():
+        return True
+    has_record = (checkpoint_dir / MANIFEST_NAME).is_file()
+    return has_record and f"{name}/{MANIFEST_NAME}" in read_manifest(checkpoint_dir).files
+
+
+def _below(checkpoint_dir: Path, name: str) -> Path:
+    """The small checkpoint `name`, whose manifest must be the one that the manifest above lists, where there is one."""
+    folder = checkpoint_dir / name
+    if not folder.is_dir():
+        raise CorruptCheckpointError(f"{folder} is missing")
+    with CheckpointFolder(checkpoint_dir) as above:
+        above.require_folder(name)
+    if (checkpoint_dir / MANIFEST_NAME).is_file():
+        read_listed_file(checkpoint_dir, read_manifest(checkpoint_dir), f"{name}/{MANIFEST_NAME}")
+    return folder
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Say of which small checkpoint an error is: each has files of the same names, and so has the one above."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        if str(error).startswith(f"{name}: "):
+            raise
+        raise CorruptCheckpointError(f"{name}: {error}") from error
+
+
+def _require_found(wanted: list[str], found: Mapping[Any, Any], checkpoint_dir: Path) -> None:
+    missing = [key for key in wanted if key not in found]
+    if missing:
+        raise MissingStateError(
+            f"object {missing[0]} is asked for, and {checkpoint_dir} does not hold it"
+            + (f", nor {len(missing) - 1} more" if len(missing) > 1 else "")
+            + ". An object cannot be cut anew: ask for the shards that were saved, or leave it out."
+        )

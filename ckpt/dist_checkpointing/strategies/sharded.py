@@ -1,0 +1,166 @@
+"""What the named pairs of format and algorithm have in common: each is one backend around one engine."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from ckpt.backends.base import Backend
+from ckpt.dist_checkpointing.folder.folder import FolderSave, contribution_of, require_alike
+from ckpt.dist_checkpointing.folder.loading import Library, load_tensors, open_tensors, tensors_in
+from ckpt.dist_checkpointing.folder.removing import remove_tensors
+from ckpt.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from ckpt.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
+from ckpt.load.direct import DirectLoad
+from ckpt.load.strategy import LoadingStrategy
+from ckpt.memory.arena import Arena
+from ckpt.memory.device import device_of
+from ckpt.memory.memory import staging_memory
+from ckpt.ranks.job import current_topology
+from ckpt.ranks.topology import Topology
+from ckpt.save.background.async_utils import AsyncRequest
+
+_log = logging.getLogger("ckpt")
+
+
+class SaveTensors(AsyncSaveShardedStrategy):
+    """Saves ShardedTensors into a folder: every shard once, one writer per chunk, the manifest last.
+
+    Args:
+        backend, version: what metadata.json will say.
+        spread_replicas: any rank that holds a shard may write it, so that replicas share the work; they must be cut like the
+            main ones, and equal. Without, only main replicas are written, and nothing is asked of the others' bits.
+    """
+
+    def __init__(self, backend: str, version: int, *, spread_replicas: bool = False) -> None:
+        super().__init__(backend, version)
+        self._spread_replicas = spread_replicas
+        self._idle: deque[Arena] = deque()
+
+    @property
+    def described(self) -> str:
+        plain = (str, int, float, list, dict, type(None))
+        settings = [f"{name.strip('_')}={value!r}" for name, value in vars(self).items() if isinstance(value, plain)]
+        return f"{type(self).__name__}({', '.join(sorted(settings))})"
+
+    @abstractmethod
+    def _storage(self) -> Backend:
+        """What moves the bytes."""
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
+        """Save the tensors of all ranks. Collective; the folder exists.
+
+        Raises:
+            CheckpointExistsError: the folder holds a checkpoint, or what is left of a save.
+            ShardingError: the shards leave a hole or overlap.
+            ShapeMismatchError: the ranks disagree about a tensor.
+        """
+        self._prepared(sharded_state_dict, Path(checkpoint_dir), None).run()
+
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
+        """Agree on who writes what, and copy that to host memory; return the rest of the save as a request. Collective.
+
+        The copy is the size of what this rank writes. Its memory is used again by the next save of this object, once the request has
+        been written; a save that comes before that takes memory of its own.
+        """
+        arena = self._idle.pop() if self._idle else Arena(staging_memory)
+        give_back = partial(self._idle.append, arena)
+        try:
+            save = self._prepared(sharded_state_dict, Path(checkpoint_dir), arena)
+            with current_topology().operation(f"save into {checkpoint_dir}"), save.abandoning():
+                save.prepare()
+        except BaseException:
+            give_back()
+            raise
+        return AsyncRequest(
+            save.write,
+            (),
+            [save.finish, give_back],
+            what=f"save into {checkpoint_dir}",
+            abandon_fns=[save.abandon, give_back],
+        )
+
+    def _prepared(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, arena: Arena | None) -> FolderSave:
+        topology = current_topology()
+        with topology.operation(f"save into {checkpoint_dir}"):
+            with topology.phase("look at the tensors") as phase:
+                tensors = tensors_in(sharded_state_dict, "saves")
+                mine = contribution_of(tensors, spread_replicas=self._spread_replicas)
+                device = device_of(one.data for one in tensors if one.data is not None)
+                phase.payload = {"sharded_strategy": self.described}
+            require_alike(phase.payloads)
+        return FolderSave(
+            checkpoint_dir,
+            mine,
+            topology=topology,
+            backend=self._storage(),
+            device=device,
+            pack_below_bytes=0,
+            arena=arena,
+        )
+
+
+class LoadTensors(DeclaredFormats, LoadShardedStrategy):
+    """Loads ShardedTensors from a folder that any of our strategies wrote, or Megatron-Core's zarr strategy.
+
+    Args:
+        load_directly_on_device: read into the tensors that the state dict holds, which are put into the result themselves.
+    """
+
+    library: ClassVar[Library]
+    backends = ("zarr", "tensorstore")
+    versions = (1,)
+
+    def __init__(self, load_directly_on_device: bool = False) -> None:
+        self.load_directly_on_device = load_directly_on_device
+        self._has_told = False
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> ShardedStateDict:
+        """Replace every ShardedTensor, in place, by the tensor it describes; return the state dict. Collective.
+
+        Raises: those of `ckpt.dist_checkpointing.folder.loading.load_tensors`.
+        """
+        return load_tensors(
+            sharded_state_dict,
+            Path(checkpoint_dir),
+            library=self.library,
+            into_data=self._into_data(),
+            topology=self._topology(),
+            strategy=self._strategy(),
+        )
+
+    def _into_data(self) -> bool | None:
+        """See `ckpt.dist_checkpointing.folder.loading.load_tensors`."""
+        return self.load_directly_on_device
+
+    def _strategy(self) -> LoadingStrategy:
+        """Who reads."""
+        return DirectLoad()
+
+    def _topology(self) -> Topology:
+        """Of this job; the first time, its lead says who loads."""
+        topology = current_topology()
+        if topology.is_lead and not self._has_told:
+            _log.info("sharded tensors are loaded by %s", type(self).__name__)
+        self._has_told = True
+        return topology
+
+    def load_tensors_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+        """Key -> ShardedTensor without data and uncut, of every tensor in the checkpoint. Any process, alone."""
+        stored = open_tensors(Path(checkpoint_dir), self.library, Topology.alone(), DirectLoad()).stored()
+        return {key: uncut(key, one.dtype, one.shape) for key, one in stored.items()}
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Remove every tensor whose key starts with `key_prefix`; what remains is a whole checkpoint. Collective."""
+        remove_tensors(Path(checkpoint_dir), key_prefix, current_topology())
+
+
+def uncut(key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> ShardedTensor:
+    """The description of a whole tensor."""
+    return ShardedTensor(key, None, dtype, shape, shape, (0,) * len(shape), (1,) * len(shape))

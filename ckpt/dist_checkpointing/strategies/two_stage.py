@@ -1,0 +1,166 @@
+"""The first reference's two-stage strategy, under its name, on our engine (ckpt/load/two_stage/two_stage.py)."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ckpt.dist_checkpointing.folder.loading import load_tensors
+from ckpt.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
+from ckpt.load.direct import DirectLoad
+from ckpt.load.strategy import LoadingStrategy
+from ckpt.load.two_stage.network import TorchTransport, make_groups
+from ckpt.load.two_stage.timing import Timers, summarize, timed, timers
+from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.ranks.job import current_topology
+from ckpt.ranks.topology import Topology, group_of
+
+__all__ = [
+    "ShardedTensorMetadata",
+    "TwoStageDataParallelLoadShardedStrategy",
+    "logger",
+    "sharded_tensor_chunk_id",
+    "timed",
+    "timers",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensorMetadata:
+    """A shard that a rank wants, as the ranks of its data-parallel group tell each other.
+
+    Attributes:
+        global_rank: who wants it.
+        dist_group_rank: its number in the group.
+        dist_group_ranks: the global ranks of the group.
+        data_size: bytes, if known.
+    """
+
+    global_rank: int
+    sharded_tensor_no_data: ShardedTensor
+    dist_group_rank: int
+    dist_group_ranks: tuple[int, ...]
+    data_size: int | None = None
+
+
+class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
+    """The first reference's two-stage loading: what a data-parallel group wants is read from storage once, and spread in the group.
+
+    A tensor is loaded into the `data` of its ShardedTensor, if that has any, and converted if that is of another data type; what
+    travels is always of the stored one. Without data a new host tensor takes its place.
+
+    Args:
+        data_parallel_group: the process group in whose instances the ranks want the same shards, or nearly.
+        cpu_transfer, max_in_flight_mib: see `TwoStageLoad`.
+
+    Attributes:
+        data_parallel_group: what carries bytes between hosts: the group given or, with `cpu_transfer`, its twin on gloo.
+        timers: see `TwoStageLoad`; and one for each method below.
+    """
+
+    library = "tensorstore"
+
+    def __init__(
+        self, data_parallel_group: dist.ProcessGroup, cpu_transfer: bool = True, *, max_in_flight_mib: int = 16
+    ) -> None:
+        super().__init__()
+        self.cpu_transfer = cpu_transfer
+        self.data_parallel_group_orig = data_parallel_group
+        self.data_parallel_group = None if cpu_transfer else data_parallel_group
+        self.dp_group_ranks = tuple(sorted(dist.get_process_group_ranks(data_parallel_group)))
+        self.dp_group_rank = dist.get_rank(data_parallel_group)
+        self.global_rank = dist.get_rank()
+        self._max_in_flight_mib = max_in_flight_mib
+        self.timers: Timers = defaultdict(list)
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> ShardedStateDict:
+        """Replace every ShardedTensor, in place, by the tensor it describes; return the state dict. Collective.
+
+        Raises: those of `ckpt.dist_checkpointing.folder.loading.load_tensors`.
+        """
+        self.maybe_init_gloo_group()
+        loaded = super().load(sharded_state_dict, checkpoint_dir)
+        self.summarize_load_times()
+        return loaded
+
+    @timed()
+    def maybe_init_gloo_group(self) -> None:
+        """Make gloo twins of all data-parallel groups, once, if bytes are to travel in host memory. Collective over all ranks.
+
+        Every rank makes every group, in one order, those that it is not in too.
+        """
+        if self.data_parallel_group is not None:
+            return
+        topology = current_topology()
+        with topology.phase("name the data-parallel groups") as phase:
+            phase.payload = self.dp_group_ranks
+        instances = group_of("data_parallel_group", phase.payloads, topology.rank).instances
+        with topology.phase("make process groups"):
+            self.data_parallel_group = make_groups(instances, "gloo", topology.timeout_s)[topology.rank]
+
+    @timed()
+    def deduplicate_chunks(self, ten_metas: Sequence[ShardedTensorMetadata]) -> list[ShardedTensorMetadata]:
+        """Of the shards that lie in one chunk keep that of the lowest rank of the group, in the order of the chunks' names.
+
+        The load itself lets every rank read as many bytes as the others (`ckpt.load.two_stage.parcels`).
+        """
+        of_chunk: dict[tuple[str, tuple[int, ...]], ShardedTensorMetadata] = {}
+        for meta in sorted(ten_metas, key=lambda meta: meta.dist_group_rank):
+            of_chunk.setdefault(sharded_tensor_chunk_id(meta.sharded_tensor_no_data), meta)
+        return [of_chunk[chunk] for chunk in sorted(of_chunk)]
+
+    @timed(verbose=False)
+    def load_tensor_from_storage(self, checkpoint_dir: Path, ten_meta: ShardedTensorMetadata) -> torch.Tensor:
+        """Read the whole chunk that a shard lies in, of the stored data type, into new host memory. Any process, alone.
+
+        A flattened range is not applied: each rank that wants one takes its own.
+        """
+        whole = replace(ten_meta.sharded_tensor_no_data, data=None, flattened_range=None)
+        loaded = load_tensors(
+            {"whole": whole},
+            Path(checkpoint_dir),
+            library=self.library,
+            into_data=False,
+            topology=Topology.alone(),
+            strategy=DirectLoad(),
+        )
+        tensor: torch.Tensor = loaded["whole"]
+        return tensor
+
+    def summarize_load_times(self) -> dict[str, tuple[float, float]]:
+        """Return for each step the slowest rank's seconds and the mean over the ranks; then forget them. Collective.
+
+        Ranks that know different names do not hang: they tell each other the names first.
+        """
+        summary = summarize(self.timers, current_topology())
+        self.timers.clear()
+        return summary
+
+    def _into_data(self) -> bool | None:
+        return None
+
+    def _strategy(self) -> LoadingStrategy:
+        group = self.data_parallel_group
+        assert group is not None, "load has made it"
+        two_stage = TwoStageLoad(
+            group=self.dp_group_ranks,
+            cpu_transfer=self.cpu_transfer,
+            max_in_flight_mib=self._max_in_flight_mib,
+            transport=TorchTransport(group),
+        )
+        two_stage.timers = self.timers
+        return two_stage
+
+
+def sharded_tensor_chunk_id(sharded_tensor: ShardedTensor) -> tuple[str, tuple[int, ...]]:
+    """Name the chunk that a shard lies in: flattened ranges of one chunk share it."""
+    return sharded_tensor.key, tuple(sharded_tensor.global_offset)

@@ -1,0 +1,99 @@
+"""What a rollout that joins a running job can have before its first update: the newest version, out of band, and checked.
+
+    trainers' memory (P2P)  or  files of a checkpoint -> landing -> digest of every bucket -> live model, version
+
+One version is one step's: from memory, every bucket has to be the one that was published; from files, a checkpoint is of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ckpt.engine.agreed import version_digest
+from ckpt.engine.base import WeightVersion
+from ckpt.engine.elastic.membership import News
+from ckpt.engine.versioned import Sink
+from ckpt.engine.wire.layout import WeightLayout
+from ckpt.engine.wire.pool import Landing
+from ckpt.errors import CorruptCheckpointError, MissingStateError
+from ckpt.format.dtypes import as_integers
+
+Digest = Callable[[torch.Tensor], str]
+
+
+def load_from_peers(
+    sink: Sink, news: News, layout: WeightLayout, digest: Digest, read: Callable[[Mapping[int, torch.Tensor]], None]
+) -> WeightVersion:
+    """Take the version of the news out of the trainers' memory, if it is there still.
+
+    Args:
+        digest: of a bucket, as the engine takes it (`VersionedEngine.digest_of`).
+        read: fills buckets, flat host memory by number.
+
+    Raises:
+        CorruptCheckpointError: what came is another version, or of several: the trainers publish the next one already.
+    """
+    landing = _room_for(layout)
+    buckets = {number: landing.bucket(number) for number in range(layout.num_buckets)}
+    read(buckets)
+    changed = [number for number, host in buckets.items() if digest(host) != news.buckets.get(number)]
+    if changed:
+        raise CorruptCheckpointError(
+            f"{len(changed)} of {layout.num_buckets} buckets in the trainers' memory are not those of step {news.step} any more"
+        )
+    version = WeightVersion(news.step, news.digest)
+    sink.load(landing.weights(), version)
+    return version
+
+
+def load_from_checkpoint(
+    sink: Sink, news: News, layout: WeightLayout, digest: Digest, step: int, weights: Mapping[str, torch.Tensor]
+) -> WeightVersion:
+    """Take the weights that a checkpoint holds, in the types in which they would have travelled.
+
+    Args:
+        digest: of a bucket, as the engine takes it (`VersionedEngine.digest_of`).
+        step: of the checkpoint.
+        weights: by name, on the host.
+
+    Returns:
+        the version, as the rollouts know it that got these weights from the trainers.
+
+    Raises:
+        MissingStateError: the checkpoint lacks one.
+        CorruptCheckpointError: it is of the step of the news, and holds other bits than were published.
+    """
+    landing = _room_for(layout)
+    for name, there in landing.weights():
+        if name in layout.aliases:
+            continue
+        if name not in weights or weights[name].shape != there.shape:
+            raise MissingStateError(
+                f"{name} is published as {list(there.shape)}, and is not so in the checkpoint of step {step}"
+            )
+        _put(weights[name], there)
+    digests = {number: digest(landing.bucket(number)) for number in range(layout.num_buckets)}
+    version = WeightVersion(step, version_digest(layout, digests))
+    if step == news.step and version.digest != news.digest:
+        raise CorruptCheckpointError(
+            f"the checkpoint of step {step} has the weights {version.digest}, and those that were published are {news.digest}"
+        )
+    sink.load(landing.weights(), version)
+    return version
+
+
+def _room_for(layout: WeightLayout) -> Landing:
+    landing = Landing()
+    landing.make_room(layout)
+    for number in range(layout.num_buckets):
+        landing.bucket(number).zero_()  # what lies between weights is part of the digests
+    return landing
+
+
+def _put(weight: torch.Tensor, there: torch.Tensor) -> None:
+    """Copy, or cast; bits stay what they are where the type does."""
+    if weight.dtype == there.dtype:
+        weight, there = as_integers(weight), as_integers(there)
+    there.copy_(weight)

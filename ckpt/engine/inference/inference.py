@@ -1,0 +1,291 @@
+"""Weights that have come, handed to the worker processes of an inference engine as checkpoint-engine's own updates are.
+
+    landing --copy--> half of a buffer that the workers have mapped --their `load_weights`--> their model
+
+The workers run `checkpoint_engine.worker.VllmColocateWorkerExtension`, SGLang's extension of that kind, or the package's
+`update_weights_from_ipc` itself; nothing of ours is needed there, but for handles of host memory. While they load what is in one half, the
+other one is filled.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import zmq
+from torch.multiprocessing import reductions
+
+from ckpt.engine.base import NamedTensor, WeightVersion
+from ckpt.engine.inference.worker_line import Farewell, WorkerLine, await_answers
+from ckpt.engine.versioned import Sink
+from ckpt.engine.wire.layout import WeightLayout, aligned
+from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.format.dtypes import raw_bytes
+from ckpt.memory.device import device_memory, wait_for
+from ckpt.memory.shared_memory import mapped, segment_of, shared_memory
+
+Request = Callable[[Mapping[str, str], WeightVersion], None]
+"""Asks an inference engine to update itself; returns when it has, or earlier. Given {name of a worker: where it finds its weights}."""
+
+
+class InferenceOutlet:
+    """A sink that is an inference engine of this host: `engine.receive_into(outlet)`, or `Sinks(outlet, live)` beside a live model.
+
+    One rollout rank serves all workers of one inference engine, each of which takes its own part of the whole tensors.
+
+    Args:
+        workers: the memory that each worker loads from, by the name that it looks for: its device's, as
+            `ckpt.engine.parameter_server.worker_name` gives it; any, where that is the host's memory, which is one for all.
+        request: in a thread of its own; one of `inference_requests`, or a `collective_rpc` of an engine in this process.
+        bucket_mib: that the workers get at a time, or the largest tensor; twice that is taken of each device while an update runs,
+            and kept of the host.
+        timeout_s: a worker that does not answer for so long is given up; less than the engine's, whose other ranks wait.
+        aliases: give the workers tied weights under all of their names; else under the first, as files do that they load elsewhere.
+
+    Attributes:
+        version: that the inference engine holds; None before the first update, and behind one that failed in the middle, which leaves
+            parts of two versions there until the next one.
+        request, timeout_s: as given; they may be changed between updates.
+        buffers: the memory that workers load from, by device: the host's is kept, a device's lasts for an update.
+
+    Raises:
+        ConfigurationError: there are no workers, or a number cannot be.
+    """
+
+    def __init__(
+        self,
+        workers: Mapping[str, torch.device],
+        request: Request,
+        *,
+        bucket_mib: float = 256,
+        timeout_s: float = 120.0,
+        aliases: bool = False,
+    ) -> None:
+        if not workers:
+            raise ConfigurationError("an inference engine has at least one worker: name its devices")
+        if not (timeout_s > 0 and bucket_mib > 0):
+            raise ConfigurationError(f"timeout_s={timeout_s}, bucket_mib={bucket_mib}: expected more than 0")
+        self.version: WeightVersion | None = None
+        self._workers = dict(workers)
+        self.request = request
+        self._bucket_bytes = aligned(int(bucket_mib * 2**20))
+        self.timeout_s = timeout_s
+        self._with_aliases = aliases
+        self._aliases: frozenset[str] = frozenset()
+        self.buffers: dict[torch.device, torch.Tensor] = {}
+        self._half = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._farewell = Farewell()
+
+    def check(self, layout: WeightLayout) -> None:
+        """See `Sink.check`. What the inference engine itself would refuse is found when it loads.
+
+        Raises:
+            DeviceMemoryError: a device has no room for the buffer.
+        """
+        largest = max((aligned(weight.num_bytes) for weight in layout.weights), default=0)
+        half = max(min(self._bucket_bytes, layout.num_bytes), largest)
+        if half > self._half or not self.buffers:
+            self.buffers.clear()
+            self._half = half
+        for device in self._workers.values():
+            if device not in self.buffers:
+                self.buffers[device] = _buffer(2 * self._half, device)
+        self._aliases = frozenset() if self._with_aliases else frozenset(layout.aliases)
+
+    def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
+        """See `Sink.load`. Returns when every worker has loaded everything, and the request has.
+
+        Raises:
+            RankAbsentError: a worker did not come, or stood still.
+            CheckpointError: a worker failed or ended, or the request failed. All workers have been told to stop.
+        """
+        assert self.buffers, "check comes first"
+        self.version = None
+        lines = [WorkerLine(self._context, worker) for worker in self._workers]
+        asked = _asked(self.request, {line.worker: line.address for line in lines}, version)
+        try:
+            self._serve(lines, asked, weights)
+        except BaseException:
+            self._let_go(self._workers.values())  # a worker may read there still
+            self._farewell.to(lines)
+            raise
+        for line in lines:
+            line.close()
+        self.version = version
+
+    def close(self) -> None:
+        """Let go of memory and sockets."""
+        self._let_go(self._workers.values())
+        if self._farewell.end():
+            self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self, lines: Sequence[WorkerLine], asked: Future[None], weights: Iterable[NamedTensor]) -> None:
+        def all_say(of: Callable[[torch.device], Any]) -> None:
+            await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
+            for line in lines:
+                line.say(of(self._workers[line.worker]))
+
+        all_say(lambda device: _handle(self.buffers[device]))
+        wanted = (named for named in weights if named[0] not in self._aliases)
+        for number, batch in enumerate(_batches(wanted, self._half)):
+            start = number % 2 * self._half
+            self._fill(batch, start)
+            metas = [tensor.meta(start) for tensor in batch]
+            all_say(partial(_same, metas))
+        all_say(lambda _: None)
+        await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
+        self._let_go(device for device in self.buffers if device.type != "cpu")  # before they want memory to finish
+        all_say(lambda _: None)
+        await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
+        try:
+            asked.result(self.timeout_s)
+        except TimeoutError:
+            raise CheckpointError(
+                f"the inference engine's workers have loaded all weights, and the request to it did not return for {self.timeout_s:g} s"
+            ) from None
+
+    def _fill(self, batch: Sequence[_Placed], start: int) -> None:
+        for buffer in self.buffers.values():
+            for tensor in batch:
+                first = start + tensor.offset
+                buffer[first : first + tensor.host.nbytes].copy_(raw_bytes(tensor.host), non_blocking=True)
+        for device in self.buffers:
+            wait_for(device)
+
+    def _let_go(self, devices: Iterable[torch.device]) -> None:
+        for device in [*devices]:
+            if self.buffers.pop(device, None) is not None and device.type != "cpu":
+                module = torch.get_device_module(device)
+                module.ipc_collect()
+                module.empty_cache()
+
+
+class Sinks:
+    """Several sinks in one, such as an inference engine and a model of this process: all take an update, one after the other.
+
+    Args:
+        sinks: the one first whose `load` may fail, for those behind it then stay as they are.
+    """
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = sinks
+
+    def check(self, layout: WeightLayout) -> None:
+        """See `Sink.check`."""
+        for sink in self._sinks:
+            sink.check(layout)
+
+    def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
+        """See `Sink.load`."""
+        kept: list[NamedTensor] = []
+        for number, sink in enumerate(self._sinks):
+            sink.load(_noting(weights, kept) if not number else iter(kept), version)
+
+
+def _asked(request: Request, handles: Mapping[str, str], version: WeightVersion) -> Future[None]:
+    """Ask in a thread of its own, which may wait for long, and does not keep the process from ending."""
+    future: Future[None] = Future()
+
+    def ask() -> None:
+        try:
+            request(handles, version)
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=ask, name="ckpt-inference-request", daemon=True).start()
+    return future
+
+
+def _raise_failure(asked: Future[None]) -> None:
+    if asked.done():
+        asked.result()
+
+
+# Tensors in buffers
+
+
+class _Placed(NamedTuple):
+    """A tensor, and where it lies in a half."""
+
+    name: str
+    host: torch.Tensor
+    offset: int
+
+    def meta(self, start: int) -> dict[str, Any]:
+        """What a worker makes a view of."""
+        return {"name": self.name, "shape": self.host.shape, "dtype": self.host.dtype, "offset": start + self.offset}
+
+
+def _batches(weights: Iterable[NamedTensor], half: int) -> Iterator[list[_Placed]]:
+    """As many whole tensors at a time as fit."""
+    batch: list[_Placed] = []
+    used = 0
+    for name, host in weights:
+        if batch and used + aligned(host.nbytes) > half:
+            yield batch
+            batch, used = [], 0
+        batch.append(_Placed(name, host, used))
+        used += aligned(host.nbytes)
+    if batch:
+        yield batch
+
+
+def _same(message: Any, _: torch.device) -> Any:
+    return message
+
+
+def _noting(weights: Iterable[NamedTensor], kept: list[NamedTensor]) -> Iterator[NamedTensor]:
+    for named in weights:
+        kept.append(named)
+        yield named
+
+
+def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    return shared_memory(num_bytes) if device.type == "cpu" else device_memory(num_bytes, device)
+
+
+def _handle(buffer: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+    """What another process calls to have the same memory. It overwrites the seventh value by the number of its device."""
+    if buffer.device.type != "cpu":
+        # Asked for when it is needed: plugins put their own in its place.
+        handle: tuple[Callable[..., torch.Tensor], tuple[Any, ...]] = reductions.reduce_tensor(buffer)  # type: ignore[no-untyped-call]
+        return handle
+    found = segment_of(buffer)
+    assert found is not None, "it is shared memory"
+    return opened, (os.getpid(), found[0].fd, os.fstat(found[0].fd).st_ino, None, None, None, None)
+
+
+def opened(pid: int, fd: int, inode: int, *_: object) -> torch.Tensor:
+    """Map the host memory of another process of this host and user.
+
+    Raises:
+        CheckpointError: it is gone.
+    """
+    own = -1
+    try:
+        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        if os.fstat(own).st_ino != inode:
+            raise FileNotFoundError
+        return mapped(own)
+    except OSError as error:
+        raise CheckpointError(f"the weights' memory in process {pid} is gone, or cannot be seen from here") from error
+    finally:
+        with suppress(OSError):
+            os.close(own)

@@ -1,0 +1,120 @@
+"""Process groups of our own, beside torch's default one or without any: a trainer's is none of our business."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from threading import Event, Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from ckpt.errors import RankLeftError
+from ckpt.memory.device import Device
+from ckpt.ranks.stores import connection
+
+_LOOK = timedelta(seconds=0.2)
+
+
+class OwnGroup:
+    """Some ranks, with the collectives of one device. Each of them makes it, with the same arguments but for `rank`.
+
+    Args:
+        store: of all ranks of the engine.
+        name: equal on all members; used once in this process and in this store.
+        members: ranks of the engine, sorted; this one is among them.
+        device: of this rank; its collectives are the group's, and take nothing but its memory.
+        timeout_s: of every collective.
+    """
+
+    def __init__(
+        self, store: Store, name: str, members: Sequence[int], rank: int, *, device: Device, timeout_s: float
+    ) -> None:
+        self.members = tuple(members)
+        self._timeout_s = timeout_s
+        self._given_up = Event()
+        self._is_gloo = device.collectives == "gloo"
+        self._device_ids = None if device.type == "cpu" else [device.torch_device.index]
+        # Torch's public calls know groups inside of the default one only. This is what they, and its users with the same
+        # need, call beneath; a test says so if it goes. A connection of its own: it may wait for ranks that are gone.
+        made: tuple[Any, Any] = distributed_c10d._new_process_group_helper(
+            len(self.members),
+            self.members.index(rank),
+            [],
+            device.collectives,  # alone: torch warns of two, where one of them is a plugin's
+            PrefixStore(name, connection(store, timeout_s)),
+            group_name=distributed_c10d.GroupName(name),
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self._group: Any = made[0]
+        distributed_c10d._world.pg_group_ranks[self._group] = {index: index for index in range(len(self.members))}
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> Callable[[], None]:
+        """Begin to fill `buffer` on all members with that of `source`, a rank of the engine; return what waits for the end of it.
+
+        Raises:
+            RankLeftError: the group has been given up, before or while somebody waits.
+        """
+        at = self.members.index(source)
+        return partial(self._wait, dist.broadcast(buffer, group=self._open(), group_src=at, async_op=True))
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
+        """Combine a tensor of all members in place."""
+        self._wait(dist.all_reduce(tensor, op, group=self._open(), async_op=True))
+
+    def barrier(self) -> None:
+        """Wait for all members."""
+        self._wait(dist.barrier(group=self._open(), async_op=True, device_ids=self._device_ids))
+
+    def give_up(self) -> None:
+        """Leave in the middle, and wait for nothing. Who waits for a collective of it raises.
+
+        What cannot be aborted ends by its timeout, and holds the memory that it was given until then. The process may end before.
+        """
+        self._given_up.set()
+        group, self._group = self._group, None
+        if group is not None:
+            Thread(target=_end_late, args=(group, self._timeout_s), name="ckpt-group", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave. Nothing of it is under way any more."""
+        self._given_up.set()
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(Exception):  # the others may have left before
+                dist.destroy_process_group(group)
+
+    def _open(self) -> Any:
+        group = self._group
+        if group is None:  # which would be torch's default group
+            raise RankLeftError("the process group has been given up")
+        return group
+
+    def _wait(self, work: Any) -> None:
+        if not self._is_gloo:  # those are aborted
+            work.wait()
+            return
+        while not self._given_up.is_set():
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():  # so it was not the look that ended
+                    work.wait()
+                    return
+        raise RankLeftError("the process group has been given up")
+
+
+def _end_late(group: Any, timeout_s: float) -> None:
+    """End a group in which something may be under way. To let go of it would wait for that, and at the end of the process, too."""
+    with suppress(Exception):  # it is broken
+        group.abort()
+    with suppress(Exception):
+        dist.destroy_process_group(group)
+    time.sleep(timeout_s + 1.0)

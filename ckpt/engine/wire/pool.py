@@ -1,0 +1,195 @@
+"""Host memory of the two ends of an update: what a trainer sends, and what has come to a rollout. Kept from update to update."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import torch
+import xxhash
+
+from ckpt.engine.wire.delta import BlockHistory, digested
+from ckpt.engine.wire.layout import Weight, WeightLayout, aligned
+from ckpt.format.box import flat_boxes
+from ckpt.format.dtypes import as_integers, contiguous, raw_bytes
+from ckpt.memory.device import pinned, uses_accelerator, wait_for
+from ckpt.memory.memory import HostMemory, staging_memory
+
+
+class HostPool:
+    """The buckets that one rank sends, page-locked where it has an accelerator.
+
+    Memory is made for a bucket when the first byte of it comes, and used again by all later updates.
+
+    Args:
+        rank: the owner.
+        block_bytes: of what is compared with the version before; None: nothing is.
+
+    Attributes:
+        history: what has been sent; None: nobody remembers.
+    """
+
+    def __init__(self, rank: int, bucket_bytes: int, *, block_bytes: int | None = None) -> None:
+        self.history = None if block_bytes is None else BlockHistory()
+        self._rank = rank
+        self._bucket_bytes = bucket_bytes
+        self._block_bytes = block_bytes
+        self._segments: dict[int, torch.Tensor] = {}
+        self._pageable = HostMemory()  # one for all, lest each small bucket take a huge page
+        self._devices: set[torch.device] = set()  # with copies that nobody has waited for
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._segments) * self._bucket_bytes
+
+    def is_of(self, rank: int, bucket_bytes: int) -> bool:
+        """Whether it is as one of these arguments would be, but for the memory that it has."""
+        return (self._rank, self._bucket_bytes) == (rank, bucket_bytes)
+
+    def put(self, layout: WeightLayout, weight: Weight, tensor: torch.Tensor) -> None:
+        """Queue the copy of what this rank owns of a tensor, cast to the type in which it travels. Nothing, if it owns none.
+
+        The copy is queued on the tensor's own current stream: what the program does with the tensor's memory next comes after it. What
+        has gaps, or is cast, passes through device memory of the size of a bucket at most.
+        """
+        if not weight.start:
+            self._settle()  # copies of an update that failed before `seal`, which would come over those of this one
+        size = weight.dtype.itemsize
+        for part in layout.parts(weight, self._rank):
+            self._devices.add(tensor.device)
+            segment, stop = self._segment(part.bucket), part.at + part.stop - part.start
+            for piece, first in _pieces(tensor.detach(), part.start // size, part.stop // size):
+                start = part.at + first * size
+                _fill(segment[start : start + piece.numel() * size], piece, weight.dtype)
+            if stop < aligned(stop):
+                segment[stop : aligned(stop)].zero_()  # travels, too, and shall not differ between equal weights
+
+    def seal(self, layout: WeightLayout) -> dict[int, str]:
+        """Wait for the copies and return the digest of every bucket of this rank. Memory of buckets that are no more is let go of.
+
+        Raises:
+            ConfigurationError: a tied name stands for a weight that has not come.
+        """
+        self._settle()
+        layout.require_sources()
+        mine = self.buckets(layout)
+        for bucket in self._segments.keys() - mine.keys():
+            del self._segments[bucket]
+        if self.history is None or self._block_bytes is None:
+            return {bucket: digest_of_bucket(host) for bucket, host in mine.items()}
+        found = {bucket: digested(raw_bytes(host).numpy().data, self._block_bytes) for bucket, host in mine.items()}
+        self.history.take(layout, {bucket: one.blocks for bucket, one in found.items()})
+        return {bucket: one.whole for bucket, one in found.items()}
+
+    def buckets(self, layout: WeightLayout) -> dict[int, torch.Tensor]:
+        """All buckets of this rank by number."""
+        return {
+            bucket: self.bucket(layout, bucket)
+            for bucket in range(layout.num_buckets)
+            if layout.owner(bucket) == self._rank
+        }
+
+    def bucket(self, layout: WeightLayout, bucket: int) -> torch.Tensor:
+        """The bytes of a bucket of this rank, flat."""
+        start, stop = layout.extent(bucket)
+        return self._segment(bucket)[: stop - start]
+
+    def _settle(self) -> None:
+        for device in self._devices:
+            wait_for(device)
+        self._devices.clear()
+
+    def _segment(self, bucket: int) -> torch.Tensor:
+        if bucket not in self._segments:
+            size = self._bucket_bytes
+            self._segments[bucket] = pinned(size) if uses_accelerator() else self._pageable.empty((size,), torch.uint8)
+        return self._segments[bucket]
+
+
+class Landing:
+    """The whole stream at one rollout, in the order of the stream.
+
+    Attributes:
+        holds: the digest of the version that is there, whole and verified; None: none is, or nobody can say.
+    """
+
+    def __init__(self) -> None:
+        self.holds: str | None = None
+        self._lock = threading.Lock()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._layout: WeightLayout | None = None
+        self._readers: list[None] = []  # one for each iterator over this memory; another list for other memory
+
+    def make_room(self, layout: WeightLayout) -> None:
+        """Have room for a stream. What was there is no more, but for who reads it still.
+
+        Raises:
+            MemoryError, RuntimeError: the host has not so much.
+        """
+        with self._lock:
+            if self._readers or len(self._memory) < layout.num_bytes:
+                self._forget()  # before the new memory is there
+                self._memory = staging_memory(layout.num_bytes)
+            self._layout = layout
+
+    def let_go(self) -> None:
+        """Drop the memory: something may still write to it. The next update makes new."""
+        with self._lock:
+            self._forget()
+
+    def bucket(self, bucket: int) -> torch.Tensor:
+        """Where a bucket belongs, flat."""
+        assert self._layout is not None, "make_room comes first"
+        start, stop = self._layout.extent(bucket)
+        return self._memory[start:stop]
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight under its name, then every alias; host tensors over this memory, which lasts until the iterator ends."""
+        with self._lock:
+            assert self._layout is not None, "make_room comes first"
+            layout, memory, readers = self._layout, self._memory, self._readers
+            readers.append(None)
+        firsts = dict.fromkeys(layout.aliases.values(), memory)
+        try:
+            for weight in layout.weights:
+                there = memory[weight.start : weight.start + weight.num_bytes]
+                there = there.view(weight.dtype).view(weight.shape)
+                if weight.name in firsts:
+                    firsts[weight.name] = there
+                yield weight.name, there
+            for alias, first in layout.aliases.items():
+                yield alias, firsts[first]
+        finally:
+            readers.pop()
+
+    def _forget(self) -> None:
+        self._memory, self._layout, self._readers = torch.empty(0, dtype=torch.uint8), None, []
+        self.holds = None
+
+
+def digest_of_bucket(host: torch.Tensor, block_bytes: int | None = None) -> str:
+    """The xxh3-128 of flat bytes, or that of the digests of their blocks."""
+    data = raw_bytes(host).numpy().data
+    return xxhash.xxh3_128_hexdigest(data) if block_bytes is None else digested(data, block_bytes).whole
+
+
+def _pieces(tensor: torch.Tensor, first: int, last: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """The elements [first, last) of a tensor in row-major order, as parts of it, each with the number of elements before it."""
+    if tensor.is_contiguous():
+        yield tensor.view(-1)[first:last], 0
+        return
+    for box, before in flat_boxes(tuple(tensor.shape), first, last):
+        yield tensor[box.slices], before
+
+
+def _fill(there: torch.Tensor, piece: torch.Tensor, dtype: torch.dtype) -> None:
+    """Put a piece, cast, into flat host memory: in one pass from the host, from a device by a copy that is queued."""
+    if not piece.is_cpu:
+        there.copy_(raw_bytes(contiguous(piece).to(dtype)), non_blocking=True)
+        return
+    piece = piece.resolve_conj().resolve_neg()
+    if piece.dtype == dtype:
+        piece = as_integers(piece)
+        dtype = piece.dtype
+    out = there.view(dtype)
+    (out if piece.dim() == 1 else out.view(piece.shape)).copy_(piece)

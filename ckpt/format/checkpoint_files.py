@@ -1,0 +1,288 @@
+"""Open files below one checkpoint folder, and nothing outside of it.
+
+A checkpoint may come from a stranger: its manifest and indexes can name `../../x`, and a name in its folder can be a symbolic link, a
+FIFO or a device. Every file whose path comes from a checkpoint is opened here, for reading and for writing. The folder itself may be
+a symbolic link (`checkpoints -> /scratch/...`); nothing below it may. Hard links are ordinary files: incremental saves make them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import struct
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from ckpt.errors import CorruptCheckpointError
+from ckpt.format.names import is_inner_path
+
+_ALWAYS = os.O_CLOEXEC | os.O_NOCTTY
+_LOOK = os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
+_FOLDER = os.O_DIRECTORY | _LOOK
+
+_OPENAT2 = 437
+"""Its number on every architecture but Alpha."""
+
+_NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
+_UNAVAILABLE = (errno.ENOSYS, errno.EPERM, errno.EAGAIN)
+"""A kernel before 5.6, a sandbox that refuses unknown calls, and a rename that the kernel could not rule out as an escape."""
+
+
+class CheckpointFolder:
+    """The files of one checkpoint. A context manager; used by one thread at a time until the first file is open, then by any.
+
+    Args:
+        root: the checkpoint's folder, or a symbolic link to it. It is opened when the first file is, and kept open until `close`.
+
+    All methods take paths relative to it, with `/` between parts, and raise:
+        CorruptCheckpointError: the path leads out of the folder or through a symbolic link, or there is no regular file at it.
+        OSError: as `os.open` does; it names the file.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._fd = -1
+        self._release: weakref.finalize[Any, Any] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the folder, not the files. It may be used again."""
+        if self._release is not None:
+            self._release()
+            self._release, self._fd = None, -1
+
+    def open(self, path: str, flags: int = os.O_RDONLY) -> int:
+        """Return a descriptor of a regular file, as `os.open`. A new one is made only with O_CREAT and O_EXCL."""
+        assert not flags & os.O_CREAT or flags & os.O_EXCL, "an existing file could be another checkpoint's"
+        self._require_inner(path)
+        sys.audit(
+            "open", f"{self.root}/{path}", None, flags
+        )  # as os.open does: openat2 itself is seen by no audit hook
+        try:
+            if flags & os.O_EXCL:
+                return _open_below(self._folder(), path, flags | _ALWAYS)
+            # Without O_NONBLOCK the open of a FIFO would wait for somebody at its other end.
+            fd = _open_below(self._folder(), path, flags | _ALWAYS | os.O_NONBLOCK)
+        except OSError as error:
+            raise self._named(error, path) from error
+        try:
+            self._require_regular(os.fstat(fd), path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def stream(self, path: str) -> BinaryIO:
+        """Open a file for reading, without a buffer."""
+        return os.fdopen(self.open(path), "rb", buffering=0)
+
+    def read(self, path: str, most_bytes: int) -> bytes:
+        """Read a small file whole.
+
+        Raises:
+            CorruptCheckpointError: it has more bytes than that; none of them is read.
+        """
+        with os.fdopen(self.open(path), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > most_bytes:
+                raise CorruptCheckpointError(
+                    f"{path} has {size} bytes, where at most {most_bytes} should be", file=path
+                )
+            return stream.read(size)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a new small file."""
+        try:
+            with os.fdopen(self.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as stream:
+                stream.write(data)
+        except OSError as error:
+            raise self._named(error, path) from error
+
+    def stat(self, path: str) -> os.stat_result:
+        """Look at a regular file, without opening it for reading."""
+        self._require_inner(path)
+        try:
+            fd = _open_below(self._folder(), path, _LOOK)
+        except OSError as error:
+            raise self._named(error, path) from error
+        try:
+            found = os.fstat(fd)
+        finally:
+            os.close(fd)
+        self._require_regular(found, path)
+        return found
+
+    @contextmanager
+    def parent(self, path: str) -> Iterator[tuple[int, str]]:
+        """Give a descriptor of the folder that holds a file, and the file's name in it, for calls that take `dir_fd`."""
+        self._require_inner(path)
+        above, _, name = path.rpartition("/")
+        if not above:
+            yield self._folder(), name
+            return
+        folder = self._open_folder(above)
+        try:
+            yield folder, name
+        finally:
+            os.close(folder)
+
+    def require_folder(self, path: str) -> None:
+        """Refuse what is no folder of its own, such as a symbolic link to one, before it is opened as a checkpoint."""
+        self._require_inner(path)
+        os.close(self._open_folder(path))
+
+    def require_regular(self, path: str) -> None:
+        """Refuse what is no regular file, before it is given to a library that opens files by their path."""
+        os.close(self.open(path))
+
+    def require_regular_below(self, path: str, progress: Callable[[], object] = lambda: None) -> None:
+        """Refuse a folder in which anything is neither a folder nor a regular file, before a library opens files in it.
+
+        Args:
+            progress: called for each folder.
+        """
+        self.require_folder(path)
+        folders = [path]
+        while folders:
+            above = folders.pop()
+            progress()
+            with os.scandir(self.root / above) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(f"{above}/{entry.name}")
+                    elif not entry.is_file(follow_symlinks=False):
+                        self._require_regular(entry.stat(follow_symlinks=False), f"{above}/{entry.name}")
+
+    def _open_folder(self, path: str) -> int:
+        try:
+            return _open_below(self._folder(), path, _FOLDER)
+        except OSError as error:
+            raise self._named(error, path) from error
+
+    def _folder(self) -> int:
+        if self._release is None:
+            self._fd = os.open(self.root, _FOLDER)
+            self._release = weakref.finalize(self, os.close, self._fd)
+        return self._fd
+
+    def _require_inner(self, path: str) -> None:
+        if not is_inner_path(path):
+            raise CorruptCheckpointError(f"{path!r:.200} is not a path inside of {self.root}", file=path)
+
+    def _require_regular(self, found: os.stat_result, path: str) -> None:
+        if stat.S_ISREG(found.st_mode):
+            return
+        if stat.S_ISDIR(found.st_mode):
+            raise self._is_folder(path)
+        raise link_in_checkpoint(self.root / path, path) if stat.S_ISLNK(found.st_mode) else self._is_special(path)
+
+    def _named(self, error: OSError, path: str) -> Exception:
+        """What to raise for a file that could not be opened."""
+        match error.errno:
+            case errno.ELOOP | errno.EXDEV:
+                return link_in_checkpoint(self.root / path, path)
+            case errno.ENXIO:
+                return self._is_special(path)
+            case errno.EISDIR:
+                return self._is_folder(path)
+            case errno.ENAMETOOLONG:
+                return CorruptCheckpointError(f"{path!r:.200}... is longer than the name of a file can be", file=path)
+        return OSError(error.errno, error.strerror, str(self.root / path))
+
+    def _is_folder(self, path: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.root / path} is a folder, where a file should be", file=path)
+
+    def _is_special(self, path: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.root / path} is not a regular file, and is not opened", file=path)
+
+
+def link_in_checkpoint(file: Path, path: str | None = None) -> CorruptCheckpointError:
+    """What to raise for a symbolic link below a checkpoint's folder.
+
+    Args:
+        path: of the file, below that folder.
+    """
+    return CorruptCheckpointError(
+        f"{file} is a symbolic link, or lies behind one. A checkpoint with links inside of it is refused: if you trust it, copy it with "
+        "the links resolved (cp -rL), and give the copy.",
+        file=path,
+    )
+
+
+def _open_below(folder: int, path: str, flags: int) -> int:
+    """`os.open` of an inner path below an open folder, which follows no symbolic link on the way."""
+    fd = _openat2(folder, path, flags)
+    return _walk(folder, path, flags) if fd is None else fd
+
+
+def _openat2(folder: int, path: str, flags: int) -> int | None:
+    """Linux's own call, which resolves the whole path at once; None: it is not available here.
+
+    Raises:
+        OSError: without the file's name.
+    """
+    if _SYSCALL is None:
+        return None
+    how = struct.pack("=QQQ", flags, 0o666 if flags & os.O_CREAT else 0, _NO_MAGICLINKS | _NO_SYMLINKS | _BENEATH)
+    while (fd := _SYSCALL(_OPENAT2, folder, os.fsencode(path), how, len(how))) < 0:
+        code = ctypes.get_errno()
+        if code in _UNAVAILABLE:
+            return None
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return int(fd)
+
+
+def _walk(folder: int, path: str, flags: int) -> int:
+    """The same, folder by folder.
+
+    Raises:
+        OSError: ELOOP where a part of the path is a symbolic link.
+    """
+    *above, name = path.split("/")
+    here = folder
+    try:
+        for part in above:
+            there = _open_part(part, _FOLDER, here)
+            if here != folder:
+                os.close(here)
+            here = there
+        return _open_part(name, flags, here)
+    finally:
+        if here != folder:
+            os.close(here)
+
+
+def _open_part(name: str, flags: int, folder: int) -> int:
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=folder)
+    except NotADirectoryError:  # which Linux says of a link, too, where a folder is wanted
+        if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
+        raise
+
+
+def _syscall() -> Any:
+    if sys.platform != "linux":
+        return None
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
+    call.restype = ctypes.c_long
+    return call
+
+
+_SYSCALL = _syscall()

@@ -1,0 +1,370 @@
+"""The record of a checkpoint: the manifest, written last and read first, and one index per writing rank.
+
+The manifest says what the checkpoint holds and who wrote it; an index says where the bytes lie and what they must be. Both
+are JSON, and every path in them is relative, so a renamed or copied checkpoint stays whole. This module holds what they say, and
+writes them; `manifest_parsing` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from json.encoder import encode_basestring_ascii as _quoted
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import xxhash
+
+from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.format.box import Box
+from ckpt.format.collector import collector_paused
+from ckpt.format.dtypes import item_bytes
+from ckpt.format.strict_json import (
+    Count,
+    Digest,
+    Rank,
+    Shape,
+    Side,
+)
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "checkpoint_manifest.json"
+CONFIG_NAME = "config.yaml"
+SHARDED = "sharded"
+"""The component, and so the folder, of a sharded state dict's tensors."""
+MAX_COMMIT_NUMBER = 10**12
+"""A greater `commit_number` is not one that saves have counted up to, and counts as none."""
+COMMON, OBJECTS = "common", "objects"
+"""Folders beside it, each a checkpoint of its own, with what a sharded state dict holds besides."""
+_OPTIONAL = ("commit_number", "run_id")
+
+
+def index_name(rank: int, generation: int = 0) -> str:
+    """The file of a rank's index. A checkpoint of which arrays were removed has a later generation of it."""
+    return f"index-{rank:05d}.json" if generation == 0 else f"index-{rank:05d}.{generation}.json"
+
+
+_INDEX = re.compile(r"index-(?P<rank>\d{5,})(?:\.(?P<generation>\d+))?\.json")
+
+
+def index_generation(path: str) -> int:
+    """Of a file that `index_name` named."""
+    match = _INDEX.fullmatch(path)
+    assert match is not None, path
+    return int(match["generation"] or 0)
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """The xxh3-128 of some bytes, as 32 lower-case hex digits: how every whole file is named in a manifest."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayEntry:
+    """What the manifest knows of one tensor, under the name `<component>/<prefix><key>`.
+
+    Exactly one of three kinds: its own array (`store`, `path`, `grid`, `writers`), packed with others (`store`, `packed_in`),
+    or a second name of another tensor (`alias_of`).
+
+    Attributes:
+        writers: runs (rank, first chunk, number of chunks) in row-major order of the chunks, covering all of them.
+        packed_in: the ranks whose index holds pieces of it.
+    """
+
+    dtype: str
+    shape: Shape
+    store: str | None = None
+    path: str | None = None
+    grid: tuple[Side, ...] | None = None
+    writers: tuple[tuple[Rank, Count, Side], ...] = ()
+    packed_in: tuple[Rank, ...] = ()
+    alias_of: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of the elements of one whole chunk of an array of its own."""
+        return math.prod(self.grid or ()) * item_bytes(self.dtype)
+
+    def writer_of(self, chunk: int) -> int:
+        """Return the rank whose index knows where row-major `chunk` lies."""
+        at = bisect_right(self.writers, chunk, key=lambda run: run[1]) - 1
+        rank, first, count = self.writers[at]
+        assert first <= chunk < first + count, f"chunk {chunk} of {self.path} has no writer"
+        return rank
+
+    def to_json(self) -> dict[str, Any]:
+        entry: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
+        if self.alias_of is not None:
+            entry["alias_of"] = self.alias_of
+        elif self.grid is None:
+            entry["store"] = self.store
+            entry["packed_in"] = list(self.packed_in)
+        else:
+            entry["grid"] = list(self.grid)
+            entry["store"] = self.store
+            entry["path"] = self.path
+            entry["writers"] = [list(run) for run in self.writers]
+        return entry
+
+
+Pattern = Annotated[str, msgspec.Meta(pattern=r"\A(global|per_rank|replicated|per_group|per_node|sharded)\Z")]
+"""One of the strings of `SharingPattern`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentManifest:
+    """One component of a checkpoint.
+
+    Attributes:
+        key: the component, such as "model".
+        sharing_pattern: one of the strings of `SharingPattern`.
+        ranks: who wrote any of it.
+        replicated_across: the ranks that held equal copies when it was saved; for a PER_GROUP or PER_NODE component all
+            members of all instances; None where copies are not equal.
+        group_name: the process group of a PER_GROUP component.
+        size_bytes: bytes of its tensors, each counted once, and of its plain values as stored.
+        checksum: xxh3-128 over every writer's digests of it, in rank order.
+        plain_in: pattern prefix -> the rank that wrote `<component>/<prefix>plain.json`.
+    """
+
+    key: str
+    sharing_pattern: Pattern
+    ranks: list[Rank]
+    replicated_across: list[Rank] | None = None
+    group_name: str | None = None
+    size_bytes: Count = 0
+    checksum: Digest | None = None
+    plain_in: dict[str, Rank] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(slots=True)
+class CheckpointManifest:
+    """A checkpoint as a whole. The JSON has these keys, in this order, and `manifest_digest` as its last.
+
+    Attributes:
+        checkpoint_path: always ".": a checkpoint is where its manifest is.
+        checkpoint_id: the id it was saved under, whatever its folder is called today.
+        timestamp: when it was committed, UTC.
+        commit_number: its place in the order of commits below its root; None (no such key): written by an older version, or outside of a
+            root. Those come before all that have one, in the order of their timestamps.
+        run_id: of the training history it belongs to: a run and those that were resumed from it. None (no such key): unknown.
+        topology: "nodes" (global ranks per host) and "groups" (name -> instances -> global ranks) of the saving run.
+        training_args_hash: xxh3-128 of config.yaml; None where no config was given.
+        arrays: array name -> entry.
+        files: path -> (size in bytes, xxh3-128) of every file the lead rank wrote beside its own index's.
+    """
+
+    checkpoint_id: str
+    timestamp: datetime
+    world_size: int
+    topology: dict[str, Any]
+    components: dict[str, ComponentManifest]
+    arrays: dict[str, ArrayEntry]
+    files: dict[str, tuple[int, str]]
+    training_args_hash: str | None = None
+    checkpoint_path: str = "."
+    ckpt_version: str | None = None
+    pytorch_version: str | None = None
+    format_version: int = FORMAT_VERSION
+    commit_number: int | None = None
+    run_id: str | None = None
+    _owned: dict[int, Owned] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @collector_paused()
+    def to_bytes(self) -> bytes:
+        """The manifest file: one line per key, per component, per array and per file; the digest on the last line but one."""
+        head = {
+            "format_version": self.format_version,
+            "ckpt_version": self.ckpt_version,
+            "pytorch_version": self.pytorch_version,
+            "timestamp": self.timestamp.isoformat(),
+            **{key: value for key in _OPTIONAL if (value := getattr(self, key)) is not None},
+            "checkpoint_path": self.checkpoint_path,
+            "checkpoint_id": self.checkpoint_id,
+            "world_size": self.world_size,
+            "topology": self.topology,
+            "training_args_hash": self.training_args_hash,
+        }
+        lines = [f"  {json.dumps(key)}: {_dump(value)},\n" for key, value in head.items()]
+        # Arrays that are stored alike have one entry between them, and so one text.
+        texts = {id(entry): _dump(entry.to_json()) for entry in {id(a): a for a in self.arrays.values()}.values()}
+        lines += [
+            f"{_table('components', ((k, _dump(c.to_json())) for k, c in self.components.items()))},\n",
+            f"{_table('arrays', ((k, texts[id(a)]) for k, a in self.arrays.items()))},\n",
+            f"{_table('files', ((k, _dump(list(f))) for k, f in self.files.items()))},\n",
+        ]
+        body = ("{\n" + "".join(lines)).encode()
+        return body + closing(digest_of(body))
+
+    def arrays_of(self, component: str) -> dict[str, ArrayEntry]:
+        """The arrays of one component, by the rest of their name: `<prefix><key>`."""
+        start = component + "/"
+        return {name[len(start) :]: entry for name, entry in self.arrays.items() if name.startswith(start)}
+
+    def owned_by(self, rank: int) -> Owned:
+        """What a rank's index must list. Worked out once for all ranks: `arrays` must not change any more."""
+        if self._owned is None:
+            self._owned = _owned_by_rank(self.arrays.values())
+        return self._owned.get(rank, Owned())
+
+    def index_paths(self) -> dict[int, str]:
+        """Rank -> file of its index, of the ranks that left one, in order."""
+        found = (_INDEX.fullmatch(path) for path in self.files)
+        return dict(sorted((int(match["rank"]), match[0]) for match in found if match))
+
+    def listed_indexes(self) -> list[int]:
+        """The rank of every index that is listed, even if one rank has several."""
+        return [int(match["rank"]) for path in self.files if (match := _INDEX.fullmatch(path))]
+
+    def index_ranks(self) -> list[int]:
+        """The ranks that left an index, in order."""
+        return list(self.index_paths())
+
+
+@dataclass(slots=True)
+class Owned:
+    """What one rank wrote, as the manifest has it.
+
+    Attributes:
+        arrays: path -> entry and number of chunks, of the arrays of which it wrote any.
+        num_packed: tensors of which it packed a part.
+    """
+
+    arrays: dict[str, tuple[ArrayEntry, int]] = field(default_factory=dict)
+    num_packed: int = 0
+
+
+def _owned_by_rank(entries: Collection[ArrayEntry]) -> dict[int, Owned]:
+    found: dict[int, Owned] = defaultdict(Owned)
+    alike = {id(entry): entry for entry in entries}
+    for same, times in Counter(map(id, entries)).items():
+        entry = alike[same]
+        for rank, _, count in entry.writers:
+            arrays = found[rank].arrays
+            before = arrays.get(entry.path or "")
+            arrays[entry.path or ""] = entry, count + (before[1] if before is not None else 0)
+        for rank in entry.packed_in:
+            found[rank].num_packed += times
+    return dict(found)
+
+
+class Piece(NamedTuple):
+    """A small tensor, or a box of one, inside a packed array.
+
+    Attributes:
+        packed: path of the packed array, 1-D and one chunk.
+        global_shape: of the tensor.
+        box: which of its elements, in global coordinates.
+        first: where its first element lies in the packed array, in elements.
+    """
+
+    packed: str
+    global_shape: tuple[int, ...]
+    box: Box
+    first: int
+
+
+@dataclass(slots=True)
+class Index:
+    """What one rank wrote, or linked to the checkpoint before.
+
+    Attributes:
+        files: every file of this rank, by path below the checkpoint.
+        chunks: array path -> row-major chunk number -> where it lies and what it must be.
+        packed: path of each of this rank's packed arrays -> number of elements.
+        pieces: array name (`<component>/<prefix><key>`) -> its pieces in those.
+        dead: file -> what lies in it of an earlier checkpoint, and is no chunk of this one. Its digests are kept, so that every byte
+            of the file can be checked. Absent from the JSON where there is none. To a version of this package that does not
+            know it, such a file, and no other, looks as if its loose bytes had been changed.
+    """
+
+    rank: int
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    chunks: dict[str, dict[int, ChunkExtent]] = field(default_factory=dict)
+    packed: dict[str, int] = field(default_factory=dict)
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    dead: dict[str, list[ChunkExtent]] = field(default_factory=dict)
+
+    def covered(self) -> dict[str, list[ChunkExtent]]:
+        """File -> what of it is under digests of its own; the record of the file has one of all the rest."""
+        found: dict[str, list[ChunkExtent]] = {}
+        for by_number in self.chunks.values():
+            for extent in by_number.values():
+                found.setdefault(extent.file, []).append(extent)
+        for file, extents in self.dead.items():
+            found.setdefault(file, []).extend(extents)
+        return found
+
+    @collector_paused()
+    def to_bytes(self) -> bytes:
+        file_number = {file: number for number, file in enumerate(self.files)}
+        chunks = {
+            path: [
+                [number, file_number[e.file], e.offset, e.length, e.block_bytes, _hex(e.digests), int(e.raw)]
+                for number, e in by_number.items()
+            ]
+            for path, by_number in self.chunks.items()
+        }
+        tables = (
+            f'  "rank": {self.rank}',
+            _table("files", ((path, _dump([record.size, record.rest])) for path, record in self.files.items())),
+            _table("chunks", ((path, _dump(rows)) for path, rows in chunks.items())),
+            _table("packed", ((path, str(length)) for path, length in self.packed.items())),
+            _table("pieces", self._piece_rows()),
+            *(
+                [_table("dead", ((file, _dump(_dead_rows(rows))) for file, rows in self.dead.items()))]
+                if self.dead
+                else ()
+            ),
+        )
+        return ("{\n" + ",\n".join(tables) + "\n}\n").encode()
+
+    def _piece_rows(self) -> Iterator[tuple[str, str]]:
+        """The name of each packed tensor, and its pieces as JSON. The places of those that are cut alike are written once."""
+        number = {path: str(number) for number, path in enumerate(self.packed)}
+        places: dict[tuple[tuple[int, ...], Box], str] = {}
+        for name, pieces in self.pieces.items():
+            rows = []
+            for packed, shape, box, first in pieces:
+                place = places.get((shape, box))
+                if place is None:
+                    place = places[shape, box] = f"{list(shape)}, {list(box.offsets)}, {list(box.shape)}"
+                rows.append(f"[{number[packed]}, {place}, {first}]")
+            yield name, f"[{', '.join(rows)}]"
+
+
+def _dead_rows(extents: Iterable[ChunkExtent]) -> list[list[Any]]:
+    return [[e.offset, e.length, e.block_bytes, _hex(e.digests)] for e in extents]
+
+
+def _table(key: str, rows: Iterable[tuple[str, str]]) -> str:
+    """A dictionary as a key of a file's outermost one: a line for each (name, JSON)."""
+    lines = ",\n".join([f"    {_quoted(name)}: {row}" for name, row in rows])
+    return f'  "{key}": {{\n{lines}\n  }}' if lines else f'  "{key}": {{}}'
+
+
+def closing(digest: str) -> bytes:
+    """The end of a manifest, which holds the digest of all before it."""
+    return f'  "manifest_digest": "{digest}"\n}}\n'.encode()
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, separators=(", ", ": "), ensure_ascii=True)
+
+
+def _hex(digests: Iterable[int]) -> str:
+    return "".join(f"{digest:016x}" for digest in digests)

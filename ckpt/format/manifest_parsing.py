@@ -1,0 +1,304 @@
+"""Manifests and indexes from text that anybody may have written: records that agree with themselves, or one error.
+
+Called for every manifest and index that is read. Types and ranges are schemas of msgspec; how values must agree is in `consistency`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.format.box import Box
+from ckpt.format.collector import collector_paused
+from ckpt.format.consistency import (
+    check_extents,
+    check_inner_paths,
+    check_manifest,
+    check_pieces,
+    checked_place,
+    hex_digits,
+)
+from ckpt.format.manifest import (
+    COMMON,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    OBJECTS,
+    ArrayEntry,
+    CheckpointManifest,
+    ComponentManifest,
+    Index,
+    Piece,
+    closing,
+    digest_of,
+)
+from ckpt.format.strict_json import (
+    MAX_RANKS,
+    Count,
+    Digest,
+    Rank,
+    Refused,
+    Shape,
+    Side,
+    corrupt,
+    fit,
+    num_keys,
+    parse,
+    refusing,
+)
+
+_ARRAYS = '\n  "arrays": {\n'
+_END_OF_TABLE = "\n  },\n"
+
+
+@collector_paused()
+def parse_manifest(data: bytes, where: str) -> CheckpointManifest:
+    """Check the digest of the raw bytes, then parse. `where` names the file in errors.
+
+    Raises:
+        CorruptCheckpointError: the bytes are not the ones that were written, or what they say cannot be: see
+            `ckpt.format.consistency`.
+        ConfigurationError: they are of a newer version of this format.
+    """
+    require_own_digest(data, where)
+    with refusing(where):
+        text = data.decode()
+    head, rows = _parted(text)
+    tree = parse(head, where)
+    _require_version(tree, where)
+    if rows is not None and "arrays" in tree:
+        raise corrupt(where, "'arrays' stands twice in it")
+    said = fit(tree, _Document, where)
+    manifest = CheckpointManifest(
+        checkpoint_id=said.checkpoint_id,
+        timestamp=said.timestamp,
+        world_size=said.world_size,
+        topology=tree["topology"],
+        components=said.components,
+        arrays=fit(tree.get("arrays"), dict[str, ArrayEntry], where) if rows is None else _arrays_in(rows, where),
+        files=said.files,
+        training_args_hash=said.training_args_hash,
+        checkpoint_path=said.checkpoint_path,
+        ckpt_version=said.ckpt_version,
+        pytorch_version=said.pytorch_version,
+        commit_number=said.commit_number,
+        run_id=said.run_id,
+    )
+    with refusing(where):
+        check_manifest(manifest)
+        _require_known_parts(manifest.files)
+    return manifest
+
+
+@collector_paused()
+def parse_index(data: bytes, where: str = "an index") -> Index:
+    """Parse what `to_bytes` made. `where` names the file in errors. Against its manifest, `stored.read_index` checks it.
+
+    Raises:
+        CorruptCheckpointError: what it says cannot be: see `ckpt.format.consistency`.
+    """
+    said = _index_document(data, where)
+    with refusing(where):
+        files = list(said.files)
+        index = Index(
+            rank=said.rank,
+            files={path: FileRecord(size, rest) for path, (size, rest) in said.files.items()},
+            chunks={path: _extents_of(rows, files) for path, rows in said.chunks.items()},
+            packed=said.packed,
+            pieces=_pieces_from_json(said.pieces, list(said.packed)),
+            dead={
+                file: [
+                    ChunkExtent(file, offset, length, _unhex(digests), block_bytes)
+                    for offset, length, block_bytes, digests in rows
+                ]
+                for file, rows in said.dead.items()
+            },
+        )
+        check_inner_paths((*index.files, *index.chunks, *index.packed, *index.dead))
+        check_extents(index)
+        check_pieces(index)
+    return index
+
+
+_ChunkRow = tuple[Count, Count, Count, Count, Side, str, Literal[0, 1]]
+_DeadRow = tuple[Count, Count, Side, str]
+_PieceRow = tuple[Count, Shape, Shape, Shape, Count]
+
+
+class _IndexDocument(msgspec.Struct):
+    """An index as JSON. Digests are looked at later, all at once."""
+
+    rank: Rank
+    files: dict[str, tuple[Count, str]]
+    chunks: dict[str, list[_ChunkRow]]
+    packed: dict[str, Count]
+    pieces: dict[str, list[_PieceRow]]
+    dead: dict[str, list[_DeadRow]] = {}
+
+
+_INDEX_DECODER = msgspec.json.Decoder(_IndexDocument)
+
+
+def _index_document(data: bytes, where: str) -> _IndexDocument:
+    """Decode an index in one go; where msgspec cannot, or may have lost a key that stands twice, more slowly."""
+    try:
+        said = _INDEX_DECODER.decode(data)
+        tables: Iterable[Mapping[str, object]] = (said.files, said.chunks, said.packed, said.pieces, said.dead)
+        is_whole = num_keys(data) == 5 + bool(said.dead) + sum(len(table) for table in tables)
+    except (
+        msgspec.MsgspecError,
+        ValueError,
+        RecursionError,
+    ):  # or a name is half a surrogate pair, which JSON can hold
+        is_whole = False
+    if not is_whole:
+        said = fit(parse(data, where), _IndexDocument, where)
+    with refusing(where):
+        hex_digits([rest for _, rest in said.files.values()], 32)
+        hex_digits([row[5] for rows in said.chunks.values() for row in rows])
+        hex_digits([row[3] for rows in said.dead.values() for row in rows])
+    return said
+
+
+def _extents_of(rows: Sequence[_ChunkRow], files: Sequence[str]) -> dict[int, ChunkExtent]:
+    """The chunks of one array, by number."""
+    try:
+        extents = {
+            number: ChunkExtent(files[file], offset, length, _unhex(digests), block_bytes, bool(raw))
+            for number, file, offset, length, block_bytes, digests, raw in rows
+        }
+    except IndexError:
+        raise Refused(f"a chunk lies in file number {max(row[1] for row in rows)} of {len(files)}") from None
+    if len(extents) != len(rows):
+        raise Refused("a chunk is listed twice")
+    return extents
+
+
+def _require_known_parts(files: Iterable[str]) -> None:
+    """Refuse a manifest that lists another checkpoint inside of this one, beside the two that there may be."""
+    for path in files:
+        folder, _, name = path.rpartition("/")
+        if name == MANIFEST_NAME and folder not in (COMMON, OBJECTS):
+            raise Refused(f"it lists {path!r:.200}; a checkpoint inside of another one is called {COMMON} or {OBJECTS}")
+
+
+def require_own_digest(data: bytes, where: str) -> None:
+    """Refuse the bytes of a manifest that are not the ones that were written. `where` names the file.
+
+    Raises:
+        CorruptCheckpointError: they do not match the digest that they end in.
+    """
+    size = len(closing("0" * 32))
+    if len(data) <= size or data[-size:] != closing(digest_of(memoryview(data)[:-size])):
+        raise CorruptCheckpointError(f"{where}: the manifest does not match its own digest; it was changed or cut off")
+
+
+class _Topology(msgspec.Struct):
+    nodes: list[list[Rank]] = []
+    groups: dict[
+        str, Annotated[list[Annotated[list[Rank], msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
+    ] = {}
+
+
+class _Document(msgspec.Struct):
+    """A manifest as JSON, without its arrays, which most of it is."""
+
+    timestamp: datetime
+    checkpoint_id: str
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+    topology: _Topology
+    components: dict[str, ComponentManifest]
+    files: dict[str, tuple[Count, Digest]]
+    checkpoint_path: Literal["."] = "."
+    training_args_hash: Digest | None = None
+    ckpt_version: str | None = None
+    pytorch_version: str | None = None
+    commit_number: Count | None = None
+    run_id: str | None = None
+
+
+def _require_version(tree: Any, where: str) -> None:
+    """Refuse a manifest of another version of the format before anything else in it is looked at.
+
+    Raises:
+        CorruptCheckpointError: it says no version.
+        ConfigurationError: it says another one.
+    """
+    version = tree.get("format_version") if isinstance(tree, dict) else None
+    if type(version) is not int or version < 1:
+        raise corrupt(where, f"format_version is {version!r:.40}, which no version of ckpt wrote")
+    if version != FORMAT_VERSION:
+        raise ConfigurationError(
+            f"{where} has format version {version}; this version of ckpt reads version "
+            f"{FORMAT_VERSION}. Read it with the version that wrote it, ckpt {tree.get('ckpt_version')}."
+        )
+
+
+def _parted(text: str) -> tuple[str, str | None]:
+    """The text of a manifest without its arrays, and that of these, a line for each; None if another hand laid it out."""
+    start = text.find(_ARRAYS)
+    stop = text.find(_END_OF_TABLE, start)
+    if start < 0 or stop < 0:
+        return text, None
+    return text[:start] + text[stop + len(_END_OF_TABLE) - 1 :], text[start + len(_ARRAYS) : stop]
+
+
+def _arrays_in(rows: str, where: str) -> dict[str, ArrayEntry]:
+    """The arrays of a manifest, of which those that are stored alike share one entry: what reads alike is parsed once.
+
+    That takes that each stands on a line of its own, as `to_bytes` writes them. (No string of JSON holds an end of line.)
+    """
+    arrays = {}
+    known: dict[str, ArrayEntry] = {}
+    name_at = json.JSONDecoder().raw_decode
+    lines = rows.split(",\n")
+    with refusing(where):
+        for line in lines:
+            name, end = name_at(line, 4)
+            entry = known.get(line[end:])
+            if entry is None:
+                entry = known[line[end:]] = _entry_in(line, end, where)
+            arrays[name] = entry
+    if len(arrays) != len(lines) or not all(type(name) is str for name in arrays):
+        raise corrupt(where, "a name stands twice among its arrays, or is none")
+    return arrays
+
+
+def _entry_in(line: str, end: int, where: str) -> ArrayEntry:
+    """The entry in a line whose name ends at `end`."""
+    if line[:4].strip() or line[end : end + 1] != ":":
+        raise Refused(f"{line!r:.80} is no array")
+    try:
+        return _ENTRY_DECODER.decode(line[end + 1 :])
+    except (msgspec.MsgspecError, RecursionError):  # see `_index_document`
+        return fit(parse(line[end + 1 :], where), ArrayEntry, where)
+
+
+_ENTRY_DECODER = msgspec.json.Decoder(ArrayEntry)
+
+
+def _pieces_from_json(tree: Mapping[str, Sequence[_PieceRow]], packed: Sequence[str]) -> dict[str, list[Piece]]:
+    """The pieces of an index. The places of those that are cut alike are made, and checked, once."""
+    places: dict[tuple[Shape, Shape, Shape], tuple[Shape, Box]] = {}
+    found: dict[str, list[Piece]] = {}
+    for name, rows in tree.items():
+        pieces = found[name] = []
+        for at, shape, offsets, sides, first in rows:
+            same = shape, offsets, sides
+            place = places.get(same)
+            if place is None:
+                place = places[same] = shape, checked_place(shape, offsets, sides)
+            try:
+                pieces.append(Piece(packed[at], *place, first))
+            except IndexError:
+                raise Refused(f"{name!r:.80} lies in packed array number {at} of {len(packed)}") from None
+    return found
+
+
+def _unhex(digests: str) -> tuple[int, ...]:
+    return tuple(int(digests[at : at + 16], 16) for at in range(0, len(digests), 16))

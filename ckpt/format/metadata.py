@@ -1,0 +1,148 @@
+"""`metadata.json`: which formats a checkpoint was written in, and so who can read it. Written last, it marks the folder complete.
+
+Names follow megatron.core.dist_checkpointing.core.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, sentence
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.durable import replace_durably
+from ckpt.format.manifest import digest_of
+from ckpt.format.strict_json import parse
+
+CONFIG_FNAME = "metadata.json"
+MOST_CONFIG_BYTES = 1 << 20
+"""Far more than any `metadata.json` has."""
+
+TORCH_DIST = "torch_dist"
+"""The backend of Megatron-Core's checkpoints in the format of torch.distributed.checkpoint."""
+_DCP_METADATA = ".metadata"
+_DIGEST = "digest"
+
+CheckpointingException = CheckpointError
+"""The base of all errors of this package, under the name by which code written for Megatron-Core catches it."""
+
+_BEFORE_COMMON_WAS_NAMED: dict[str, Any] = {"common_backend": "torch", "common_backend_version": 1}
+
+
+@dataclass
+class CheckpointingConfig:
+    """The formats of a checkpoint: of its sharded tensors, and of everything else. Not of what the application put in.
+
+    Attributes:
+        sharded_backend: such as "zarr".
+        common_backend: such as "json", which is ours; "torch" is a pickle.
+    """
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "json"
+    common_backend_version: int = 1
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a distributed checkpoint that was finished. Any rank; reads one small file.
+
+    Raises:
+        CorruptCheckpointError, StorageError: as `maybe_load_config`, for what is damaged is not something else.
+    """
+    return maybe_load_config(checkpoint_dir) is not None
+
+
+def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
+    """Return what `metadata.json` says, or None if the folder has none. Any rank.
+
+    Keys that this version does not know are passed over. The common backend was not always named: then it is torch's, version 1.
+
+    Raises:
+        CorruptCheckpointError: the file is no such record.
+        StorageError: it cannot be read.
+    """
+    path = Path(checkpoint_dir, CONFIG_FNAME)
+    try:
+        with CheckpointFolder(path.parent) as folder:
+            data = folder.read(CONFIG_FNAME, MOST_CONFIG_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {sentence(error)}") from error
+    return _parsed(path, data)
+
+
+def other_format(checkpoint_dir: str | os.PathLike[str]) -> str | None:
+    """Say which format a folder is in, and what can be done, if it is a known one that is not read here; else None. Any rank."""
+    folder = Path(checkpoint_dir)
+    try:
+        config = maybe_load_config(folder)
+    except CheckpointError:  # somebody else's file of that name
+        config = None
+    if config is not None and config.sharded_backend == TORCH_DIST:
+        return (
+            f"{folder} is a {TORCH_DIST} checkpoint of Megatron-Core, in the format of torch.distributed.checkpoint, whose metadata is "
+            "a pickle; this format is not read here. Load it with Megatron-Core, and save the state that it returns with ckpt.save; "
+            "Megatron-Core's zarr checkpoints are read directly"
+        )
+    if config is None and (folder / _DCP_METADATA).is_file():
+        return (
+            f"{folder} is a checkpoint of torch.distributed.checkpoint, whose metadata is a pickle; this format is not read here. "
+            "Load it into your model with torch.distributed.checkpoint.load, and save the model with a CheckpointCoordinator"
+        )
+    return None
+
+
+def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Write `metadata.json`, durably and in one step: whoever looks finds the old one, if any, or the new one. One rank.
+
+    Raises:
+        StorageError: the folder cannot be written; what was there is unchanged.
+    """
+    path = Path(checkpoint_dir, CONFIG_FNAME)
+    try:
+        replace_durably(path, config_bytes(config))
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {sentence(error)}") from error
+
+
+def config_bytes(config: CheckpointingConfig) -> bytes:
+    """What `metadata.json` holds: the config, and a digest of it, which other readers pass over."""
+    said = asdict(config)
+    return json.dumps(said | {_DIGEST: _digest(said)}).encode()
+
+
+def _digest(said: dict[str, Any]) -> str:
+    return digest_of(json.dumps(said).encode())
+
+
+def _parsed(path: Path, data: bytes) -> CheckpointingConfig:
+    try:
+        found = parse(data, CONFIG_FNAME)
+    except CorruptCheckpointError as error:
+        raise _unlike(path, f"is no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise _unlike(path, f"holds a {type(found).__name__}, not an object")
+    digest = found.pop(_DIGEST, None)
+    if digest is not None and digest != _digest(found):
+        raise _unlike(path, "does not match its own digest")
+    if "sharded_backend" not in found:
+        raise _unlike(path, "has no sharded_backend")
+    named = {field.name: found[field.name] for field in fields(CheckpointingConfig) if field.name in found}
+    for name, value in named.items():
+        kind = int if name.endswith("_version") else str
+        if type(value) is not kind:
+            raise _unlike(
+                path, f"has {name}: {value!r:.40}, which should be {'a string' if kind is str else 'a whole number'}"
+            )
+    return CheckpointingConfig(**(_BEFORE_COMMON_WAS_NAMED | named))
+
+
+def _unlike(path: Path, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path} {what}, so the checkpoint's formats are unknown; take another checkpoint, or a copy of this one"
+    )

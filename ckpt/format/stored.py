@@ -1,0 +1,264 @@
+"""Reading the records of a committed checkpoint: the manifest, its indexes and small files, each checked against its digest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from ckpt.backends.base import ChunkExtent, FileRecord
+from ckpt.errors import CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.consistency import MAX_FILE_BYTES, check_index
+from ckpt.format.held import NOTHING_HELD, HeldFiles
+from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name
+from ckpt.format.manifest_parsing import parse_index, parse_manifest
+from ckpt.format.metadata import other_format
+from ckpt.format.strict_json import refusing
+
+_PIECE_BYTES = 4 << 20
+
+
+def read_manifest(checkpoint_dir: Path) -> CheckpointManifest:
+    """Read and check the manifest of a checkpoint folder. Any process.
+
+    Raises:
+        CheckpointNotFoundError: the folder is missing or holds no manifest: it is no checkpoint.
+        CorruptCheckpointError: the manifest is not as it was written.
+    """
+    return parse_manifest(read_manifest_bytes(checkpoint_dir), str(checkpoint_dir / MANIFEST_NAME))
+
+
+def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
+    """Read the manifest unchecked: the lead reads it once and hands these bytes to all ranks.
+
+    Raises:
+        CheckpointNotFoundError: as `read_manifest`.
+        CorruptCheckpointError: it is longer than any manifest.
+    """
+    try:
+        with CheckpointFolder(checkpoint_dir) as folder:
+            return folder.read(MANIFEST_NAME, MAX_FILE_BYTES)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(
+            other_format(checkpoint_dir)
+            or f"{checkpoint_dir} is not a checkpoint: it has no {MANIFEST_NAME}. Give the folder of a committed checkpoint."
+        ) from error
+
+
+def identity_of(checkpoint_dir: Path) -> tuple[int, ...] | None:
+    """What tells the checkpoint at a path from another that comes to lie there; None: there is none that can be read."""
+    try:
+        with CheckpointFolder(checkpoint_dir) as folder, folder.stream(MANIFEST_NAME) as stream:
+            manifest = os.fstat(stream.fileno())  # opened, for network file systems ask the server then
+    except (OSError, CorruptCheckpointError):
+        return None
+    return manifest.st_dev, manifest.st_ino, manifest.st_size, manifest.st_mtime_ns
+
+
+def gone(checkpoint_dir: Path) -> CheckpointGoneError:
+    """What to raise for a checkpoint that another process removed while it was read."""
+    return CheckpointGoneError(
+        f"{checkpoint_dir} was removed or replaced while it was read, as retention does; it is not damaged. Read a newer one."
+    )
+
+
+@contextmanager
+def noticing_removal(checkpoint_dir: Path) -> Iterator[None]:
+    """Tell damage from removal in a block that reads a checkpoint. For one process; loads of several ranks agree on it.
+
+    Raises:
+        CheckpointGoneError: the block failed, and the checkpoint that was at this path when it began is not there any more.
+    """
+    before = identity_of(checkpoint_dir)
+    try:
+        yield
+    except (CorruptCheckpointError, OSError) as error:
+        if before is not None and identity_of(checkpoint_dir) != before:
+            raise gone(checkpoint_dir) from error
+        raise
+
+
+def read_listed_file(
+    checkpoint_dir: Path, manifest: CheckpointManifest, path: str, held: HeldFiles = NOTHING_HELD
+) -> bytes:
+    """Read one of the small files in the manifest's list whole, and check size and digest.
+
+    Args:
+        held: what is in memory.
+
+    Raises:
+        CorruptCheckpointError: the file is not listed, missing, or not as it was written.
+    """
+    if path not in manifest.files:
+        raise CorruptCheckpointError(f"{path} should be part of {checkpoint_dir}, but its manifest does not list it")
+    size, digest = manifest.files[path]
+
+    def read() -> bytes:
+        data = held.read(path)
+        if data is None:
+            data = _read(checkpoint_dir, path, size)
+        if len(data) != size:
+            raise CorruptCheckpointError(f"{path} has {len(data)} bytes, the manifest says {size}")
+        if digest_of(data) != digest:
+            raise CorruptCheckpointError(
+                f"{path} does not match its digest in the manifest; it was changed after the save"
+            )
+        return data
+
+    return held.or_disk(path, read)
+
+
+def read_index(checkpoint_dir: Path, manifest: CheckpointManifest, rank: int, held: HeldFiles = NOTHING_HELD) -> Index:
+    """Read and check the index of one writing rank.
+
+    Raises:
+        CorruptCheckpointError: it is missing, or not as it was written.
+    """
+    path = index_name(rank)
+    if path not in manifest.files:  # a later generation, or none
+        path = manifest.index_paths().get(rank, path)
+    return checked_index(read_listed_file(checkpoint_dir, manifest, path, held), manifest, rank, path)
+
+
+def checked_index(data: bytes, manifest: CheckpointManifest, rank: int, path: str) -> Index:
+    """Parse the index of a rank, whose bytes are as they were written, and hold it against the manifest.
+
+    Raises:
+        CorruptCheckpointError: what it says cannot be: see `ckpt.format.consistency`.
+    """
+    index = parse_index(data, path)
+    with refusing(path):
+        check_index(index, manifest, rank)
+    return index
+
+
+def read_plain_file(
+    checkpoint_dir: Path,
+    manifest: CheckpointManifest,
+    path: str,
+    index_of: Callable[[], Index],
+    held: HeldFiles = NOTHING_HELD,
+    *,
+    component: str | None = None,
+) -> bytes:
+    """Read a file of plain values, and check it: the lead's stand in the manifest, those of other ranks in their indexes.
+
+    Args:
+        index_of: that of the rank that wrote it, where it is wanted.
+        held: what is in memory.
+        component: whose values they are, for the error.
+
+    Raises:
+        CorruptCheckpointError: it is missing, or not as it was written.
+    """
+    if path in manifest.files:
+        return read_listed_file(checkpoint_dir, manifest, path, held)
+    index = index_of()
+
+    def read() -> bytes:
+        record, data = index.files.get(path), held.read(path)
+        if data is None:
+            data = _read_if_there(checkpoint_dir, path, record.size) if record is not None else b""
+        if record is None or (record.size, record.rest) != (len(data), digest_of(data)):
+            raise CorruptCheckpointError(
+                f"{path} is missing or not as rank {index.rank} wrote it", component=component, file=path
+            )
+        return data
+
+    return held.or_disk(path, read)
+
+
+def check_file(
+    folder: CheckpointFolder,
+    path: str,
+    record: FileRecord,
+    covered: Collection[ChunkExtent],
+    held: HeldFiles = NOTHING_HELD,
+) -> None:
+    """Check that a file an index lists has its size, and that the bytes no chunk covers are as written.
+
+    Cheap for data files: of those it reads nothing. The bytes of chunks are checked where they are read.
+
+    Args:
+        folder: of the checkpoint, kept open over all of its files.
+        covered: what of it is under other digests, as `Index.covered` gives it.
+        held: what is in memory, and is checked there: that is what is read.
+
+    Raises:
+        CorruptCheckpointError: naming the file.
+    """
+
+    def check() -> None:
+        fd = held.open(path)
+        try:
+            _check_file(folder, fd, path, record, covered)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    held.or_disk(path, check)
+
+
+def _check_file(
+    folder: CheckpointFolder, fd: int | None, path: str, record: FileRecord, covered: Iterable[ChunkExtent]
+) -> None:
+    try:
+        size = (folder.stat(path) if fd is None else os.fstat(fd)).st_size
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpointError(f"{path} is missing", file=path) from error
+    if size != record.size:
+        raise CorruptCheckpointError(f"{path} has {size} bytes, its index says {record.size}", file=path)
+    if _digest_of_rest(lambda: folder.open(path) if fd is None else os.dup(fd), size, covered) != record.rest:
+        raise CorruptCheckpointError(
+            f"{path} does not match its digest; bytes outside of any array were changed after the save", file=path
+        )
+
+
+def rest_digest(folder: CheckpointFolder, path: str, size: int, covered: Iterable[ChunkExtent]) -> str:
+    """The xxh3-128 of those bytes of a file that nothing covers, in order; nothing is opened if there are none."""
+    return _digest_of_rest(lambda: folder.open(path), size, covered)
+
+
+def _digest_of_rest(open_file: Callable[[], int], size: int, covered: Iterable[ChunkExtent]) -> str:
+    gaps = []
+    at = 0
+    for extent in sorted(covered, key=lambda e: e.offset):
+        if extent.offset > at:
+            gaps.append((at, extent.offset - at))
+        at = max(at, extent.offset + extent.length)
+    if at < size:
+        gaps.append((at, size - at))
+    state = xxhash.xxh3_128()
+    if gaps:
+        with os.fdopen(open_file(), "rb") as stream:
+            for offset, length in gaps:
+                stream.seek(offset)
+                while length and (piece := stream.read(min(length, _PIECE_BYTES))):
+                    state.update(piece)
+                    length -= len(piece)
+    return state.hexdigest()
+
+
+def _read(checkpoint_dir: Path, path: str, size: int) -> bytes:
+    """Read a file that should have this size; one that has another is not read."""
+    try:
+        with CheckpointFolder(checkpoint_dir) as folder, folder.stream(path) as stream:
+            found = os.fstat(stream.fileno()).st_size
+            if found != size:
+                raise CorruptCheckpointError(f"{path} has {found} bytes, the manifest says {size}", file=path)
+            return stream.read()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpointError(f"{path} is missing from {checkpoint_dir}") from error
+
+
+def _read_if_there(checkpoint_dir: Path, path: str, size: int) -> bytes:
+    """The same, but of what is missing, or no file, nothing."""
+    try:
+        with CheckpointFolder(checkpoint_dir) as folder:
+            return folder.read(path, size)
+    except (FileNotFoundError, NotADirectoryError):
+        return b""

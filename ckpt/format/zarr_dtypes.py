@@ -1,0 +1,144 @@
+"""Teach zarr-python the data types it lacks: bfloat16 and the two float8 formats that models are trained with.
+
+The names are those of the zarr-extensions registry, which TensorStore uses too, so each library reads what the other
+wrote. Nothing happens at import: whoever wants to open such an array calls `register()` first.
+
+    import zarr, ckpt.format.zarr_dtypes
+    ckpt.format.zarr_dtypes.register()
+    zarr.open_array("checkpoint-00000020/model/h.0.weight")[:]      # an ml_dtypes.bfloat16 array
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, overload
+
+import ml_dtypes
+import numpy as np
+from zarr.core.dtype.common import (
+    DataTypeValidationError,
+    DTypeConfig_V2,
+    DTypeJSON,
+    HasEndianness,
+    HasItemSize,
+)
+from zarr.dtype import ZDType, data_type_registry
+
+_ZarrFormat = Literal[2, 3]
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
+    """A float of the package ml_dtypes, under one name in Zarr v2 and v3. Fill values keep every bit of a NaN."""
+
+    scalar_type: ClassVar[type[Any]]
+
+    @classmethod
+    def _native(cls) -> np.dtype[Any]:
+        return np.dtype(cls.scalar_type)
+
+    @property
+    def item_size(self) -> int:
+        return self._native().itemsize
+
+    @classmethod
+    def from_native_dtype(cls, dtype: np.dtype[Any]) -> Self:
+        if dtype != cls._native():
+            raise DataTypeValidationError(f"expected {cls._native()}, found {dtype}")
+        return cls()
+
+    def to_native_dtype(self) -> np.dtype[Any]:
+        return self._native()
+
+    @classmethod
+    def _from_json_v2(cls, data: DTypeJSON) -> Self:
+        return cls._named(data["name"] if isinstance(data, dict) else data)
+
+    @classmethod
+    def _from_json_v3(cls, data: DTypeJSON) -> Self:
+        return cls._named(data["name"] if isinstance(data, dict) and set(data) == {"name"} else data)
+
+    @classmethod
+    def _named(cls, name: object) -> Self:
+        if name != cls._zarr_v3_name:
+            raise DataTypeValidationError(f"expected {cls._zarr_v3_name!r}, found {name!r}")
+        return cls()
+
+    @overload
+    def to_json(self, zarr_format: Literal[2]) -> DTypeConfig_V2[str, None]: ...
+
+    @overload
+    def to_json(self, zarr_format: Literal[3]) -> str: ...
+
+    def to_json(self, zarr_format: _ZarrFormat) -> DTypeConfig_V2[str, None] | str:
+        return {"name": self._zarr_v3_name, "object_codec_id": None} if zarr_format == 2 else self._zarr_v3_name
+
+    def _check_scalar(self, data: object) -> bool:
+        return isinstance(data, (bool, int, float, np.generic))
+
+    def cast_scalar(self, data: object) -> np.generic:
+        if not self._check_scalar(data):
+            raise TypeError(f"expected a number for {self._zarr_v3_name}, found {data!r}")
+        return self._scalar(data)
+
+    def default_scalar(self) -> np.generic:
+        return self._scalar(0)
+
+    def from_json_scalar(self, data: object, *, zarr_format: _ZarrFormat) -> np.generic:
+        """Read a fill value: a number, "NaN", "Infinity", "-Infinity", or the bits as hex, such as "0x7fc0"."""
+        if isinstance(data, str) and data.startswith("0x"):
+            return self._of_bits(int(data, 16))
+        return self.cast_scalar(_SPECIAL.get(data, data) if isinstance(data, str) else data)
+
+    def to_json_scalar(self, data: object, *, zarr_format: _ZarrFormat) -> float | str:
+        value = self.cast_scalar(data)
+        number = float(value)
+        if math.isnan(number):
+            return f"0x{int.from_bytes(value.tobytes(), 'little'):0{2 * self.item_size}x}"
+        if math.isinf(number):
+            return "Infinity" if number > 0 else "-Infinity"
+        return number
+
+    def _scalar(self, data: object) -> np.generic:
+        scalar: np.generic = self.scalar_type(data)
+        return scalar
+
+    def _of_bits(self, bits: int) -> np.generic:
+        scalar: np.generic = np.frombuffer(bits.to_bytes(self.item_size, "little"), dtype=self._native())[0]
+        return scalar
+
+
+@dataclass(frozen=True, kw_only=True)
+class BFloat16(_MlFloat, HasEndianness):
+    """Two bytes, so the `bytes` codec must say in which order: TensorStore refuses an array that does not."""
+
+    dtype_cls = type(np.dtype(ml_dtypes.bfloat16))
+    scalar_type = ml_dtypes.bfloat16
+    _zarr_v3_name = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8E4M3FN(_MlFloat):
+    dtype_cls = type(np.dtype(ml_dtypes.float8_e4m3fn))
+    scalar_type = ml_dtypes.float8_e4m3fn
+    _zarr_v3_name = "float8_e4m3fn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8E5M2(_MlFloat):
+    dtype_cls = type(np.dtype(ml_dtypes.float8_e5m2))
+    scalar_type = ml_dtypes.float8_e5m2
+    _zarr_v3_name = "float8_e5m2"
+
+
+def register() -> None:
+    """Make `zarr.open` understand bfloat16, float8_e4m3fn and float8_e5m2 in this process. Again does nothing.
+
+    A name that zarr-python already knows, by a later version or another package, is left as it is.
+    """
+    data_type_registry._lazy_load()
+    for data_type in (BFloat16, Float8E4M3FN, Float8E5M2):
+        if data_type._zarr_v3_name not in data_type_registry.contents:
+            data_type_registry.register(data_type._zarr_v3_name, data_type)

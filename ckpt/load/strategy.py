@@ -1,0 +1,250 @@
+"""What every loading strategy works with: the boxes a rank wants, and a committed checkpoint that knows where they lie."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ckpt.backends.base import DATABASE, ArraySpec, Backend, ChunkExtent, stored_shape
+from ckpt.backends.registry import backend_of_store
+from ckpt.errors import ConfigurationError
+from ckpt.format.box import Box, overlap, whole
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.consistency import check_whole
+from ckpt.format.dtypes import item_bytes
+from ckpt.format.held import NOTHING_HELD, HeldFiles
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index
+from ckpt.format.stored import read_index
+from ckpt.format.strict_json import refusing
+from ckpt.memory.device import Device
+from ckpt.planning.plan import needed_chunks
+from ckpt.ranks.topology import Topology
+from ckpt.storage.extents import Part
+
+
+@dataclass(slots=True)  # not frozen: there may be very many, and a frozen one takes three times as long to make
+class ReadRequest:
+    """One box of one array, wanted in memory that exists already.
+
+    Attributes:
+        name: of the array in the manifest; never an alias.
+        label: of the tensor for messages, such as "model: h.0.attn.weight".
+        box: in global coordinates.
+        out: shape `box.shape`, the stored data type, any device, any strides.
+    """
+
+    name: str
+    label: str
+    box: Box
+    out: torch.Tensor
+
+
+@dataclass(slots=True)  # not frozen: see ReadRequest
+class StoredPart:
+    """A part of a request, and the chunk it lies in.
+
+    Attributes:
+        chunk: where the chunk's bytes are.
+        part: which of them are wanted, and where they go.
+        array, store, source: how the format's own library finds them: `source` is a box of `array`, and has the shape of
+            `part.out` or, in a packed array, the 1-D extent of `part.region`.
+    """
+
+    chunk: ChunkExtent
+    part: Part
+    array: ArraySpec
+    store: str
+    source: Box
+
+
+class Stored(Protocol):
+    """A checkpoint whose arrays lie in chunks, open for reading by one rank.
+
+    Attributes:
+        root: its folder, to which all paths are relative.
+        has_digests: whether its chunks can be checked.
+        held: what of it is in memory, too.
+    """
+
+    root: Path
+    has_digests: bool
+    held: HeldFiles
+
+    def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
+        """Yield where the wanted box lies, part by part, in storage order.
+
+        Raises:
+            CorruptCheckpointError: chunks are not where they must be.
+        """
+
+    def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` (host, shape box.shape) with a box of the array that the part is of, by its format's own library."""
+
+
+class StoredCheckpoint:
+    """A committed checkpoint, open for reading by one rank. Indexes are read, and checked, when they are first needed."""
+
+    has_digests = True
+
+    def __init__(self, root: Path, manifest: CheckpointManifest, held: HeldFiles = NOTHING_HELD) -> None:
+        self.root = root
+        self.held = held
+        self.manifest = manifest
+        self._indexes: dict[int, Index] = {}
+        self._packed: dict[str, tuple[ArraySpec, ChunkExtent, int]] = {}
+        self._regular: set[str] = set()
+
+    def index(self, rank: int) -> Index:
+        """The index of a writing rank.
+
+        Raises:
+            CorruptCheckpointError: it is missing or not as it was written.
+        """
+        if rank not in self._indexes:
+            self._indexes[rank] = read_index(self.root, self.manifest, rank, self.held)
+        return self._indexes[rank]
+
+    def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
+        """See `Stored.parts`.
+
+        Raises:
+            CorruptCheckpointError: an index is damaged, or does not list what the manifest says.
+        """
+        entry = self.manifest.arrays[request.name]
+        if 0 in request.box.shape:
+            return iter(())
+        return iter(self._packed_parts(request, entry)) if entry.grid is None else self._own_parts(request, entry)
+
+    def _own_parts(self, request: ReadRequest, entry: ArrayEntry) -> Iterator[StoredPart]:
+        """Of an array that is not packed."""
+        assert entry.path is not None and entry.store is not None and entry.grid is not None
+        spec = ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid)
+        for number, chunk_box, wanted in needed_chunks(entry.shape, entry.grid, request.box):
+            rank = entry.writer_of(number)
+            chunk = self.index(rank).chunks[entry.path][number]
+            out = request.out[wanted.relative_to(request.box).slices]
+            region = stored_shape(entry.store, entry.grid, chunk_box.shape)
+            part = Part(0, region, wanted.relative_to(chunk_box), out, request.label)
+            yield StoredPart(chunk, part, spec, entry.store, wanted)
+
+    def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
+        """See `Stored.decode`."""
+        self.read_encoded(stored.store, stored.array, box, out)
+
+    def read_encoded(self, store: str, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` (host, shape box.shape) with a box of an array, by the library of its store, which opens files on its own.
+
+        Raises:
+            CorruptCheckpointError: it cannot be read, or a file in the folder that it is read from is no regular one.
+        """
+        self._require_regular(DATABASE if store == "ocdbt" else array.path.partition("/")[0])
+        backend_of_store(store).read(self.root, array, box, out)
+
+    def _require_regular(self, path: str) -> None:
+        """Look once through a folder, for the libraries follow links out of it."""
+        if path not in self._regular:
+            with CheckpointFolder(self.root) as folder:
+                folder.require_regular_below(path)
+            self._regular.add(path)
+
+    def _packed_array(self, index: Index, path: str, dtype: str) -> tuple[ArraySpec, ChunkExtent, int]:
+        """A packed array, its one chunk and the bytes of an element: looked up once for all that lies in it."""
+        if path not in self._packed:
+            spec = ArraySpec(path, dtype, (index.packed[path],), (index.packed[path],))
+            self._packed[path] = spec, index.chunks[path][0], item_bytes(dtype)
+        return self._packed[path]
+
+    def _packed_parts(self, request: ReadRequest, entry: ArrayEntry) -> list[StoredPart]:
+        assert entry.store is not None
+        parts = []
+        if len(entry.packed_in) > 1:  # in one index they have been checked
+            with refusing(str(self.root)):
+                check_whole(
+                    request.name, entry, [p for rank in entry.packed_in for p in self.index(rank).pieces[request.name]]
+                )
+        for rank in entry.packed_in:
+            index = self.index(rank)
+            for packed, _, box, first in index.pieces[request.name]:
+                wanted = overlap(box, request.box)
+                if wanted is None:
+                    continue
+                out, inside = request.out, whole(wanted.shape)
+                if wanted is not request.box:
+                    out = out[wanted.relative_to(request.box).slices]
+                if wanted != box:
+                    inside = wanted.relative_to(box)
+                spec, chunk, item = self._packed_array(index, packed, entry.dtype)
+                part = Part(first * item, box.shape, inside, out, request.label)
+                source = Box((first,), (box.num_elements,))
+                parts.append(StoredPart(chunk, part, spec, entry.store, source))
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """Bytes that one rank read from storage, and bytes it needed."""
+
+    bytes_read: int
+    bytes_needed: int
+
+
+class Reading(Protocol):
+    """What a strategy has worked out for one rank: all that is left is to move the bytes."""
+
+    def run(self) -> ReadStats:
+        """Fill every request's `out`. All ranks call it, inside one phase, whatever has failed for this one before.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing or not as they were written.
+            OSError: the file system failed.
+            RankLeftError: another rank, which this one needed, has gone.
+        """
+
+    def close(self) -> None:
+        """Let go of what `run` would have used. Called always, and last."""
+
+
+class LoadingStrategy(Protocol):
+    """Who reads, and how it spreads."""
+
+    def prepare(
+        self,
+        requests: Sequence[ReadRequest],
+        checkpoint: Stored,
+        topology: Topology,
+        device: Device,
+        *,
+        verify: bool,
+    ) -> Reading:
+        """Work out who reads what. All ranks call it, outside of a phase, each with its own requests, which may be none."""
+
+    def go_with(self, backend: Backend) -> None:
+        """Take from a run's backend what loads spread by, where it brings something and nothing else has been chosen."""
+
+    def close(self) -> None:
+        """Let go of what is kept from load to load; nothing is under way."""
+
+
+def in_flight_bytes(max_in_flight_mib: int) -> int:
+    """The bytes that `max_in_flight_mib` of a strategy stands for.
+
+    Raises:
+        ConfigurationError: it is not positive.
+    """
+    if isinstance(max_in_flight_mib, bool) or not isinstance(max_in_flight_mib, int) or max_in_flight_mib < 1:
+        raise ConfigurationError(f"max_in_flight_mib={max_in_flight_mib!r}: expected a whole number of at least 1")
+    return max_in_flight_mib << 20
+
+
+def by_chunk(requests: Sequence[ReadRequest], checkpoint: Stored) -> list[list[StoredPart]]:
+    """Where all requests lie: groups of parts that lie in one chunk, the groups as they lie in their files."""
+    groups: dict[tuple[str, int], list[StoredPart]] = defaultdict(list)
+    for request in requests:
+        for part in checkpoint.parts(request):
+            groups[part.chunk.file, part.chunk.offset].append(part)
+    return [groups[at] for at in sorted(groups)]

@@ -1,0 +1,372 @@
+"""Copies between the host and devices that run while the program does something else. Of tensors on the host there is nothing to do.
+
+    a save    device --side stream--> pinned memory -> written, while the next tensor comes
+    a load    read -> pinned memory --side stream--> device, while the next bytes are read
+
+Page-locked memory is what a device copies from and to by itself. There is little of it, in halves: while one is on its way the
+other is written or filled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self, TypeVar
+
+import torch
+
+from ckpt.format.dtypes import as_integers, contiguous, raw_bytes
+from ckpt.memory.device import Mark, SideStream, device_memory_within, pinned, telling_of_room
+from ckpt.storage.extents import Wanted
+
+HALVES = 2
+_ALIGNED = 64
+BUCKET_MIN_BYTES = 64 << 10
+"""A device without room for a bucket of this size has none for what is to be loaded."""
+
+_log = logging.getLogger("ckpt")
+
+Item = TypeVar("Item")
+
+
+class Streams:
+    """A side stream on every device that is met, taken when it is."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._streams: dict[torch.device, SideStream] = {}
+
+    def on(self, device: torch.device) -> SideStream:
+        """The one on a device; the first time, what is queued there by then is waited for."""
+        if device not in self._streams:
+            self._streams[device] = SideStream(device, self._role)
+        return self._streams[device]
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for stream in self._streams.values():
+            stream.wait()
+
+
+class Halves:
+    """Pinned memory of which one half is used while the other is written. Memory for `Staging`.
+
+    Args:
+        pinned_bytes: of both together.
+    """
+
+    def __init__(self, pinned_bytes: int) -> None:
+        self._half_bytes = pinned_bytes // HALVES
+        self._halves: list[torch.Tensor] = []
+        self._count = 0
+
+    def __call__(self, num_bytes: int) -> torch.Tensor:
+        """The half whose item is done with, for the one after it has been yielded since; it may be smaller than asked for."""
+        number = self._count % HALVES
+        self._count += 1
+        if number == len(self._halves):
+            self._halves.append(pinned(self._half_bytes))
+        return self._halves[number]
+
+
+class Staging:
+    """Brings tensors to the host in turn, each while those before it are written. One save, one thread.
+
+    Args:
+        room: gives memory for the tensors of an item that lie on devices, pinned and flat; called once for each such item, in turn.
+            What does not fit goes through it piece by piece, while nothing else happens.
+        streams: to copy on, where some have been taken already; None: taken as devices are met.
+    """
+
+    def __init__(self, room: Callable[[int], torch.Tensor], streams: Streams | None = None) -> None:
+        self._room = room
+        self._told = False
+        self._streams = streams or Streams("staging")
+
+    def ahead(
+        self, items: Iterable[Item], tensors_of: Callable[[Item], Sequence[torch.Tensor]]
+    ) -> Iterator[tuple[Item, list[torch.Tensor]]]:
+        """Yield every item with its tensors on the host, whose copies are over.
+
+        A host tensor is yielded itself, whatever its strides. What was copied is contiguous, and good until the next item is asked for.
+
+        Args:
+            tensors_of: the tensors of an item; those on one device have one data type.
+        """
+        started: tuple[Item, _Started] | None = None
+        for item in items:
+            following = item, self._start(tensors_of(item))
+            if started is not None:
+                yield started[0], started[1].arrived()
+            started = following
+        if started is not None:
+            yield started[0], started[1].arrived()
+
+    def _start(self, tensors: Sequence[torch.Tensor]) -> _Started:
+        """Queue the copies of an item's tensors; those on one device go as one."""
+        hosts: list[torch.Tensor | None] = [one if one.is_cpu else None for one in tensors]
+        on_device: dict[torch.device, list[int]] = {}
+        for number, host in enumerate(hosts):
+            if host is None:
+                on_device.setdefault(tensors[number].device, []).append(number)
+        batches = []
+        room = self._room(_room_bytes(tensors, on_device)) if on_device else torch.empty(0)
+        for device, numbers in on_device.items():
+            batch = self._start_batch(self._streams.on(device), [tensors[number] for number in numbers], room)
+            room = room[-(-batch.host.nbytes // _ALIGNED) * _ALIGNED :]
+            batches.append((numbers, batch))
+        return _Started(hosts, batches)
+
+    def _start_batch(self, side: SideStream, tensors: Sequence[torch.Tensor], room: torch.Tensor) -> _Batch:
+        """Queue the copy of tensors of one device, laid end to end, into pinned memory; what has no room there is copied at once."""
+        with side:  # whatever is made here on the way belongs to that stream, and is let go of in its order
+            joined = self._joined(tensors, side.device)
+            if joined is None:
+                return _Batch(_brought_in_parts(tensors, side.device), None, tensors)
+            if joined.nbytes > len(room):
+                return _Batch(_brought_through(joined, room, side).view(tensors[0].dtype), None, tensors)
+            host = room[: joined.nbytes].view(joined.dtype)
+            host.copy_(joined, non_blocking=True)
+            return _Batch(host.view(tensors[0].dtype), side.mark(), tensors)
+
+    def _joined(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+        """The bits of tensors end to end on their device, flat; None: it has no room for them."""
+        try:
+            if len(tensors) == 1:
+                return contiguous(tensors[0]).view(-1)
+            return torch.cat([as_integers(contiguous(tensor).view(-1)) for tensor in tensors])
+        except torch.OutOfMemoryError:
+            self._tell_of_no_room(device)
+            return None
+
+    def _tell_of_no_room(self, device: torch.device) -> None:
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "%s has no room to join small tensors, or to lay out one that is not contiguous: saving them part by part, which "
+                "takes longer",
+                device,
+            )
+
+
+def _room_bytes(tensors: Sequence[torch.Tensor], on_device: Mapping[torch.device, Sequence[int]]) -> int:
+    """The memory that tensors take, batch by batch, each of them aligned."""
+    batches = (sum(tensors[number].nbytes for number in numbers) for numbers in on_device.values())
+    return sum(-(-num_bytes // _ALIGNED) * _ALIGNED for num_bytes in batches)
+
+
+class _Batch(NamedTuple):
+    """Tensors of one device on their way to the host.
+
+    Attributes:
+        host: takes all of them, end to end.
+        mark: behind the copy; None: it is over.
+        tensors: what they are.
+    """
+
+    host: torch.Tensor
+    mark: Mark | None
+    tensors: Sequence[torch.Tensor]
+
+
+class _Started(NamedTuple):
+    """The tensors of one item: those on the host, and what is on its way there."""
+
+    hosts: list[torch.Tensor | None]
+    batches: list[tuple[list[int], _Batch]]
+
+    def arrived(self) -> list[torch.Tensor]:
+        """Wait for what is on its way, and return all."""
+        for numbers, batch in self.batches:
+            if batch.mark is not None:
+                batch.mark.wait()
+            views = batch.host.split_with_sizes([tensor.numel() for tensor in batch.tensors])
+            for number, tensor, view in zip(numbers, batch.tensors, views, strict=True):
+                self.hosts[number] = view.view(tensor.shape)
+        return [host for host in self.hosts if host is not None]
+
+
+class Filling:
+    """Takes bytes to the tensors of one load, on devices, while the next ones are read. Used by one thread. A context manager.
+
+    Bytes go straight to a tensor where they lie there as they lie in storage; all others through a bucket on its device, from which they
+    are put in place there. Where the device has no room for the bucket, it is made smaller.
+
+    Args:
+        bucket_bytes: of the bucket, and of each half of the pinned memory, which is larger only where more is taken at once.
+        role: of the side streams; where two work at the same time, each has its own.
+    """
+
+    def __init__(self, bucket_bytes: int, role: str = "filling") -> None:
+        self._bucket_bytes = bucket_bytes
+        self._halves: list[_Half] = []
+        self._count = 0
+        self._streams = Streams(role)
+        self._buckets: dict[torch.device, torch.Tensor] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def begin(self, devices: Iterable[torch.device]) -> None:
+        """Wait now for what is queued on devices, and not when the first bytes come for them."""
+        for device in devices:
+            if device.type != "cpu":
+                self._streams.on(device)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return pinned memory to read into: flat uint8, that no copy reads any more. It is to be placed before the next is taken."""
+        self._count += 1
+        if len(self._halves) < HALVES:
+            self._halves.append(_Half(max(num_bytes, self._bucket_bytes)))
+        return self._half().free(num_bytes)
+
+    def place(self, wanted: Wanted, start: int, stop: int, memory: torch.Tensor) -> None:
+        """Put the bytes [start, stop) of a chunk where they are wanted.
+
+        Args:
+            memory: those bytes, on the host. Those that were taken last are put on their way; others may be used again at once.
+
+        Raises:
+            DeviceMemoryError: a device has no room for the smallest bucket.
+        """
+        for device in wanted.devices:
+            if device.type == "cpu":
+                wanted.place(start, stop, memory, device)
+                continue
+            if not self._is_ours(memory):
+                mine = self.take(len(memory))
+                memory = mine.copy_(memory)
+            side = self._streams.on(device)
+            with side:
+                if wanted.lies_in_order(start, stop, device):
+                    wanted.place(start, stop, memory, device)
+                else:
+                    self._through_bucket(wanted, start, memory, device)
+                self._half().in_use.append(side.mark())
+
+    def place_within(self, wanted: Wanted, start: int, stop: int, memory: torch.Tensor) -> None:
+        """The same from memory on a device. It may be used again when this returns."""
+        side = self._streams.on(memory.device)
+        with side:
+            for device in wanted.devices:
+                if wanted.wants(start, stop, device):
+                    wanted.place(start, stop, memory.cpu() if device.type == "cpu" else memory, device)
+        side.wait()
+
+    def fill(self, out: torch.Tensor, host: torch.Tensor) -> None:
+        """Copy a host tensor into one on any device, of any strides. It may be used again when this returns."""
+        if out.device.type == "cpu":
+            out.detach().copy_(host)
+            return
+        with self._streams.on(out.device):
+            out.detach().copy_(host)
+
+    def close(self) -> None:
+        """Wait until everything is in place, and let go of all memory."""
+        self._streams.wait()
+        self._halves, self._buckets = [], {}
+
+    def _half(self) -> _Half:
+        """The one that was taken last."""
+        return self._halves[(self._count - 1) % HALVES]
+
+    def _is_ours(self, memory: torch.Tensor) -> bool:
+        return bool(self._halves) and memory.data_ptr() == self._half().memory.data_ptr()
+
+    def _through_bucket(self, wanted: Wanted, start: int, memory: torch.Tensor, device: torch.device) -> None:
+        """Copy bytes to the device as they are, and put them in place from there; the stream keeps the order."""
+        bucket = self._bucket(device)
+        for at in range(0, len(memory), len(bucket)):
+            piece = memory[at : at + len(bucket)]
+            there = bucket[: len(piece)].copy_(piece, non_blocking=True)
+            wanted.place(start + at, start + at + len(piece), there, device)
+
+    def _bucket(self, device: torch.device) -> torch.Tensor:
+        if device not in self._buckets:
+            bucket = device_memory_within(BUCKET_MIN_BYTES, self._bucket_bytes, device)
+            if len(bucket) < self._bucket_bytes:
+                _log.warning(
+                    "%s has no room for a bucket of %.1f MiB: loading through one of %.2f MiB, which takes longer",
+                    device,
+                    self._bucket_bytes / 2**20,
+                    len(bucket) / 2**20,
+                )
+            self._buckets[device] = bucket
+        return self._buckets[device]
+
+
+class _Half:
+    """Pinned memory, and what still copies from it.
+
+    Attributes:
+        in_use: behind each copy from it.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = pinned(num_bytes)
+        self.in_use: list[Mark] = []
+
+    def free(self, num_bytes: int) -> torch.Tensor:
+        """So much of it, as soon as nothing copies from it any more."""
+        while self.in_use:
+            self.in_use.pop().wait()
+        if len(self.memory) < num_bytes:
+            self.memory = pinned(num_bytes)
+        return self.memory[:num_bytes]
+
+
+def _brought_through(joined: torch.Tensor, room: torch.Tensor, side: SideStream) -> torch.Tensor:
+    """Bring a flat tensor to new memory through pinned memory that is smaller: a piece is copied on while the next one comes."""
+    step = len(room) // 2 // _ALIGNED * _ALIGNED
+    if step == 0:
+        return joined.cpu()
+    host = torch.empty(joined.numel(), dtype=joined.dtype)
+    there, here = raw_bytes(joined), raw_bytes(host)
+    coming: deque[tuple[int, torch.Tensor, Mark]] = deque()
+    for number, at in enumerate(range(0, len(there), step)):
+        if len(coming) == HALVES:
+            _land(here, *coming.popleft())
+        piece = room[number % HALVES * step :][: min(step, len(there) - at)]
+        piece.copy_(there[at : at + step], non_blocking=True)
+        coming.append((at, piece, side.mark()))
+    for piece_that_comes in coming:
+        _land(here, *piece_that_comes)
+    return host
+
+
+def _land(here: torch.Tensor, at: int, piece: torch.Tensor, mark: Mark) -> None:
+    mark.wait()
+    here[at : at + len(piece)] = piece
+
+
+def _brought_in_parts(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Bring tensors of a device to the host, end to end, with next to no memory on the device.
+
+    Raises:
+        DeviceMemoryError: there is not even so much.
+    """
+    host = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
+    with telling_of_room(device, BUCKET_MIN_BYTES):
+        for tensor, flat in zip(tensors, host.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True):
+            _copy_in_parts(flat.view(tensor.shape), tensor.detach())
+    return host
+
+
+def _copy_in_parts(host: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy to the host what is contiguous as it is, all else in parts so small that their way takes little memory."""
+    if tensor.nbytes <= BUCKET_MIN_BYTES or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()):
+        host.copy_(tensor)
+        return
+    dim = next(dim for dim, side in enumerate(tensor.shape) if side > 1)
+    side = tensor.shape[dim]
+    step = max(BUCKET_MIN_BYTES * side // tensor.nbytes, 1)
+    for at in range(0, side, step):
+        count = min(step, side - at)
+        _copy_in_parts(host.narrow(dim, at, count), tensor.narrow(dim, at, count))

@@ -1,0 +1,485 @@
+"""Who writes which box, who reads which: pure functions of everybody's addresses, so every rank finds the same answer.
+
+No files, no collectives, no torch. A save is planned from the address tables of all ranks: every shard is written exactly once,
+by one of the ranks that hold it, balanced by bytes; every array gets one regular grid, and every chunk of it one writer. Where
+shard borders cut through a chunk, the other holders send their slivers to its writer.
+
+Arrays that are cut and held alike are looked at once, however many there are: the work is in the distinct places of a state and
+in its chunks, not in ranks times tensors.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import chain, groupby, repeat
+from typing import NamedTuple
+
+from ckpt.errors import ShardingError
+from ckpt.format.box import Box, chunk_box, chunks_meeting, num_chunks, overlap
+from ckpt.planning.tables import Holdings, Ranks, Table, Whereabouts
+
+PACK_BELOW_BYTES = 64 << 10
+"""Arrays whose global size is smaller share a packed array."""
+CHUNK_MIN_BYTES = 1 << 20
+CHUNK_MAX_BYTES = 64 << 20
+
+_Part = tuple[Box, Ranks]
+"""A part of a chunk and the ranks that hold it."""
+_Borders = tuple[tuple[int, ...], int, tuple[Box, ...]]
+"""Shape, bytes of an element, boxes: what decides how an array is laid out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTask:
+    """One chunk this rank writes.
+
+    Attributes:
+        name: of the array.
+        number: row-major chunk number.
+        box: of the chunk, clipped to the array, in global coordinates.
+        own: boxes of this rank's that supply it.
+        slivers: (rank, box) of the parts that other ranks send first.
+    """
+
+    name: str
+    number: int
+    box: Box
+    own: tuple[Box, ...]
+    slivers: tuple[tuple[int, Box], ...] = ()
+
+
+class PackTask(NamedTuple):
+    """One small box this rank writes into a packed array of its own, of the same component, prefix and data type."""
+
+    name: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class SliverTask:
+    """One part of a chunk that this rank sends to the rank that writes the chunk."""
+
+    to: int
+    name: str
+    number: int
+    box: Box
+
+
+@dataclass(slots=True)
+class PlannedArray:
+    """How one array of the checkpoint will be stored. `grid` is None for a packed one.
+
+    Attributes:
+        writers: rank that writes each chunk, by row-major number.
+        packs: box -> the rank that writes it, of a packed array.
+        cut: chunk number -> its parts and who holds them, for the chunks that no rank holds whole as one box; shared by
+            arrays that are cut alike.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    grid: tuple[int, ...] | None
+    writers: list[int] = field(default_factory=list)
+    packs: dict[Box, int] = field(default_factory=dict)
+    cut: Mapping[int, Sequence[_Part]] = field(default_factory=dict)
+
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """The writers as runs (rank, first chunk, number of chunks)."""
+        runs = []
+        first = 0
+        for rank, run in groupby(self.writers):
+            count = sum(1 for _ in run)
+            runs.append((rank, first, count))
+            first += count
+        return tuple(runs)
+
+    def sliver_sender(self, number: int, ranks: tuple[int, ...]) -> int:
+        """Which holder of a part sends it: spread over the chunks, known to all without a word."""
+        return ranks[number % len(ranks)]
+
+
+@dataclass(slots=True)
+class RankPlan:
+    """What one rank does in a save, in this order: send slivers, receive them, write chunks, write packed boxes."""
+
+    chunks: list[ChunkTask] = field(default_factory=list)
+    packs: list[PackTask] = field(default_factory=list)
+    sends: list[SliverTask] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SavePlan:
+    """The whole save, the same on every rank.
+
+    Attributes:
+        arrays: array name -> how it is stored, in the order of the tables.
+        aliases: second name -> first name.
+        sends_slivers: whether any chunk needs bytes of a rank that does not write it.
+    """
+
+    arrays: dict[str, PlannedArray]
+    aliases: dict[str, str]
+    sends_slivers: bool = False
+
+    def of_rank(self, rank: int) -> RankPlan:
+        """What this rank does. Chunks and sends go by array and chunk number, so a receiver knows the order of a sender."""
+        mine = RankPlan()
+        for name, array in self.arrays.items():
+            mine.packs += [PackTask(name, box) for box, writer in array.packs.items() if writer == rank]
+            for number, writer in enumerate(array.writers):
+                if writer == rank:
+                    mine.chunks.append(self._chunk_task(name, number, rank))
+            for number in sorted(array.cut):
+                writer = array.writers[number]
+                for part, ranks in array.cut[number]:
+                    if writer not in ranks and array.sliver_sender(number, ranks) == rank:
+                        mine.sends.append(SliverTask(writer, name, number, part))
+        return mine
+
+    def _chunk_task(self, name: str, number: int, rank: int) -> ChunkTask:
+        array = self.arrays[name]
+        assert array.grid is not None
+        box = chunk_box(array.shape, array.grid, number)
+        if number not in array.cut:
+            return ChunkTask(name, number, box, (box,))
+        parts = array.cut[number]
+        own = tuple(part for part, ranks in parts if rank in ranks)
+        slivers = tuple((array.sliver_sender(number, ranks), part) for part, ranks in parts if rank not in ranks)
+        return ChunkTask(name, number, box, own, slivers)
+
+
+def plan_save(
+    tables: Sequence[Table],
+    table_of_rank: Sequence[int],
+    item_bytes: Callable[[str], int],
+    *,
+    pack_below_bytes: int = PACK_BELOW_BYTES,
+    chunk_min_bytes: int = CHUNK_MIN_BYTES,
+    chunk_max_bytes: int = CHUNK_MAX_BYTES,
+) -> SavePlan:
+    """Plan who writes what.
+
+    Args:
+        tables: the distinct tables; ranks that hold alike share one, so a replicated model is looked at once.
+        table_of_rank: for every rank, which table is its own.
+        item_bytes: data type name -> bytes of one element.
+
+    Raises:
+        ShardingError: the boxes of an array leave a hole or overlap without being equal, or ranks disagree about a tie.
+        ShapeMismatchError: ranks disagree about the shape or the data type of an array.
+    """
+    holdings = Holdings(tables, table_of_rank)
+    plan = SavePlan({}, _settled_aliases(tables, table_of_rank, holdings))
+    layouts: dict[_Borders, _Layout] = {}
+    kinds: dict[Whereabouts, _Kind] = {}
+    small: _SmallBoxes = defaultdict(list)
+    for name, at in holdings.where.items():
+        if name in plan.aliases:
+            continue
+        if at not in kinds:
+            dtype, shape, boxes = holdings.look_up(name)
+            borders = shape, item_bytes(dtype), tuple(boxes)
+            if borders not in layouts:
+                _require_tiles(name, shape, boxes)
+                layouts[borders] = _lay_out(borders, pack_below_bytes, chunk_min_bytes, chunk_max_bytes)
+            kinds[at] = _Kind(dtype, shape, boxes, layouts[borders])
+        kind = kinds[at]
+        array = plan.arrays[name] = kind.add_array()
+        if array.grid is None:
+            for box, ranks in kind.boxes.items():
+                num_bytes = box.num_elements * item_bytes(kind.dtype)
+                small[name.partition("/")[0], kind.dtype, ranks].append((num_bytes, array, box))
+    load = [0] * len(table_of_rank)
+    _deal(_chunk_lots(kinds.values(), item_bytes), load)
+    _deal(_bundles(small, chunk_min_bytes), load)
+    plan.sends_slivers = any(
+        array.writers[number] not in ranks
+        for array in plan.arrays.values()
+        for number, parts in array.cut.items()
+        for _, ranks in parts
+    )
+    return plan
+
+
+def choose_grid(
+    shape: tuple[int, ...], item: int, boxes: Collection[Box], min_bytes: int, max_bytes: int
+) -> tuple[int, ...]:
+    """Choose the chunk shape of an array that is cut into `boxes`.
+
+    The borders of the boxes decide: if a common divisor of them gives chunks of at least `min_bytes`, or no more chunks than
+    boxes, no chunk is ever cut. Otherwise the grid goes by size, about one chunk per box, and borders cut through chunks. Chunks
+    larger than `max_bytes` are split further, along borders' divisors, so that writing and reading spread.
+
+    Args:
+        item: bytes of one element.
+    """
+    borders = [sorted({b.offsets[d] for b in boxes} - {0}) for d in range(len(shape))]
+    aligned = tuple(reduce(math.gcd, cuts) if cuts else n for cuts, n in zip(borders, shape, strict=True))
+    if math.prod(aligned) * item >= min_bytes or math.prod(num_chunks(shape, aligned)) <= len(boxes):
+        return _split(shape, aligned, [bool(cuts) for cuts in borders], item, max_bytes)
+    counts = [len(cuts) + 1 for cuts in borders]
+    while True:
+        grid = tuple(-(-n // count) for n, count in zip(shape, counts, strict=True))
+        if math.prod(grid) * item >= min_bytes or max(counts) == 1:
+            return _split(shape, grid, [False] * len(shape), item, max_bytes)
+        longest = counts.index(max(counts))
+        counts[longest] = -(-counts[longest] // 2)
+
+
+def half_tied(alias: str, first: str, tied_on: int, alone_on: int) -> ShardingError:
+    """The refusal of a tensor that is a second name on one rank and a tensor of its own on another."""
+    return ShardingError(
+        f"{alias} is tied to {first} on rank {tied_on}, not on rank {alone_on}, which holds it as a tensor of its own; tie the "
+        "two on all ranks or on none"
+    )
+
+
+def needed_chunks(shape: tuple[int, ...], grid: tuple[int, ...], wanted: Box) -> Iterator[tuple[int, Box, Box]]:
+    """Yield (chunk number, its box, the part of it that is wanted) for a read, in storage order."""
+    for number in chunks_meeting(shape, grid, wanted):
+        box = chunk_box(shape, grid, number)
+        part = overlap(box, wanted)
+        assert part is not None
+        yield number, box, part
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How boxes that make up an array share its chunks, whoever holds the boxes.
+
+    Attributes:
+        grid: None for a packed array, which has no chunks of its own.
+        inside: (box, {elements of a chunk: the numbers of the chunks of that size that lie in the box}).
+        cut: chunk number -> (part, the box it is a part of), for the chunks that lie in no single box.
+    """
+
+    grid: tuple[int, ...] | None
+    inside: Sequence[tuple[Box, Mapping[int, Sequence[int]]]] = ()
+    cut: Mapping[int, Sequence[tuple[Box, Box]]] = field(default_factory=dict)
+
+
+class _Kind:
+    """Arrays of one type and shape that are cut alike and held by the same ranks."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], boxes: Mapping[Box, Ranks], layout: _Layout) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.boxes = boxes
+        self.layout = layout
+        self.arrays: list[PlannedArray] = []
+        self.cut = {number: tuple((part, boxes[box]) for part, box in parts) for number, parts in layout.cut.items()}
+
+    def add_array(self) -> PlannedArray:
+        grid = self.layout.grid
+        count = 0 if grid is None else math.prod(num_chunks(self.shape, grid))
+        self.arrays.append(PlannedArray(self.dtype, self.shape, grid, [-1] * count, cut=self.cut))
+        return self.arrays[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lot:
+    """Pieces of work of one size that the same ranks may do: these chunks of each of these arrays, or one bundle.
+
+    Attributes:
+        bundle: small boxes that are packed together, and count as one piece.
+    """
+
+    num_bytes: int
+    arrays: Sequence[PlannedArray] = ()
+    numbers: Sequence[int] = ()
+    bundle: Sequence[tuple[PlannedArray, Box]] = ()
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.arrays) * len(self.numbers) + (1 if self.bundle else 0)
+
+    def give(self, writers: Iterator[int]) -> None:
+        """Take a writer for each piece."""
+        for array in self.arrays:
+            for number in self.numbers:
+                array.writers[number] = next(writers)
+        if self.bundle:
+            writer = next(writers)
+            for array, box in self.bundle:
+                array.packs[box] = writer
+
+
+_Work = dict[Ranks, list[_Lot]]
+"""The ranks that may do it -> what there is to do."""
+_SmallBoxes = dict[tuple[str, str, Ranks], list[tuple[int, PlannedArray, Box]]]
+"""Component, data type, holders -> (bytes, array, box) of what is packed."""
+
+
+def _settled_aliases(tables: Sequence[Table], table_of_rank: Sequence[int], holdings: Holdings) -> dict[str, str]:
+    """Second name -> first name, checking that all ranks mean the same by it.
+
+    A tie is found by memory, and an empty piece has none: a rank may hold nothing of a tied tensor under its own name.
+    """
+    said: dict[str, tuple[str, int]] = {}
+    for number, table in enumerate(tables):
+        for alias, first in table.aliases:
+            known, known_on = said.setdefault(alias, (first, table_of_rank.index(number)))
+            if known != first:
+                raise ShardingError(
+                    f"{alias} is tied to {known} on rank {known_on} and to {first} on rank {table_of_rank.index(number)}; all "
+                    "ranks must tie the same tensors"
+                )
+    for alias, (first, tied_on) in said.items():
+        boxes = holdings.look_up(alias)[2] if alias in holdings.where else {}
+        if boxes:
+            raise half_tied(alias, first, tied_on, min(ranks[0] for ranks in boxes.values()))
+        if first in said or first not in holdings.where:
+            raise ShardingError(
+                f"{alias} is tied to {first} on rank {tied_on}, but no rank gives {first} itself, so neither would be saved; "
+                "save the rank that holds it too, or untie them"
+            )
+    return {alias: first for alias, (first, _) in said.items()}
+
+
+def _require_tiles(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Ranks]) -> None:
+    """Refuse boxes that do not make up the array exactly."""
+    total = math.prod(shape)
+    covered = sum(box.num_elements for box in boxes)
+    meeting = _first_overlap(boxes) if len(boxes) > 1 else None
+    if meeting is not None:
+        a, b = meeting
+        raise ShardingError(
+            f"{name}: rank {boxes[a][0]} holds {_show(a)} and rank {boxes[b][0]} holds {_show(b)}, which overlap without being "
+            f"equal; the shards of one tensor must tile its global shape {list(shape)}"
+        )
+    if covered != total:
+        raise ShardingError(
+            f"{name}: the ranks hold {covered} of the {total} elements of global shape {list(shape)}; the shards of one tensor "
+            "must tile it. A sharded component whose state is spread over ranks must be saved by all of them."
+        )
+
+
+def _first_overlap(boxes: Collection[Box]) -> tuple[Box, Box] | None:
+    """Sweep along the first dimension that separates boxes; only boxes open at the same place are compared."""
+    dims = len(next(iter(boxes)).shape)
+    if dims == 0:
+        return None
+    sweep = max(range(dims), key=lambda d: len({box.offsets[d] for box in boxes}))
+    open_boxes: list[tuple[int, int, Box]] = []
+    for count, box in enumerate(sorted(boxes, key=lambda b: b.offsets[sweep])):
+        while open_boxes and open_boxes[0][0] <= box.offsets[sweep]:
+            heapq.heappop(open_boxes)
+        for _, _, other in open_boxes:
+            if overlap(other, box) is not None:
+                return other, box
+        heapq.heappush(open_boxes, (box.offsets[sweep] + box.shape[sweep], count, box))
+    return None
+
+
+def _lay_out(borders: _Borders, pack_below_bytes: int, min_bytes: int, max_bytes: int) -> _Layout:
+    """Choose the grid, and sort its chunks by the boxes they lie in."""
+    shape, item, boxes = borders
+    total_bytes = math.prod(shape) * item
+    if total_bytes == 0 or total_bytes < pack_below_bytes:
+        return _Layout(None)
+    grid = choose_grid(shape, item, boxes, min_bytes, max_bytes)
+    inside = []
+    cut: dict[int, list[tuple[Box, Box]]] = defaultdict(list)
+    for box in boxes:
+        numbers: dict[int, list[int]] = defaultdict(list)
+        for number, chunk, part in needed_chunks(shape, grid, box):
+            if part == chunk:
+                numbers[chunk.num_elements].append(number)
+            else:
+                cut[number].append((part, box))
+        inside.append((box, numbers))
+    return _Layout(grid, inside, cut)
+
+
+def _chunk_lots(kinds: Iterable[_Kind], item_bytes: Callable[[str], int]) -> _Work:
+    """Every chunk with the ranks that may write it: all who hold all of it, else those who hold most."""
+    work: _Work = defaultdict(list)
+    for kind in kinds:
+        item = item_bytes(kind.dtype)
+        for box, numbers_of in kind.layout.inside:
+            for num_elements, numbers in numbers_of.items():
+                work[kind.boxes[box]].append(_Lot(num_elements * item, kind.arrays, numbers))
+        for number, parts in kind.cut.items():
+            num_bytes = sum(part.num_elements for part, _ in parts) * item
+            work[_holding_most(parts)].append(_Lot(num_bytes, kind.arrays, [number]))
+    return work
+
+
+def _holding_most(parts: Sequence[_Part]) -> Ranks:
+    held: dict[int, int] = defaultdict(int)
+    for part, ranks in parts:
+        for rank in ranks:
+            held[rank] += part.num_elements
+    most = max(held.values())
+    return tuple(sorted(rank for rank, elements in held.items() if elements == most))
+
+
+def _bundles(small: _SmallBoxes, bundle_bytes: int) -> _Work:
+    """Small boxes in bundles, so that a reader of many small tensors needs few ranks' indexes, not all."""
+    work: _Work = defaultdict(list)
+    for (_, _, ranks), entries in small.items():
+        bundle: list[tuple[PlannedArray, Box]] = []
+        size = 0
+        for num_bytes, array, box in entries:
+            bundle.append((array, box))
+            size += num_bytes
+            if size >= bundle_bytes:
+                work[ranks].append(_Lot(size, bundle=bundle))
+                bundle, size = [], 0
+        if bundle:
+            work[ranks].append(_Lot(size, bundle=bundle))
+    return work
+
+
+def _deal(work: _Work, load: list[int]) -> None:
+    """Give every piece to a rank that may do it: largest first, to the least loaded.
+
+    Work that few ranks may do is placed before work that many may do, and what there is much of before what there is little
+    of, which then evens it out. Of pieces of one size each rank gets as many as that makes, in one run, so that the manifest
+    names few runs of writers.
+
+    Args:
+        load: bytes given to each rank so far; updated.
+    """
+    total = {ranks: sum(lot.num_bytes * lot.num_pieces for lot in lots) for ranks, lots in work.items()}
+    for candidates in sorted(work, key=lambda ranks: (len(ranks), -total[ranks], ranks)):
+        heap = [(load[rank], rank) for rank in candidates]
+        heapq.heapify(heap)
+        lots = sorted(work[candidates], key=lambda lot: -lot.num_bytes)
+        for num_bytes, alike in groupby(lots, key=lambda lot: lot.num_bytes):
+            same_size = list(alike)
+            shares: dict[int, int] = defaultdict(int)
+            for _ in range(sum(lot.num_pieces for lot in same_size)):
+                before, rank = heap[0]
+                heapq.heapreplace(heap, (before + num_bytes, rank))
+                shares[rank] += 1
+            writers = chain.from_iterable(repeat(rank, count) for rank, count in shares.items())
+            for lot in same_size:
+                lot.give(writers)
+        for num_bytes, rank in heap:
+            load[rank] = num_bytes
+
+
+def _split(
+    shape: tuple[int, ...], grid: tuple[int, ...], bound: Sequence[bool], item: int, max_bytes: int
+) -> tuple[int, ...]:
+    """Cut chunks above `max_bytes` along their first dimensions; a dimension with borders only by a divisor of its side."""
+    sides = list(grid)
+    for d, is_bound in enumerate(bound):
+        parts = -(-math.prod(sides) * item // max_bytes)
+        if parts <= 1:
+            break
+        if is_bound:
+            divisors = (p for p in range(parts, min(4 * parts, sides[d]) + 1) if sides[d] % p == 0)
+            parts = next(divisors, 1)
+        sides[d] = max(1, -(-sides[d] // min(parts, sides[d])))
+    return tuple(sides)
+
+
+def _show(box: Box) -> str:
+    return "[" + ", ".join(f"{s.start}:{s.stop}" for s in box.slices) + "]"

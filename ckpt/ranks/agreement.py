@@ -1,0 +1,350 @@
+"""One agreement of all ranks: each hands in a verdict, one result comes back, the same on every rank.
+
+Everything goes through the job's key-value store, because a collective that loses a member can neither say who is gone
+nor be used again. Each rank's heartbeat tells where it is and that it moves. The lead gathers the verdicts and settles
+*one* result key (O(ranks) in total); a rank that finds the lead gone settles it instead, and `compare_set` makes whoever
+comes second read what the first one wrote. Nothing here waits inside the store: that would block the thread for minutes
+where a peer is dead.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.errors import CheckpointError, RankAbsentError, RankLeftError, describe
+from ckpt.ranks.heartbeat import Absence, At, Heartbeat, Lookout, place
+from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.stores import StoreGoneError
+
+_SHORTEST_NAP_S = 0.0002
+_LONGEST_NAP_S = 0.005
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What one rank says at the end of a phase.
+
+    Attributes:
+        what: its operation, such as "save of checkpoint-00000020"; None outside of one.
+        phase: its phase; None if it failed between two phases, and so stands for whatever the others are in.
+        error: `errors.describe` of what it raised, with the component already in the message; None if all is well.
+        payload: JSON for all the other ranks, encoded.
+        stands: what is so even if the phase fails, for the end of the error; None: nothing.
+    """
+
+    what: str | None
+    phase: str | None
+    error: dict[str, Any] | None = None
+    payload: bytes = b"null"
+    stands: str | None = None
+
+    def encode(self) -> bytes:
+        return json.dumps([self.what, self.phase, self.error, self.stands]).encode() + b"\n" + self.payload
+
+    @classmethod
+    def decode(cls, data: bytes) -> Verdict:
+        head, _, payload = data.partition(b"\n")
+        what, phase, error, stands = json.loads(head)
+        return cls(what, phase, error, payload, stands)
+
+
+@dataclass(slots=True)
+class Result:
+    """What every rank reads at the end of a phase: the error that all raise, or everybody's payload, by rank."""
+
+    what: str | None
+    error: dict[str, Any] | None
+    payloads: bytes = b"[]"
+
+    def encode(self) -> bytes:
+        return json.dumps([self.what, self.error]).encode() + b"\n" + self.payloads
+
+    @classmethod
+    def decode(cls, data: bytes) -> Result:
+        head, _, payloads = data.partition(b"\n")
+        what, error = json.loads(head)
+        return cls(what, error, payloads)
+
+
+@dataclass
+class Agreement:
+    """All agreements of one rank, one after another.
+
+    Attributes:
+        hinted: has this process been asked to end?
+    """
+
+    mailbox: Mailbox
+    heartbeat: Heartbeat
+    rank: int
+    world_size: int
+    timeout_s: float
+    hinted: Callable[[], bool]
+    _settled: list[str] = field(default_factory=list)  # the lead's: results that some rank may still have to read
+    _unread: list[str] = field(default_factory=list)  # verdicts of ours that nobody had read when we went away
+    _watching: tuple[At, Lookout] | None = None
+
+    def reach(self, at: At, verdict: Verdict) -> Result:
+        """Hand in this rank's verdict, wait for everybody's, return the result. Every rank calls it, in the same order.
+
+        Raises:
+            StoreGoneError: the store does not answer.
+        """
+        self.hand_in(at, verdict)
+        try:
+            data = self._wait(at, verdict)
+        except StoreGoneError:
+            raise
+        except BaseException as interrupt:
+            if self.rank == 0:  # nobody else would settle it before our process is gone
+                self.withdraw(at, verdict, interrupt)
+            raise
+        self._tidy(at)
+        return Result.decode(data)
+
+    def hand_in(self, at: At, verdict: Verdict) -> None:
+        self._unread.append(_verdict_key(at, self.rank))
+        self.mailbox.put(self._unread[-1], verdict.encode())
+
+    def withdraw(self, at: At, verdict: Verdict, interrupt: BaseException) -> None:
+        """Say that this rank goes away now, and do not wait for the others to hear of it."""
+        stopped = Verdict(verdict.what, verdict.phase, describe(interrupt), stands=verdict.stands)
+        self.hand_in(at, stopped)
+        if self.rank == 0:
+            error = conclude({0: stopped}, {}, self.world_size)
+            self.mailbox.put_first(_result_key(at), Result(verdict.what, error).encode())
+            self._settled.append(_result_key(at))
+
+    def settled_without_us(self, at: At) -> Result | None:
+        """Return the result of an agreement that the others have already ended without this rank, or None."""
+        data = self.mailbox.peek(_result_key(at))
+        return None if data is None else Result.decode(data)
+
+    def is_given_up(self) -> bool:
+        """Have the others settled the agreement that this rank has yet to come to? Any thread."""
+        try:
+            return self.mailbox.has([_result_key(self.heartbeat.at)])
+        except StoreGoneError:
+            return True
+
+    def has_raised(self, at: At, ranks: Collection[int]) -> int | None:
+        """The first of these ranks whose verdict on this agreement is an error; those that have not come are not waited for."""
+        for rank in sorted(ranks):
+            try:
+                data = self.mailbox.peek(_verdict_key(at, rank))
+            except StoreGoneError:
+                return None
+            if data is not None and Verdict.decode(data).error is not None:
+                return rank
+        return None
+
+    def absent(self, at: At, what: str | None, phase: str | None, ranks: Collection[int]) -> Absence | None:
+        """The first of these ranks that will not come to this agreement; watched from the first question on, which its end goes on with.
+
+        Raises:
+            StoreGoneError: the store does not answer.
+        """
+        waited_for = set(ranks) & set(self._missing(at))
+        gone = self._lookout(at, what, phase).absent(sorted(waited_for), hinted=self.hinted())
+        return gone[min(gone)] if gone else None
+
+    def _lookout(self, at: At, what: str | None, phase: str | None) -> Lookout:
+        if self._watching is None or self._watching[0] != at:
+            wanted = f"phase {phase} of {what}" if what else f"phase {phase}"
+            self._watching = at, Lookout(self.mailbox, at, wanted, self.timeout_s)
+        return self._watching[1]
+
+    def _wait(self, at: At, verdict: Verdict) -> bytes:
+        lookout = self._lookout(at, verdict.what, verdict.phase)
+        crowd = max(1.0, self.world_size / 64)  # so that thousands of ranks do not keep the store busy by asking
+        began_s = time.monotonic()
+        look_at_s = began_s + 0.05 * crowd
+        while True:
+            data = self._gather(at) if self.rank == 0 else self.mailbox.peek(_result_key(at))
+            if data is None and time.monotonic() > look_at_s:
+                data = self._look(at, lookout)
+                look_at_s = time.monotonic() + 0.1 * crowd
+            if data is not None:
+                if self.rank == 0:
+                    self.heartbeat.say()  # so that what comes late of our moves does not look like a move in what follows
+                return data
+            if self.rank == 0:  # the only one that is still looked for when its own verdict is in
+                self.heartbeat.move()
+            time.sleep(_nap_s(time.monotonic() - began_s, self.world_size))
+
+    def _gather(self, at: At) -> bytes | None:
+        """The lead's glance: settle once every verdict is there."""
+        keys = [_verdict_key(at, rank) for rank in range(self.world_size)]
+        return self._settle(at, list(range(self.world_size)), {}) if self.mailbox.has(keys) else None
+
+    def _look(self, at: At, lookout: Lookout) -> bytes | None:
+        """Look for ranks that will not come; settle without them once all the others are there.
+
+        The lead looks for everybody, the others for the lead. A rank that finds the lead gone settles at once: the
+        phase has failed, and who comes later reads so.
+        """
+        gone = lookout.absent(self._missing(at) if self.rank == 0 else [0], hinted=self.hinted())
+        data = self.mailbox.peek(_result_key(at))  # after the look: a rank that has left this phase saw a result
+        if data is not None or not gone:
+            return data
+        missing = self._missing(at)  # again: a verdict handed in at the last moment counts
+        if self.rank == 0:
+            gone = {rank: gone[rank] for rank in missing if rank in gone}
+            if len(gone) < len(missing):
+                return None  # some are late, not gone: nobody raises while another rank may still be writing
+        return self._settle(at, [rank for rank in range(self.world_size) if rank not in missing], gone)
+
+    def _missing(self, at: At) -> list[int]:
+        return [rank for rank in range(self.world_size) if not self.mailbox.has([_verdict_key(at, rank)])]
+
+    def _settle(self, at: At, present: list[int], gone: Mapping[int, Absence]) -> bytes | None:
+        """Write the one result, or read what another rank wrote first. None: there is one, for verdicts vanished."""
+        keys = [_verdict_key(at, rank) for rank in present]
+        found = [self.mailbox.peek(key) for key in keys] if gone else self.mailbox.take(keys)
+        if found is None or None in found:
+            return None
+        verdicts = {rank: Verdict.decode(data) for rank, data in zip(present, found, strict=True) if data is not None}
+        error = conclude(verdicts, gone, self.world_size)
+        payloads = b"[]" if error else b"[" + b",".join(verdicts[rank].payload for rank in present) + b"]"
+        data = self.mailbox.put_first(_result_key(at), Result(verdicts[self.rank].what, error, payloads).encode())
+        if self.rank == 0 and not gone:  # all ranks are here, so all have read every earlier result
+            self._forget(self._settled)
+        return data
+
+    def _tidy(self, at: At) -> None:
+        """The result is there, so nobody needs this rank's verdict any more."""
+        self._forget(self._unread)
+        if self.rank == 0:
+            self._settled.append(_result_key(at))
+
+    def _forget(self, keys: list[str]) -> None:
+        """Delete keys. The result is there, and stands: should the store hang now, the next agreement says so."""
+        with suppress(StoreGoneError):
+            for key in keys:
+                self.mailbox.delete(key)
+        keys.clear()
+
+
+def _nap_s(waited_s: float, world_size: int) -> float:
+    """How long to sleep before asking again: a fraction of the wait so far, so that neither the wait grows much nor the asking costs.
+
+    The ranks that wait share their cores with those that still write. To ask takes 0.1 ms of a processor; 5 ms between two times is 2 % of
+    one. From 16 ranks on the store's own thread is what is spared: all ranks together ask it 3,200 times a second at most.
+    """
+    return min(max(waited_s / 16, _SHORTEST_NAP_S), max(_LONGEST_NAP_S, world_size / 3200))
+
+
+def _verdict_key(at: At, rank: int) -> str:
+    return f"verdict/{at}/{rank}"
+
+
+def _result_key(at: At) -> str:
+    return f"result/{at}"
+
+
+def conclude(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world_size: int) -> dict[str, Any] | None:
+    """Return the one error that all ranks raise, described, or None if all is well.
+
+    What a rank raised comes before who is missing: the missing ranks may be gone because of it.
+    """
+    error = _cause(verdicts, gone, world_size)
+    stands = next((verdict.stands for verdict in verdicts.values() if verdict.stands), None)
+    if error is None or stands is None:
+        return error
+    return {**error, "message": f"{error['message']}; {stands} all the same"}
+
+
+def _cause(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world_size: int) -> dict[str, Any] | None:
+    raised = _causes(verdicts, gone)
+    places = {rank: place(verdict.what, verdict.phase) for rank, verdict in verdicts.items()}
+    here = _where_most_are(verdicts, places)
+    if raised:
+        return _raised(raised, gone, world_size, here)
+    if len(set(places.values())) > 1 or any(absence.elsewhere for absence in gone.values()):
+        where = [f"{_ranks(ranks)} {at}" for at, ranks in _grouped(places).items()]
+        where += [absence.cause for absence in gone.values()]
+        where[-1] += ": all ranks must make the same calls in the same order"
+        away = [rank for rank, at in places.items() if at != place(here.what, here.phase)] + list(gone)
+        # Of two ranks, either could be the one that strayed.
+        odd = away[0] if len(away) == 1 and world_size > 2 else None
+        return _error(CheckpointError, "; ".join(where), here, odd)
+    if gone:
+        first = min(gone)
+        start = "" if any(absence.names_phase for absence in gone.values()) else f"{_failed(here)}: "
+        causes = _shortened([gone[rank].cause for rank in sorted(gone)], "ranks")
+        return _error(RankAbsentError, start + causes, here, first)
+    return None
+
+
+def _causes(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence]) -> dict[int, Verdict]:
+    """Who raised; of those that only missed another rank nobody, if it is known why that one is gone."""
+    errors = {rank: verdict.error for rank, verdict in verdicts.items() if verdict.error}
+    causes = [rank for rank, error in errors.items() if error["kind"] != RankLeftError.__name__]
+    if not causes and not gone:
+        causes = [rank for rank, error in errors.items() if error["rank"] not in errors] or list(errors)
+    return {rank: verdicts[rank] for rank in causes}
+
+
+def _where_most_are(verdicts: Mapping[int, Verdict], places: Mapping[int, str]) -> Verdict:
+    """The verdict that says where most of the ranks are, those between two phases aside; of two, the lower rank's."""
+    counts = Counter(places.values())
+    return max(verdicts.items(), key=lambda one: (one[1].phase is not None, counts[places[one[0]]], -one[0]))[1]
+
+
+def _raised(
+    raised: Mapping[int, Verdict], gone: Mapping[int, Absence], world_size: int, here: Verdict
+) -> dict[str, Any]:
+    by_message = _grouped({rank: (verdict.error or {})["message"] for rank, verdict in raised.items()})
+    first = min(raised)
+    verdict = raised[first]
+    assert verdict.error is not None
+    before = here.phase if here.what == verdict.what else None
+    phase = verdict.phase or before
+    cause = verdict.error["message"]
+    if len(by_message[cause]) == world_size:
+        if (
+            verdict.error["phase"] is not None
+        ):  # agreed on once already, by ranks that were doing something in the background
+            return verdict.error
+        message = f"{verdict.what}: {cause}" if verdict.what else cause
+        return {**verdict.error, "message": message, "rank": None, "phase": phase}
+    parts = [f"{_failed(verdict, before)} on {_ranks(by_message.pop(cause))}: {cause}"]
+    parts += [f"on {_ranks(ranks)}: {message}" for message, ranks in by_message.items()]
+    parts += [absence.cause for absence in gone.values() if not absence.elsewhere]
+    return {**verdict.error, "message": _shortened(parts, "failures"), "rank": first, "phase": phase}
+
+
+def _shortened(parts: list[str], things: str) -> str:
+    more = [f"and {len(parts) - 4} more {things}"] if len(parts) > 4 else []
+    return "; ".join(parts[:4] + more)
+
+
+def _failed(verdict: Verdict, before: str | None = None) -> str:
+    """Say where; a rank that raised between two phases did not come to the one that others are in, `before`."""
+    between = f"before phase {before}" if before else "between two phases"
+    phase = f"in phase {verdict.phase}" if verdict.phase else between
+    return f"{verdict.what} failed {phase}" if verdict.what else f"phase {verdict.phase} failed"
+
+
+def _error(kind: type[CheckpointError], message: str, verdict: Verdict, rank: int | None = None) -> dict[str, Any]:
+    return describe(kind(message, rank=rank, phase=verdict.phase))
+
+
+def _grouped(values: Mapping[int, str]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        groups.setdefault(values[rank], []).append(rank)
+    return groups
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"ranks {shown}"

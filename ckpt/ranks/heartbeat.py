@@ -1,0 +1,256 @@
+"""Heartbeats: each rank says that it lives, where it is and that it moves; whoever waits for it looks there."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpt.ranks.addresses import machine
+from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.stores import StoreGoneError
+
+_HINTED_SILENCE_S = 3.0  # a launcher ends the other ranks because one is gone: three missed beats are enough then
+
+
+class At(NamedTuple):
+    """A place in the sequence of agreements, which is the same on every rank: operation, then phase (-1: before one)."""
+
+    operation: int
+    phase: int
+
+    def __str__(self) -> str:
+        return f"{self.operation}.{self.phase}"
+
+
+def place(what: str | None, phase: str | None) -> str:
+    """Return "in phase write of save of checkpoint-00000020", or what can be said of it."""
+    if what is None:
+        return f"in phase {phase}" if phase else "outside of any save or load"
+    return f"in phase {phase} of {what}" if phase else f"in {what}, between two phases"
+
+
+@dataclass(slots=True)
+class Beat:
+    """What one heartbeat says of its rank."""
+
+    rank: int
+    pid: int
+    born: str  # a pid is used again; a pid and the time its process began are not
+    host: str
+    machine: str  # equal where one rank can see another's pid
+    number: int = 0
+    at: At = field(default_factory=lambda: At(0, -1))
+    what: str | None = None
+    phase: str | None = None
+    moves: int = 0
+    left: bool = False
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} (pid {self.pid} on {self.host})"
+
+    @property
+    def place(self) -> str:
+        return place(self.what, self.phase)
+
+    def encode(self) -> bytes:
+        return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Beat:
+        beat = cls(**json.loads(data))
+        beat.at = At(*beat.at)
+        return beat
+
+
+def beat_key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+class Heartbeat:
+    """This rank's heartbeat: a daemon thread that says every `interval_s` that the process lives and how far it is."""
+
+    def __init__(self, mailbox: Mailbox, rank: int, *, host: str, interval_s: float) -> None:
+        pid = os.getpid()
+        self._beat = Beat(rank, pid, _born(pid) or "", host, machine("pid"))
+        self._mailbox = mailbox
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
+
+    def start(self) -> None:
+        self._say()
+        self._thread.start()
+
+    @property
+    def at(self) -> At:
+        return self._beat.at
+
+    def move(self, num: int = 1) -> None:
+        self._beat.moves += num
+
+    def enter(self, at: At, what: str | None, phase: str | None) -> None:
+        """Say at once where this rank is now: should it be killed there, this is how the others know."""
+        self._say(at=at, what=what, phase=phase)
+
+    def say(self) -> None:
+        """Say at once how far this rank has moved."""
+        self._say()
+
+    def stop(self) -> None:
+        """Say that this rank has left the job, and stop."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        try:
+            self._say(left=True)
+        except StoreGoneError:
+            return  # nobody is left to be told
+
+    def _say(self, **changes: Any) -> None:
+        with self._lock:
+            for name, value in changes.items():
+                setattr(self._beat, name, value)
+            self._beat.number += 1
+            self._beat.moves += bool(changes)
+            self._mailbox.put(beat_key(self._beat.rank), self._beat.encode())
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            try:
+                self._say()
+            except StoreGoneError:
+                return  # the rank itself learns of it, with a sentence, at its next agreement
+
+
+@dataclass(slots=True)
+class Absence:
+    """A rank that will not hand in its verdict.
+
+    Attributes:
+        cause: a sentence about it, without full stop.
+        names_phase: the sentence says which phase was waited for.
+        elsewhere: it lives, and is past the phase of the ranks that wait for it.
+    """
+
+    cause: str
+    names_phase: bool = False
+    elsewhere: bool = False
+
+
+@dataclass(slots=True)
+class _Seen:
+    beat: Beat | None
+    heard_s: float
+    moved_s: float
+
+
+class Lookout:
+    """Looks out for ranks that are waited for, and says which of them will not come.
+
+    A rank is absent when its process is gone, its heartbeat is silent for `timeout_s`, or it has not moved for
+    `timeout_s`, both counted from when this lookout began to watch; never because something takes long while it moves.
+    A beat tells of what was up to a second ago, and word has to get around: patience ends a little earlier, so that the
+    others know within `timeout_s`, if that is 15 s or more.
+
+    Args:
+        mailbox: where the ranks' heartbeats are.
+        at: the agreement that the ranks are waited for at.
+        wanted: how messages name it.
+        clock: gives the time in seconds.
+    """
+
+    def __init__(
+        self, mailbox: Mailbox, at: At, wanted: str, timeout_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._mailbox = mailbox
+        self._at = at
+        self._wanted = wanted
+        self._timeout_s = timeout_s
+        self._patience_s = timeout_s - min(1.5, timeout_s / 10)
+        self._machine = machine("pid")
+        self._clock = clock
+        self._seen: dict[int, _Seen] = {}
+
+    def absent(self, ranks: Iterable[int], *, hinted: bool) -> dict[int, Absence]:
+        """Return those of `ranks` that will not come.
+
+        Args:
+            hinted: this process was asked to end, so one of them may well be gone; silence is believed sooner.
+        """
+        ranks = list(ranks)
+        for rank, beat in zip(ranks, self._beats(ranks), strict=True):
+            self._note(rank, beat)
+        found = {rank: self._absence(rank, self._seen[rank], hinted) for rank in ranks}
+        return {rank: absence for rank, absence in found.items() if absence is not None}
+
+    def _beats(self, ranks: list[int]) -> list[Beat | None]:
+        keys = [beat_key(rank) for rank in ranks]
+        found = self._mailbox.take(keys) if self._mailbox.has(keys) else [self._mailbox.peek(key) for key in keys]
+        assert found is not None, "heartbeats are never deleted"
+        return [None if data is None else Beat.decode(data) for data in found]
+
+    def _note(self, rank: int, beat: Beat | None) -> None:
+        now = self._clock()
+        seen = self._seen.setdefault(rank, _Seen(beat, now, now))
+        if beat is not None:
+            if seen.beat is None or beat.number != seen.beat.number:
+                seen.heard_s = now
+            if seen.beat is None or beat.moves != seen.beat.moves:
+                seen.moved_s = now
+        seen.beat = beat
+
+    def _absence(self, rank: int, seen: _Seen, hinted: bool) -> Absence | None:
+        now = self._clock()
+        beat = seen.beat
+        if beat is None:
+            never = f"rank {rank} did not join the job within {self._timeout_s:g} s"
+            return Absence(never) if now - seen.heard_s > self._timeout_s else None
+        here = beat.at == self._at
+        if beat.left:
+            return Absence(f"{beat.who} has left the job")
+        if beat.machine == self._machine and _born(beat.pid) != beat.born:
+            return Absence(f"{beat.who} was killed or ended {beat.place}", here)
+        if beat.at > self._at:
+            return Absence(f"{beat.who} is {beat.place}", elsewhere=True)
+        silence_s = min(self._timeout_s, _HINTED_SILENCE_S) if hinted else self._timeout_s
+        if now - seen.heard_s > min(silence_s, self._patience_s):
+            return Absence(f"{beat.who} has been silent for {silence_s:g} s, last seen {beat.place}", here)
+        return Absence(self._standstill(beat), True) if now - seen.moved_s > self._patience_s else None
+
+    def _standstill(self, beat: Beat) -> str:
+        if beat.at == self._at:
+            return f"{beat.who} made no progress for {self._timeout_s:g} s {beat.place}"
+        seen = "is" if beat.phase is None else "was last seen"  # it may well have left that phase
+        return (
+            f"{beat.who} did not come to {self._wanted} within {self._timeout_s:g} s and {seen} {beat.place}: every rank "
+            "must make the same calls"
+        )
+
+
+def _born(pid: int) -> str | None:
+    """Return when the process began, as an opaque text, or None if it has ended (a zombie has)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # after the command's name, which may hold anything
+    except FileNotFoundError:
+        return None if os.path.exists("/proc/self/stat") else _born_without_proc(pid)
+    except ProcessLookupError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+def _born_without_proc(pid: int) -> str | None:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return ""
+    return ""

@@ -1,0 +1,121 @@
+"""A job's key-value store as the ranks use it: values of any size, and no call that waits for another rank."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from ckpt.ranks.stores import StoreGoneError, connection, where_is
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed exports it where mypy cannot see it
+
+_PIECE_BYTES = 4 << 20  # longest value put in one key; the store closes the connection of whoever sends more than 8 MiB
+_COMPRESS_BYTES = 64 << 10
+_NOTHING = "?"  # no value of ours begins with it: see Mailbox._packed
+_T = TypeVar("_T")
+
+
+class _VanishedError(Exception):
+    """A key that was there is gone."""
+
+
+class Mailbox:
+    """Values of any size under keys of a store, over a connection of its own. No call waits for another rank.
+
+    One thread at a time: a connection carries one request. Every call may raise `StoreGoneError`, and all do after the first one.
+
+    Args:
+        writer: rank of this process.
+        timeout_s: that the store may take to answer a call.
+    """
+
+    def __init__(self, store: Store, *, writer: int, timeout_s: float = 300.0) -> None:
+        self._where = where_is(store)
+        self._timeout_s = timeout_s
+        self._silence: str | None = None
+        self._store: Store = connection(store, timeout_s)
+        # Only get and multi_get can wait, and only where another rank deleted a key that was there a moment ago.
+        self._store.set_timeout(timedelta(seconds=min(10.0, timeout_s)))
+        self._writer = writer
+        self._pieces: dict[str, list[str]] = {}
+
+    def put(self, key: str, data: bytes, *, compress: bool = True) -> None:
+        self._call(self._store.set, key, self._packed(key, data, compress))
+
+    def put_first(self, key: str, data: bytes) -> bytes:
+        """Put `data` there unless something is, and return what is there now."""
+        packed = self._packed(key, data, True)
+        there = self._call(self._store.compare_set, key, "", packed)
+        if there == packed:
+            return data
+        self._delete_pieces(key)
+        return self._unpacked(key, there)
+
+    def peek(self, key: str) -> bytes | None:
+        """Return what is there, or None. (`compare_set` answers with the expected value where there is no key.)"""
+        packed = self._call(self._store.compare_set, key, _NOTHING, _NOTHING)
+        try:
+            return None if packed == _NOTHING.encode() else self._unpacked(key, packed)
+        except _VanishedError:
+            return None
+
+    def has(self, keys: list[str]) -> bool:
+        return bool(self._call(self._store.check, keys))
+
+    def take(self, keys: list[str]) -> list[bytes] | None:
+        """Return the values, or None if one of the keys is gone (which takes seconds to find out)."""
+        try:
+            found = self._call(self._store.multi_get, keys)
+            return [self._unpacked(key, packed) for key, packed in zip(keys, found, strict=True)]
+        except _VanishedError:
+            return None
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins with 0, and return the sum. Any thread."""
+        return self._call(self._store.add, key, amount)
+
+    def delete(self, key: str) -> None:
+        self._call(self._store.delete_key, key)
+        self._delete_pieces(key)
+
+    def _packed(self, key: str, data: bytes, compress: bool) -> bytes:
+        packed = b"z" + zlib.compress(data, 1) if compress and len(data) > _COMPRESS_BYTES else b"=" + data
+        if len(packed) <= _PIECE_BYTES:
+            return packed
+        pieces = [packed[at : at + _PIECE_BYTES] for at in range(0, len(packed), _PIECE_BYTES)]
+        keys = [f"{key}/{self._writer}.{number}" for number in range(len(pieces))]
+        for piece_key, piece in zip(keys, pieces, strict=True):
+            self._call(self._store.set, piece_key, piece)
+        self._pieces[key] = keys
+        return b"s" + json.dumps(keys).encode()
+
+    def _unpacked(self, key: str, packed: bytes) -> bytes:
+        if packed[:1] == b"s":
+            self._pieces[key] = json.loads(packed[1:])
+            packed = b"".join(self._call(self._store.get, piece) for piece in self._pieces[key])
+        return zlib.decompress(packed[1:]) if packed[:1] == b"z" else packed[1:]
+
+    def _delete_pieces(self, key: str) -> None:
+        for piece in self._pieces.pop(key, ()):
+            self._call(self._store.delete_key, piece)
+
+    def _call(self, method: Callable[..., _T], *args: Any) -> _T:
+        if self._silence is not None:  # a late answer to that call would be taken for one to this call
+            raise StoreGoneError(self._silence, is_silent=True)
+        began_s = time.monotonic()
+        try:
+            return method(*args)
+        except dist.DistStoreError as error:
+            raise _VanishedError(str(error)) from error
+        except dist.DistError as error:
+            if time.monotonic() - began_s < 0.99 * self._timeout_s:
+                raise StoreGoneError(str(error)) from error
+            self._silence = f"the store at {self._where} did not answer {method.__name__} within {self._timeout_s:g} s"
+            raise StoreGoneError(self._silence, is_silent=True) from error

@@ -1,0 +1,607 @@
+"""Ranks, nodes, named process groups, and the one way in which all ranks succeed or all fail: phases.
+
+A phase is a block that every rank enters, in the same order. Leaving it is an agreement (agreement.py): if one rank
+raised in it, or is gone, every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
+from ckpt.ranks.agreement import Agreement, Result, Verdict, conclude
+from ckpt.ranks.heartbeat import At, Heartbeat
+from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.sigterm import Termination
+from ckpt.ranks.stores import StoreGoneError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+@dataclass(frozen=True)
+class Group:
+    """A named process group, as this rank sees it.
+
+    Attributes:
+        members: global ranks of this rank's own instance.
+        instance: number of that instance in `instances`.
+        instances: every instance, sorted; equal on all ranks.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    instance: int
+    instances: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class Phase:
+    """One phase, as the code inside the block sees it.
+
+    Attributes:
+        component: the component at hand, for the error.
+        payload: JSON that every rank gets to see; set it inside the block.
+        stands: what is so even if another rank fails the phase now, such as "checkpoint-00000020 is committed": the error
+            will say it.
+        payloads: everybody's payload by rank; there after the block.
+    """
+
+    name: str
+    component: str | None = None
+    payload: Any = None
+    stands: str | None = None
+    payloads: list[Any] = field(default_factory=list)
+
+
+class Topology:
+    """Which ranks there are, where they live, which groups they form; and the agreement of all of them.
+
+    One thread of a rank, the same all the time, makes the collective calls; `progress` may come from any.
+
+    Attributes:
+        nodes: global ranks per host, ordered by lowest rank.
+        node_rank: number of this rank's host in `nodes`.
+        groups: the process groups given to `name_groups`.
+        timeout_s: a rank that does not move for this long is absent.
+        grace_s: longest time that a SIGTERM is put off inside an operation.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[str], *, timeout_s: float, grace_s: float) -> None:
+        """Use `alone` or `join`."""
+        self.rank = rank
+        self.world_size = len(hosts)
+        self.timeout_s = timeout_s
+        self.grace_s = grace_s
+        self.groups: Mapping[str, Group] = {}
+        self._place_on(hosts, None)
+        self._agreement: Agreement | None = None
+        self._termination = Termination(grace_s)
+        self._at = At(0, -1)
+        self._whats: list[str] = []
+        self._told: BaseException | None = None  # what is on its way up, and known to the other ranks
+        self._in_phase = False
+        self._told_of_moves: Callable[[int], None] | None = None
+        self._store: Store | None = None
+        self._host: str | None = None
+        self._num_branches = 0
+
+    @property
+    def is_lead(self) -> bool:
+        """Is this the rank that decides and that publishes?"""
+        return self.rank == 0
+
+    @classmethod
+    def alone(cls, progress: Callable[[int], None] | None = None) -> Topology:
+        """Return the topology of one rank: the same calls, without store, threads or other processes.
+
+        Args:
+            progress: told of every move: that of the job whose lead does something by itself.
+        """
+        topology = cls(0, [socket.gethostname()], timeout_s=300.0, grace_s=20.0)
+        topology._told_of_moves = progress
+        return topology
+
+    @classmethod
+    def supposed(cls, rank: int, hosts: Sequence[str], groups: Mapping[str, Iterable[Sequence[int]]]) -> Topology:
+        """Return one rank's topology of a run that does not exist, to ask what would happen on it. It has no phases.
+
+        Args:
+            hosts: of every rank, in order.
+            groups: name -> all instances.
+
+        Raises:
+            ConfigurationError: a rank is in no instance of a group.
+        """
+        topology = cls(rank, hosts, timeout_s=300.0, grace_s=20.0)
+        for name, instances in groups.items():
+            of_rank = {member: members for members in instances for member in members}
+            given = [of_rank.get(one) for one in range(len(hosts))]
+            topology.groups = {**topology.groups, name: group_of(name, given, rank)}
+        return topology
+
+    @classmethod
+    def join(
+        cls,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        local_rank: int | None = None,
+        host: str | None = None,
+        timeout_s: float = 300.0,
+        grace_s: float = 20.0,
+    ) -> Topology:
+        """Join the job's other ranks. Every rank calls it, with a store (or a prefix of one) that this job alone uses.
+
+        Args:
+            local_rank: number on this host; None: the position among the host's ranks.
+            host: name of this host, None: its own. Ranks that give equal names share a node.
+
+        Raises:
+            RankAbsentError: a rank did not join within `timeout_s`; on every rank.
+        """
+        host = host or socket.gethostname()
+        topology = cls(rank, [host] * world_size, timeout_s=timeout_s, grace_s=grace_s)
+        try:
+            beats, mailbox = (Mailbox(store, writer=rank, timeout_s=timeout_s) for _ in range(2))
+            heartbeat = Heartbeat(beats, rank, host=host, interval_s=min(1.0, timeout_s / 4))
+            heartbeat.start()
+        except StoreGoneError as error:
+            raise _store_gone(None, rank, error) from error
+        topology._store, topology._host = store, host
+        hinted = topology._termination.was_asked
+        topology._agreement = Agreement(mailbox, heartbeat, rank, world_size, timeout_s, hinted)
+        try:
+            with topology.phase("join") as phase:
+                phase.payload = host
+            topology._place_on(phase.payloads, local_rank)
+        except BaseException:
+            topology.close()
+            raise
+        return topology
+
+    def name_branch(self) -> str:
+        """A name for `branch` that no other has. All ranks ask for theirs in one order, in the thread that makes the collective calls."""
+        self._num_branches += 1
+        return f"branch {self._num_branches}"
+
+    def branch(self, name: str) -> Topology:
+        """Join the same ranks once more, for another thread to agree with theirs of its kind beside this one's. Collective among these.
+
+        It moves when the branch moves; its groups are those it has now. Close the branch first.
+
+        Args:
+            name: equal on all ranks, and used once.
+
+        Raises:
+            RankAbsentError: a rank did not join within `timeout_s`.
+        """
+        topology = self._joined_anew(name, range(self.world_size))
+        topology.groups = self.groups
+        return topology
+
+    def part(self, name: str, ranks: Sequence[int]) -> Topology:
+        """Join some of the ranks by themselves, numbered from 0 in their order. These ranks call it. Close it first.
+
+        Args:
+            name: equal on all of them, and used once.
+
+        Raises:
+            RankAbsentError: one of them did not join within `timeout_s`.
+        """
+        return Topology.alone(self.progress) if len(ranks) == 1 else self._joined_anew(name, ranks)
+
+    def _joined_anew(self, name: str, ranks: Sequence[int]) -> Topology:
+        """Join these ranks in a part of the store of that name; moves there are moves here."""
+        if self._store is None:
+            return Topology.alone(self.progress)
+        topology = Topology.join(
+            PrefixStore(name, self._store),
+            list(ranks).index(self.rank),
+            len(ranks),
+            local_rank=self.local_rank,
+            host=self._host,
+            timeout_s=self.timeout_s,
+            grace_s=self.grace_s,
+        )
+        topology._told_of_moves = self.progress
+        return topology
+
+    def store_for(self, name: str) -> Store | None:
+        """A part of the job's store, for what the same ranks do beside their agreement; None: a rank that is alone has none.
+
+        Args:
+            name: equal on all ranks, and of no other part.
+        """
+        return None if self._store is None else PrefixStore(name, self._store)
+
+    def expect_absence(self) -> None:
+        """Take it that this process has been asked to end, as all may have been because one is gone: believe its silence sooner."""
+        self._termination.note()
+
+    def close(self) -> None:
+        """Leave the job: stop the heartbeat. Not collective; a rank that waits for this one learns that it has left."""
+        if self._agreement is not None:
+            self._agreement.heartbeat.stop()
+
+    def __enter__(self) -> Topology:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def progress(self, num: int = 1) -> None:
+        """Say that this rank is moving. Any thread, any time; costs nothing."""
+        if self._agreement is not None:
+            self._agreement.heartbeat.move(num)
+        if self._told_of_moves is not None:
+            self._told_of_moves(num)
+
+    def require_awaited(self) -> None:
+        """Make sure, before a step that cannot be taken back, that the others still wait for this rank.
+
+        A rank that stood still for long may come back when they have raised already, and said that the save has failed.
+
+        Raises:
+            RankAbsentError: they have ended the phase without it.
+        """
+        if self._agreement is not None and self._agreement.is_given_up():
+            raise RankAbsentError(f"rank {self.rank} came back when the others had given it up")
+
+    def given_up_for(self) -> CheckpointError | None:
+        """The error that the others have agreed on without this rank, which is inside that phase still, or has not come to it. Any thread.
+
+        Asked by another thread than the one that is late, and may never come.
+        """
+        if self._agreement is None:
+            return None
+        at = self._agreement.heartbeat.at
+        try:
+            for one in (at, At(at.operation, at.phase + 1)):
+                result = self._agreement.settled_without_us(one)
+                if result is not None and result.error is not None:
+                    return rebuild(result.error)
+        except StoreGoneError as error:
+            return _store_gone(self._what, self.rank, error)
+        return None
+
+    def has_raised(self, ranks: Collection[int]) -> int | None:
+        """The first of these ranks that has failed the phase which this one is still in; None: none that is known of.
+
+        For who waits, inside a phase, for what such a rank would have sent. Not for loops that are to be fast.
+        """
+        return None if self._agreement is None else self._agreement.has_raised(self._at, ranks)
+
+    def why_absent(self, ranks: Collection[int], phase: str) -> str | None:
+        """Why the first of these ranks that is gone, or stands still, will not come to the end of this one's phase; None: none is.
+
+        For who waits there for what such a rank would have sent, and asks now and then: patience counts from the first question on,
+        also that at the end of the phase.
+        """
+        if self._agreement is None:
+            return None
+        try:
+            gone = self._agreement.absent(self._at, self._what, phase, ranks)
+        except StoreGoneError as error:
+            return str(_store_gone(None, self.rank, error))
+        return None if gone is None else gone.cause
+
+    @contextmanager
+    def operation(self, what: str) -> Iterator[None]:
+        """Name what the phases inside belong to, such as "save of checkpoint-00000020". Every rank enters it.
+
+        An exception between two phases is agreed on like one inside a phase. SIGTERM is put off until the end, at most
+        `grace_s`, so that this rank lives to say what the job died of. Operations nest: the inner one names.
+        """
+        outermost = not self._whats
+        self._whats.append(what)
+        try:
+            with self._sigterm_put_off(outermost):
+                try:
+                    self._begin(outermost)
+                    yield
+                except Exception as error:
+                    if error is self._told:
+                        raise
+                    self._agree(None, error)  # raises
+                except BaseException as interrupt:
+                    if interrupt is not self._told:
+                        self._withdraw(None, interrupt)
+                    raise
+                finally:
+                    self._whats.pop()
+                    self._end(outermost)
+        finally:
+            if outermost:
+                self._told = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Enter a phase; every rank enters the same ones in the same order. Leaving the block is the agreement.
+
+        If any rank raised in the block, or is gone, all ranks raise the same error: class and sentence are equal,
+        `rank`, `phase` and `component` say where, and on the rank that met the cause it is the `__cause__`. All ranks
+        wait until nobody is inside any more. KeyboardInterrupt and SystemExit are told to the others and go on as they
+        are. Phases do not nest.
+        """
+        assert not self._in_phase, f"phase {name} begins inside another one"
+        with nullcontext() if self._whats else self._unnamed_operation():
+            self._enter(name)
+            phase = Phase(name)
+            try:
+                self._in_phase = True
+                yield phase
+                payload = json.dumps(phase.payload, separators=(",", ":")).encode()
+            except Exception as error:
+                self._agree(phase, error)  # raises
+            except BaseException as interrupt:
+                self._withdraw(phase, interrupt)
+                raise
+            else:
+                phase.payloads = self._agree(phase, None, payload)
+            finally:
+                self._in_phase = False
+
+    def exchange(self, name: str, outgoing: Mapping[int, bytes], sources: Collection[int]) -> dict[int, bytes]:
+        """Send `outgoing[r]` to rank r, and return what each rank of `sources` sent here. Every rank calls it.
+
+        It is a phase, and fails like one. Meant for slivers: everything passes through the job's store.
+
+        Raises:
+            CheckpointError: a rank waits for bytes that nobody sends, or gets some it does not expect; on every rank.
+        """
+        at = self._next_at()
+        keys = {to: f"sliver/{at}/{self.rank}-{to}" for to in outgoing if to != self.rank}
+        try:
+            with self.phase(name) as phase:
+                phase.payload = [sorted(outgoing), sorted(sources)]
+                for to, key in keys.items():
+                    self._mailbox.put(key, outgoing[to], compress=False)
+            if (mistake := _misaddressed(phase.payloads)) is not None:
+                self._told = CheckpointError(f"{self._what or 'exchange'}: in phase {name} {mistake}", phase=name)
+                raise self._told
+        except CheckpointError:
+            self._unsend(keys.values())
+            raise
+        others = set(sources) - {self.rank}
+        got = {source: self._fetch(f"sliver/{at}/{source}-{self.rank}") for source in sorted(others)}
+        return {**got, self.rank: outgoing[self.rank]} if self.rank in outgoing else got
+
+    def name_groups(self, process_groups: Mapping[str, dist.ProcessGroup | Sequence[int]]) -> None:
+        """Make process groups known by name. Every rank gives, under each name, the instance that it is a member of.
+
+        Raises:
+            ConfigurationError: a rank is in no instance of a group, or in one it does not name, or a name cannot name a folder; on
+                every rank.
+        """
+        with self.phase("name the process groups") as phase:
+            phase.payload = {name: _members(group) for name, group in process_groups.items()}
+            for name, members in phase.payload.items():
+                if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                    raise ConfigurationError(
+                        f"process group {name!r}: a name may hold letters, digits, '_' and '-' only, for its instances are folders"
+                    )
+                if self.rank not in members:
+                    raise ConfigurationError(
+                        f"process group {name}: rank {self.rank} gives {members}, an "
+                        "instance without itself; give each rank the instance that it is a member of"
+                    )
+        with self.phase("check the process groups"):
+            given = phase.payloads
+            names = sorted({name for instances in given for name in instances})
+            groups = {name: group_of(name, [instances.get(name) for instances in given], self.rank) for name in names}
+        self.groups = {**self.groups, **groups}
+
+    def _place_on(self, hosts: Sequence[str], local_rank: int | None) -> None:
+        """Fill in who lives where, given every rank's host."""
+        by_host: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            by_host.setdefault(host, []).append(rank)
+        self.nodes = tuple(tuple(ranks) for ranks in by_host.values())
+        self.node_rank = list(by_host).index(hosts[self.rank])
+        neighbours = self.nodes[self.node_rank]
+        self.local_rank = neighbours.index(self.rank) if local_rank is None else local_rank
+
+    # The agreement
+
+    def _sigterm_put_off(self, outermost: bool) -> AbstractContextManager[None]:
+        if not outermost or self._agreement is None:
+            return nullcontext()
+        return self._termination.put_off(self._agreement.is_given_up)
+
+    def _begin(self, outermost: bool) -> None:
+        """Take the next number; but one that the others ended without us, by another name, is a call we never made."""
+        if not outermost or self._agreement is None:
+            return
+        try:
+            while (missed := self._agreement.settled_without_us(At(self._at.operation, 0))) is not None:
+                if missed.what == self._what:
+                    break
+                self._at = At(self._at.operation + 1, -1)
+            self._agreement.heartbeat.enter(self._at, self._what, None)
+        except StoreGoneError as error:
+            self._told = _store_gone(self._what, self.rank, error)
+            raise self._told from error
+
+    def _end(self, outermost: bool) -> None:
+        if not outermost:
+            return
+        self._at = At(self._at.operation + 1, -1)
+        if self._agreement is not None:
+            try:
+                self._agreement.heartbeat.enter(self._at, None, None)
+            except StoreGoneError:
+                return  # said by the phase that failed, or to be said by the next one
+
+    @contextmanager
+    def _unnamed_operation(self) -> Iterator[None]:
+        """A phase outside of any operation is one by itself."""
+        try:
+            yield
+        finally:
+            self._end(True)
+
+    @property
+    def _mailbox(self) -> Mailbox:
+        assert self._agreement is not None, "a rank that is alone sends nothing"
+        return self._agreement.mailbox
+
+    def _fetch(self, key: str) -> bytes:
+        """Take a sliver that the agreement says is there; its only reader removes it."""
+        try:
+            found = self._mailbox.take([key])
+            self._mailbox.delete(key)
+        except StoreGoneError as error:
+            self._told = _store_gone(self._what, self.rank, error)
+            raise self._told from error
+        assert found is not None, f"{key} was announced and is read once"
+        return found[0]
+
+    def _unsend(self, keys: Iterable[str]) -> None:
+        try:
+            for key in keys:
+                self._mailbox.delete(key)
+        except StoreGoneError:
+            return  # and the slivers with it
+
+    @property
+    def _what(self) -> str | None:
+        return self._whats[-1] if self._whats else None
+
+    def _next_at(self) -> At:
+        return At(self._at.operation, self._at.phase + 1)
+
+    def _enter(self, name: str | None) -> None:
+        self._at = self._next_at()
+        if self._agreement is None:
+            assert self.world_size == 1, "the ranks of a run that is only supposed agree on nothing"
+            return
+        try:
+            self._agreement.heartbeat.enter(self._at, self._what, name)
+        except StoreGoneError as error:
+            self._told = _store_gone(self._what, self.rank, error)
+            raise self._told from error
+
+    def _agree(self, phase: Phase | None, error: Exception | None, payload: bytes = b"null") -> list[Any]:
+        """End a phase (None: fail between two) in agreement; return everybody's payload or raise everybody's error."""
+        if phase is None:
+            self._enter(None)
+        verdict = _verdict(self._what, phase, _described(error, phase), payload)
+        try:
+            result = self._reach(verdict)
+        except StoreGoneError as gone:
+            self._told = _store_gone(self._what, self.rank, gone)
+            raise self._told from (error or gone)
+        if result.error is not None:
+            self._told = rebuild(result.error)
+            raise self._told from error
+        payloads: list[Any] = json.loads(result.payloads)
+        return payloads
+
+    def _reach(self, verdict: Verdict) -> Result:
+        if self._agreement is not None:
+            return self._agreement.reach(self._at, verdict)
+        return Result(verdict.what, conclude({0: verdict}, {}, 1), b"[" + verdict.payload + b"]")
+
+    def _withdraw(self, phase: Phase | None, interrupt: BaseException) -> None:
+        if self._agreement is None:
+            return
+        try:
+            if phase is None:
+                self._enter(None)
+            self._agreement.withdraw(self._at, _verdict(self._what, phase), interrupt)
+            self._told = interrupt
+        except (StoreGoneError, CheckpointError):
+            return  # nobody is left to be told, and the interrupt goes on
+
+
+def _verdict(
+    what: str | None, phase: Phase | None, error: dict[str, Any] | None = None, payload: bytes = b"null"
+) -> Verdict:
+    """The verdict of this rank on a phase, or on what came between two."""
+    if phase is None:
+        return Verdict(what, None, error, payload)
+    return Verdict(what, phase.name, error, payload, phase.stands)
+
+
+def _described(error: Exception | None, phase: Phase | None) -> dict[str, Any] | None:
+    """Describe an error for the others, the component at hand in front of the sentence."""
+    if error is None:
+        return None
+    described = describe(error)
+    component = (phase.component if phase else None) or described["component"]
+    if component is not None and described["phase"] is None:
+        described["component"] = component
+        if not described["message"].startswith((f"{component}:", f"{component}.", f"component {component}")):
+            described["message"] = f"{component}: {described['message']}"
+    return described
+
+
+def _store_gone(what: str | None, rank: int, error: StoreGoneError) -> RankAbsentError:
+    """Return what a rank raises that finds the store gone, in whatever phase, without a word from the others."""
+    if error.is_silent:
+        start = f"{what} failed on rank {rank}: " if what else f"rank {rank}: "
+        return RankAbsentError(f"{start}{error}; the process that holds it hangs, or cannot be reached any more")
+    start = f"{what} failed: " if what else ""
+    gone = "the store through which the ranks agree is gone, with rank 0 or with the launcher that held it"
+    return RankAbsentError(start + gone)
+
+
+def first_difference(said: Sequence[Mapping[str, Any]]) -> tuple[str, int, Any, Any] | None:
+    """The first name under which a rank says something else than rank 0: the name, that rank, its value, rank 0's; None: all agree."""
+    for rank, one in enumerate(said):
+        for name, value in one.items():
+            if value != said[0][name]:
+                return name, rank, value, said[0][name]
+    return None
+
+
+def _misaddressed(addresses: Sequence[tuple[list[int], list[int]]]) -> str | None:
+    """Say which rank sends what another does not expect, or the reverse; given (to, from) of every rank."""
+    sent = {(rank, to) for rank, (tos, _) in enumerate(addresses) for to in tos}
+    expected = {(source, rank) for rank, (_, sources) in enumerate(addresses) for source in sources}
+    for source, to in sorted(expected - sent):
+        return f"rank {to} waits for bytes from rank {source}, which sends it none"
+    for source, to in sorted(sent - expected):
+        return f"rank {source} sends bytes to rank {to}, which expects none"
+    return None
+
+
+def _members(group: dist.ProcessGroup | Sequence[int]) -> list[int]:
+    return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else list(group)
+
+
+def group_of(name: str, given: Sequence[Sequence[int] | None], rank: int) -> Group:
+    """Return the group from what every rank gave as its own instance.
+
+    Raises:
+        ConfigurationError: a rank is in no instance, or two instances overlap.
+    """
+    for at, members in enumerate(given):
+        if members is None:
+            raise ConfigurationError(
+                f"process group {name}: rank {at} is in no instance of it; every rank must be in one, if need be alone"
+            )
+        for member in members:
+            if not 0 <= member < len(given) or given[member] != members:
+                other = given[member] if 0 <= member < len(given) else "no such rank"
+                raise ConfigurationError(
+                    f"process group {name}: rank {at} gives the instance {list(members)}, and rank {member} gives "
+                    f"{other}; all members of an instance must give it alike"
+                )
+    instances = tuple(sorted({tuple(members) for members in given if members is not None}))
+    mine = tuple(given[rank] or ())
+    return Group(name, mine, instances.index(mine), instances)

@@ -1,0 +1,475 @@
+"""One rank's share of a save: its chunks, packed leaves, plain values and index, made durable; the rest is the lead's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from json.encoder import encode_basestring_ascii as quoted
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from ckpt.backends.base import (
+    ArraySpec,
+    Backend,
+    Content,
+    Expected,
+    FileRecord,
+    Previous,
+    Writer,
+    Written,
+    changed_in_memory,
+    staged_digests,
+    stored_shape,
+)
+from ckpt.format.box import whole
+from ckpt.format.collector import collector_paused
+from ckpt.format.dtypes import contiguous, item_bytes, torch_dtype
+from ckpt.format.manifest import Index, Piece, digest_of, index_name
+from ckpt.format.names import PLAIN_NAME, encode_key
+from ckpt.planning.plan import ChunkTask, PackTask, RankPlan, SavePlan, SliverTask
+from ckpt.ranks.topology import Topology
+from ckpt.state.sharing import OWN_COPIES, StateComponent, holders_of, prefix_of
+
+PACKED_BYTES = 32 << 20
+"""The longest array that small tensors are packed in."""
+
+PlainFiles = Mapping[str, tuple[str, bytes]]
+"""Path -> component and content of the plain values that one rank writes."""
+
+
+@dataclass(slots=True)
+class Vote:
+    """What a rank tells the lead once its bytes are durable. Small: the rest is in the rank's index.
+
+    Attributes:
+        index: size and digest of the index; None if the rank wrote nothing.
+        wrote_arrays: chunks or descriptions of arrays, which the lead is to join with those of the others.
+        total_bytes: of all files.
+        linked_bytes: those of them that were there already, in an earlier checkpoint.
+        sizes: component -> bytes of its tensors and plain values.
+        checksums: component -> one digest over all digests of what was written of it.
+        tensor_checksums: component -> the same of its tensors alone, where it has any.
+        plain_files: path -> size and digest.
+    """
+
+    index: list[Any] | None = None
+    wrote_arrays: bool = False
+    total_bytes: int = 0
+    linked_bytes: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)
+    tensor_checksums: dict[str, str] = field(default_factory=dict)
+    plain_files: dict[str, list[Any]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Small boxes that lie end to end in one packed array.
+
+    Attributes:
+        path: of the array.
+        dtype: of all of them.
+        num_elements: of all of them together.
+    """
+
+    path: str
+    dtype: str
+    tasks: Sequence[PackTask]
+    num_elements: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_elements", sum(task.box.num_elements for task in self.tasks))
+
+
+Item = ChunkTask | Pack
+
+
+class Staged(NamedTuple):
+    """The bytes of one item of a share, on the host.
+
+    Attributes:
+        number: of the item.
+        hosts: a tensor for each box of a chunk that is this rank's; one flat tensor of a pack.
+        digests: of each host, block by block, as they were when it was copied: whoever writes them makes sure that they are so
+            still. None: these are the tensors themselves.
+    """
+
+    number: int
+    hosts: Sequence[torch.Tensor]
+    digests: Sequence[tuple[int, ...]] | None = None
+
+
+class Share:
+    """What one rank writes in every save of one plan. Holds no tensors, and can be sent to another process.
+
+    Args:
+        packed_bytes: the longest packed array, and so the memory that packing takes. A tensor that is longer has one of its own.
+        store: that it is written to.
+
+    Attributes:
+        items: chunks, then packs.
+        sends: parts of chunks that other ranks write.
+        sources: the ranks that send parts of chunks here.
+        sends_slivers: whether any rank sends any.
+        arrays: name -> what storage calls it, of every array with chunks in `items`.
+        described: the arrays, packed ones aside, whose description this rank writes.
+        groups: the lead's: all groups.
+        packed_shapes: name -> global shape, of every tensor in the packs.
+        sliver_starts: (item, sender, part) -> where the part begins in what the sender sends.
+    """
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        tasks: RankPlan,
+        components: Mapping[str, StateComponent],
+        topology: Topology,
+        *,
+        packed_bytes: int = PACKED_BYTES,
+        store: str = "zarr",
+    ) -> None:
+        self.rank = topology.rank
+        self._store = store
+        self.sends: Sequence[SliverTask] = tasks.sends
+        self.sends_slivers = plan.sends_slivers
+        self.sources = {rank for task in tasks.chunks for rank, _ in task.slivers}
+        self.items: Sequence[Item] = [
+            *tasks.chunks,
+            *_packs(plan, tasks.packs, components, topology.rank, packed_bytes),
+        ]
+        self.arrays = {
+            name: ArraySpec(path_of(name, components), plan.arrays[name].dtype, plan.arrays[name].shape, grid)
+            for name in dict.fromkeys(task.name for task in tasks.chunks)
+            if (grid := plan.arrays[name].grid) is not None
+        }
+        self.packed_shapes = {task.name: plan.arrays[task.name].shape for task in tasks.packs}
+        # A description of an array is written by who has its first chunk. One without chunks, and the groups, are the lead's.
+        described = {
+            name: ArraySpec(path_of(name, components), array.dtype, array.shape, array.grid)
+            for name, array in plan.arrays.items()
+            if array.grid is not None and (array.writers[0] if array.writers else 0) == self.rank
+        }
+        self.described = list(described.values())
+        self._empty = {name: array for name, array in described.items() if 0 in array.shape}
+        self.groups: set[str] | None = None
+        if topology.is_lead:
+            self.groups = {folder.removesuffix("/") for folder in folders_of(plan.arrays, components)}
+        self.sliver_starts = _sliver_starts(tasks.chunks, plan)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all items, as they are stored."""
+        return sum(map(self.item_bytes, self.items))
+
+    def item_bytes(self, item: Item) -> int:
+        """Of one item."""
+        if isinstance(item, Pack):
+            return item.num_elements * item_bytes(item.dtype)
+        return math.prod(self.stored_shape(item)) * item_bytes(self.arrays[item.name].dtype)
+
+    def stored_shape(self, task: ChunkTask) -> tuple[int, ...]:
+        """The shape in which a chunk is stored."""
+        return stored_shape(self._store, self.arrays[task.name].grid, task.box.shape)
+
+    def array_of(self, pack: Pack) -> ArraySpec:
+        """What storage calls a packed array."""
+        return ArraySpec(pack.path, pack.dtype, (pack.num_elements,), (pack.num_elements,))
+
+    def expected(self) -> Iterator[Expected]:
+        """Everything that `write` will hand to a writer."""
+        for item in self.items:
+            if isinstance(item, Pack):
+                folder = item.path.rpartition("/")[0] + "/"
+                contents = [
+                    Content(name.removeprefix(folder), self.packed_shapes[name], box) for name, box in item.tasks
+                ]
+                yield Expected(self.array_of(item), 0 if item.num_elements else None, contents)
+            else:
+                array = self.arrays[item.name]
+                yield Expected(array, item.number, [Content(_key_of(item.name, array), array.shape, item.box)])
+        for name, array in self._empty.items():
+            yield Expected(array, None, [Content(_key_of(name, array), array.shape, whole(array.shape))])
+
+    def write(
+        self,
+        folder: Path,
+        backend: Backend,
+        plain: PlainFiles,
+        staged: Iterable[Staged],
+        slivers: Mapping[int, bytes],
+        progress: Callable[[int], None],
+        previous: Previous | None = None,
+    ) -> Vote:
+        """Write everything below the unpublished `folder`, then the index of it.
+
+        Args:
+            staged: every item, once, in any order. An item's memory may be used again as soon as the next one is asked for.
+            slivers: sender -> all that it sent here.
+            progress: called with the number of bytes that have moved, from any thread.
+            previous: an earlier checkpoint; what is in it already is linked.
+
+        Raises:
+            OSError, StorageError: the file system refused; what was written stays for the lead to discard.
+        """
+        writer = backend.writer(folder, self.rank, progress, previous)
+        try:
+            return _Writing(self, writer, slivers).write(plain, staged)
+        except BaseException:
+            writer.abort()
+            raise
+
+
+class _Writing:
+    """One save of a share."""
+
+    def __init__(self, share: Share, writer: Writer, slivers: Mapping[int, bytes]) -> None:
+        self._share = share
+        self._writer = writer
+        self._slivers = slivers
+        self._index = Index(share.rank)
+        self._vote = Vote()
+        self._described: list[ArraySpec] = list(share.described)
+
+    def write(self, plain: PlainFiles, staged: Iterable[Staged]) -> Vote:
+        self._expect()
+        for number, hosts, digests in staged:
+            item = self._share.items[number]
+            if isinstance(item, Pack):
+                self._write_packed(item, hosts[0], digests)
+            else:
+                self._write_chunk(number, item, hosts, digests)
+        self._writer.describe(self._described, self._share.groups)
+        self._add_written(self._writer.finish())
+        self._write_plain(plain)
+        self._add_checksums()
+        self._write_index()
+        self._writer.make_durable()
+        return self._vote
+
+    @collector_paused()
+    def _expect(self) -> None:
+        self._writer.expect(self._share.expected())
+
+    @collector_paused()
+    def _add_written(self, written: Written) -> None:
+        self._index.files.update(written.files)
+        for (path, number), extent in written.chunks.items():
+            self._index.chunks.setdefault(path, {})[number] = extent
+        self._index.dead.update(written.dead)
+        self._vote.wrote_arrays = bool(written.files)
+        self._vote.linked_bytes = written.linked_bytes
+
+    def _write_chunk(
+        self,
+        number: int,
+        task: ChunkTask,
+        hosts: Sequence[torch.Tensor],
+        digests: Sequence[tuple[int, ...]] | None,
+    ) -> None:
+        array = self._share.arrays[task.name]
+        if task.own == (task.box,):
+            host, known = contiguous(hosts[0]), None if digests is None else digests[0]
+        else:
+            host, known = self._assembled(number, task, array, hosts, digests), None
+        self._writer.write(array, task.number, host, known)
+        self._count(task.name, host)
+
+    def _assembled(
+        self,
+        number: int,
+        task: ChunkTask,
+        array: ArraySpec,
+        hosts: Sequence[torch.Tensor],
+        digests: Sequence[tuple[int, ...]] | None,
+    ) -> torch.Tensor:
+        """The chunk as one contiguous host tensor, of parts of ours and of others."""
+        whole = torch.empty(task.box.shape, dtype=torch_dtype(array.dtype))
+        for at, (box, host) in enumerate(zip(task.own, hosts, strict=True)):
+            if digests is not None and staged_digests(host, tuple(host.shape)) != digests[at]:
+                raise changed_in_memory(array.path)
+            whole[box.relative_to(task.box).slices] = host
+        for part, (rank, box) in enumerate(task.slivers):
+            start = self._share.sliver_starts[number, rank, part]
+            data = bytearray(self._slivers[rank][start : start + box.num_elements * whole.element_size()])
+            whole[box.relative_to(task.box).slices] = torch.frombuffer(data, dtype=whole.dtype).view(box.shape)
+        return whole
+
+    def _write_packed(self, pack: Pack, host: torch.Tensor, digests: Sequence[tuple[int, ...]] | None) -> None:
+        """Write small boxes that lie end to end, noting where each begins. Where all of them are empty there is no array."""
+        self._note_pieces(pack)
+        if pack.num_elements:
+            self._described.append(self._share.array_of(pack))
+            self._writer.write(self._described[-1], 0, host, None if digests is None else digests[0])
+            self._count(pack.tasks[0].name, host)
+
+    @collector_paused()
+    def _note_pieces(self, pack: Pack) -> None:
+        first = 0
+        for name, box in pack.tasks:
+            self._index.pieces.setdefault(name, []).append(
+                Piece(pack.path, self._share.packed_shapes[name], box, first)
+            )
+            first += box.num_elements
+        self._index.packed[pack.path] = first
+
+    def _write_plain(self, plain: PlainFiles) -> None:
+        for path, (component, data) in plain.items():
+            self._writer.add(path, data)
+            self._vote.plain_files[path] = [len(data), digest_of(data)]
+            self._vote.sizes[component] = self._vote.sizes.get(component, 0) + len(data)
+            if self._share.rank != 0:  # the lead's own stand in the manifest
+                self._index.files[path] = FileRecord(len(data), digest_of(data))
+
+    def _write_index(self) -> None:
+        self._vote.total_bytes = sum(record.size for record in self._index.files.values())
+        if self._index.files or self._index.pieces:
+            data = self._index.to_bytes()
+            self._writer.add(index_name(self._index.rank), data)
+            self._vote.index = [len(data), digest_of(data)]
+            self._vote.total_bytes += len(data)
+
+    @collector_paused()
+    def _add_checksums(self) -> None:
+        plain = {path: digest for path, (_, digest) in self._vote.plain_files.items()}
+        self._vote.checksums = checksums_of(self._index, plain, self._vote.sizes)
+        self._vote.tensor_checksums = checksums_of(
+            self._index, {}, {_component_of(path) for path in self._index.chunks}
+        )
+
+    def _count(self, name: str, host: torch.Tensor) -> None:
+        key = _component_of(name)
+        self._vote.sizes[key] = self._vote.sizes.get(key, 0) + host.numel() * host.element_size()
+
+
+def plain_files(
+    plain: Mapping[str, Mapping[str, Any]], components: Mapping[str, StateComponent], topology: Topology
+) -> dict[str, tuple[str, bytes]]:
+    """What this rank writes of plain values, as bytes: the lowest rank of those that hold one state of a component writes them.
+
+    Args:
+        plain: component -> {joined key: row}, of the components that this rank may speak for.
+    """
+    files = {}
+    for key, rows in plain.items():
+        component = components[key]
+        if rows and topology.rank == next(r for r in holders_of(component, topology) if topology.rank in r)[0]:
+            files[f"{key}/{prefix_of(component, topology)}{PLAIN_NAME}"] = (key, _plain_to_bytes(rows))
+    return files
+
+
+def _key_of(name: str, array: ArraySpec) -> str:
+    """The key of a tensor of its own: what its name has behind the folder of its array."""
+    return name.removeprefix(array.path.rpartition("/")[0] + "/")
+
+
+def _packs(
+    plan: SavePlan,
+    tasks: Sequence[PackTask],
+    components: Mapping[str, StateComponent],
+    rank: int,
+    packed_bytes: int,
+) -> Iterator[Pack]:
+    """Yield small leaves by the packed array that takes them."""
+    by_kind: dict[tuple[str, str], list[PackTask]] = defaultdict(list)
+    folders = folders_of((task.name for task in tasks), components)
+    for task, folder in zip(tasks, folders, strict=True):
+        by_kind[folder, plan.arrays[task.name].dtype].append(task)
+    for (folder, dtype), alike in by_kind.items():
+        for number, few in enumerate(_cut(alike, packed_bytes // torch_dtype(dtype).itemsize)):
+            ending = f"-{number:05d}" if number else ""
+            yield Pack(f"{folder}packed-{dtype}-{rank:05d}{ending}", dtype, few)
+
+
+def _sliver_starts(chunks: Sequence[ChunkTask], plan: SavePlan) -> dict[tuple[int, int, int], int]:
+    """(Item, sender, part) -> where the part begins in what the sender sends, which goes by array and chunk."""
+    starts: dict[tuple[int, int, int], int] = {}
+    ends: dict[int, int] = defaultdict(int)
+    for number, task in enumerate(chunks):
+        for part, (rank, box) in enumerate(task.slivers):
+            starts[number, rank, part] = ends[rank]
+            ends[rank] += box.num_elements * torch_dtype(plan.arrays[task.name].dtype).itemsize
+    return starts
+
+
+def checksums_of(index: Index, plain: Mapping[str, str], components: Iterable[str]) -> dict[str, str]:
+    """Component -> one digest over the digests of all that one rank wrote of it.
+
+    Args:
+        plain: path -> digest of this rank's files of plain values.
+    """
+    states = {key: xxhash.xxh3_128() for key in components}
+    for path in sorted(index.chunks):
+        for number, extent in sorted(index.chunks[path].items()):
+            states[_component_of(path)].update(f"{path} {number} {extent.digests}\n".encode())
+    for path, digest in sorted(plain.items()):
+        states[_component_of(path)].update(f"{path} {digest}\n".encode())
+    return {key: state.hexdigest() for key, state in states.items()}
+
+
+def joined_checksum(of_writers: Iterable[str]) -> str:
+    """One digest over those of all writers, in rank order."""
+    return xxhash.xxh3_128_hexdigest("".join(of_writers).encode())
+
+
+def _cut(tasks: Iterable[PackTask], most: int) -> Iterator[list[PackTask]]:
+    """Cut small leaves into runs of at most so many elements, each of at least one leaf."""
+    few: list[PackTask] = []
+    count = 0
+    for task in tasks:
+        num_elements = task.box.num_elements
+        if few and count + num_elements > most:
+            yield few
+            few, count = [], 0
+        few.append(task)
+        count += num_elements
+    yield few
+
+
+def folder_of(name: str, components: Mapping[str, StateComponent]) -> str:
+    """`<component>/<prefix>` of an array name of this save, other ranks' prefixes included."""
+    component, _, rest = name.partition("/")
+    return _folder(component, rest, components[component].pattern in OWN_COPIES)
+
+
+def folders_of(names: Iterable[str], components: Mapping[str, StateComponent]) -> Iterator[str]:
+    """The same of many names, one after the other."""
+    has_own = {key: component.pattern in OWN_COPIES for key, component in components.items()}
+    for name in names:
+        component, _, rest = name.partition("/")
+        yield _folder(component, rest, has_own[component])
+
+
+def _folder(component: str, rest: str, has_own: bool) -> str:
+    return f"{component}/{rest.partition('/')[0]}/" if has_own else f"{component}/"
+
+
+def path_of(name: str, components: Mapping[str, StateComponent]) -> str:
+    """The path of an array that is not packed."""
+    folder = folder_of(name, components)
+    return folder + encode_key(name.removeprefix(folder))
+
+
+def _component_of(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _plain_to_bytes(rows: Mapping[str, Any]) -> bytes:
+    """One line per value: `[path, value]`, or `[path]` where a tensor belongs."""
+    lines = ",\n".join(map(_row_to_text, rows.values()))
+    return f"[\n{lines}\n]\n".encode()
+
+
+def _row_to_text(row: Sequence[Any]) -> str:
+    """The JSON of one row; the short way for the place of a tensor, for there may be very many."""
+    if len(row) == 1 and all(type(part) is str for part in row[0]):
+        return f"[[{', '.join(map(quoted, row[0]))}]]"
+    return json.dumps(row)

@@ -1,0 +1,542 @@
+"""Nested state dict <-> leaves. A leaf is a tensor, or a plain value that JSON can hold without loss.
+
+Plain values (numbers, strings, lists, RNG states) travel as typed JSON: tuples, bytes, integer keys and non-finite floats
+come back as what they were. Tensors travel as arrays. Anything else is refused by name: nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import enum
+import functools
+import io
+import json
+import logging
+import math
+import re
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from ckpt.dist_checkpointing.mapping import ShardedTensor
+from ckpt.errors import ConfigurationError, CorruptCheckpointError, ShardingError, sentence
+from ckpt.format.strict_json import Refused, Shape, corrupt, fit, parse, refusing
+
+if TYPE_CHECKING:
+    from ckpt.format.unpickling import UnknownObject
+
+_log = logging.getLogger("ckpt")
+
+PathPart = str | int | tuple[int | str, str]
+"""A step into a nested state dict: a dictionary key, (position, "list" | "tuple"), (attribute, "Namespace" | "SimpleNamespace"), or
+(JSON of a key of another type, "key")."""
+Path = tuple[PathPart, ...]
+TensorLeaf = torch.Tensor | ShardedTensor
+_TENSORS = (torch.Tensor, ShardedTensor)
+
+
+@dataclass(slots=True)
+class Leaves:
+    """A state dict, flattened.
+
+    Attributes:
+        tensors: joined key -> the very tensor of the state dict.
+        plain: joined key -> plain value, as it was.
+        paths: joined key -> the way to it in the nested dict.
+    """
+
+    tensors: dict[str, TensorLeaf]
+    plain: dict[str, Any]
+    paths: dict[str, Path]
+
+
+def flatten(state_dict: Mapping[Any, Any], what: str) -> Leaves:
+    """Flatten a nested state dict; keys are joined with `.`.
+
+    Dictionaries are entered; lists, tuples and namespaces only where they hold a tensor somewhere, so a list of numbers stays one leaf.
+
+    Args:
+        what: the component, for messages.
+
+    Raises:
+        ShardingError: two leaves would have one joined key.
+        ConfigurationError: a leaf is neither a tensor nor plain.
+
+    Example:
+        >>> flatten({"a": {"b": 1, 2: [3.0, 4]}}, "x").plain
+        {'a.b': 1, 'a.2': [3.0, 4]}
+    """
+    leaves = Leaves({}, {}, {})
+    given: Any = state_dict  # of an object that may give something else, such as None
+    if isinstance(given, Mapping) or _is_entered(given):
+        _flatten_into(leaves, given, "", (), what)
+    else:
+        _add_leaf(leaves, given, "", (), what)
+    return leaves
+
+
+def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
+    """Build the nested dict back from leaves and the way to each.
+
+    Raises:
+        CorruptCheckpointError: two ways contradict each other, or one is none.
+    """
+    root: dict[Any, Any] = {}
+    with _refusing("a path in plain.json"):
+        for key, value in leaves.items():
+            _put(root, paths[key], value)
+        return {key: _close(child) for key, child in root.items()}
+
+
+def path_to_json(path: Path) -> list[Any]:
+    """A path as JSON: a string or number is a dictionary key, [position or attribute, kind] a part of a list, tuple or namespace."""
+    return [list(part) if isinstance(part, tuple) else part for part in path]
+
+
+def path_from_json(parts: list[Any]) -> Path:
+    return tuple(tuple(part) if isinstance(part, list) else part for part in parts)
+
+
+def rows_from_json(data: bytes, where: str) -> dict[str, list[Any]]:
+    """The rows of a file of plain values, [path, value] or [path], by joined key. `where` names the file in errors.
+
+    Raises:
+        CorruptCheckpointError: it holds something else.
+    """
+    rows = fit(parse(data, where), list[list[Any]], where)
+    with refusing(where):
+        found = {_joined_key(row): row for row in rows}
+        if len(found) != len(rows):
+            raise Refused("two of its values have one key")
+    return found
+
+
+def check_plain_file(data: bytes, where: str, tensors: Collection[str]) -> None:
+    """Refuse a file of plain values of which a load could not make a state dict.
+
+    Args:
+        tensors: the keys of those that are saved beside it.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    rows = rows_from_json(data, where)
+    paths = {key: path_from_json(row[0]) for key, row in rows.items()}
+    lost = next((key for key, row in rows.items() if len(row) == 1 and key not in tensors), None)
+    if lost is not None:
+        raise corrupt(where, f"{lost!r:.80} should be a tensor, and the manifest has none of that name")
+    try:
+        unflatten({key: from_json(row[1]) if len(row) == 2 else None for key, row in rows.items()}, paths)
+    except CorruptCheckpointError as error:
+        raise corrupt(where, str(error)) from error
+
+
+def _joined_key(row: list[Any]) -> str:
+    if not 1 <= len(row) <= 2 or type(row[0]) is not list:
+        raise Refused(f"{row!r:.80} is neither a path and a value nor a path")
+    return ".".join([part if type(part) is str else _step_text(part) for part in row[0]])
+
+
+def _step_text(part: Any) -> str:
+    """A step of a path, but for a string, in a joined key."""
+    if type(part) is int:
+        return str(part)
+    match part:
+        case [step, "list" | "tuple"] if type(step) is int:
+            return str(step)
+        case [str() as step, "key" | "Namespace" | "SimpleNamespace"]:
+            return step
+    raise Refused(f"{part!r:.80} is no step into a state dict")
+
+
+def to_json(value: Any, what: str) -> Any:
+    """Return JSON that `from_json` turns back into an equal value of equal type.
+
+    Raises:
+        ConfigurationError: the value holds something that is neither a tensor nor plain, or an enum member that a load would not
+            find; `what` and the way to it below name it.
+    """
+    try:
+        return _json(value, what)
+    except ConfigurationError:
+        leaf, way = _refused_in(value)
+        return _json(leaf, what + way)
+
+
+def _refused_in(value: Any) -> tuple[Any, str]:
+    """The innermost value that makes a value no JSON, and the way to it, such as `.sub[0].x`."""
+    for step, inner in _steps_into(value):
+        try:
+            _json(inner, "")
+        except ConfigurationError:
+            leaf, way = _refused_in(inner)
+            return leaf, step + way
+    return value, ""
+
+
+def _steps_into(value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) in _NAMESPACES:
+        value = vars(value)
+    if isinstance(value, dict):
+        yield from ((f".{key}", inner) for key, inner in value.items())
+    elif type(value) in (list, tuple, set, frozenset):
+        yield from ((f"[{number}]", inner) for number, inner in enumerate(value))
+
+
+def _json(value: Any, what: str) -> Any:
+    if isinstance(value, enum.Enum):
+        return {"~enum": _enum_to_json(value, what)}
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"~float": repr(value)}
+    if type(value) is list:
+        return [_json(item, what) for item in value]
+    if type(value) is tuple:
+        return {"~tuple": [_json(item, what) for item in value]}
+    if type(value) is torch.Size:
+        return {"~Size": list(value)}
+    if type(value) in (set, frozenset):  # in an order that all ranks find
+        return {f"~{type(value).__name__}": sorted((_json(item, what) for item in value), key=json.dumps)}
+    if type(value) in _NAMESPACES:
+        return {f"~{type(value).__name__}": _json(vars(value), what)}
+    if isinstance(value, torch.dtype):
+        return {"~dtype": str(value).removeprefix("torch.")}
+    if type(value) is io.BytesIO:
+        return {"~BytesIO": base64.b64encode(value.getvalue()).decode("ascii")}
+    if isinstance(value, dict):
+        if all(type(key) is str and not key.startswith("~") for key in value):
+            return {key: _json(item, what) for key, item in value.items()}
+        return {"~dict": [[_json(key, what), _json(item, what)] for key, item in value.items()]}
+    if isinstance(value, bytes):
+        return {"~bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode("ascii")
+        return {"~ndarray": [value.dtype.str, list(value.shape), data]}
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return {"~scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode("ascii")]}
+    if type(value) is complex:
+        return {"~complex": [repr(value.real), repr(value.imag)]}
+    if type(value) in _UNKNOWN_ENUMS:
+        return {"~enum": [*_UNKNOWN_ENUMS[type(value)], value.args[0]]}
+    raise ConfigurationError(
+        f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which is neither a tensor nor plain (None, bool, number, "
+        "str, bytes, list, tuple, set, dict, namespace, enum member, torch.dtype, NumPy array). Give it as one of these, "
+        "or leave it out; nothing is pickled."
+    )
+
+
+def from_json(value: Any) -> Any:
+    """The value that `to_json` was given; an `UnknownObject` for an enum member that this process does not have.
+
+    Raises:
+        CorruptCheckpointError: `to_json` makes no such thing.
+    """
+    if type(value) in _AS_THEY_ARE:
+        return value
+    with _refusing("a plain value"):
+        return _value(value)
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_value(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tags = [key for key in value if key[:1] == "~"]
+    if not tags:
+        return {key: _value(item) for key, item in value.items()}
+    if len(value) > 1 or tags[0] not in _FROM_TAG:
+        raise Refused(f"{tags[0]!r:.40} is no kind of plain value")
+    return _FROM_TAG[tags[0]](value[tags[0]])
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Make a `CorruptCheckpointError` of what goes wrong while saved values are put together."""
+    try:
+        yield
+    except RecursionError:
+        raise CorruptCheckpointError(f"{what} is nested too deeply") from None
+    except (msgspec.MsgspecError, *_OF_NONSENSE) as error:
+        if isinstance(error, CorruptCheckpointError):
+            raise
+        reason = str(error) if isinstance(error, Refused) else sentence(error)
+        raise CorruptCheckpointError(f"{what} is none that was saved: {reason}") from error
+
+
+def _enum_to_json(member: enum.Enum, what: str) -> list[Any]:
+    """[module, class, name] of a member; of flags without a name of their own, as A | B is, the value for the name."""
+    kind = type(member)
+    given = int(member.value) if isinstance(member, enum.Flag) and member.name not in kind.__members__ else member.name
+    if _enum_member(kind.__module__, kind.__qualname__, given) is not member:
+        raise ConfigurationError(
+            f"{what} is {given!r} of the enum {kind.__qualname__}, which a load would not find under that name in module "
+            f"{kind.__module__}; define the enum at the top level of its module, under its own name, or give the member's value"
+        )
+    return [kind.__module__, kind.__qualname__, given]
+
+
+def _enum_from_json(data: Any) -> enum.Enum | UnknownObject:
+    module, qualname, given = msgspec.convert(data, tuple[str, str, str | int])
+    member = _enum_member(module, qualname, given)
+    return _unknown_member(module, qualname, given) if member is None else member
+
+
+def _enum_member(module: str, qualname: str, given: str | int) -> enum.Enum | None:
+    """The member of this name, or flags of this value, of a class that this process has imported; None if there is none.
+
+    Loading a checkpoint imports nothing. That is why attributes are not asked for: a module may import for one.
+    """
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
+        return None
+    if isinstance(given, str):
+        return found.__members__.get(given)
+    if not issubclass(found, enum.Flag):
+        return None
+    try:
+        flags = found(given)
+    except ValueError:  # a bit that the class has no longer
+        return None
+    return flags if flags.value == given else None  # a class may also drop such a bit
+
+
+@functools.cache  # equal members are one object, so that they are one key of a dictionary
+def _unknown_member(module: str, qualname: str, given: str | int) -> UnknownObject:
+    return _unknown_enum(module, qualname, given)(given)
+
+
+def _unknown_enum(module: str, qualname: str, given: str | int) -> type[UnknownObject]:
+    """What stands in for an enum class; the first time, a warning says so."""
+    from ckpt.format.unpickling import UnknownObject
+
+    for kind, place in _UNKNOWN_ENUMS.items():
+        if place == (module, qualname):
+            return kind
+    _log.warning(
+        "the checkpoint holds %r of the enum %s of %s, which this process does not have; an inert UnknownObject stands in for it, "
+        "and for others like it. Import %s before the load, in a version that has it, to get the member.",
+        given, qualname, module, module,
+    )  # fmt: skip
+    body = {"name": f"{module}.{qualname}", "__module__": module, "__reduce__": _reduce_unknown}
+    made = type(qualname.rpartition(".")[2], (UnknownObject,), body)
+    _UNKNOWN_ENUMS[made] = module, qualname
+    return made
+
+
+def _reduce_unknown(member: UnknownObject) -> tuple[Any, ...]:
+    """How a stand-in is copied and pickled: it is looked up anew."""
+    return from_json, (to_json(member, "an enum member"),)
+
+
+def _filled(namespace: Any, attributes: Mapping[Any, Any]) -> Any:
+    """Fill a namespace. Its constructor takes no attribute that is called `self`, or by no string."""
+    vars(namespace).update(attributes)
+    return namespace
+
+
+def _attributes(data: Any) -> dict[Any, Any]:
+    attributes = _value(data)
+    if type(attributes) is not dict:
+        raise Refused("a namespace has attributes")
+    return attributes
+
+
+def _items(data: Any) -> list[Any]:
+    """The values in a list."""
+    return [_value(item) for item in _list_of(data)]
+
+
+def _pairs(data: Any) -> dict[Any, Any]:
+    return dict(map(_items, _list_of(data)))
+
+
+def _list_of(data: Any) -> list[Any]:
+    if type(data) is not list:
+        raise Refused(f"{data!r:.40} stands where a list should")
+    return data
+
+
+def _bytes(data: Any) -> bytes:
+    if type(data) is not str:
+        raise Refused(f"{data!r:.40} is no base64")
+    return base64.b64decode(data, validate=True)
+
+
+def _number_type(name: Any) -> np.dtype[Any]:
+    """A NumPy type of plain numbers: others may hold objects, or be as long as one says."""
+    if type(name) is not str or not re.fullmatch(r"[<>|=][biufc]\d{1,2}", name):
+        raise Refused(f"{name!r:.40} is no data type of numbers")
+    return np.dtype(name)
+
+
+def _array(data: Any) -> np.ndarray[Any, Any]:
+    name, shape, text = msgspec.convert(data, tuple[str, Shape, str])
+    return np.frombuffer(_bytes(text), _number_type(name)).reshape(shape).copy()
+
+
+def _scalar(data: Any) -> Any:
+    name, text = msgspec.convert(data, tuple[str, str])
+    [scalar] = np.frombuffer(_bytes(text), _number_type(name))
+    return scalar
+
+
+def _complex(data: Any) -> complex:
+    real, imaginary = msgspec.convert(data, tuple[str, str])
+    return complex(float(real), float(imaginary))
+
+
+def _dtype(name: Any) -> torch.dtype:
+    """By name, from a table: attributes of torch are functions and modules, too."""
+    found = _dtypes().get(name) if type(name) is str else None
+    if found is None:
+        raise Refused(f"{name!r:.40} is no torch.dtype that this version of torch has")
+    return found
+
+
+@functools.cache
+def _dtypes() -> Mapping[str, torch.dtype]:
+    return {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+_UNKNOWN_ENUMS: dict[type[UnknownObject], tuple[str, str]] = {}
+"""What stands in for the enum classes that this process does not have: the class -> (module, class) of the enum."""
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_NAMESPACE_OF: dict[str, type[Any]] = {kind.__name__: kind for kind in _NAMESPACES}
+_OF_NONSENSE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
+_AS_THEY_ARE = frozenset((str, int, float, bool, type(None)))
+_NOT_FINITE = {repr(number): number for number in (math.nan, math.inf, -math.inf)}
+_FROM_TAG: dict[str, Callable[[Any], Any]] = {
+    "~float": lambda data: _NOT_FINITE[data],
+    "~tuple": lambda data: tuple(_items(data)),
+    "~dict": _pairs,
+    "~bytes": _bytes,
+    "~ndarray": _array,
+    "~scalar": _scalar,
+    "~set": lambda data: set(_items(data)),
+    "~frozenset": lambda data: frozenset(_items(data)),
+    "~Size": lambda data: torch.Size(msgspec.convert(data, list[int])),
+    "~Namespace": lambda data: _filled(argparse.Namespace(), _attributes(data)),
+    "~SimpleNamespace": lambda data: _filled(types.SimpleNamespace(), _attributes(data)),
+    "~dtype": _dtype,
+    "~enum": _enum_from_json,
+    "~BytesIO": lambda data: io.BytesIO(_bytes(data)),
+    "~complex": _complex,
+}
+
+
+def _flatten_into(leaves: Leaves, value: Any, start: str, path: Path, what: str) -> None:
+    """Add what stands below a dictionary, list or tuple to `leaves`.
+
+    Args:
+        start: what the joined keys of all of it begin with: its own and a dot, or nothing.
+    """
+    for step, child in _children(value):
+        key = f"{start}{step[0] if type(step) is tuple else step}"
+        way = (*path, step)
+        if not isinstance(child, _TENSORS) and _is_entered(child):
+            _flatten_into(leaves, child, f"{key}.", way, what)
+        else:
+            _add_leaf(leaves, child, key, way, what)
+
+
+def _add_leaf(leaves: Leaves, value: Any, key: str, path: Path, what: str) -> None:
+    if key in leaves.paths:
+        raise ShardingError(
+            f"{what}: two entries of the state dict have the joined key {key!r}; rename one of them, for a name is all "
+            "that tells two tensors of a checkpoint apart"
+        )
+    leaves.paths[key] = path
+    if isinstance(value, _TENSORS):
+        leaves.tensors[key] = value
+    else:
+        to_json(value, f"{what}: {key}")
+        leaves.plain[key] = value
+
+
+def _children(value: Any) -> Iterable[tuple[PathPart, Any]]:
+    if isinstance(value, Mapping):
+        return ((_step(key), child) for key, child in value.items())
+    if type(value) in _NAMESPACES:
+        kind = type(value).__name__
+        return (((name, kind), child) for name, child in vars(value).items())
+    kind = "tuple" if isinstance(value, tuple) else "list"
+    return (((position, kind), child) for position, child in enumerate(value))
+
+
+def _is_entered(value: Any) -> bool:
+    """Whether a value, which is no tensor, is a dictionary, or a list or namespace that holds a tensor, and no leaf itself."""
+    if isinstance(value, dict | Mapping):
+        return bool(value)
+    return _is_entered_for_tensors(value) and _holds_tensor(value)
+
+
+def _is_entered_for_tensors(value: Any) -> bool:
+    """Whether a value is of a type that is taken apart where it holds tensors, and whose parts have names that a path can hold."""
+    if type(value) in _NAMESPACES:
+        return all(type(name) is str for name in vars(value))
+    return isinstance(value, list | tuple)
+
+
+def _step(key: Any) -> PathPart:
+    return key if type(key) in (str, int) else (json.dumps(to_json(key, "a state dict's key")), "key")
+
+
+def _is_position(part: PathPart) -> bool:
+    return isinstance(part, tuple) and part[1] != "key"
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, _TENSORS):
+        return True
+    if isinstance(value, Mapping):
+        return any(_holds_tensor(child) for child in value.values())
+    return _is_entered_for_tensors(value) and any(_holds_tensor(child) for _, child in _children(value))
+
+
+class _Parts(dict[int | str, Any]):
+    """A list, tuple or namespace while it is being filled."""
+
+    kind = "list"
+
+
+def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
+    here: dict[Any, Any] = root
+    for at, part in enumerate(path):
+        key: Any = part[0] if isinstance(part, tuple) else part
+        if isinstance(part, tuple) and part[1] == "key":
+            key = from_json(json.loads(str(part[0])))
+        if at == len(path) - 1:
+            if type(value) is dict and not value:  # of a rank that has nothing there, where others may have something
+                here.setdefault(key, {})
+            else:
+                here[key] = value
+            return
+        below = path[at + 1]
+        if key not in here:
+            here[key] = _Parts() if _is_position(below) else {}
+            if isinstance(below, tuple) and _is_position(below):
+                here[key].kind = below[1]
+        here = here[key]
+
+
+def _close(value: Any) -> Any:
+    if isinstance(value, _Parts) and value.kind in _NAMESPACE_OF:
+        if not all(type(name) is str for name in value):
+            raise TypeError(f"{value.kind} has attributes that are no names: {list(value)!r:.80}")
+        return _filled(_NAMESPACE_OF[value.kind](), {name: _close(child) for name, child in value.items()})
+    if isinstance(value, _Parts):
+        items = [_close(value[position]) for position in sorted(value)]
+        return tuple(items) if value.kind == "tuple" else items
+    return {key: _close(child) for key, child in value.items()} if type(value) is dict else value

@@ -1,0 +1,490 @@
+"""Are equal copies really equal? Four levels, each of which finds all that the one below it finds, and more.
+
+- none: nothing is compared.
+- quick: keys, data types, shapes, plain values, and `SAMPLE` elements of each tensor. Finds another structure and copies that went
+  apart, at a price that does not grow with a tensor.
+- tensor: every bit of every tensor, by digest. Finds a single bit anywhere; one pass over the state.
+- full: says of what differs how many elements, where and how far. And each rank looks at its tensors again after the write: one
+  that was changed while it was being saved, as by a step in another thread, was equal when it was compared, and yet the
+  checkpoint holds parts of two moments of it. Two passes.
+
+A tensor is compared by what a checkpoint keeps of it: type, shape, bits. Device, strides and `requires_grad` are this run's.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from ckpt.dist_checkpointing.mapping import ShardedTensor
+from ckpt.errors import ConfigurationError, ReplicationError
+from ckpt.format.dtypes import is_dtensor, raw_bytes
+from ckpt.state.address import address_of, local_tensor
+from ckpt.state.flatten import TensorLeaf
+
+if TYPE_CHECKING:
+    from ckpt.ranks.topology import Topology
+
+SAMPLE = 64
+"""Elements of each tensor that the level "quick" looks at."""
+MAX_NAMED = 5
+"""Entries that an error names, and whose values the level "full" compares."""
+MAX_MEASURED_RANKS = 8
+PIECE_BYTES = 4 << 20
+"""Longest part of a tensor that is copied to be hashed or sent; what is contiguous on the host is hashed where it lies."""
+_SHOWN = 40
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class ValidationLevel(Enum):
+    """How closely copies are compared. The strings are the ones of the config files; the order is from nothing to all."""
+
+    NONE = "none"
+    QUICK = "quick"
+    TENSOR = "tensor"
+    FULL = "full"
+
+    def covers(self, other: ValidationLevel) -> bool:
+        """Whether this level finds all that `other` finds."""
+        order = list(ValidationLevel)
+        return order.index(self) >= order.index(other)
+
+
+class Fingerprint(NamedTuple):
+    """What ranks compare in place of a leaf.
+
+    Attributes:
+        dtype: torch's name of the data type; "" for a plain value.
+        shape: of the piece that the rank holds; of a plain value, how long it is as JSON.
+        digest: of its bits, or of a sample of them.
+        place: which piece of a larger tensor it is, such as "[0:4, 0:3] of [8, 3]"; None if it is no piece.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    place: str | None = None
+
+    @classmethod
+    def of_json(cls, row: Sequence[Any]) -> Fingerprint:
+        dtype, shape, digest, place = row
+        return cls(dtype, tuple(shape), digest, place)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor, or of the plain value as JSON."""
+        return math.prod(self.shape) * (_dtype(self.dtype).itemsize if self.dtype else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One entry in which one rank differs from another that should hold the same.
+
+    Attributes:
+        reference: the rank it is compared with.
+        place: which piece of a larger tensor, if it is one.
+        how: what a person reads, such as "bfloat16, not float32"; "" if two tensors differ in bits alone.
+    """
+
+    key: str
+    rank: int
+    reference: int
+    place: str | None
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far two tensors of one type and shape are from each other.
+
+    Attributes:
+        num_differing: elements whose bits differ.
+        first: index of the first of them, in the tensor (or piece) at hand.
+        largest: absolute difference; NaN if all that differ are not numbers on one side.
+    """
+
+    num_differing: int
+    first: tuple[int, ...]
+    largest: float
+
+
+def is_piece(leaf: TensorLeaf) -> bool:
+    """Whether a leaf says itself which part of a larger tensor it is."""
+    return isinstance(leaf, ShardedTensor) or is_dtensor(leaf)
+
+
+def level_of(*, validate_replication: bool, validation_level: str | None, validate_all: bool) -> ValidationLevel:
+    """The level at which a component that promises equal copies is compared in this save.
+
+    Args:
+        validate_all: `save_checkpoint(validate=True)`, which asks for "tensor" at least, except of a component that says "none".
+    """
+    wanted = ValidationLevel(validation_level or ValidationLevel.TENSOR.value)
+    if wanted is ValidationLevel.NONE:
+        return ValidationLevel.NONE
+    if validate_all:
+        return wanted if wanted.covers(ValidationLevel.TENSOR) else ValidationLevel.TENSOR
+    return wanted if validate_replication else ValidationLevel.NONE
+
+
+def check_level(component: str, validation_level: str | None) -> None:
+    """Refuse a level that there is not.
+
+    Raises:
+        ConfigurationError: naming the four.
+    """
+    known = [level.value for level in ValidationLevel]
+    if validation_level is not None and validation_level not in known:
+        raise ConfigurationError(
+            f"component {component}: validation_level {validation_level!r} is none of {', '.join(known)}"
+        )
+
+
+def private_keys(stateful: object, keys: Collection[str]) -> set[str]:
+    """The entries that an object declares to be each rank's own, though the object as a whole is the same everywhere.
+
+    A wrapper around something replicated may keep a few notes of its own rank. It names them in its attribute `rank_private`:
+    patterns of joined keys, as in `["wrapper.*", "local_rank"]`. They are left out of every comparison, and the checkpoint holds
+    the first holder's: whoever needs each rank's own keeps them in a component of their own, PER_RANK.
+
+    Raises:
+        ConfigurationError: the attribute is no list of strings.
+    """
+    patterns = getattr(stateful, "rank_private", ())
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigurationError(
+            f"{type(stateful).__name__}.rank_private is {patterns!r}; give a list of patterns of joined keys, such as "
+            '["wrapper.*"]'
+        )
+    return {key for pattern in patterns for key in fnmatch.filter(keys, pattern)} if patterns else set()
+
+
+def fingerprints(
+    tensors: Mapping[str, TensorLeaf],
+    level: ValidationLevel = ValidationLevel.TENSOR,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Fingerprint]:
+    """Return what ranks compare of some tensors: by every bit, or at the level "quick" by a sample.
+
+    Equal digests of every bit (xxh3-128) mean equal bits. Takes no more memory than `PIECE_BYTES`.
+    """
+    found = {}
+    for key, leaf in tensors.items():
+        local = local_tensor(leaf)
+        digest = _digest_of_sample(local) if level is ValidationLevel.QUICK else _digest_of_all(local)
+        found[key] = Fingerprint(str(local.dtype).removeprefix("torch."), tuple(local.shape), digest, _place(leaf))
+        progress()
+    return found
+
+
+def differences(
+    copies: Sequence[Mapping[str, Fingerprint]], holders: Sequence[Sequence[int]], *, must_have_all: bool = True
+) -> list[Difference]:
+    """Compare what ranks hold that should hold the same.
+
+    A piece of a larger tensor is compared with the same piece on other ranks, and need not be anywhere else.
+
+    Args:
+        copies: by rank, the fingerprints by key.
+        holders: the sets of ranks that promised equal copies.
+        must_have_all: a key that only some ranks of a set have is a difference.
+
+    Returns:
+        in the order of the keys of the first rank that has them, then of the ranks.
+    """
+    found: list[Difference] = []
+    for ranks in holders:
+        keys = {key: None for rank in ranks for key in copies[rank]}
+        for key in keys:
+            found += _differences_of(key, copies, ranks, must_have_all)
+    return found
+
+
+def plain_differences(copies: Sequence[Mapping[str, Any]], holders: Sequence[Sequence[int]]) -> list[Difference]:
+    """The same for plain values, by key, as JSON: [path, value], or [path] where a tensor stands."""
+    found = []
+    for ranks in holders:
+        reference = ranks[0]
+        for key in {key: None for rank in ranks for key in copies[rank]}:
+            for rank in ranks[1:]:
+                how = _plain_difference(copies[reference].get(key), copies[rank].get(key), reference, rank)
+                if how is not None:
+                    found.append(Difference(key, rank, reference, None, how))
+    return found
+
+
+def unequal(
+    component: str,
+    holders: Sequence[Sequence[int]],
+    found: Sequence[Difference],
+    distances: Mapping[Difference, Distance] | None = None,
+) -> ReplicationError:
+    """The error that names the entries that differ, how, and on which ranks.
+
+    Args:
+        found: not empty.
+        distances: how far tensors are apart, where that was measured.
+    """
+    reference = found[0].reference
+    ranks = next(ranks for ranks in holders if reference in ranks)
+    entries: dict[tuple[str, str | None, int], list[Difference]] = {}
+    for one in found:
+        entries.setdefault((one.key, one.place, one.reference), []).append(one)
+    named = []
+    for (key, place, against), alike in list(entries.items())[:MAX_NAMED]:
+        what = f"{key} {place}" if place else key
+        other = "" if against == reference else f" (beside rank {against})"
+        named.append(f"{what}{other} on {_on_ranks(alike, distances or {})}")
+    left = len(entries) - len(named)
+    more = f"; and in {left} more {'entry' if left == 1 else 'entries'}" if left else ""
+    return ReplicationError(
+        f"component {component} should be the same on ranks {_ranks(ranks)}, but differs from rank {reference} in "
+        f"{'; '.join(named)}{more}. Choose another sharing_pattern, or list the "
+        "entries that are each rank's own in the object's attribute rank_private, or compare nothing: "
+        f"declare component {component} with validation_level=none."
+    )
+
+
+def measure(
+    found: Sequence[Difference],
+    copies: Sequence[Mapping[str, Fingerprint]],
+    tensors: Mapping[str, TensorLeaf],
+    topology: Topology,
+) -> dict[Difference, Distance]:
+    """Compare the values of the first entries that differ in bits. Collective; every rank gives the same differences.
+
+    The reference sends its tensor, `PIECE_BYTES` at a time, through the job's store to at most `MAX_MEASURED_RANKS` others.
+
+    Args:
+        copies: by rank, the fingerprints by key, from which every rank knows how many parts there are.
+        tensors: this rank's, by key.
+    """
+    wanted: dict[tuple[str, int], list[Difference]] = {}
+    for one in found:
+        if not one.how and (len(wanted) < MAX_NAMED or (one.key, one.reference) in wanted):
+            wanted.setdefault((one.key, one.reference), []).append(one)
+    tallies: dict[Difference, _Tally] = {}
+    for (key, reference), alike in wanted.items():
+        alike = alike[:MAX_MEASURED_RANKS]
+        mine = next((one for one in alike if one.rank == topology.rank), None)
+        held = local_tensor(tensors[key]) if mine is not None or topology.rank == reference else None
+        if mine is not None:
+            tallies[mine] = _Tally()
+        seen = copies[reference][key]
+        for cut in _cuts(seen.shape, _dtype(seen.dtype).itemsize):
+            host = _host(held[cut]) if held is not None else None
+            outgoing = {}
+            if topology.rank == reference:
+                assert host is not None
+                data = raw_bytes(host).numpy().tobytes()
+                outgoing = {one.rank: data for one in alike}
+            got = topology.exchange("values", outgoing, [reference] if mine is not None else [])
+            if mine is not None:
+                assert host is not None
+                tallies[mine].add(host, got[reference])
+    with topology.phase("distances") as phase:
+        phase.payload = [[[o.key, o.reference], tally.to_json()] for o, tally in tallies.items()]
+    by_name = {(one.key, one.rank, one.reference): one for alike in wanted.values() for one in alike}
+    distances = {}
+    for rank, rows in enumerate(phase.payloads):
+        for (key, reference), (num, first, largest) in rows:
+            shape = copies[reference][key].shape
+            index = tuple(int(at) for at in np.unravel_index(first, shape)) if shape else ()
+            distances[by_name[key, rank, reference]] = Distance(num, index, float(largest))
+    return distances
+
+
+def require_unchanged(component: str, before: Mapping[str, Fingerprint], tensors: Mapping[str, TensorLeaf]) -> None:
+    """Make sure that the tensors of this rank are what they were when the ranks compared them. Called after the write.
+
+    Raises:
+        ReplicationError: naming those that are not.
+    """
+    now = fingerprints(tensors)
+    changed = [key for key, seen in before.items() if now[key] != seen]
+    if changed:
+        named = ", ".join(changed[:MAX_NAMED]) + (
+            f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
+        )
+        raise ReplicationError(
+            f"component {component} was changed while it was being saved, in {named}; the checkpoint would hold parts of two "
+            "moments. Save when no step is running."
+        )
+
+
+class _Tally:
+    """Adds up how far a tensor is from another one, part by part."""
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+        self._num_differing = 0
+        self._first = -1
+        self._largest = math.nan
+
+    def add(self, mine: torch.Tensor, theirs: bytes) -> None:
+        other = torch.frombuffer(bytearray(theirs), dtype=mine.dtype) if theirs else mine.new_empty(0)
+        flat = mine.reshape(-1)
+        item = mine.element_size()
+        bits, other_bits = raw_bytes(flat).numpy().reshape(-1, item), np.frombuffer(theirs, np.uint8).reshape(-1, item)
+        at = np.flatnonzero((bits != other_bits).any(axis=1))
+        if at.size:
+            if self._first < 0:
+                self._first = self._num_seen + int(at[0])
+            self._num_differing += at.size
+            chosen = torch.from_numpy(at)
+            self._largest = float(np.fmax(self._largest, _largest_difference(flat[chosen], other[chosen])))
+        self._num_seen += flat.numel()
+
+    def to_json(self) -> list[Any]:
+        return [self._num_differing, self._first, repr(self._largest)]
+
+
+def _differences_of(
+    key: str, copies: Sequence[Mapping[str, Fingerprint]], ranks: Sequence[int], must_have_all: bool
+) -> list[Difference]:
+    """The differences in one entry; of ranks that hold different pieces of it, each is compared with its like."""
+    firsts: dict[str | None, int] = {}
+    if must_have_all and all(copies[rank][key].place is None for rank in ranks if key in copies[rank]):
+        firsts[None] = ranks[0]
+    found = []
+    for rank in ranks:
+        mine = copies[rank].get(key)
+        reference = firsts.setdefault(mine.place, rank) if mine is not None else firsts.get(None, rank)
+        theirs = copies[reference].get(key)
+        if reference == rank or mine == theirs or (mine is None and theirs is not None and theirs.place is not None):
+            continue
+        if not must_have_all and (mine is None or theirs is None):
+            continue
+        place = mine.place if mine is not None else None
+        found.append(Difference(key, rank, reference, place, _difference(theirs, mine, reference, rank)))
+    return found
+
+
+def _difference(theirs: Fingerprint | None, mine: Fingerprint | None, reference: int, rank: int) -> str:
+    if mine is None:
+        return f"which only rank {reference} has"
+    if theirs is None:
+        return "which alone has it"
+    if mine.dtype != theirs.dtype:
+        return f"{mine.dtype or 'a plain value'}, not {theirs.dtype or 'a plain value'}"
+    if not mine.dtype:
+        return "another plain value"
+    return "" if mine.shape == theirs.shape else f"shape {list(mine.shape)}, not {list(theirs.shape)}"
+
+
+def _plain_difference(theirs: Any, mine: Any, reference: int, rank: int) -> str | None:
+    if theirs == mine:
+        return None
+    if mine is None:
+        return f"which only rank {reference} has"
+    if theirs is None:
+        return "which alone has it"
+    if theirs[0] != mine[0]:
+        return "nested otherwise"
+    if len(mine) != len(theirs):
+        return "a tensor on one of the two"
+    return f"{_shown(mine[1])}, not {_shown(theirs[1])}"
+
+
+def _on_ranks(alike: Sequence[Difference], distances: Mapping[Difference, Distance]) -> str:
+    """`rank 1, 2 (bfloat16, not float32), 3 (4 elements, the first at [0, 17], by up to 0.5)`."""
+    by_how: dict[str, list[int]] = {}
+    for one in alike:
+        distance = distances.get(one)
+        how = one.how
+        if distance is not None:
+            elements = "1 element" if distance.num_differing == 1 else f"{distance.num_differing} elements"
+            far = "NaN on one side" if math.isnan(distance.largest) else f"by up to {distance.largest:.6g}"
+            how = f"{elements}, the first at {list(distance.first)}, {far}"
+        by_how.setdefault(how, []).append(one.rank)
+    return "rank " + ", ".join(_ranks(ranks) + (f" ({how})" if how else "") for how, ranks in by_how.items())
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _place(leaf: TensorLeaf) -> str | None:
+    """Which piece of a larger tensor a leaf is, by its own account."""
+    if not is_piece(leaf):
+        return None
+    address = address_of(leaf, "piece")
+    sides = ", ".join(f"{side.start}:{side.stop}" for side in address.box.slices)
+    return f"[{sides}] of {list(address.global_shape)}"
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _digest_of_all(local: torch.Tensor) -> str:
+    if local.device.type == "cpu" and local.is_contiguous():
+        return xxhash.xxh3_128_hexdigest(raw_bytes(_host(local)).numpy().data)
+    state = xxhash.xxh3_128()
+    for cut in _cuts(tuple(local.shape), local.element_size()):
+        state.update(raw_bytes(_host(local[cut])).numpy().data)
+    return state.hexdigest()
+
+
+def _digest_of_sample(local: torch.Tensor) -> str:
+    """Of the first and last element and of `SAMPLE` in between, at places that no regular pattern keeps step with."""
+    if local.numel() > 2 * SAMPLE:
+        inner = np.arange(1, SAMPLE + 1) * _GOLDEN % 1.0
+        positions = np.unique(np.append((inner * local.numel()).astype(np.int64), [0, local.numel() - 1]))
+        index: tuple[Any, ...] = (positions,)
+        if local.is_contiguous():
+            local = local.view(-1)
+        else:
+            index = np.unravel_index(positions, tuple(local.shape))
+        local = local[tuple(torch.from_numpy(at).to(local.device) for at in index)]
+    return xxhash.xxh3_128_hexdigest(raw_bytes(_host(local)).numpy().data)
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the host, contiguous; itself where it is so already."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    return tensor.cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _cuts(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int | slice, ...]]:
+    """Cut a tensor into parts of at most `PIECE_BYTES`, in the order of its elements; by its shape alone."""
+    row_bytes = math.prod(shape[1:]) * item_bytes
+    if not shape or row_bytes * shape[0] <= PIECE_BYTES:
+        yield ()
+    elif row_bytes > PIECE_BYTES:
+        for row in range(shape[0]):
+            yield from ((row, *rest) for rest in _cuts(shape[1:], item_bytes))
+    else:
+        step = PIECE_BYTES // row_bytes
+        yield from ((slice(first, first + step),) for first in range(0, shape[0], step))
+
+
+def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest absolute difference, exact for integers; NaN where one of the two is never a number."""
+    if a.dtype.is_complex:
+        gaps = (a.to(torch.complex128) - b.to(torch.complex128)).abs().numpy()
+    elif a.dtype.is_floating_point:
+        gaps = (a.to(torch.float64) - b.to(torch.float64)).abs().numpy()
+    else:
+        left, right = (t.to(torch.uint8).numpy() if t.dtype is torch.bool else t.numpy() for t in (a, b))
+        gaps = np.where(left > right, left, right).astype(np.uint64) - np.where(left > right, right, left).astype(
+            np.uint64
+        )
+    return float(np.fmax.reduce(gaps))

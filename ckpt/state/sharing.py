@@ -1,0 +1,308 @@
+"""Who holds a component. A sharing pattern is nothing but the rule that gives every leaf its address."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ckpt.dist_checkpointing.mapping import ShardedTensor
+from ckpt.errors import ConfigurationError, ShardingError
+from ckpt.format.dtypes import is_dtensor
+from ckpt.format.names import COMPONENT_KEY
+from ckpt.ranks.topology import Topology
+from ckpt.state.address import Address, DTensorBoxes, address_of, local_tensor
+from ckpt.state.flatten import Leaves, TensorLeaf
+from ckpt.state.replication import check_level
+
+
+class SharingPattern(Enum):
+    """How a component is spread over the ranks. The strings are the ones of the manifest and of the config files."""
+
+    GLOBAL = "global"
+    """One copy; rank 0 gives it, everybody loads it."""
+    PER_RANK = "per_rank"
+    """Every rank has its own."""
+    REPLICATED = "replicated"
+    """Every rank has the same bits."""
+    PER_GROUP = "per_group"
+    """The members of an instance of the named process group have the same bits; instances differ."""
+    PER_NODE = "per_node"
+    """The ranks of a host have the same bits; hosts differ."""
+    SHARDED = "sharded"
+    """Together the ranks hold one global state: boxes of tensors, or different keys, or both."""
+
+
+OWN_COPIES = (SharingPattern.PER_RANK, SharingPattern.PER_GROUP, SharingPattern.PER_NODE)
+"""Patterns under which the checkpoint holds several states of one component, each under a prefix."""
+EQUAL_COPIES = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP, SharingPattern.PER_NODE)
+"""Patterns under which several ranks promise equal bits."""
+DECIDED_BY_OBJECT = ("derive", "repartition")
+"""Values of `elastic` that leave it to the object, by the methods of `ckpt.state.statefuls.Elastic`, what a change means."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """The torch protocol: what a component's object must offer."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass
+class StateComponent:
+    """One part of a training run that a checkpoint holds.
+
+    Attributes:
+        key: its name in the checkpoint, in the config and on the command line; letters, digits, `_` and `-`.
+        stateful: the object; its state_dict() may be nested and hold tensors and plain values.
+        sharing_pattern: a `SharingPattern` or its string.
+        process_group_name: which of the coordinator's process groups, for PER_GROUP; its *members* hold equal bits.
+        required: if False, a save or a load that fails at this component leaves it out, on all ranks, with a warning.
+        validate_replication: compare the equal copies at every save.
+        metadata: the caller's own notes; not stored.
+        validation_level: how closely: "none", "quick", "tensor" or "full" (ckpt/state/replication.py); None is "tensor".
+        elastic: what a change of ranks, nodes or groups means; None takes what follows from the pattern. "reshard" and "replica"
+            load all the same: "replica" takes any copy of those that each rank, node or group has of its own, if all are
+            equal. "repartition" hands all saved copies to the object, "derive" only the first one; see
+            `ckpt.state.statefuls.Elastic`. "rebuild" leaves the object the state it has, "refuse" stops the load.
+
+    Raises:
+        ConfigurationError: the parts contradict each other.
+    """
+
+    key: str
+    stateful: Stateful
+    sharing_pattern: SharingPattern | str
+    process_group_name: str | None = None
+    required: bool = True
+    validate_replication: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    validation_level: str | None = None
+    elastic: str | None = None
+
+    def __post_init__(self) -> None:
+        self.sharing_pattern = check_component(
+            self.key,
+            self.sharing_pattern,
+            process_group_name=self.process_group_name,
+            validate_replication=self.validate_replication,
+            validation_level=self.validation_level,
+            elastic=self.elastic,
+        )
+        if not isinstance(self.stateful, Stateful):
+            raise ConfigurationError(
+                f"component {self.key}: {type(self.stateful).__name__} has no state_dict/load_state_dict pair; wrap it in one"
+            )
+        if self.elastic in DECIDED_BY_OBJECT:
+            _require_elastic(self)
+
+    @property
+    def pattern(self) -> SharingPattern:
+        """The pattern as the enum, whatever it was given as."""
+        given = self.sharing_pattern
+        return given if isinstance(given, SharingPattern) else SharingPattern(given)
+
+
+def check_component(
+    key: str,
+    sharing_pattern: SharingPattern | str,
+    *,
+    process_group_name: str | None = None,
+    validate_replication: bool = False,
+    validation_level: str | None = None,
+    elastic: str | None = None,
+) -> SharingPattern:
+    """Refuse a declaration that contradicts itself; return its pattern. Needs no object and no ranks.
+
+    Raises:
+        ConfigurationError: naming the component, both choices and the way out.
+    """
+    if not isinstance(key, str) or not COMPONENT_KEY.fullmatch(key):
+        raise ConfigurationError(f"component key {key!r} may hold letters, digits, '_' and '-' only: it names a folder")
+    try:
+        pattern = SharingPattern(sharing_pattern)
+    except ValueError:
+        known = ", ".join(p.value for p in SharingPattern)
+        raise ConfigurationError(f"component {key}: sharing_pattern {sharing_pattern!r} is none of {known}") from None
+    if pattern is SharingPattern.PER_GROUP and not process_group_name:
+        raise ConfigurationError(
+            f"component {key}: sharing_pattern=per_group needs process_group_name, the group whose members hold equal "
+            "state; give it, or choose another pattern"
+        )
+    if process_group_name and pattern is not SharingPattern.PER_GROUP:
+        raise ConfigurationError(
+            f"component {key}: process_group_name={process_group_name} goes with sharing_pattern=per_group, not with "
+            f"{pattern.value}; drop one of the two"
+        )
+    if validate_replication and pattern not in EQUAL_COPIES:
+        allowed = ", ".join(p.value for p in EQUAL_COPIES)
+        raise ConfigurationError(
+            f"component {key}: validate_replication compares copies that should be equal, which {pattern.value} does not "
+            f"have; it goes with {allowed}"
+        )
+    check_level(key, validation_level)
+    choices = elastic_choices(pattern)
+    if elastic is not None and elastic not in choices:
+        raise ConfigurationError(
+            f"component {key}: elastic={elastic} is not what {pattern.value} components do when the ranks change; leave it "
+            f"null or set it to {' or '.join(choices)}"
+        )
+    return pattern
+
+
+def default_elastic(pattern: SharingPattern) -> str:
+    """What happens to a component that says nothing when it is loaded by other ranks than saved it."""
+    if pattern in OWN_COPIES:
+        return "refuse"
+    return "reshard" if pattern is SharingPattern.SHARDED else "replica"
+
+
+def elastic_choices(pattern: SharingPattern) -> tuple[str, ...]:
+    """What `elastic` may be under a pattern, what is meant by None first."""
+    replica = ("replica",) if pattern in OWN_COPIES else ()
+    decided = DECIDED_BY_OBJECT if pattern is not SharingPattern.SHARDED else ()
+    return tuple(dict.fromkeys((default_elastic(pattern), *replica, *decided, "rebuild", "refuse")))
+
+
+def prefix_of(component: StateComponent, topology: Topology) -> str:
+    """The folder, below the component's, of this rank's own copy; "" where all ranks share one state.
+
+    Raises:
+        ConfigurationError: the component names a process group that this run does not have.
+    """
+    match component.pattern:
+        case SharingPattern.PER_RANK:
+            return copy_prefix(component.pattern, topology.rank)
+        case SharingPattern.PER_NODE:
+            return copy_prefix(component.pattern, topology.node_rank)
+        case SharingPattern.PER_GROUP:
+            name = component.process_group_name
+            assert name is not None
+            if name not in topology.groups:
+                known = ", ".join(sorted(topology.groups)) or "none"
+                raise ConfigurationError(
+                    f"component {component.key}: there is no process group {name!r}; this run has: {known}"
+                )
+            return copy_prefix(component.pattern, topology.groups[name].instance, name)
+        case _:
+            return ""
+
+
+def copy_prefix(pattern: SharingPattern, number: int, group: str = "") -> str:
+    """The folder, below the component's, of the copy of one rank, node or instance of `group`, counted from 0."""
+    if pattern is SharingPattern.PER_RANK:
+        return f"rank-{number:05d}/"
+    return f"{'node' if pattern is SharingPattern.PER_NODE else group}-{number:04d}/"
+
+
+def holders_of(component: StateComponent, topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """The sets of ranks that hold one state of a component: one set per prefix, in the order of the prefixes."""
+    match component.pattern:
+        case SharingPattern.GLOBAL:
+            return ((0,),)
+        case SharingPattern.PER_RANK:
+            return tuple((rank,) for rank in range(topology.world_size))
+        case SharingPattern.PER_NODE:
+            return topology.nodes
+        case SharingPattern.PER_GROUP:
+            return topology.groups[component.process_group_name or ""].instances
+        case _:
+            return (tuple(range(topology.world_size)),)
+
+
+def gives(component: StateComponent, topology: Topology) -> bool:
+    """Whether this rank's plain tensors and plain values of a component belong in the checkpoint at all."""
+    return component.pattern is not SharingPattern.GLOBAL or topology.rank == 0
+
+
+def addresses(component: StateComponent, leaves: Leaves, topology: Topology) -> dict[str, Address]:
+    """Give every tensor of a component its address on this rank; aliases are the caller's to leave out.
+
+    A DTensor or ShardedTensor of a GLOBAL or REPLICATED component is sharded all the same, so rank 0 does not speak for it.
+
+    Returns:
+        key -> address, for the leaves this rank contributes.
+
+    Raises:
+        ShardingError: a DTensor reaches across the ranks, nodes or groups that each should have a copy of their own.
+    """
+    start = f"{component.key}/{prefix_of(component, topology)}"
+    has_own = component.pattern in OWN_COPIES
+    gives_plain = gives(component, topology)
+    found = {}
+    boxes = DTensorBoxes()
+    for key, leaf in leaves.tensors.items():
+        sharded = isinstance(leaf, ShardedTensor) or is_dtensor(leaf)
+        if not sharded and not gives_plain:
+            continue
+        if sharded and has_own:
+            _require_inside(component, key, leaf, topology)
+        found[key] = address_of(leaf, start + key, boxes)
+    return found
+
+
+def find_aliases(tensors: dict[str, TensorLeaf], declared: dict[str, str]) -> dict[str, str]:
+    """Return {alias: first name} of tied tensors: found by storage on this rank, or declared by the model.
+
+    The first name is the one that comes first in the state dict (the whole model's registration order for a declared pair,
+    where a pipeline stage may hold only the alias).
+    """
+    aliases = {}
+    alone: dict[int, str] = {}
+    first_at: dict[tuple[Any, ...], str] = {}
+    for key, leaf in tensors.items():
+        if isinstance(leaf, ShardedTensor):
+            continue
+        address = (local_tensor(leaf) if is_dtensor(leaf) else leaf).data_ptr()
+        if not address:  # no element, or no memory for them
+            continue
+        before = alone.setdefault(address, key)
+        if before == key:
+            continue
+        # Two tensors begin there, which few do: are they one?
+        first_at.setdefault(_whereabouts(tensors[before]), before)
+        first = first_at.setdefault(_whereabouts(leaf), key)
+        if first != key:
+            aliases[key] = first
+    aliases.update({alias: first for alias, first in declared.items() if alias in tensors})
+    return aliases
+
+
+def _whereabouts(leaf: TensorLeaf) -> tuple[Any, ...]:
+    """What tensors have in common that are one: the memory, and how it is looked at."""
+    memory = local_tensor(leaf)
+    shapes = tuple(leaf.shape), tuple(memory.shape)  # type: ignore[union-attr]  # a ShardedTensor is never asked
+    return memory.device, memory.data_ptr(), memory.dtype, *shapes, memory.stride()
+
+
+def _require_elastic(component: StateComponent) -> None:
+    for method in ("fits", "load_changed"):
+        if not callable(getattr(component.stateful, method, None)):
+            raise ConfigurationError(
+                f"component {component.key}: elastic={component.elastic} lets the object decide what a change of ranks means, but "
+                f"{type(component.stateful).__name__} has no method {method}; add it (ckpt.state.statefuls.Elastic says what it "
+                f"does), or declare component {component.key} with elastic=None"
+            )
+
+
+def _require_inside(
+    component: StateComponent, key: str, leaf: torch.Tensor | ShardedTensor, topology: Topology
+) -> None:
+    mine: Sequence[int] = next(ranks for ranks in holders_of(component, topology) if topology.rank in ranks)
+    if isinstance(leaf, ShardedTensor):
+        inside = leaf.box.shape == tuple(leaf.global_shape)
+        across = "is a shard of a larger tensor"
+    else:
+        ranks = leaf.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        inside = set(ranks) <= set(mine)
+        across = f"is a DTensor over the ranks {ranks}"
+    if not inside:
+        raise ShardingError(
+            f"component {component.key} is {component.pattern.value}, but {key} {across}, beyond {list(mine)} which should "
+            f"have a state of their own; declare component {component.key} with sharing_pattern=sharded"
+        )

@@ -1,0 +1,405 @@
+"""Files that grow, and how their bytes get to the disk: through the page cache, or past it, from aligned memory, by threads.
+
+Bytes that go through the page cache are copied by the kernel, page by page, on cores that the other ranks and the training need too,
+and drive out what had been cached. Direct I/O takes them from memory that is aligned: each piece is copied there, while it is
+still in the processor's cache from having been digested, and written by a thread while the next one is copied. The aligned
+memory is small, bounds what a save takes, and is used again by the next save. Where the files of a save are kept in memory (pool.py),
+that is where each piece is copied to, and what is written from.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import queue
+import resource
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt.errors import ConfigurationError
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.storage.files import naming, reserve, start_writeback, write_all
+from ckpt.storage.pool import PoolFile
+
+ALIGNED = 4096
+"""Direct I/O wants memory, offsets and lengths that are multiples of the disk's block, on no disk more than this."""
+
+RESERVED_BYTES = 64 << 20
+"""Room on the disk that a file of unknown size asks for at a time."""
+
+NUM_BUFFERS = 4
+"""Half of them are filled while the others are being written."""
+
+NUM_THREADS = 2
+"""That write: one alone leaves the disk idle between two pieces, more do not make it faster (measured)."""
+
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
+_log = logging.getLogger("ckpt")
+
+
+class Buffers:
+    """Aligned memory for direct writes, kept from save to save: memory that is touched for the first time is slow.
+
+    Args:
+        buffer_mib: of all buffers of one writer together, in MiB.
+        direct_io: False: no file is written directly.
+
+    Raises:
+        ConfigurationError: there is no room for a page in each buffer.
+    """
+
+    def __init__(self, *, buffer_mib: int, direct_io: bool) -> None:
+        if buffer_mib < 1:
+            raise ConfigurationError(f"buffer_mib={buffer_mib}: give 1 or more")
+        self._num_bytes = (buffer_mib << 20) // NUM_BUFFERS
+        self._idle: list[list[memoryview]] = []
+        self._told_of_links = False
+        self.direct_io = direct_io and O_DIRECT != 0
+
+    def take(self) -> list[memoryview]:
+        """Return all buffers of one writer; `give_back` them. Any thread."""
+        with suppress(IndexError):
+            return self._idle.pop()
+        # Private, or a child of a fork would write into the same pages.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        whole = mmap.mmap(-1, self._num_bytes * NUM_BUFFERS, flags=flags)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel built without them: pages of 4 KiB will do
+                whole.madvise(mmap.MADV_HUGEPAGE)
+        view = memoryview(whole)
+        return [view[at : at + self._num_bytes] for at in range(0, len(view), self._num_bytes)]
+
+    def give_back(self, buffers: list[memoryview]) -> None:
+        self._idle.append(buffers)
+
+    def refuse(self, path: Path, error: OSError, *, tell: bool) -> None:
+        """Write through the page cache from now on, and say so, once."""
+        if self.direct_io:
+            self.direct_io = False
+            _log.log(
+                logging.WARNING if tell else logging.DEBUG,
+                "%s: this file system takes no direct writes (%s); saving through the page cache, which takes more of the "
+                "processor. A backend with direct_io=False does so from the start.",
+                path,
+                error.strerror,
+            )
+
+    def tell_of_links(self, path: Path, why: str, *, tell: bool) -> None:
+        """Say once that files are written which could have been linked."""
+        _log.log(
+            logging.WARNING if tell and not self._told_of_links else logging.DEBUG,
+            "%s cannot be linked to (%s): what has not changed is written again, and takes room again",
+            path,
+            why,
+        )
+        self._told_of_links = True
+
+    def __reduce__(self) -> tuple[Callable[..., Buffers], tuple[int, bool]]:
+        """A copy has memory of its own."""
+        return _buffers, (self._num_bytes * NUM_BUFFERS >> 20, self.direct_io)
+
+
+def _buffers(buffer_mib: int, direct_io: bool) -> Buffers:
+    return Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
+
+
+class NewFile(NamedTuple):
+    """The name of a file that is made below a checkpoint's folder.
+
+    Attributes:
+        name: its path below the folder.
+        path: the whole of it.
+    """
+
+    folder: CheckpointFolder
+    name: str
+    path: Path
+
+    def open(self, flags: int) -> int:
+        return self.folder.open(self.name, flags)
+
+    def remove(self) -> None:
+        with self.folder.parent(self.name) as (above, last), suppress(FileNotFoundError):
+            os.unlink(last, dir_fd=above)
+
+
+class Paged:
+    """A file that is written through the page cache, and from there, large pieces at least, on to the disk at once.
+
+    Args:
+        memory: keeps it, too.
+    """
+
+    def __init__(self, file: NewFile, progress: Callable[[int], None], memory: PoolFile | None) -> None:
+        self._path = file.path
+        self._progress = progress
+        self._memory = memory
+        self._size = 0
+        self._fd = file.open(NEW)
+
+    def append(self, piece: memoryview) -> None:
+        with naming(self._path):
+            write_all(self._fd, piece)
+            start_writeback(self._fd, self._size, len(piece))
+            if self._memory is not None:
+                self._memory.append(piece)
+        self._size += len(piece)
+        self._progress(len(piece))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Direct:
+    """A file whose bytes are gathered in aligned buffers, which a pump writes past the page cache."""
+
+    def __init__(self, pump: Pump, file: OpenFile) -> None:
+        self._pump = pump
+        self._file = file
+        self._buffer: memoryview | None = None
+        self._fill = 0
+        self._at = 0
+        self._rest = b""
+
+    def append(self, piece: memoryview) -> None:
+        while piece:
+            if self._buffer is None:
+                self._take_buffer()
+                assert self._buffer is not None
+            count = min(len(piece), len(self._buffer) - self._fill)
+            self._buffer[self._fill : self._fill + count] = piece[:count]
+            self._fill += count
+            piece = piece[count:]
+            if self._fill == len(self._buffer):
+                self._hand_over()
+
+    def give_way(self) -> None:
+        """Let another file have the buffer: whole blocks are written, what is left is kept aside, so that the next ones are whole, too."""
+        assert self._buffer is not None
+        end = self._fill // ALIGNED * ALIGNED
+        self._rest = bytes(self._buffer[end : self._fill])
+        self._fill = end
+        self._hand_over()
+
+    def close(self) -> None:
+        if self._rest and self._pump.is_well:  # else nobody wants the bytes, and whoever asks for a buffer is told why
+            self._take_buffer()
+        self._hand_over()
+        self._file.end_at(self._at)
+
+    def _take_buffer(self) -> None:
+        self._buffer = self._pump.buffer_for(self)
+        self._fill = len(self._rest)
+        self._buffer[: self._fill] = self._rest
+        self._rest = b""
+
+    def _hand_over(self) -> None:
+        if self._buffer is not None:
+            self._file.reserve(self._at + self._fill)
+            self._pump.put(self._file, self._buffer[: self._fill], self._at, free=self._buffer)
+            self._pump.filling.pop(self)
+            self._at, self._fill, self._buffer = self._at + self._fill, 0, None
+
+
+class Kept:
+    """A file whose bytes are gathered in memory that is kept, from which a pump writes them past the page cache."""
+
+    def __init__(self, pump: Pump, file: OpenFile, memory: PoolFile) -> None:
+        self._pump = pump
+        self._file = file
+        self._memory = memory
+        self._at = 0
+
+    def append(self, piece: memoryview) -> None:
+        self._pump.require_well()
+        with naming(self._file.path):
+            self._memory.append(piece)
+        while self._memory.size - self._at >= self._pump.step:
+            self._hand_over(self._at + self._pump.step)
+
+    def close(self) -> None:
+        if self._memory.size > self._at:
+            self._hand_over(self._memory.size)
+        self._file.end_at(self._at)
+
+    def _hand_over(self, end: int) -> None:
+        self._file.reserve(end)
+        self._pump.put(self._file, self._memory.view(self._at, end), self._at)
+        self._at = end
+
+
+class OpenFile:
+    """An open file, closed when the last of those who hold it lets it go.
+
+    Args:
+        num_bytes: that it will have; None: many.
+    """
+
+    def __init__(self, file: NewFile, fd: int, num_bytes: int | None) -> None:
+        self.file = file
+        self.path = file.path
+        self.fd = fd
+        self._step = num_bytes or RESERVED_BYTES
+        self._reserved = 0
+        self._size: int | None = None
+        self._lock = threading.Lock()
+        self._holders = 1
+
+    def reserve(self, end: int) -> None:
+        """Find room on the disk for what will be written up to a byte."""
+        while self._step and end > self._reserved:
+            if not reserve(self.fd, self._reserved, self._step):
+                self._step = 0  # asked once, and refused: the file grows as it is written
+            self._reserved += self._step
+
+    def end_at(self, size: int) -> None:
+        """Nothing follows, and no room stays reserved behind it. Called by who opened it, who lets it go."""
+        self._size = size if self._reserved > size else None
+        self.release()
+
+    def hold(self) -> None:
+        with self._lock:
+            self._holders += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            is_last = self._holders == 0
+        if is_last:
+            try:
+                if self._size is not None:
+                    with naming(self.path):
+                        os.ftruncate(self.fd, self._size)
+            finally:
+                os.close(self.fd)
+
+
+class Pump:
+    """Aligned buffers, and a few threads that write them, or aligned memory that is kept.
+
+    Attributes:
+        step: bytes that are written at once.
+        filling: the files that have a buffer, in the order in which they took it.
+    """
+
+    def __init__(self, buffers: Buffers, tells: bool, progress: Callable[[int], None]) -> None:
+        self._buffers = buffers
+        self._tells = tells
+        self._progress = progress
+        self._taken = buffers.take()
+        self.step = len(self._taken[0]) // ALIGNED * ALIGNED
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for buffer in self._taken:
+            self._free.put(buffer)
+        self._jobs: queue.SimpleQueue[tuple[OpenFile, memoryview, int, memoryview | None] | None] = queue.SimpleQueue()
+        self.filling: dict[Direct, None] = {}
+        self._error: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._run, name=f"writer {number}", daemon=True) for number in range(NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def buffer_for(self, file: Direct) -> memoryview:
+        """Return a buffer that nobody uses, as soon as there is one. However many files grow, most buffers can become free.
+
+        Raises:
+            OSError: a write has failed.
+        """
+        if len(self.filling) >= NUM_BUFFERS // 2:
+            next(iter(self.filling)).give_way()
+        buffer = self._free.get()
+        if self._error is not None:
+            self._free.put(buffer)
+        self.require_well()
+        self.filling[file] = None
+        return buffer
+
+    @property
+    def is_well(self) -> bool:
+        """Whether no write has failed, and the save has not been given up."""
+        return self._error is None
+
+    def require_well(self) -> None:
+        """Raise if a write has failed.
+
+        Raises:
+            OSError: of that write.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def put(self, file: OpenFile, data: memoryview, at: int, *, free: memoryview | None = None) -> None:
+        """Have bytes written to an aligned offset; then the buffer that they are in, if they are in one, is free again."""
+        file.hold()
+        self._jobs.put((file, data, at, free))
+
+    def finish(self) -> None:
+        """Wait for the writes, all of them, and raise what one of them met."""
+        self.stop()
+        self.require_well()
+
+    def give_up(self) -> None:
+        """Drop what has not begun to be written."""
+        self._error = self._error or InterruptedError("the save was given up")
+
+    def stop(self) -> None:
+        """Return when nothing is being written. Nothing may follow."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._taken:
+            self._buffers.give_back(self._taken)
+            self._taken = []
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            file, data, at, free = job
+            try:
+                if self._error is None:
+                    with naming(file.path):
+                        self._write(file, data, at)
+                    self._progress(len(data))
+            except BaseException as error:  # raised by whoever waits for the bytes
+                self._error = self._error or error
+            try:
+                file.release()
+            except OSError as error:
+                self._error = self._error or error
+            if free is not None:
+                self._free.put(free)
+
+    def _write(self, file: OpenFile, data: memoryview, at: int) -> None:
+        """Write at an aligned offset: whole blocks directly, what is left, or is refused, through the page cache."""
+        whole = len(data) // ALIGNED * ALIGNED
+        done = 0
+        while done < whole and done % ALIGNED == 0:
+            try:
+                done += os.pwrite(file.fd, data[done:whole], at + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                if not _outgrows(at + len(data)):  # else it is the limit, of which the next write tells
+                    self._buffers.refuse(file.path, error, tell=self._tells)
+                break
+        if done < len(data):
+            fd = file.file.open(os.O_WRONLY)
+            try:
+                os.lseek(fd, at + done, os.SEEK_SET)
+                write_all(fd, data[done:])
+            finally:
+                os.close(fd)
+
+
+def _outgrows(size: int) -> bool:
+    """Whether this process may not write files so large."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return most != resource.RLIM_INFINITY and size > most

@@ -1,0 +1,249 @@
+"""The files that one rank makes in one save, on their way to the disk: large ones past the page cache, one sync for all.
+
+What lies in an earlier checkpoint already gets a second name instead, by a hard link, where the file system has such.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from ckpt.backends.base import Expected
+from ckpt.errors import CorruptCheckpointError
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.names import is_inner_path
+from ckpt.storage.files import Folders, make_durable, naming, write_all
+from ckpt.storage.growing import NEW, O_DIRECT, Buffers, Direct, Kept, NewFile, OpenFile, Paged, Pump
+from ckpt.storage.pool import PooledSave, PoolFile
+
+DIRECT_BYTES = 1 << 20
+"""Smaller files go through the page cache: they are copied before a direct write has come back from the disk."""
+
+
+class Outlet:
+    """Takes files one after another; the large ones may still be on their way when `write` returns. Used by one thread.
+
+    Args:
+        root: the files lie below it.
+        rank: whose they are; rank 0 alone says what holds for all.
+        progress: called, from any thread, with the number of bytes that have just been written or become durable.
+        memory: keeps all files, those that are linked if it has kept them before; None: nothing is kept.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        rank: int,
+        progress: Callable[[int], None],
+        buffers: Buffers,
+        memory: PooledSave | None = None,
+    ) -> None:
+        self._root = root
+        self._folder = CheckpointFolder(root)
+        self._before: CheckpointFolder | None = None
+        self._memory = memory
+        self._tells = rank == 0
+        self._progress = progress
+        self._buffers = buffers
+        self._folders = Folders(root)
+        self._sizes: dict[str, int] = {}
+        self._growing: dict[str, Stream] = {}
+        self._pump: Pump | None = None
+
+    def write(self, name: str, pieces: Iterable[memoryview], num_bytes: int) -> None:
+        """Write a new file below the root, and make the folders above it. The pieces are copied, or written.
+
+        Args:
+            num_bytes: of all pieces together.
+
+        Raises:
+            OSError: it names the file, or one that was written before.
+        """
+        stream = self.open(name, num_bytes)
+        try:
+            stream.append(pieces)
+        finally:
+            stream.close()
+
+    def open(self, name: str, num_bytes: int | None = None) -> Stream:
+        """Return a new file below the root, to be filled from its first byte on, and closed.
+
+        Args:
+            num_bytes: how many will be appended; None: many, and nobody knows how many.
+        """
+        file = NewFile(self._folder, name, self._make_folder_of(name))
+        is_large = num_bytes is None or num_bytes >= DIRECT_BYTES
+        memory = self._memory.file(name) if self._memory is not None else None
+        direct = self._open_direct(file, num_bytes, memory) if is_large and self._buffers.direct_io else None
+        opened = Paged(file, self._progress, memory) if direct is None else direct
+        self._growing[name] = Stream(opened, partial(self._close, name))
+        return self._growing[name]
+
+    def link(self, name: str, checkpoint: Path, size: int) -> bool:
+        """Give a file of another checkpoint, durable, the same name below the root, too; return whether that could be done.
+
+        Where it cannot be, the bytes must be written: there are no links between these two places, or no more to this file, or it
+        is not there as it was, a plain file of this size.
+
+        Raises:
+            FileExistsError: the name is taken. Writing to it could write into another checkpoint's file.
+        """
+        path = self._make_folder_of(name)
+        if self._before is None or self._before.root != checkpoint:
+            self._before = CheckpointFolder(checkpoint)
+        try:
+            with self._before.parent(name) as (folder, last):
+                found = os.stat(last, dir_fd=folder, follow_symlinks=False)
+                if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+                    return False
+                os.link(last, path, src_dir_fd=folder, follow_symlinks=False)
+        except FileExistsError:
+            raise
+        except (OSError, CorruptCheckpointError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            self._buffers.tell_of_links(checkpoint / name, str(why), tell=self._tells)
+            return False
+        if self._memory is not None:
+            self._memory.link(name, checkpoint / name)
+        self._progress(1)
+        return True
+
+    def overwrite(self, name: str, data: bytes) -> None:
+        """Replace the first bytes of a file that has been closed and flushed.
+
+        Raises:
+            OSError: it names the file.
+        """
+        with naming(self._root / name):
+            fd = self._folder.open(name, os.O_WRONLY)
+            try:
+                write_all(fd, memoryview(data))
+            finally:
+                os.close(fd)
+        if self._memory is not None:
+            self._memory.file(name).overwrite(data)
+
+    def unlink(self, name: str) -> None:
+        """Take the name away again that `link` gave."""
+        with naming(self._root / name):
+            os.unlink(self._root / name)
+        if self._memory is not None:
+            self._memory.unlink(name)
+
+    def flush(self) -> None:
+        """Return when the file system has all bytes.
+
+        Raises:
+            OSError: it names the file that could not be written.
+        """
+        if self._pump is not None:
+            self._pump.finish()
+            self._pump = None
+
+    def make_durable(self) -> None:
+        """Return when all files and the folders above them survive a power cut: one sync for everything.
+
+        Raises:
+            OSError: the disk refused what had been written.
+        """
+        self.flush()
+        self._let_go()
+        make_durable(self._root, self._sizes, self._folders.made, self._progress)
+
+    def abort(self) -> None:
+        """Write nothing more, and return when nothing is being written."""
+        if self._pump is not None:
+            self._pump.give_up()
+        for stream in list(self._growing.values()):
+            stream.close()
+        if self._pump is not None:
+            self._pump.stop()
+            self._pump = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Close the folders, which are opened again if another file comes."""
+        self._folder.close()
+        if self._before is not None:
+            self._before.close()
+
+    def _make_folder_of(self, name: str) -> Path:
+        """Make the folder of a file; return the file's whole path."""
+        if not is_inner_path(name):
+            raise CorruptCheckpointError(f"{name!r:.200} is not a path inside of {self._root}, and is not written")
+        path = self._root / name
+        self._folders.make(path.parent)
+        return path
+
+    def _close(self, name: str, size: int) -> None:
+        del self._growing[name]
+        self._sizes[name] = size
+
+    def _open_direct(self, name: NewFile, num_bytes: int | None, memory: PoolFile | None) -> Direct | Kept | None:
+        """Open a new file past the page cache, or say why that cannot be, and return None."""
+        try:
+            fd = name.open(NEW | O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            name.remove()  # some file systems refuse when they have made it
+            self._buffers.refuse(name.path, error, tell=self._tells)
+            return None
+        if self._pump is None:
+            self._pump = Pump(self._buffers, self._tells, self._progress)
+        file = OpenFile(name, fd, num_bytes)
+        return Direct(self._pump, file) if memory is None else Kept(self._pump, file, memory)
+
+
+class OutletWriter:
+    """What the writers of all formats do alike, because their files go through an outlet. See `ckpt.backends.base.Writer`."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+
+    def expect(self, chunks: Iterable[Expected]) -> None:
+        """See `ckpt.backends.base.Writer.expect`. Most formats take chunks as they come."""
+
+    def add(self, file: str, data: bytes) -> None:
+        """Write a small file of the caller's own."""
+        self._outlet.write(file, [memoryview(data)], len(data))
+
+    def make_durable(self) -> None:
+        """Make all files and folders durable, once for all of them."""
+        self._outlet.make_durable()
+
+    def abort(self) -> None:
+        """Write nothing more; the files stay until their folder is removed."""
+        self._outlet.abort()
+
+
+class Stream:
+    """One file that grows. Used by the outlet's thread.
+
+    Attributes:
+        size: bytes that have been appended.
+    """
+
+    def __init__(self, file: Direct | Kept | Paged, closed: Callable[[int], None]) -> None:
+        self._file = file
+        self._closed = closed
+        self.size = 0
+
+    def append(self, pieces: Iterable[memoryview]) -> None:
+        """Copy the pieces, or write them.
+
+        Raises:
+            OSError: it names the file, or one that was written before.
+        """
+        for piece in pieces:
+            self._file.append(piece)
+            self.size += len(piece)
+
+    def close(self) -> None:
+        """Nothing follows; what has been appended may still be on its way."""
+        self._closed(self.size)
+        self._file.close()

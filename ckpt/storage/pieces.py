@@ -1,0 +1,51 @@
+"""The bytes of one chunk on their way to storage: digested once, compared with what is there, and with what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckpt.backends.base import BLOCK_BYTES, changed_in_memory
+from ckpt.format.blocks import BlockDigests
+
+
+class Pieces:
+    """The bytes of one chunk as they will be stored, in pieces, each digested once: to compare them, or on their way to the file.
+
+    Args:
+        staged: their digests from when they were copied, which they must have still when they are written.
+    """
+
+    def __init__(self, pieces: Iterator[memoryview], staged: tuple[int, ...] | None = None) -> None:
+        self._pieces = pieces
+        self._staged = staged
+        self._digests = BlockDigests(BLOCK_BYTES)
+        self._compared: list[memoryview] = []
+
+    def have(self, digests: tuple[int, ...]) -> bool:
+        """Whether they have these digests: by those from when they were copied, or else by looking, up to the first difference."""
+        if self._staged is not None:
+            return self._staged == digests
+        for piece in self._pieces:
+            self._compared.append(piece)
+            self._digests.update(piece)
+            if not self._digests.agree(digests):
+                return False
+        return self._digests.close() == digests
+
+    def digested(self) -> Iterator[memoryview]:
+        """Yield the pieces; each has been digested, and is therefore in the cache, when it is written."""
+        yield from self._compared
+        for piece in self._pieces:
+            self._digests.update(piece)
+            yield piece
+
+    def written(self, path: str) -> tuple[int, ...]:
+        """Their digests, when all of them have been written. `path` names the array in errors.
+
+        Raises:
+            StorageError: they are not what they were when they were copied.
+        """
+        digests = self._digests.close()
+        if self._staged is not None and digests != self._staged:
+            raise changed_in_memory(path)
+        return digests
