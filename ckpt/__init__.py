@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         LocalNonpersistentObject,
         LocalNonpersitentObject,
         ShardedObject,
-        ShardedTensor,
         ShardedTensorFactory,
     )
     from ckpt.dist_checkpointing.serialization import (
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from ckpt.dist_checkpointing.validation import StrictHandling
     from ckpt.format.manifest import CheckpointManifest, ComponentManifest
     from ckpt.format.metadata import CheckpointingException, check_is_distributed_checkpoint
+    from ckpt.state.sharded_tensor import ShardedTensor
     from ckpt.state.sharing import SharingPattern, StateComponent
     from ckpt.version import __version__
 

@@ -177,7 +177,13 @@ class CheckpointCoordinator:
         self._strategy = strategy
         self._strategy.go_with(backend)
         self._loader = Loader(
-            components, topology, strategy, device, verify=verify, allow_pickle=allow_pickle, keeper=self._keeper
+            components,
+            topology,
+            strategy,
+            device,
+            verify=verify,
+            allow_pickle=allow_pickle,
+            files_of=self._keeper.files_of if self._keeper is not None else None,
         )
         self._publisher: Publisher | None = None
         if self._keeper is not None:

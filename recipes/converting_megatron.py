@@ -17,7 +17,7 @@ from rich.filesize import decimal
 
 from ckpt.catalog.verify import examine
 from ckpt.convert.appearing import appearing, require_free
-from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import (
     MegatronZarr,
@@ -33,6 +33,7 @@ from ckpt.format.unpickling import UnknownObject
 from ckpt.ranks.job import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import to_json
+from ckpt.state.sharded_tensor import ShardedTensor
 
 _NAMED = 8
 

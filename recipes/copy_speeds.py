@@ -15,10 +15,10 @@ import torch
 from hydra.utils import instantiate
 from rich.table import Table
 
-from ckpt.backends.base import ChunkExtent
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import whole
 from ckpt.format.dtypes import raw_bytes
+from ckpt.format.records import ChunkExtent
 from ckpt.memory.copies import Filling, Halves, Staging
 from ckpt.memory.device import Device, pinned
 from ckpt.ranks.topology import Topology

@@ -27,9 +27,8 @@ from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManife
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.names import encode_key
 from ckpt.planning.plan import PlannedArray, SavePlan, plan_save
-from ckpt.planning.tables import Table, TablePart
+from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Phase
-from ckpt.state.address import Address
 from ckpt.state.collect import Contribution, exchange_tables, settle_plain
 from ckpt.state.sharing import StateComponent
 from recipes.local_ranks import start_forkserver

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
-from ckpt.dist_checkpointing.mapping import ShardedTensor
 from ckpt.dist_checkpointing.serialization import load, save
 from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from ckpt.dist_checkpointing.strategies.tensorstore import (
@@ -29,6 +28,7 @@ from ckpt.dist_checkpointing.strategies.zarr import ZarrSaveShardedStrategy
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.job import use_topology
 from ckpt.ranks.topology import Topology
+from ckpt.state.sharded_tensor import ShardedTensor
 from recipes.benchmarking import SCRATCH, require_counts, typed_keys
 from recipes.comparison import print_table
 from recipes.config import made

@@ -10,9 +10,10 @@ from urllib.parse import unquote
 
 import torch
 
-from ckpt.backends.base import ArraySpec, Backend, ChunkExtent, Content, Expected, FileRecord, Written, stored_shape
+from ckpt.backends.base import Backend, Written
 from ckpt.format.box import Box, chunk_box, chunks_meeting, num_chunks, overlap, whole
 from ckpt.format.dtypes import zarr_name
+from ckpt.format.records import ArraySpec, ChunkExtent, Content, Expected, FileRecord, stored_shape
 from ckpt.storage.extents import ExtentReader, Part
 
 

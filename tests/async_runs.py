@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
-from ckpt.backends.base import ArraySpec, Writer
+from ckpt.backends.base import Writer
 from ckpt.catalog.ledger import ROOT_OWNER, Ledger
 from ckpt.errors import CheckpointError
+from ckpt.format.records import ArraySpec
 from ckpt.ranks.topology import Topology
 from ckpt.save.save_settings import SaveSettings
 from tests.pace import patience

@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 
-from ckpt.dist_checkpointing.mapping import ShardedTensor
+from ckpt.state.sharded_tensor import ShardedTensor
 
 Cut = Callable[[str, torch.Tensor, int, int], list[ShardedTensor]]
 """(key, the whole tensor, rank, number of ranks) -> the pieces of this rank."""

@@ -14,7 +14,7 @@ import tensorstore as ts
 import torch
 import zarr
 
-from ckpt.backends.base import ArraySpec, Backend, Writer, Written, staged_digests, stored_shape
+from ckpt.backends.base import Backend, Writer, Written, staged_digests
 from ckpt.catalog.incremental import previous_of
 from ckpt.catalog.ledger import Ledger
 from ckpt.format import zarr_dtypes
@@ -29,6 +29,7 @@ from ckpt.format.manifest import (
     digest_of,
     index_name,
 )
+from ckpt.format.records import ArraySpec, stored_shape
 from ckpt.format.stored import read_index, read_manifest
 from tests import plain_safetensors
 from tests.arrays import Saved, dealt, expected, key_of

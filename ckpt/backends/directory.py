@@ -12,19 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 import xxhash
 
-from ckpt.backends.base import (
-    BLOCK_BYTES,
-    ArraySpec,
-    ChunkExtent,
-    FileRecord,
-    Previous,
-    Written,
-    changed_in_memory,
-    staged_digests,
-)
+from ckpt.backends.base import Previous, Written, staged_digests
 from ckpt.backends.zarr_format import DOCUMENT, below, chunk_key, with_groups_above
 from ckpt.format.blocks import EMPTY_DIGEST
 from ckpt.format.box import Box, chunk_box
+from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord, changed_in_memory
 from ckpt.storage.files import padded_pieces
 from ckpt.storage.outlet import Outlet, OutletWriter
 from ckpt.storage.pieces import Pieces

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from ckpt.backends.base import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord, Previous, Written
+from ckpt.backends.base import Previous, Written
 from ckpt.backends.linked_values import LinkedValues
 from ckpt.backends.safetensors_format import (
     INDEX_NAME,
@@ -36,6 +36,7 @@ from ckpt.format.box import Box, chunk_box, overlap
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.names import encode_key
+from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
 from ckpt.storage.files import make_durable, padded_pieces
 from ckpt.storage.growing import Buffers
 from ckpt.storage.outlet import DIRECT_BYTES, Outlet, OutletWriter, Stream

@@ -13,9 +13,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ckpt.backends.base import ChunkExtent, FileRecord, Previous
+from ckpt.backends.base import Previous
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.storage.files import PIECE_BYTES, naming
 from ckpt.storage.outlet import Outlet
 from ckpt.storage.pieces import Pieces

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ckpt.backends.base import Content
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import whole
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -28,6 +27,7 @@ from ckpt.format.collector import collector_paused
 from ckpt.format.consistency import checked_place, require_apart
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.names import encode_key
+from ckpt.format.records import Content
 from ckpt.format.strict_json import Count, Shape, fit, parse, read
 
 SUFFIX = ".safetensors"

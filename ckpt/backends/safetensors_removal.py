@@ -13,11 +13,11 @@ from typing import BinaryIO, NamedTuple
 
 import xxhash
 
-from ckpt.backends.base import FileRecord
 from ckpt.backends.safetensors_format import INDEX_NAME, SUFFIX, Entry, Header, Shard, index_bytes, read_shard
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.durable import replace_durably, sync_folder
 from ckpt.format.names import encode_key
+from ckpt.format.records import FileRecord
 from ckpt.storage.files import PIECE_BYTES, naming, write_all
 
 

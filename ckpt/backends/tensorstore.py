@@ -26,7 +26,7 @@ import tensorstore as ts
 import torch
 import xxhash
 
-from ckpt.backends.base import BLOCK_BYTES, DATABASE, ArraySpec, ChunkExtent, FileRecord, Previous, Writer, Written
+from ckpt.backends.base import DATABASE, Previous, Writer, Written
 from ckpt.backends.directory import DirectoryWriter
 from ckpt.backends.linked_values import LinkedValues
 from ckpt.backends.ocdbt_format import Value, manifest_of, tree_of
@@ -43,6 +43,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.blocks import EMPTY_DIGEST
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.dtypes import bits_of
+from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import read
 from ckpt.storage.files import make_durable, padded_pieces, remove_arrays
 from ckpt.storage.growing import Buffers

@@ -24,7 +24,7 @@ from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.errors import NodeNotFoundError
 from zarr.storage import LocalStore, MemoryStore, StorePath
 
-from ckpt.backends.base import ArraySpec, Previous
+from ckpt.backends.base import Previous
 from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.backends.directory import Describe, DirectoryWriter, Encode
 from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key, require_spec
@@ -34,6 +34,7 @@ from ckpt.format.box import Box, chunks_meeting
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import bits_of, item_bytes
+from ckpt.format.records import ArraySpec
 from ckpt.format.strict_json import parse
 from ckpt.storage.files import remove_arrays
 from ckpt.storage.growing import Buffers

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from ckpt.backends.base import ArraySpec
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import chunk_box
 from ckpt.format.dtypes import item_bytes
+from ckpt.format.records import ArraySpec
 from ckpt.format.strict_json import Shape, read
 
 DOCUMENT = "zarr.json"

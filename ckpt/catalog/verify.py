@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 import xxhash
 
-from ckpt.backends.base import ArraySpec, ChunkExtent, FileRecord
 from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.backends.zarr_format import DOCUMENT, below, require_spec, spec_in
 from ckpt.errors import CheckpointError, CorruptCheckpointError, sentence
@@ -23,6 +22,7 @@ from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, SHARDED, CheckpointManifest, Index
 from ckpt.format.metadata import CONFIG_FNAME, MOST_CONFIG_BYTES, config_bytes, maybe_load_config
 from ckpt.format.names import PLAIN_NAME
+from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.stored import checked_index, read_listed_file, read_manifest, read_plain_file
 from ckpt.format.strict_json import Refused
 from ckpt.state.flatten import check_plain_file

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import xxhash
 
-from ckpt.backends.base import Content
 from ckpt.backends.safetensors_format import (
     INDEX_NAME,
     MOST_HEADER_BYTES,
@@ -35,6 +34,7 @@ from ckpt.errors import ConfigurationError, MissingStateError, StorageError
 from ckpt.format.box import flat_boxes, whole
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.manifest import SHARDED, CheckpointManifest
+from ckpt.format.records import Content
 from ckpt.format.stored import read_manifest
 from ckpt.load.direct import DirectLoad
 from ckpt.load.report import some_of

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt.backends.base import BLOCK_BYTES, ArraySpec, Backend, ChunkExtent, stored_shape
+from ckpt.backends.base import Backend
 from ckpt.catalog.verify import Names, examine
 from ckpt.convert.appearing import appearing
 from ckpt.dist_checkpointing.folder.folder import Given
@@ -42,6 +42,7 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.metadata import CheckpointingConfig, maybe_load_config, save_config
 from ckpt.format.names import PLAIN_NAME, is_inner_path
+from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, stored_shape
 from ckpt.format.stored import read_index, read_listed_file, read_manifest, read_plain_file
 from ckpt.load.strategy import StoredCheckpoint
 from ckpt.memory.memory import Scratch

@@ -14,16 +14,11 @@ from dataclasses import replace
 import torch
 
 from ckpt.dist_checkpointing.dict_utils import nested_values
-from ckpt.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-    StateDict,
-)
+from ckpt.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedStateDict, ShardedTensorFactory, StateDict
 from ckpt.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from ckpt.errors import ShapeMismatchError, ShardingError
 from ckpt.format.dtypes import is_dtensor
+from ckpt.state.sharded_tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from ckpt.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
     ShardedStateDict,
-    ShardedTensor,
     ShardedTensorFactory,
     StateDict,
 )
 from ckpt.errors import ShardingError
+from ckpt.state.sharded_tensor import ShardedTensor
 
 _ShardId = tuple[str, tuple[int, ...], tuple[int, int] | None]
 _ObjectId = tuple[str, tuple[int, ...], tuple[int, ...]]

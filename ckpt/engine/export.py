@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ckpt.dist_checkpointing.mapping import ShardedTensor
 from ckpt.engine.base import NamedTensor
 from ckpt.errors import MissingStateError, ShardingError
 from ckpt.format.dtypes import contiguous, is_dtensor, raw_bytes, torch_dtype, zarr_name
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import TensorLeaf, flatten
+from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import Stateful, find_aliases
 
 _WHAT = "the weights to publish"

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
-from ckpt.backends.base import CLIPPED_STORES, stored_shape
 from ckpt.format.box import Box, chunk_box, num_chunks
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, Index, Piece
 from ckpt.format.names import COMPONENT_KEY, PLAIN_NAME, is_inner_path
+from ckpt.format.records import CLIPPED_STORES, stored_shape
 from ckpt.format.strict_json import MAX_INT, Refused
 
 MAX_FILE_BYTES = 1 << 30

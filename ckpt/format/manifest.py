@@ -21,10 +21,10 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import xxhash
 
-from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.format.box import Box
 from ckpt.format.collector import collector_paused
 from ckpt.format.dtypes import item_bytes
+from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.strict_json import (
     Count,
     Digest,

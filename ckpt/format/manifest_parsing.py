@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
 from ckpt.format.collector import collector_paused
@@ -37,6 +36,7 @@ from ckpt.format.manifest import (
     closing,
     digest_of,
 )
+from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.strict_json import (
     MAX_RANKS,
     Count,

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import xxhash
 
-from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.errors import CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.consistency import MAX_FILE_BYTES, check_index
@@ -17,6 +16,7 @@ from ckpt.format.held import NOTHING_HELD, HeldFiles
 from ckpt.format.manifest import MANIFEST_NAME, CheckpointManifest, Index, digest_of, index_name
 from ckpt.format.manifest_parsing import parse_index, parse_manifest
 from ckpt.format.metadata import other_format
+from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.strict_json import refusing
 
 _PIECE_BYTES = 4 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ from ckpt.load.sources import CommittedSource, Rows, Source
 from ckpt.load.strategy import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
 from ckpt.memory.device import Device, wait_for_all
 from ckpt.ranks.topology import Phase, Topology
-from ckpt.save.keeping import Keeper
 from ckpt.state.sharing import StateComponent
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]
@@ -76,7 +75,7 @@ class Loader:
     """Loads one checkpoint into the objects of the components.
 
     Args: those of `CheckpointCoordinator`, which makes one, and
-        keeper: knows what is in memory; None: nothing is.
+        files_of: says what this host has in memory of the checkpoint with the manifest given; None: nothing.
     """
 
     def __init__(
@@ -88,9 +87,9 @@ class Loader:
         *,
         verify: bool,
         allow_pickle: bool,
-        keeper: Keeper | None = None,
+        files_of: Callable[[bytes, Topology], HeldFiles] | None = None,
     ) -> None:
-        self._keeper = keeper
+        self._files_of = files_of
         self._components = list(components)
         self._topology = topology
         self._strategy = strategy
@@ -184,7 +183,7 @@ class Loader:
 
     def _held(self, manifest: bytes) -> HeldFiles:
         """What need not be read from the folder of the checkpoint with this manifest."""
-        return NOTHING_HELD if self._keeper is None else self._keeper.files_of(manifest, self._topology)
+        return NOTHING_HELD if self._files_of is None else self._files_of(manifest, self._topology)
 
     def _match(self, source: Source, strict: bool, phase: Phase, matches: dict[str, Match]) -> None:
         """Compare every component with what was saved of it; what this load may do without is noted, the rest raises."""

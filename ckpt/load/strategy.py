@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ckpt.backends.base import DATABASE, ArraySpec, Backend, ChunkExtent, stored_shape
+from ckpt.backends.base import DATABASE, Backend
 from ckpt.backends.registry import backend_of_store
 from ckpt.errors import ConfigurationError
 from ckpt.format.box import Box, overlap, whole
@@ -19,6 +19,7 @@ from ckpt.format.consistency import check_whole
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.held import NOTHING_HELD, HeldFiles
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index
+from ckpt.format.records import ArraySpec, ChunkExtent, stored_shape
 from ckpt.format.stored import read_index
 from ckpt.format.strict_json import refusing
 from ckpt.memory.device import Device

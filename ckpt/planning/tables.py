@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from ckpt.errors import ShapeMismatchError
 from ckpt.format.box import Box, whole
-from ckpt.state.address import Address
 
 Ranks = tuple[int, ...]
 Names = tuple[tuple[str, int], ...]
@@ -129,3 +128,22 @@ class Holdings:
 
 def _union(sets: Sequence[Ranks]) -> Ranks:
     return sets[0] if len(sets) == 1 else tuple(sorted({rank for ranks in sets for rank in ranks}))
+
+
+class Address(NamedTuple):
+    """One leaf of one rank in the one global picture. What a sharing pattern computes, and all that a plan sees.
+
+    The fourth part of an address, the replica id, is not stored: it is the position of a rank among those that hold an
+    equal (name, box), and plan.py counts it there.
+
+    Attributes:
+        name: `<component>/<prefix><key>`, unique in a checkpoint.
+        dtype: Zarr v3 data type name.
+        global_shape: of the whole array, in elements.
+        box: the part this rank holds, in global coordinates.
+    """
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    box: Box

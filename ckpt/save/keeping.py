@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 import torch
 
-from ckpt.backends.base import Backend, Expected
+from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
 from ckpt.format.held import NOTHING_HELD, HeldFiles, Place, places_from_json
 from ckpt.format.manifest import CheckpointManifest, digest_of
+from ckpt.format.records import Expected
 from ckpt.ranks.topology import Topology
 from ckpt.save.save_settings import SaveSettings
 from ckpt.save.writing import Pack, Share

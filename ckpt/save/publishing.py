@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt.backends.base import ChunkExtent
 from ckpt.errors import CorruptCheckpointError, MissingStateError
 from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import whole
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.held import HeldFiles
 from ckpt.format.manifest import ArrayEntry, index_name
+from ckpt.format.records import ChunkExtent
 from ckpt.load.strategy import ReadRequest, StoredCheckpoint
 from ckpt.memory.memory import Scratch
 from ckpt.ranks.topology import Topology

@@ -14,24 +14,13 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from ckpt.backends.base import (
-    ArraySpec,
-    Backend,
-    Content,
-    Expected,
-    FileRecord,
-    Previous,
-    Writer,
-    Written,
-    changed_in_memory,
-    staged_digests,
-    stored_shape,
-)
+from ckpt.backends.base import Backend, Previous, Writer, Written, staged_digests
 from ckpt.format.box import whole
 from ckpt.format.collector import collector_paused
 from ckpt.format.dtypes import contiguous, item_bytes, torch_dtype
 from ckpt.format.manifest import Index, Piece, digest_of, index_name
 from ckpt.format.names import PLAIN_NAME, encode_key
+from ckpt.format.records import ArraySpec, Content, Expected, FileRecord, changed_in_memory, stored_shape
 from ckpt.planning.plan import ChunkTask, PackTask, RankPlan, SavePlan, SliverTask
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, StateComponent, holders_of, prefix_of

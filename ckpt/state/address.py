@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ckpt.dist_checkpointing.mapping import ShardedTensor
 from ckpt.errors import ShardingError
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import is_dtensor, zarr_name
-
-
-class Address(NamedTuple):
-    """One leaf of one rank in the one global picture. What a sharing pattern computes, and all that a plan sees.
-
-    The fourth part of an address, the replica id, is not stored: it is the position of a rank among those that hold an
-    equal (name, box), and plan.py counts it there.
-
-    Attributes:
-        name: `<component>/<prefix><key>`, unique in a checkpoint.
-        dtype: Zarr v3 data type name.
-        global_shape: of the whole array, in elements.
-        box: the part this rank holds, in global coordinates.
-    """
-
-    name: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    box: Box
+from ckpt.planning.tables import Address
+from ckpt.state.sharded_tensor import ShardedTensor
 
 
 def local_tensor(leaf: torch.Tensor | ShardedTensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ckpt.dist_checkpointing.mapping import ShardedTensor
 from ckpt.errors import ConfigurationError, ReplicationError, ShardingError, describe, rebuild, sentence
 from ckpt.format.box import Box
 from ckpt.format.collector import collector_paused
@@ -33,6 +32,7 @@ from ckpt.state.replication import (
     require_unchanged,
     unequal,
 )
+from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import (
     EQUAL_COPIES,
     OWN_COPIES,

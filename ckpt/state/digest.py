@@ -12,8 +12,9 @@ from ckpt.format.box import Box
 from ckpt.format.dtypes import raw_bytes
 from ckpt.format.manifest import digest_of
 from ckpt.planning.plan import half_tied
+from ckpt.planning.tables import Address
 from ckpt.ranks.topology import Topology
-from ckpt.state.address import Address, DTensorBoxes, address_of, local_tensor
+from ckpt.state.address import DTensorBoxes, address_of, local_tensor
 from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharing import Stateful, find_aliases
 

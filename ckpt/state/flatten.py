@@ -26,9 +26,9 @@ import msgspec
 import numpy as np
 import torch
 
-from ckpt.dist_checkpointing.mapping import ShardedTensor
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, ShardingError, sentence
 from ckpt.format.strict_json import Refused, Shape, corrupt, fit, parse, refusing
+from ckpt.state.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from ckpt.format.unpickling import UnknownObject

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 import xxhash
 
-from ckpt.dist_checkpointing.mapping import ShardedTensor
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.format.dtypes import is_dtensor, raw_bytes
 from ckpt.state.address import address_of, local_tensor
 from ckpt.state.flatten import TensorLeaf
+from ckpt.state.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from ckpt.ranks.topology import Topology

@@ -9,14 +9,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ckpt.dist_checkpointing.mapping import ShardedTensor
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.format.dtypes import is_dtensor
 from ckpt.format.names import COMPONENT_KEY
+from ckpt.planning.tables import Address
 from ckpt.ranks.topology import Topology
-from ckpt.state.address import Address, DTensorBoxes, address_of, local_tensor
+from ckpt.state.address import DTensorBoxes, address_of, local_tensor
 from ckpt.state.flatten import Leaves, TensorLeaf
 from ckpt.state.replication import check_level
+from ckpt.state.sharded_tensor import ShardedTensor
 
 
 class SharingPattern(Enum):

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ckpt.dist_checkpointing.mapping import ShardedTensor
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, ShapeMismatchError, sentence
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import ArrayEntry
 from ckpt.memory.device import Device, telling_of_room
 from ckpt.state.address import local_tensor
 from ckpt.state.flatten import TensorLeaf
+from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import Stateful
 from ckpt.state.wrappers import Unwrapping, saved_under
 

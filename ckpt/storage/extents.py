@@ -25,7 +25,6 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-from ckpt.backends.base import ChunkExtent
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import Box, overlap, whole
@@ -33,6 +32,7 @@ from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.collector import collector_paused
 from ckpt.format.dtypes import bits_of, raw_bytes
 from ckpt.format.held import NOTHING_HELD, HeldFiles
+from ckpt.format.records import ChunkExtent
 from ckpt.storage.runs import Run, find_runs
 
 SLAB_BYTES = 8 << 20

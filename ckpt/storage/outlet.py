@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from ckpt.backends.base import Expected
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.names import is_inner_path
+from ckpt.format.records import Expected
 from ckpt.storage.files import Folders, make_durable, naming, write_all
 from ckpt.storage.growing import NEW, O_DIRECT, Buffers, Direct, Kept, NewFile, OpenFile, Paged, Pump
 from ckpt.storage.pool import PooledSave, PoolFile

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckpt.backends.base import BLOCK_BYTES, changed_in_memory
 from ckpt.format.blocks import BlockDigests
+from ckpt.format.records import BLOCK_BYTES, changed_in_memory
 
 
 class Pieces:

@@ -14,11 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.backends.base import ChunkExtent
 from ckpt.errors import DeviceMemoryError
 from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import whole
 from ckpt.format.dtypes import contiguous, raw_bytes
+from ckpt.format.records import ChunkExtent
 from ckpt.memory import copies
 from ckpt.memory.copies import BUCKET_MIN_BYTES, Filling, Halves, Staging
 from ckpt.memory.device import SideStream

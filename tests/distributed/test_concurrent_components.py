@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from ckpt import ShardedTensor, StateComponent
-from ckpt.backends.base import ArraySpec, Previous, Writer
+from ckpt.backends.base import Previous, Writer
 from ckpt.backends.zarr import ZarrBackend
+from ckpt.format.records import ArraySpec
 from ckpt.ranks.topology import Phase, Topology
 from tests.ranks import run_ranks, run_threads
 from tests.states import Held, coordinator, global_index, same_bits

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from ckpt import StateComponent
-from ckpt.backends.base import ArraySpec, Previous, Writer
+from ckpt.backends.base import Previous, Writer
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, StorageError
+from ckpt.format.records import ArraySpec
 from ckpt.ranks.topology import Topology
 from tests.covering import covering
 from tests.ranks import Dead, run_ranks

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.validation import (
     StrictHandling,
     compare_common,
@@ -28,6 +28,7 @@ from ckpt.dist_checkpointing.validation import (
 from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, ShardingError
 from ckpt.ranks.job import current_topology, use_topology
 from ckpt.ranks.topology import Phase, Topology
+from ckpt.state.sharded_tensor import ShardedTensor
 from tests.ranks import run_ranks, run_threads
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ckpt.backends.base import ArraySpec, Previous, Writer
+from ckpt.backends.base import Previous, Writer
 from ckpt.backends.zarr import ZarrBackend
+from ckpt.format.records import ArraySpec
 
 RANK = 1
 

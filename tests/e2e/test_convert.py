@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import ckpt.dist_checkpointing.serialization
 import recipes.convert
 import recipes.verify
-from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.serialization import (
     load,
     load_common_state_dict,
@@ -31,6 +31,7 @@ from ckpt.dist_checkpointing.serialization import (
 )
 from ckpt.errors import StorageError
 from ckpt.format.stored import read_manifest
+from ckpt.state.sharded_tensor import ShardedTensor
 from recipes.converting import shard_bytes
 from tests.covering import covering
 from tests.e2e.conftest import STEPS, Run

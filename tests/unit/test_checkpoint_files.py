@@ -16,7 +16,6 @@ import torch
 
 import ckpt
 from ckpt import ShardedObject, ShardedTensor, StateComponent
-from ckpt.backends.base import FileRecord
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
@@ -27,6 +26,7 @@ from ckpt.dist_checkpointing.serialization import load_common_state_dict, remove
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.format import checkpoint_files
 from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.records import FileRecord
 from ckpt.format.stored import check_file
 from ckpt.load.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.job import use_topology

@@ -22,12 +22,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.backends.base import ArraySpec, ChunkExtent
 from ckpt.errors import CorruptCheckpointError, RankLeftError
 from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import Box, chunk_box, num_chunks
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.held import NOTHING_HELD
+from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.load.strategy import ReadRequest, StoredPart
 from ckpt.load.two_stage.courier import Courier, Hosts
 from ckpt.load.two_stage.ends import RankEnds

@@ -24,8 +24,8 @@ from ckpt.dist_checkpointing.dict_utils import (
     nested_items_iter,
     nested_values,
 )
-from ckpt.dist_checkpointing.mapping import ShardedTensor
 from ckpt.errors import CheckpointError
+from ckpt.state.sharded_tensor import ShardedTensor
 from tests.states import ALL_DTYPES, random_bits
 
 Nested = dict[Any, Any] | list[Any]

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.backends.base import ChunkExtent
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import raw_bytes
+from ckpt.format.records import ChunkExtent
 from ckpt.storage import extents
 from ckpt.storage.extents import ExtentReader, Part, Wanted, boxes_of_range
 from tests.states import ALL_DTYPES

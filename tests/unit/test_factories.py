@@ -13,13 +13,13 @@ from ckpt.dist_checkpointing.dict_utils import extract_matching_values
 from ckpt.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ReplicaId,
-    ShardedTensor,
     ShardedTensorFactory,
     apply_factories,
     apply_factory_merges,
 )
 from ckpt.errors import ShardingError
 from ckpt.format.box import Box
+from ckpt.state.sharded_tensor import ShardedTensor
 
 COUNT = 2
 

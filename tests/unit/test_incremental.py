@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt.backends import linked_values
-from ckpt.backends.base import BLOCK_BYTES, ArraySpec, Backend, Previous, staged_digests, stored_shape
+from ckpt.backends.base import Backend, Previous, staged_digests
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog.incremental import DiskUse, disk_use, linked_with, previous_from, previous_of
 from ckpt.catalog.ledger import Ledger
@@ -29,6 +29,7 @@ from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import chunk_box, num_chunks, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest_parsing import parse_index
+from ckpt.format.records import BLOCK_BYTES, ArraySpec, stored_shape
 from ckpt.format.stored import check_file, read_index, read_manifest
 from ckpt.storage import files as files_module
 from ckpt.storage.pieces import Pieces

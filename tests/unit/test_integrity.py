@@ -14,11 +14,12 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject, ShardedTensor
+from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject
 from ckpt.dist_checkpointing.state.global_metadata import Columns, GlobalMetadata, Sharded
 from ckpt.dist_checkpointing.state.integrity import _first_fault, _hole_at, check_sharding, named_ranks
 from ckpt.errors import ShardingError
 from ckpt.format.box import Box, overlap
+from ckpt.state.sharded_tensor import ShardedTensor
 from tests.tilings import cuts
 
 Held = list[list[Sharded]]

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt.backends.base import ChunkExtent, FileRecord
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -25,6 +24,7 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.manifest_parsing import parse_index, parse_manifest
 from ckpt.format.names import encode_key
+from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.stored import check_file, read_index, read_manifest
 
 

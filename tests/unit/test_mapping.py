@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
+from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory, is_main_replica
 from ckpt.errors import CheckpointError, ShapeMismatchError, ShardingError
 from ckpt.format.box import Box
 from ckpt.ranks.topology import Topology
+from ckpt.state.sharded_tensor import ShardedTensor
 from tests.ranks import run_ranks
 
 PIECE = ShardedTensor("w", torch.arange(6.0).view(2, 3), torch.float32, (2, 3), (4, 9), (2, 3), (2, 3))

@@ -14,8 +14,7 @@ from ckpt.errors import ShapeMismatchError, ShardingError
 from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.dtypes import item_bytes
 from ckpt.planning.plan import SavePlan, choose_grid, needed_chunks, plan_save
-from ckpt.planning.tables import Table, TablePart
-from ckpt.state.address import Address
+from ckpt.planning.tables import Address, Table, TablePart
 from tests.tilings import held
 
 

@@ -16,7 +16,7 @@ import torch
 
 import ckpt
 from ckpt import ShardedObject, ShardedTensor, StateComponent
-from ckpt.backends.base import CLIPPED_STORES, Backend
+from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
@@ -31,6 +31,7 @@ from ckpt.dist_checkpointing.serialization import (
 from ckpt.errors import CheckpointError, CheckpointExistsError, ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.dtypes import raw_bytes
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index, digest_of, index_name
+from ckpt.format.records import CLIPPED_STORES
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.job import use_topology
 from ckpt.ranks.topology import Topology

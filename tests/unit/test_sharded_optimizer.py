@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ckpt.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
-    ShardedTensor,
     ShardedTensorFactory,
     apply_factories,
 )
@@ -25,6 +24,7 @@ from ckpt.dist_checkpointing.optimizer import (
 )
 from ckpt.errors import ShapeMismatchError, ShardingError
 from ckpt.ranks.topology import Topology
+from ckpt.state.sharded_tensor import ShardedTensor
 from tests.ranks import run_ranks
 from tests.states import same_bits
 

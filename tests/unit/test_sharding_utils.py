@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ckpt.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 from ckpt.dist_checkpointing.utils import (
     _sharded_object_id,
     _sharded_tensor_shard_id,
@@ -22,6 +22,7 @@ from ckpt.dist_checkpointing.utils import (
     replace_prefix_for_sharding,
 )
 from ckpt.errors import ShardingError
+from ckpt.state.sharded_tensor import ShardedTensor
 
 TENSOR = ShardedTensor.from_rank_offsets("model.w", torch.arange(4.0), (0, 1, 2))
 OBJECT = ShardedObject("model.rng", [1], (2,), (1,))

@@ -10,8 +10,9 @@ import torch
 from ckpt import ShardedTensor, SharingPattern, StateComponent
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.format.box import Box, whole
+from ckpt.planning.tables import Address
 from ckpt.ranks.topology import Topology
-from ckpt.state.address import Address, address_of, local_tensor
+from ckpt.state.address import address_of, local_tensor
 from ckpt.state.flatten import flatten
 from ckpt.state.sharing import addresses, find_aliases
 from tests.states import Held, coordinator

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.dist_checkpointing.mapping import ShardedTensor
 from ckpt.dist_checkpointing.strategies import base, common, two_stage, zarr
 from ckpt.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -33,6 +32,7 @@ from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.dtypes import STORABLE
 from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
+from ckpt.state.sharded_tensor import ShardedTensor
 
 NOWHERE = Path("nowhere")
 

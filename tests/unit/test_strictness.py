@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict
 from ckpt.dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -28,6 +28,7 @@ from ckpt.dist_checkpointing.validation import (
 from ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, MissingStateError, ShardingError
 from ckpt.format.metadata import CheckpointingConfig, save_config
 from ckpt.format.stored import read_manifest
+from ckpt.state.sharded_tensor import ShardedTensor
 
 STRICT = [
     "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected", "return_all",

@@ -16,7 +16,7 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.folder.destination import require_free
 from ckpt.dist_checkpointing.folder.mark import Mark, given_mark
-from ckpt.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from ckpt.dist_checkpointing.mapping import is_main_replica
 from ckpt.errors import (
     ConfigurationError,
     ShardingError,
@@ -27,7 +27,7 @@ from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
 from ckpt.memory.arena import Arena
 from ckpt.memory.device import Device, device_of
 from ckpt.planning.plan import PACK_BELOW_BYTES
-from ckpt.planning.tables import Table, TablePart
+from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Topology, first_difference
 from ckpt.save.background.snapshot import Snapshot, arena_bytes
 from ckpt.save.gathering import LiveTensors, Source
@@ -35,8 +35,8 @@ from ckpt.save.planner import agreed_plan
 from ckpt.save.recording import Record
 from ckpt.save.saving import require_reachable
 from ckpt.save.writing import Share, Vote, plain_files
-from ckpt.state.address import Address
 from ckpt.state.collect import Contribution, collect, settle_plain
+from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from ckpt.dist_checkpointing.folder.folder import Given
-from ckpt.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.megatron.chunks import MegatronChunks
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
@@ -34,6 +34,7 @@ from ckpt.memory.memory import HostMemory
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import Path as StatePath
 from ckpt.state.flatten import from_json, path_from_json, unflatten
+from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 
 _log = logging.getLogger("ckpt")

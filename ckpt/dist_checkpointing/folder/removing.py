@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt.backends.base import DATABASE, FileRecord
+from ckpt.backends.base import DATABASE
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dist_checkpointing.folder.destination import BESIDE_FILES, INDEX_FILES, holds_array
@@ -26,6 +26,7 @@ from ckpt.format.manifest import (
     index_generation,
     index_name,
 )
+from ckpt.format.records import FileRecord
 from ckpt.format.stored import read_index, read_listed_file, read_manifest, rest_digest
 from ckpt.ranks.topology import Topology
 from ckpt.save.writing import checksums_of, joined_checksum

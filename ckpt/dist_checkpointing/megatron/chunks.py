@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from ckpt.backends.base import ArraySpec, ChunkExtent
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
 from ckpt.format.box import Box
 from ckpt.format.held import NOTHING_HELD
+from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.load.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
 from ckpt.storage.extents import Part

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject, ShardedTensor
+from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject
 from ckpt.errors import ConfigurationError
+from ckpt.state.sharded_tensor import ShardedTensor
 
 Sharded = ShardedTensor | ShardedObject
 LocalMetadata = Sequence[Sharded]

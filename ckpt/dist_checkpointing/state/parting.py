@@ -9,13 +9,13 @@ from ckpt.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedStateDict,
-    ShardedTensor,
     ShardedTensorFactory,
     StateDict,
     apply_factories,
 )
 from ckpt.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from ckpt.errors import ConfigurationError
+from ckpt.state.sharded_tensor import ShardedTensor
 
 _COMMON = "common values"
 

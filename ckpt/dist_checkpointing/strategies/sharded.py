@@ -15,7 +15,7 @@ from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.folder.folder import FolderSave, contribution_of, require_alike
 from ckpt.dist_checkpointing.folder.loading import Library, load_tensors, open_tensors, tensors_in
 from ckpt.dist_checkpointing.folder.removing import remove_tensors
-from ckpt.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
 from ckpt.load.direct import DirectLoad
 from ckpt.load.strategy import LoadingStrategy
@@ -25,6 +25,7 @@ from ckpt.memory.memory import staging_memory
 from ckpt.ranks.job import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.save.background.async_utils import AsyncRequest
+from ckpt.state.sharded_tensor import ShardedTensor
 
 _log = logging.getLogger("ckpt")
 

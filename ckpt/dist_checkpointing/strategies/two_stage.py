@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.dist_checkpointing.folder.loading import load_tensors
-from ckpt.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
 from ckpt.load.direct import DirectLoad
 from ckpt.load.strategy import LoadingStrategy
@@ -21,6 +21,7 @@ from ckpt.load.two_stage.timing import Timers, summarize, timed, timers
 from ckpt.load.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.job import current_topology
 from ckpt.ranks.topology import Topology, group_of
+from ckpt.state.sharded_tensor import ShardedTensor
 
 __all__ = [
     "ShardedTensorMetadata",

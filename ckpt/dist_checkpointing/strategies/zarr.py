@@ -13,7 +13,7 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.megatron.zarr import array_folders
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors, SaveTensors, uncut
@@ -21,6 +21,7 @@ from ckpt.errors import ConfigurationError, ShapeMismatchError
 from ckpt.format.dtypes import STORABLE, zarr_name
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED
 from ckpt.format.stored import read_manifest
+from ckpt.state.sharded_tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)
 

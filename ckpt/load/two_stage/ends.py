@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ckpt.backends.base import ChunkExtent
 from ckpt.format.box import Box, chunk_box, num_chunks
 from ckpt.format.collector import collector_paused
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
+from ckpt.format.records import ChunkExtent
 from ckpt.load.direct import bytes_of, read_chunk
 from ckpt.load.strategy import ReadRequest, Stored, StoredPart, by_chunk
 from ckpt.load.two_stage.parcels import ChunkKey, Piece, Want

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.backends import registry
-from ckpt.backends.base import ArraySpec, Backend, stored_shape
+from ckpt.backends.base import Backend
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError, CorruptCheckpointError
@@ -28,6 +28,7 @@ from ckpt.format.blocks import EMPTY_DIGEST
 from ckpt.format.box import Box, chunk_box, whole
 from ckpt.format.dtypes import bits_of, zarr_name
 from ckpt.format.names import encode_key
+from ckpt.format.records import ArraySpec, stored_shape
 from tests import plain_safetensors
 from tests.arrays import Saved, array, expected, key_of, read_by_extents, save
 from tests.states import ALL_DTYPES, BACKENDS, backend_named, random_bits, same_bits

@@ -16,12 +16,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ckpt.backends import kimi_engine
-from ckpt.backends.base import ArraySpec, Content, Expected
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.safetensors_format import Header, entries_of, index_bytes, name_of, read_header, read_shard
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
+from ckpt.format.records import ArraySpec, Content, Expected
 from ckpt.storage import growing
 from tests import plain_safetensors
 from tests.arrays import array, expected, save

@@ -10,10 +10,10 @@ import pytest
 import torch
 import zarr
 
-from ckpt.backends.base import ArraySpec
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import whole
+from ckpt.format.records import ArraySpec
 from ckpt.storage.extents import ExtentReader
 from tests.arrays import array, save
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.backends.base import ArraySpec
 from ckpt.backends.zarr_format import array_document, chunk_key, with_groups_above
+from ckpt.format.records import ArraySpec
 
 
 @pytest.mark.parametrize(
