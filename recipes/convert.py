@@ -8,12 +8,12 @@ if not __package__:  # run by path: this folder comes first, and its inspect.py 
 
 from omegaconf import DictConfig
 
-from recipes.cli import recipe
+from recipes.support.cli import recipe
 
 
 @recipe("convert", writes=False)
 def main(cfg: DictConfig) -> None:
-    from recipes.converting import convert, keys_of, show
+    from recipes.commands.converting import convert, keys_of, show
 
     keys = keys_of(cfg)
     show(convert(keys), keys)

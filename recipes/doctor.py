@@ -8,14 +8,14 @@ if not __package__:  # run by path: this folder comes first, and its inspect.py 
 
 from omegaconf import DictConfig
 
-from recipes.cli import recipe
+from recipes.support.cli import recipe
 
 
 @recipe("doctor", writes=False)
 def main(cfg: DictConfig) -> int:
-    from recipes.config import checked
-    from recipes.launch import launch
-    from recipes.patterns import examine, keys_of, show
+    from recipes.commands.patterns import examine, keys_of, show
+    from recipes.support.config import checked
+    from recipes.support.launch import launch
 
     keys = keys_of(cfg)
     result = launch(examine, checked(cfg) | {"doctor": {"steps": keys.steps}})

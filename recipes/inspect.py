@@ -8,12 +8,12 @@ if not __package__:  # run by path: this folder comes first, and this file would
 
 from omegaconf import DictConfig
 
-from recipes.cli import recipe
+from recipes.support.cli import recipe
 
 
 @recipe("inspect", writes=False)
 def main(cfg: DictConfig) -> None:
-    from recipes.reading import keys_of, show
+    from recipes.commands.reading import keys_of, show
 
     show(keys_of(cfg))
 

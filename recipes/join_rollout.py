@@ -8,13 +8,13 @@ if not __package__:  # run by path: this folder comes first, and its inspect.py 
 
 from omegaconf import DictConfig
 
-from recipes.cli import recipe
+from recipes.support.cli import recipe
 
 
 @recipe("join_rollout", writes=False)
 def main(cfg: DictConfig) -> None:
-    from recipes.joining import join_rollout
-    from recipes.sync_config import checked_join
+    from recipes.training.joining import join_rollout
+    from recipes.training.sync_config import checked_join
 
     join_rollout(checked_join(cfg))
 

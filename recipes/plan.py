@@ -8,12 +8,12 @@ if not __package__:  # run by path: this folder comes first, and its inspect.py 
 
 from omegaconf import DictConfig
 
-from recipes.cli import recipe
+from recipes.support.cli import recipe
 
 
 @recipe("plan", writes=False)
 def main(cfg: DictConfig) -> int:
-    from recipes.planning import keys_of, plan, show
+    from recipes.commands.planning import keys_of, plan, show
 
     keys = keys_of(cfg)
     found = plan(keys, cfg)

@@ -8,15 +8,15 @@ if not __package__:  # run by path: this folder comes first, and its inspect.py 
 
 from omegaconf import DictConfig
 
-from recipes.cli import recipe
+from recipes.support.cli import recipe
 
 
 @recipe("sync_weights")
 def main(cfg: DictConfig) -> None:
-    from recipes.launch import launch
-    from recipes.run_folder import RunFolder
-    from recipes.sync_config import checked_sync
-    from recipes.syncing import settle_sync, sync_weights
+    from recipes.support.launch import launch
+    from recipes.support.run_folder import RunFolder
+    from recipes.training.sync_config import checked_sync
+    from recipes.training.syncing import settle_sync, sync_weights
 
     launch(sync_weights, checked_sync(cfg), RunFolder(cfg, settle_sync))
 

@@ -8,15 +8,15 @@ if not __package__:  # run by path: this folder comes first, and its inspect.py 
 
 from omegaconf import DictConfig
 
-from recipes.cli import recipe
+from recipes.support.cli import recipe
 
 
 @recipe("train")
 def main(cfg: DictConfig) -> None:
-    from recipes.config import checked
-    from recipes.launch import launch
-    from recipes.run_folder import RunFolder
-    from recipes.training import settle_start, train
+    from recipes.support.config import checked
+    from recipes.support.launch import launch
+    from recipes.support.run_folder import RunFolder
+    from recipes.training.training import settle_start, train
 
     launch(train, checked(cfg), RunFolder(cfg, settle_start))
 

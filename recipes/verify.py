@@ -8,12 +8,12 @@ if not __package__:  # run by path: this folder comes first, and its inspect.py 
 
 from omegaconf import DictConfig
 
-from recipes.cli import recipe
+from recipes.support.cli import recipe
 
 
 @recipe("verify", writes=False)
 def main(cfg: DictConfig) -> int:
-    from recipes.reading import keys_of, verify
+    from recipes.commands.reading import keys_of, verify
 
     return verify(keys_of(cfg))
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
-from recipes.launch import launch
-from recipes.ranks import rank_of_environment, ranks_exist
+from recipes.support.launch import launch
+from recipes.support.ranks import rank_of_environment, ranks_exist
 
 SAVE = "save of checkpoint-00000020"
 

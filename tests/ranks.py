@@ -42,7 +42,7 @@ from ckpt.memory.device import Device
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.stores import serve
 from ckpt.ranks.topology import Topology
-from recipes.local_ranks import start_forkserver
+from recipes.support.local_ranks import start_forkserver
 from tests import leaks
 from tests.device import devices
 from tests.pace import patience
@@ -57,9 +57,9 @@ _PRELOAD = [
     "ckpt.backends.kimi_engine",
     "ckpt.backends.tensorstore",
     "ckpt.backends.zarr",
-    "recipes.local_ranks",
-    "recipes.syncing",
-    "recipes.training",
+    "recipes.support.local_ranks",
+    "recipes.training.syncing",
+    "recipes.training.training",
     "tests.e2e.runs",
     "tests.engines",
     "tests.leaks",

@@ -31,9 +31,9 @@ from random import Random
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
-from recipes.converting import ConvertKeys, LoadKeys, convert
-from recipes.reading import ReadingKeys, show, verify
-from recipes.report import config_differences
+from recipes.commands.converting import ConvertKeys, LoadKeys, convert
+from recipes.commands.reading import ReadingKeys, show, verify
+from recipes.support.report import config_differences
 from tests.adversarial import held_state
 from tests.adversarial.crashes import Ranks
 from tests.adversarial.driver import REPO, Case, Ended, Outcome, in_child

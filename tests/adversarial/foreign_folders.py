@@ -24,8 +24,8 @@ import torch
 from ckpt import StateComponent
 from ckpt.errors import CheckpointError
 from ckpt.ranks.topology import Topology
-from recipes.converting import ConvertKeys, LoadKeys, convert
-from recipes.reading import ReadingKeys, show, verify
+from recipes.commands.converting import ConvertKeys, LoadKeys, convert
+from recipes.commands.reading import ReadingKeys, show, verify
 from tests.adversarial import held_state
 from tests.adversarial.driver import Case, Outcome, in_child
 from tests.adversarial.foreign import LATE_S, MEMORY_BYTES, why_outside

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckpt.errors import CheckpointError
 from ckpt.ranks.topology import Topology
-from recipes.reading import ReadingKeys, show, verify
+from recipes.commands.reading import ReadingKeys, show, verify
 from tests.adversarial import held_state, shim
 from tests.adversarial.driver import Case, Child, Outcome, in_child
 from tests.adversarial.shim import Orders

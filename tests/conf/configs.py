@@ -21,9 +21,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from recipes.benchmark_keys import check_benchmark
-from recipes.cli import CONF
-from recipes.config import GIVEN, checked, given_keys
+from recipes.benchmark.keys import check_benchmark
+from recipes.support.cli import CONF
+from recipes.support.config import GIVEN, checked, given_keys
 
 
 def composed(run_dir: Path, *overrides: str, root: str = "train") -> DictConfig:

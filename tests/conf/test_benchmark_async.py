@@ -12,12 +12,12 @@ from omegaconf import OmegaConf, open_dict
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
-from recipes import async_rounds
-from recipes.async_contenders import Saving, settings_of
-from recipes.async_figures import COLUMNS, compared, figures_of, show
-from recipes.async_keys import DCP, NOTHING, OURS, check_benchmark
-from recipes.async_step import _in_turns
-from recipes.config import checked
+from recipes.benchmark import async_rounds
+from recipes.benchmark.async_contenders import Saving, settings_of
+from recipes.benchmark.async_figures import COLUMNS, compared, figures_of, show
+from recipes.benchmark.async_keys import DCP, NOTHING, OURS, check_benchmark
+from recipes.benchmark.async_step import _in_turns
+from recipes.support.config import checked
 from tests.conf.configs import composed
 from tests.ranks import run_ranks
 

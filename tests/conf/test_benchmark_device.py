@@ -11,8 +11,8 @@ import torch
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from ckpt.save.writing import PACKED_BYTES
-from recipes import copy_speeds
-from recipes.copy_speeds import benchmark, check_benchmark
+from recipes.benchmark import copy_speeds
+from recipes.benchmark.copy_speeds import benchmark, check_benchmark
 from tests.conf.configs import config
 
 KEYS = {"repeats": 1, "mib": 1}

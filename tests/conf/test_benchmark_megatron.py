@@ -11,8 +11,8 @@ import torch
 
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.topology import Topology
-from recipes.megatron_contenders import benchmark, check_benchmark, show
-from recipes.megatron_state import OPTIMIZERS, Held, Shard, data_parallel_ranks, shards_of
+from recipes.benchmark.megatron_contenders import benchmark, check_benchmark, show
+from recipes.benchmark.megatron_state import OPTIMIZERS, Held, Shard, data_parallel_ranks, shards_of
 from tests.conf.configs import config
 from tests.ranks import run_ranks
 
@@ -189,7 +189,7 @@ def test_a_layout_or_size_that_it_does_not_know_is_one_sentence(override: str, s
 
 
 def fake(folder: Path, *, lives: bool = True) -> str:
-    """An "interpreter" that answers as recipes/megatron_peer.py does, without doing anything."""
+    """An "interpreter" that answers as recipes/benchmark/megatron_peer.py does, without doing anything."""
     path = folder / "python"
     path.write_text(FAKE.format(python=sys.executable, lives=lives))
     path.chmod(0o755)

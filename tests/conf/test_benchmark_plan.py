@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import recipes.benchmark_plan
-from recipes.made_up import show
+import recipes.benchmark.plan
+from recipes.benchmark.made_up import show
 from tests.ranks import forkserver
 
 SMALL = ("tp=2", "pp=2", "layers=2", "width=64", "vocab=64")
@@ -27,9 +27,9 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """Call the recipe as the command line would; return its exit code, and check that it wrote nothing where it ran."""
-    monkeypatch.setattr(sys, "argv", ["recipes/benchmark_plan.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["recipes/benchmark/plan.py", *arguments])
     try:
-        recipes.benchmark_plan.main()
+        recipes.benchmark.plan.main()
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
@@ -81,6 +81,6 @@ def test_help_shows_every_key_with_its_default(
 ) -> None:
     assert run(monkeypatch, "--help") == 0
     out = capsys.readouterr().out
-    assert "python -m recipes.benchmark_plan dp=[16] optimizer_state=[sharded] json=true" in out
+    assert "python -m recipes.benchmark.plan dp=[16] optimizer_state=[sharded] json=true" in out
     for line in ("tp: 8", "pp: 16", "layers: 128", "width: 25600", "vocab: 32000", "json: false"):
         assert f"\n{line}\n" in out, out

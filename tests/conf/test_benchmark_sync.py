@@ -11,11 +11,11 @@ import torch
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
-from recipes import sync_rounds
-from recipes.sync_contender import Contender, Seconds
-from recipes.sync_figures import PARTS, compared, show
-from recipes.sync_keys import OTHERS, OURS, RAW, check_benchmark, checked_benchmark
-from recipes.sync_model import made_of, rows_of
+from recipes.benchmark import sync_rounds
+from recipes.benchmark.sync_contender import Contender, Seconds
+from recipes.benchmark.sync_figures import PARTS, compared, show
+from recipes.benchmark.sync_keys import OTHERS, OURS, RAW, check_benchmark, checked_benchmark
+from recipes.benchmark.sync_model import made_of, rows_of
 from tests.conf.configs import composed
 from tests.device import devices
 from tests.ranks import run_ranks

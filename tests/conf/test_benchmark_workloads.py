@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import ConfigurationError
-from recipes.benchmark_keys import BACKENDS, LIMITS, PEERS, check_benchmark, ours
+from recipes.benchmark.keys import BACKENDS, LIMITS, PEERS, check_benchmark, ours
 from tests.conf.configs import benchmark_config
 from tests.conf.test_choices import WORKLOADS
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipes.cli import CONF
-from recipes.config import AT_RUN_TIME, RunKeys, bind
+from recipes.support.cli import CONF
+from recipes.support.config import AT_RUN_TIME, RunKeys, bind
 from tests.conf.configs import composed
 
 LAYOUTS = {"single", "ddp", "accelerate", "fsdp", "hsdp", "tp_fsdp", "ddp_tp", "pipeline", "ddp_pipeline"}

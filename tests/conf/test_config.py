@@ -8,9 +8,9 @@ import pytest
 from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import CheckpointError, ConfigurationError
-from recipes.cli import CONF
-from recipes.config import given_keys
-from recipes.sentences import sentence_of
+from recipes.support.cli import CONF
+from recipes.support.config import given_keys
+from recipes.support.sentences import sentence_of
 from tests.conf.configs import config
 
 
@@ -116,10 +116,13 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expec
             "+components.model.pattern=global",
             "components.model.pattern: there is no such key; a component has sharing_pattern, ",
         ),
-        ("+model.sise=tiny", "model.sise: recipes.gpt.GPT takes no sise; it takes size, tie_embeddings, dropout"),
+        (
+            "+model.sise=tiny",
+            "model.sise: recipes.training.gpt.GPT takes no sise; it takes size, tie_embeddings, dropout",
+        ),
         (
             "+parallel.tp=2",
-            "parallel.tp: recipes.parallel.replicated.DataParallel takes no tp; it takes dp, exact_resume",
+            "parallel.tp: recipes.training.parallel.replicated.DataParallel takes no tp; it takes dp, exact_resume",
         ),
         (
             "+device.index=2",
@@ -136,7 +139,10 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expec
         ),
         ("~train.steps", "train.steps has no value: give it with train.steps=<value>"),
         ("~model._target_", "model has no _target_"),
-        ("model._target_=recipes.gpt.GTP", "model._target_=recipes.gpt.GTP: there is no GTP in recipes.gpt"),
+        (
+            "model._target_=recipes.training.gpt.GTP",
+            "model._target_=recipes.training.gpt.GTP: there is no GTP in recipes.training.gpt",
+        ),
         ("model._target_=recipes.gtp.GPT", "model._target_=recipes.gtp.GPT: there is no module recipes.gtp"),
         ("model._target_=GPT", "model._target_=GPT: there is no GPT in no module"),
     ],

@@ -12,11 +12,11 @@ from hydra import compose, initialize_config_dir
 
 from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.errors import ConfigurationError
-from recipes.cli import CONF
-from recipes.config import made
-from recipes.facts import facts_of, run_of
-from recipes.joining import join_rollout
-from recipes.sync_config import checked_join, checked_sync
+from recipes.support.cli import CONF
+from recipes.support.config import made
+from recipes.training.facts import facts_of, run_of
+from recipes.training.joining import join_rollout
+from recipes.training.sync_config import checked_join, checked_sync
 from tests.conf.configs import composed
 
 NOTHING_OF_ITS_OWN: dict[str, Any] = {"engine": None, "model": None}

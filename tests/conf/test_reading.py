@@ -16,8 +16,8 @@ from ckpt.errors import CheckpointNotFoundError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
 from ckpt.save.save_settings import SaveSettings
-from recipes import reading
-from recipes.reading import committed_below
+from recipes.commands import reading
+from recipes.commands.reading import committed_below
 from tests.states import Held, coordinator
 
 

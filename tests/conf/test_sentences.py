@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from recipes.sentences import in_config_words
+from recipes.support.sentences import in_config_words
 
 KEYS = re.compile(
     r"(?:^|[\s(;,:])(?:~?components\.|save\.[a-z_]+(?:[= ]|$)|load\.[a-z_]+=|ckpt(?:\.\w+)?=|strategy\.\w+|output_dir=<|run_name=|"

@@ -12,9 +12,9 @@ from hydra import compose, initialize_config_dir
 
 from ckpt.engine import BroadcastCheckpointEngine, KimiCheckpointEngine, NaiveCheckpointEngine
 from ckpt.errors import ConfigurationError
-from recipes.cli import CONF
-from recipes.config import made
-from recipes.sync_config import checked_join, checked_sync
+from recipes.support.cli import CONF
+from recipes.support.config import made
+from recipes.training.sync_config import checked_join, checked_sync
 from tests.conf.configs import composed
 
 

@@ -10,8 +10,8 @@ from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern
-from recipes.ranks import tracebacks_of_bugs
-from recipes.training import Training, learning_rate_factor
+from recipes.support.ranks import tracebacks_of_bugs
+from recipes.training.training import Training, learning_rate_factor
 from tests.conf.configs import config
 
 

@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 
 from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
-from recipes.config import checked
-from recipes.training import train
+from recipes.support.config import checked
+from recipes.training.training import train
 from tests.conf.configs import composed
 from tests.covering import rows
 from tests.device.devices import ADVERSARY, CUDA, NPU

@@ -14,7 +14,7 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.load.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from ckpt.save.save_settings import SaveSettings
-from recipes.measuring import PeakMemory
+from recipes.benchmark.measuring import PeakMemory
 from tests.async_runs import Troubled, committed, deadline, has_come, let_go, settings, until
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator, random_bits, same_bits

@@ -16,7 +16,7 @@ import pytest
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
-from recipes.training import train
+from recipes.training.training import train
 from tests.async_runs import (
     PATIENCE_S,
     SETTINGS,

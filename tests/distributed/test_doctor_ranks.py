@@ -18,7 +18,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError
 from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
 from ckpt.state.pattern_check import examine
-from recipes import patterns
+from recipes.commands import patterns
 from tests.conf.configs import config
 from tests.ranks import run_ranks, run_threads
 from tests.states import Held, coordinator, random_bits

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ckpt.ranks.topology import Topology
-from recipes import text
-from recipes.training import train
+from recipes.training import text
+from recipes.training.training import train
 from tests.conf.configs import config
 from tests.ranks import run_ranks
 

@@ -24,9 +24,9 @@ from ckpt.ranks.heartbeat import At, Heartbeat
 from ckpt.ranks.mailbox import Mailbox
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.stores import serve
-from recipes.launch import launch
-from recipes.local_ranks import _death
-from recipes.ranks import RANK_VARIABLES, rank_of_environment, ranks_exist
+from recipes.support.launch import launch
+from recipes.support.local_ranks import _death
+from recipes.support.ranks import RANK_VARIABLES, rank_of_environment, ranks_exist
 from tests import jobs
 from tests.jobs import SAVE, adds_up, config, outcome_of, was_told_to_end
 from tests.pace import patience

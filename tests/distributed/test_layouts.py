@@ -11,7 +11,7 @@ import pytest
 
 from ckpt.errors import CheckpointError
 from ckpt.ranks.topology import Topology
-from recipes.training import train
+from recipes.training.training import train
 from tests.conf.configs import config
 from tests.e2e.runs import SMALL
 from tests.ranks import run_ranks

@@ -32,7 +32,7 @@ from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.job import use_topology
 from ckpt.ranks.topology import Topology
-from recipes.converting import ConvertKeys, LoadKeys, convert
+from recipes.commands.converting import ConvertKeys, LoadKeys, convert
 from tests.cuts import (
     CUTS,
     Cut,

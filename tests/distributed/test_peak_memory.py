@@ -15,7 +15,7 @@ from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.load.direct import DirectLoad
 from ckpt.ranks.topology import Topology
-from recipes.measuring import PeakMemory
+from recipes.benchmark.measuring import PeakMemory
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator, random_bits
 

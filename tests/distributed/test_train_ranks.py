@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ckpt.ranks.topology import Topology
-from recipes.text import TextData
-from recipes.training import train
+from recipes.training.text import TextData
+from recipes.training.training import train
 from tests.conf.configs import config
 from tests.ranks import run_ranks
 

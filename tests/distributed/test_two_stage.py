@@ -27,7 +27,7 @@ from ckpt.load.two_stage.parcels import Piece
 from ckpt.load.two_stage.two_stage import MAX_SLOTS, TwoStageLoad
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
-from recipes.measuring import PeakMemory
+from recipes.benchmark.measuring import PeakMemory
 from tests.ranks import Dead, run_ranks
 from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits, same_bits
 

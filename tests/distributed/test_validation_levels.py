@@ -16,7 +16,7 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError, ShapeMismatchError
 from ckpt.ranks.topology import Topology
 from ckpt.state.replication import MAX_NAMED
-from recipes.validation_costs import benchmark, check_benchmark, show
+from recipes.benchmark.validation_costs import benchmark, check_benchmark, show
 from tests.conf.configs import config
 from tests.ranks import run_ranks, run_threads
 from tests.states import ALL_DTYPES, Held, coordinator, random_bits, same_bits

@@ -20,8 +20,8 @@ import torch
 import recipes.train
 from ckpt.catalog.ledger import Ledger
 from ckpt.ranks.topology import Topology
-from recipes.launch import launch
-from recipes.training import settle_start, train
+from recipes.support.launch import launch
+from recipes.training.training import settle_start, train
 from tests.conf.configs import config
 from tests.device.devices import make_importable
 from tests.pace import patience

@@ -10,10 +10,10 @@ import pytest
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
-from recipes import contenders
-from recipes.comparison import SECONDS
-from recipes.limits import Raw
-from recipes.rounds import benchmark, show
+from recipes.benchmark import contenders
+from recipes.benchmark.comparison import SECONDS
+from recipes.benchmark.limits import Raw
+from recipes.benchmark.rounds import benchmark, show
 from tests.conf.configs import benchmark_config
 from tests.ranks import run_ranks
 

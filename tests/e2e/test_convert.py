@@ -32,7 +32,7 @@ from ckpt.dist_checkpointing.serialization import (
 from ckpt.errors import StorageError
 from ckpt.format.stored import read_manifest
 from ckpt.state.sharded_tensor import ShardedTensor
-from recipes.converting import shard_bytes
+from recipes.commands.converting import shard_bytes
 from tests.covering import covering
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import checkpoint, run
@@ -259,7 +259,7 @@ def test_a_conversion_that_fails_leaves_nothing(
         "Ctrl-C": "interrupted",
     }[damage]
     if damage in ("full disk", "wrong bytes", "Ctrl-C"):
-        monkeypatch.setattr("recipes.converting_megatron.save", _broken_save(damage))
+        monkeypatch.setattr("recipes.commands.converting_megatron.save", _broken_save(damage))
     else:
         names = {"chunk": "types.int16/1.0", "metadata": "types.int16/.zarray", "common": "common.pt"}
         (tp2 / names.get(damage, "bytes/shard_0_1.pt")).unlink()
@@ -385,7 +385,7 @@ def test_a_size_is_read_as_hugging_face_does(size: str | None, num_bytes: int) -
 
 _MEASURED = """
 import sys, threading
-from recipes.converting import ConvertKeys, LoadKeys, convert
+from recipes.commands.converting import ConvertKeys, LoadKeys, convert
 
 def anonymous():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))

@@ -15,7 +15,7 @@ import pytest
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CheckpointError
 from ckpt.ranks.topology import Topology
-from recipes.training import train
+from recipes.training.training import train
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import checkpoint, committed, root_of, run
 

@@ -19,7 +19,7 @@ import ckpt
 from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.topology import Topology
-from recipes.training import train
+from recipes.training.training import train
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.runs import checkpoint, run
 
@@ -100,7 +100,7 @@ def test_no_module_of_the_library_mentions_a_pickler(path: Path) -> None:
 def test_old_files_are_read_as_weights_only() -> None:
     calls = [
         node
-        for node in ast.walk(ast.parse(Path(ckpt.__file__).with_name("unpickling.py").read_text()))
+        for node in ast.walk(ast.parse(Path(ckpt.format.unpickling.__file__).read_text()))
         if isinstance(node, ast.Call)
     ]
     loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]

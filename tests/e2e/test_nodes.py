@@ -19,8 +19,8 @@ import pytest
 from ckpt import StateComponent
 from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
-from recipes.ranks import RANK_VARIABLES
-from recipes.training import train
+from recipes.support.ranks import RANK_VARIABLES
+from recipes.training.training import train
 from tests.conf.configs import config
 from tests.e2e.nodes import cache_of
 from tests.e2e.runs import REPO, TEXT, checkpoint, summary_of

@@ -13,10 +13,10 @@ import torch
 
 import recipes.plan
 from ckpt.errors import CheckpointError
-from recipes.gpt import GPT
-from recipes.planning import keys_of, show
-from recipes.planning import plan as planned
-from recipes.training import train
+from recipes.commands.planning import keys_of, show
+from recipes.commands.planning import plan as planned
+from recipes.training.gpt import GPT
+from recipes.training.training import train
 from tests.conf.configs import composed, config
 from tests.e2e.conftest import Run
 from tests.e2e.runs import SMALL, TEXT, checkpoint, run

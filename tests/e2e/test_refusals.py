@@ -17,7 +17,7 @@ import pytest
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import StorageError
 from ckpt.ranks.topology import Topology
-from recipes.training import train
+from recipes.training.training import train
 from tests.e2e.processes import a_second, left_after, mark, marked
 from tests.e2e.runs import REPO, SMALL, Command, checkpoint, committed, run, start, summary_of
 

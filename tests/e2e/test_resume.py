@@ -22,7 +22,7 @@ from ckpt.errors import (
 from ckpt.format.manifest import digest_of
 from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
-from recipes.training import Training, learning_rate_factor
+from recipes.training.training import Training, learning_rate_factor
 from tests.conf.configs import config
 from tests.covering import rows
 from tests.e2e.conftest import STEPS, Run

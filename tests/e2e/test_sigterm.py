@@ -14,7 +14,7 @@ import pytest
 
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.ranks.topology import Topology
-from recipes.training import Training, train
+from recipes.training.training import Training, train
 from tests.async_runs import SETTINGS, until
 from tests.e2e.conftest import STEPS, Run
 from tests.e2e.processes import a_second, left_after, mark, marked

@@ -16,13 +16,13 @@ from hydra import compose, initialize_config_dir
 from ckpt.engine.elastic.elastic import ElasticEngine
 from ckpt.errors import CheckpointError, RankAbsentError
 from ckpt.ranks.topology import Topology
-from recipes import syncing
-from recipes.cli import CONF
-from recipes.joining import join_rollout
-from recipes.launch import launch
-from recipes.sync_config import checked_join, checked_sync
-from recipes.syncing import settle_sync, sync_weights
-from recipes.training import Training
+from recipes.support.cli import CONF
+from recipes.support.launch import launch
+from recipes.training import syncing
+from recipes.training.joining import join_rollout
+from recipes.training.sync_config import checked_join, checked_sync
+from recipes.training.syncing import settle_sync, sync_weights
+from recipes.training.training import Training
 from tests.async_runs import until
 from tests.conf.configs import composed
 from tests.e2e.runs import SMALL, Command, Forked, checkpoint, committed

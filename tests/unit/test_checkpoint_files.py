@@ -33,7 +33,7 @@ from ckpt.ranks.job import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.storage.growing import Buffers
 from ckpt.storage.outlet import Outlet
-from recipes.reading import ReadingKeys, show
+from recipes.commands.reading import ReadingKeys, show
 from tests.crafts import MANIFEST, edit_index, edit_manifest, index_path, manifest_tree, resign, write_manifest
 from tests.ranks import run_threads
 from tests.states import Held, coordinator, global_index

@@ -28,7 +28,7 @@ from ckpt.format.stored import read_index, read_manifest
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import RNGState
-from recipes.reading import ReadingKeys, show, verify
+from recipes.commands.reading import ReadingKeys, show, verify
 from tests.crafts import (
     MANIFEST,
     Tree,

@@ -18,7 +18,7 @@ NAME = re.compile(r"cuda|nccl|hccl|(?<![a-z])(npu|xpu|hpu)s?(?![a-z])|\bascend\b
 ALLOWED = {
     "ckpt/memory/device.py": "it is the file",
     "ckpt/engine/parameter_server.py": "it says what of somebody else's device layer is used, and on which devices",
-    "recipes/megatron_peer.py": "it runs somebody else's program, which is written for one kind of device, without any",
+    "recipes/benchmark/megatron_peer.py": "it runs somebody else's program, which is written for one kind of device, without any",
 }
 
 

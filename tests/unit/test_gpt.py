@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ckpt.errors import ConfigurationError
-from recipes.gpt import GPT, SIZES, next_token_loss
+from recipes.training.gpt import GPT, SIZES, next_token_loss
 
 
 def count(model: torch.nn.Module) -> int:

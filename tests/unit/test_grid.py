@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import ConfigurationError
-from recipes.gpt import GPT
-from recipes.parallel.accelerated import Accelerated
-from recipes.parallel.base import Layout
-from recipes.parallel.gradients import BUCKET_BYTES, _buckets
-from recipes.parallel.pipeline import DataParallelPipeline, Pipeline
-from recipes.parallel.replicated import DataParallel, Single
-from recipes.parallel.sharded import FullySharded, HybridSharded, TensorAndDataParallel, TensorThenFullySharded
+from recipes.training.gpt import GPT
+from recipes.training.parallel.accelerated import Accelerated
+from recipes.training.parallel.base import Layout
+from recipes.training.parallel.gradients import BUCKET_BYTES, _buckets
+from recipes.training.parallel.pipeline import DataParallelPipeline, Pipeline
+from recipes.training.parallel.replicated import DataParallel, Single
+from recipes.training.parallel.sharded import FullySharded, HybridSharded, TensorAndDataParallel, TensorThenFullySharded
 
 WITH_INNER_AXIS = (HybridSharded, TensorThenFullySharded, TensorAndDataParallel, DataParallelPipeline)
 FLAT = (DataParallel, FullySharded, Accelerated, Pipeline)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ckpt.load.loading import LoadReport
 from ckpt.save.saving import SaveReport
-from recipes.report import Report, Summary, config_differences
+from recipes.support.report import Report, Summary, config_differences
 
 CONFIG = {"train": {"steps": 6}, "resume": None, "load": {"verify": True, "list": [1, 2]}, "name": "a"}
 SAVED = "train:\n  steps: 6\nresume: null\nload:\n  verify: true\n  list: [1, 2]\nname: a\n"

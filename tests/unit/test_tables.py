@@ -15,10 +15,10 @@ from rich.table import Table
 
 from ckpt import StateComponent
 from ckpt.ranks.topology import Topology
-from recipes.comparison import parts_of
-from recipes.patterns import show as show_doctor
-from recipes.reading import ReadingKeys, show
-from recipes.sweep import short_names, table_of
+from recipes.benchmark.comparison import parts_of
+from recipes.commands.patterns import show as show_doctor
+from recipes.commands.reading import ReadingKeys, show
+from recipes.support.sweep import short_names, table_of
 from tests.states import Held, coordinator, global_index
 
 KEYS = {

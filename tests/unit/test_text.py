@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
-from recipes.text import DEFAULT_BYTES, Corpus, DispatchedLoader, OwnLoader, Samples, TextData, shuffled
+from recipes.training.text import DEFAULT_BYTES, Corpus, DispatchedLoader, OwnLoader, Samples, TextData, shuffled
 
 CONTEXT = 7
 CPU = torch.device("cpu")

@@ -1,0 +1,242 @@
+"""Who saves beside training: our coordinator, torch.distributed.checkpoint, and nobody.
+
+Each is made anew for its turn, and leaves no memory and no process behind: together they would not fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+
+from ckpt import CheckpointCoordinator
+from ckpt.save.save_settings import SaveSettings
+from recipes.benchmark.async_keys import DCP, OURS, Way
+from recipes.benchmark.peers import Dcp
+from recipes.benchmark.workloads import Workload
+
+
+class Saving:
+    """One way to save beside training; this one does not save. Every method but `is_done` is collective.
+
+    Args:
+        steps: after so many it counts as done.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps_left = steps
+
+    def save(self, folder: Path) -> None:
+        """Begin to save to a folder that does not exist yet; training goes on when it returns."""
+
+    def is_done(self) -> bool:
+        """Whether the save is durable, as far as this rank can tell without waiting. Called once in each step."""
+        self._steps_left -= 1
+        return self._steps_left < 0
+
+    def finish(self) -> None:
+        """Do what training has to do once a save is done, or wait until it is."""
+
+    def durable_s(self) -> float | None:
+        """Return the seconds from the call of the save that is finished until it was durable; None of no save.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
+        return None
+
+    def load(self, folder: Path) -> None:
+        """Load what was saved into the state it was saved from."""
+
+    def close(self) -> None:
+        """Let go of memory and processes."""
+
+
+class Ours(Saving):
+    """The coordinator of the recipe, with the backend that `ckpt=` chooses: all components, digests, a commit.
+
+    Args:
+        settings: how it saves.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any], workload: Workload, folder: Path, settings: SaveSettings) -> None:
+        state = workload.saved
+        self._coordinator: CheckpointCoordinator = instantiate(cfg["coordinator"])(
+            state_components=state.components,
+            process_groups=state.process_groups,
+            topology=state.topology,
+            output_dir=folder,
+            keep_last=None,
+            overwrite=False,
+            config_text=OmegaConf.to_yaml(OmegaConf.create(dict(cfg))),
+            saves=settings,
+        )
+        self._committed: Path | None = None
+
+    def save(self, folder: Path) -> None:
+        self._committed = None
+        path = self._coordinator.save_checkpoint(folder.parent / f"checkpoint-{folder.name}")
+        assert path is not None, "a save that finds another one running waits"
+        self._committed = Path(path)
+
+    def is_done(self) -> bool:
+        assert self._committed is not None
+        return self._committed.is_dir()
+
+    def finish(self) -> None:
+        self._coordinator.wait()
+
+    def durable_s(self) -> float:
+        report = self._coordinator.last_save
+        assert report is not None
+        return report.save_s
+
+    def load(self, folder: Path) -> None:
+        self._coordinator.load_checkpoint(folder.parent / f"checkpoint-{folder.name}")
+
+    def close(self) -> None:
+        self._coordinator.close()
+
+
+class DcpSaving(Saving):
+    """torch.distributed.checkpoint.async_save with synced files: as durable as ours, but for the entries of folders.
+
+    It has a gloo group of its own, without which its collectives meet those of training. By default it copies to new memory in each
+    save. Tuned, it does what its documentation offers beyond that: one stager for all saves, which keeps its memory, shared with the
+    process that writes if one does, and cached plans; page-locked memory and copies that do not block are for accelerators. With
+    overlap the stager copies in a thread, and the optimizer's next step waits for it.
+    """
+
+    def __init__(self, workload: Workload, way: Way) -> None:
+        state = workload.saved
+        self._topology = state.topology
+        self._tree = state.tree
+        self._by_process = way.writer == "process"
+        self._is_tuned = way.is_tuned
+        self._loader = Dcp(workload)
+        self._group = dist.new_group(backend="gloo")
+        self._stager = _stager(way) if way.is_tuned else None
+        self._staged: Future[None] | None = None
+        self._durable: Future[Any] | None = None
+        self._settled = threading.Event()
+        self._called = self._durable_at = 0.0
+        self._talk = contextlib.ExitStack()
+        if self._by_process:
+            # Until the first save is done: the process that it starts would write a line for each of its steps, all its life.
+            self._talk.enter_context(_without_stderr())
+        optimizer = state.statefuls["optimizer"].optimizer  # type: ignore[attr-defined]
+        self._hook = optimizer.register_step_pre_hook(self._wait_for_copy)
+
+    def save(self, folder: Path) -> None:
+        self._settled.clear()
+        self._called = time.perf_counter()
+        response = async_save(
+            dict(self._tree),
+            storage_writer=FileSystemWriter(folder, sync_files=True),
+            planner=DefaultSavePlanner(enable_plan_caching=self._is_tuned),
+            process_group=self._group,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS if self._by_process else AsyncCheckpointerType.THREAD,
+            async_stager=self._stager,
+        )
+        if isinstance(response, AsyncSaveResponse):
+            self._staged, self._durable = response.staging_completion, response.upload_completion
+        else:
+            self._staged, self._durable = None, response
+        self._durable.add_done_callback(self._note_end)
+
+    def is_done(self) -> bool:
+        return self._settled.is_set()
+
+    def finish(self) -> None:
+        self._settled.wait()
+
+    def durable_s(self) -> float:
+        assert self._durable is not None
+        with self._topology.phase("finish"), self._talk:
+            self._durable.result()
+        return self._durable_at - self._called
+
+    def load(self, folder: Path) -> None:
+        assert folder.name == "dcp", "the name that its loader knows"
+        self._loader.load(folder.parent)
+
+    def close(self) -> None:
+        self._talk.close()
+        self._hook.remove()
+        if self._stager is not None:
+            self._stager.close()
+        # Torch keeps the process for as long as this one lives, and it the memory; nothing but this ends it.
+        _async_process_executor._CHECKPOINT_PROCESS = None
+        dist.destroy_process_group(self._group)
+
+    def _note_end(self, future: Future[Any]) -> None:
+        self._durable_at = time.perf_counter()
+        self._settled.set()
+
+    def _wait_for_copy(self, *_: Any) -> None:
+        if self._staged is not None:
+            self._staged.result()
+            self._staged = None
+
+
+def _stager(way: Way) -> DefaultStager:
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=torch.accelerator.is_available(),
+            use_shared_memory=way.writer == "process",
+            use_async_staging=way.overlap,
+            use_non_blocking_copy=torch.accelerator.is_available(),
+        )
+    )
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Let nobody write to stderr, nor the processes that are started meanwhile for as long as they live."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def saving_of(name: str, cfg: Mapping[str, Any], workload: Workload, folder: Path) -> Saving:
+    """Make a contender by its name. Collective.
+
+    Args:
+        folder: that it will save below.
+    """
+    keys = cfg["benchmark"]
+    if name in OURS:
+        return Ours(cfg, workload, folder, settings_of(OURS[name], keys))
+    return DcpSaving(workload, DCP[name]) if name in DCP else Saving(keys["steps"])
+
+
+def settings_of(way: Way, keys: Mapping[str, Any]) -> SaveSettings:
+    """Return how our coordinator saves in this way."""
+    if way.writer is None:
+        return SaveSettings()
+    settings = SaveSettings(mode="async", overlap=way.overlap, writer=way.writer)
+    caps = {"writer_cores": keys["writer_cores"], "writer_mib_s": keys["writer_mib_s"]}
+    return dataclasses.replace(settings, **caps) if way.is_capped else settings

@@ -1,0 +1,158 @@
+"""Who takes part in the benchmark: each name, and what it stands for."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from ckpt import CheckpointCoordinator
+from ckpt.backends.base import Backend
+from ckpt.backends.tensorstore import TensorStoreBackend
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.errors import ConfigurationError
+from ckpt.load.strategy import LoadingStrategy
+from recipes.benchmark.contender import Contender
+from recipes.benchmark.keys import EXTRA, ours
+from recipes.benchmark.limits import Broadcast, Memcpy, Raw, RawDirect, takes_direct_writes
+from recipes.benchmark.peers import Dcp, Safetensors
+from recipes.benchmark.slow_store import TokenBucket, slow_reads
+from recipes.benchmark.workloads import State, Workload
+from recipes.support.config import made
+
+_BACKENDS: dict[str, Callable[[], Backend]] = {
+    "zarr": ZarrBackend,
+    "tensorstore": lambda: TensorStoreBackend(kvstore="ocdbt"),
+    "tensorstore-file": lambda: TensorStoreBackend(kvstore="file"),
+    "kimi-engine": lambda: _kimi_engine(pool=True),
+    "kimi-engine-disk": lambda: _kimi_engine(pool=False),
+}
+_OTHERS: dict[str, Callable[[Workload], Contender]] = {
+    "dcp": Dcp,
+    "safetensors": Safetensors.of_each_rank,
+    "safetensors-one-file": Safetensors.of_first_holders,
+    "raw": Raw,
+    "raw-direct": RawDirect,
+    "memcpy": Memcpy,
+    "broadcast": Broadcast,
+}
+_STRATEGIES = {
+    "direct": "ckpt.load.direct.DirectLoad",
+    "two-stage": "ckpt.load.two_stage.two_stage.TwoStageLoad",
+}
+_ON_HOST = ("raw", "raw-direct", "memcpy")
+_OF_SAFETENSORS = ("safetensors", "kimi-engine")
+
+
+class Ours(Contender):
+    """The coordinator with one of our backends and strategies: all components, digests computed and checked."""
+
+    def __init__(self, saving: CheckpointCoordinator, loading: CheckpointCoordinator | None) -> None:
+        self._saving = saving
+        self._loading = loading
+
+    def save(self, folder: Path) -> None:
+        self._saving.save_checkpoint(folder / "checkpoint-1")
+
+    def load(self, folder: Path) -> dict[str, int]:
+        assert self._loading is not None
+        self._loading.load_checkpoint(folder / "checkpoint-1")
+        report = self._loading.last_load
+        assert report is not None
+        return {"bytes_read": report.bytes_read, "bytes_needed": report.bytes_needed}
+
+
+class OursFromSlowStore(Ours):
+    """The same, its bytes read through a store of a given speed: only that speed counts, so one load tells."""
+
+    measures = ("save", "load_warm")
+
+
+def contenders_of(
+    cfg: Mapping[str, Any], workload: Workload, scratch: Path
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Make all contenders that `benchmark.contenders` names and that can take part here; and say why others cannot. Collective.
+
+    Args:
+        scratch: a folder on the file system that is measured.
+    """
+    topology = workload.saved.topology
+    left_out: dict[str, str] = {}
+    with topology.phase("who can take part") as phase:
+        names = cfg["benchmark"]["contenders"]
+        phase.payload = {name: reason for name in names if (reason := _obstacle(name, workload, scratch))}
+    for reasons in phase.payloads:
+        left_out |= reasons
+    taking_part = [name for name in names if name not in left_out]
+    if not taking_part:
+        raise ConfigurationError("; ".join(f"{name} cannot take part: {reason}" for name, reason in left_out.items()))
+    with topology.phase("the store"):
+        if cfg["benchmark"]["store_mib_s"] is not None and len(topology.nodes) > 1:
+            raise ConfigurationError(
+                "benchmark.store_mib_s plays a shared store for the ranks of one host, and these are on "
+                f"{len(topology.nodes)}: measure the store that they share with workload=gpt2_ddp"
+            )
+    return {name: _made(name, cfg, workload, scratch) for name in taking_part}, left_out
+
+
+def _obstacle(name: str, workload: Workload, scratch: Path) -> str:
+    """Return why a contender cannot take part here, or ""."""
+    if name.startswith(_OF_SAFETENSORS) and importlib.util.find_spec("safetensors") is None:
+        return f"the package safetensors is not installed: {EXTRA}"
+    device = workload.saved.device.torch_device.type
+    if name in _ON_HOST and device != "cpu":
+        return f"it knows host memory only, and the state is on {device}"
+    if name == "raw-direct" and not takes_direct_writes(scratch, workload.saved.topology.rank):
+        return "the file system does not take O_DIRECT"
+    if name == "broadcast" and workload.num_loading == 1:
+        return "one rank has nobody to send to"
+    return ""
+
+
+def _made(name: str, cfg: Mapping[str, Any], workload: Workload, scratch: Path) -> Contender:
+    chosen = ours(name)
+    if chosen is None:
+        return _OTHERS[name](workload)
+    rate = cfg["benchmark"]["store_mib_s"]
+    keywords: dict[str, Any] = {}
+    if rate is not None:
+        keywords["read_at"] = slow_reads(TokenBucket(scratch / "bucket", rate * 2**20))
+    saving = _coordinator(cfg, workload.saved, *chosen, keywords)
+    loading = saving
+    if workload.loaded is not workload.saved:
+        loading = None if workload.loaded is None else _coordinator(cfg, workload.loaded, *chosen, keywords)
+    return (Ours if rate is None else OursFromSlowStore)(saving, loading)
+
+
+def _coordinator(
+    cfg: Mapping[str, Any], state: State, backend: str, strategy: str, keywords: Mapping[str, Any]
+) -> CheckpointCoordinator:
+    made_of: CheckpointCoordinator = instantiate(cfg["coordinator"])(
+        state_components=state.components,
+        process_groups=state.process_groups,
+        topology=state.topology,
+        backend=_BACKENDS[backend](),
+        strategy=_strategy(cfg, state, strategy, keywords),
+        overwrite=False,
+        config_text=OmegaConf.to_yaml(OmegaConf.create(dict(cfg))),
+    )
+    return made_of
+
+
+def _kimi_engine(*, pool: bool) -> Backend:
+    from ckpt.backends.kimi_engine import KimiEngineBackend  # of a package that not everybody has
+
+    return KimiEngineBackend(pool=pool)
+
+
+def _strategy(cfg: Mapping[str, Any], state: State, name: str, keywords: Mapping[str, Any]) -> LoadingStrategy:
+    """Make a strategy, with the keys of `strategy=` on the command line if that is the same one."""
+    node = {"_target_": _STRATEGIES[name]}
+    if cfg["strategy"]["_target_"] == node["_target_"]:
+        node = cfg["strategy"]
+    strategy: LoadingStrategy = made(node, **keywords)
+    return strategy

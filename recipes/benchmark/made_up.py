@@ -1,0 +1,357 @@
+"""Plans of saves that nobody has made: a GPT of any size on any number of ranks, in addresses alone.
+
+What is measured is what one rank does in a save before it writes: the other ranks' part was recorded, so one process is enough.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table as Printed
+
+from ckpt.errors import ConfigurationError
+from ckpt.format.box import Box, num_chunks, whole
+from ckpt.format.dtypes import item_bytes
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, digest_of, index_name
+from ckpt.format.manifest_parsing import parse_manifest
+from ckpt.format.names import encode_key
+from ckpt.planning.plan import PlannedArray, SavePlan, plan_save
+from ckpt.planning.tables import Address, Table, TablePart
+from ckpt.ranks.topology import Phase
+from ckpt.state.collect import Contribution, exchange_tables, settle_plain
+from ckpt.state.sharing import StateComponent
+from recipes.benchmark.measuring import PeakMemory
+from recipes.support.local_ranks import start_forkserver
+
+OPTIMIZERS = ("replicated", "sharded")
+_PATTERNS = {"model": "sharded", "optimizer": "sharded", "scheduler": "replicated", "rng": "per_rank"}
+
+
+@dataclass
+class PlanKeys:
+    """The keys of `recipes.benchmark.plan`."""
+
+    tp: int = 8
+    pp: int = 16
+    dp: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    layers: int = 128
+    width: int = 25600
+    vocab: int = 32000
+    optimizer_state: list[str] = field(default_factory=lambda: list(OPTIMIZERS))
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """A GPT in bfloat16 with AdamW in float32 (main weights and two moments), as its ranks would describe it.
+
+    Rank = (stage * dp + replica) * tp + slice. The word embedding is tied, so the first and the last stage both hold it.
+
+    Attributes:
+        tp, pp, dp: ranks per tensor, pipeline stages, replicas.
+        shard_optimizer: cut optimizer state over the replicas too, along dimension 0.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    layers: int
+    width: int
+    vocab: int
+    shard_optimizer: bool
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def num_parameters(self) -> int:
+        stages = [self._tensors(stage) for stage in range(self.pp)]
+        return sum(
+            math.prod(shape) for shape, _ in {name: t for tensors in stages for name, t in tensors.items()}.values()
+        )
+
+    def table(self, rank: int) -> Table:
+        """What this rank would contribute to a save."""
+        replicas_and_stage, piece = divmod(rank, self.tp)
+        stage, replica = divmod(replicas_and_stage, self.dp)
+        model = []
+        optimizer = []
+        for name, (shape, dim) in self._tensors(stage).items():
+            box = whole(shape) if dim is None else _cut(whole(shape), dim, self.tp, piece)
+            model.append(Address(f"model/{name}", "bfloat16", shape, box))
+            optimizer.append(Address(f"optimizer/state.{name}.step", "float32", (), Box((), ())))
+            own = _cut(box, 0, self.dp, replica) if self.shard_optimizer else box
+            optimizer += [
+                Address(f"optimizer/state.{name}.{moment}", "float32", shape, own)
+                for moment in ("main", "exp_avg", "exp_avg_sq")
+            ]
+        return Table((TablePart.of(model), TablePart.of(optimizer)))
+
+    def _tensors(self, stage: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
+        """Name -> shape, and the dimension that the `tp` ranks cut, of the parameters of one stage."""
+        w = self.width
+        per_layer: dict[str, tuple[tuple[int, ...], int | None]] = {
+            "ln_1.weight": ((w,), None),
+            "ln_1.bias": ((w,), None),
+            "attn.qkv.weight": ((3 * w, w), 0),
+            "attn.qkv.bias": ((3 * w,), 0),
+            "attn.proj.weight": ((w, w), 1),
+            "attn.proj.bias": ((w,), None),
+            "ln_2.weight": ((w,), None),
+            "ln_2.bias": ((w,), None),
+            "mlp.fc.weight": ((4 * w, w), 0),
+            "mlp.fc.bias": ((4 * w,), 0),
+            "mlp.proj.weight": ((w, 4 * w), 1),
+            "mlp.proj.bias": ((w,), None),
+        }
+        layers = range(self.layers * stage // self.pp, self.layers * (stage + 1) // self.pp)
+        tensors = {f"h.{layer}.{name}": tensor for layer in layers for name, tensor in per_layer.items()}
+        if stage in (0, self.pp - 1):
+            tensors = {"wte.weight": ((self.vocab, w), 0), **tensors}
+        if stage == self.pp - 1:
+            tensors |= {"ln_f.weight": ((w,), None), "ln_f.bias": ((w,), None)}
+        return tensors
+
+
+class _CutShortError(Exception):
+    """A rehearsed rank has said what it has to say in the phase that is being recorded."""
+
+
+class Rehearsal:
+    """Stands in for a `Topology` whose other ranks were recorded.
+
+    Attributes:
+        said: this rank's payload in the first phase that was not recorded, where the rehearsal ends.
+    """
+
+    is_lead = False
+
+    def __init__(self, rank: int, world_size: int, recorded: Sequence[bytes]) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.said: Any = None
+        self._recorded = list(recorded)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        phase = Phase(name)
+        yield phase
+        if not self._recorded:
+            self.said = phase.payload
+            raise _CutShortError
+        phase.payloads = json.loads(self._recorded.pop(0))
+
+
+def record(world_size: int, act: Callable[[Rehearsal], object], *, num_phases: int) -> list[bytes]:
+    """Let every rank act, phase after phase, and return what all of them said in each, as it travels."""
+    recorded: list[bytes] = []
+    for _ in range(num_phases):
+        ranks = [Rehearsal(rank, world_size, recorded) for rank in range(world_size)]
+        for rank in ranks:
+            with suppress(_CutShortError):
+                act(rank)
+        recorded.append(json.dumps([rank.said for rank in ranks], separators=(",", ":")).encode())
+    return recorded
+
+
+def benchmark(keys: PlanKeys) -> list[dict[str, Any]]:
+    """Measure every case, each in a process of its own, and return the figures."""
+    cases = [
+        (optimizer, MadeUp(keys.tp, keys.pp, dp, keys.layers, keys.width, keys.vocab, optimizer == "sharded"))
+        for optimizer in keys.optimizer_state
+        for dp in keys.dp
+    ]
+    return [{"optimizer": optimizer, "dp": case.dp, **_in_new_process(case)} for optimizer, case in cases]
+
+
+def measure(case: MadeUp, summaries: bytes, recorded: Sequence[bytes]) -> dict[str, Any]:
+    """What one rank in the middle does in its first save, and what it does again in later ones, in seconds."""
+    rank = case.world_size // 2
+    own = case.table(rank)
+    digests = [summary["table"] for summary in json.loads(summaries)]
+    memory = PeakMemory()
+    started = time.perf_counter()
+    tables, table_of_rank = exchange_tables(own, digests, Rehearsal(rank, case.world_size, recorded))
+    received = time.perf_counter()
+    plan = plan_save(tables, table_of_rank, item_bytes)
+    planned = time.perf_counter()
+    mine = plan.of_rank(rank)
+    done = time.perf_counter()
+    peak_mib = memory.mib()
+    written = bytes_per_writer(plan, case.world_size)
+    mean = sum(written) / case.world_size
+    return {
+        "ranks": case.world_size,
+        "parameters": case.num_parameters,
+        "arrays": len(plan.arrays),
+        "chunks": sum(len(array.writers) for array in plan.arrays.values()),
+        "own_chunks": len(mine.chunks),
+        "received_bytes": sum(map(len, recorded)),
+        "tables_s": received - started,
+        "plan_s": planned - received,
+        "own_s": done - planned,
+        "total_s": done - started,
+        "peak_mib": peak_mib,
+        "cached_s": _cached_s(case, rank, summaries, tuple(digests)),
+        "bytes": sum(written),
+        "max_to_mean": max(written) / mean,
+        "min_to_mean": min(written) / mean,
+        **_manifest_figures(plan, case.world_size),
+    }
+
+
+def _in_new_process(case: MadeUp) -> dict[str, Any]:
+    tables = [case.table(rank) for rank in range(case.world_size)]
+    summaries = [_contribution(table).summary() for table in tables]
+    digests = [summary["table"] for summary in summaries]
+    recorded = record(case.world_size, lambda rank: exchange_tables(tables[rank.rank], digests, rank), num_phases=2)
+    start_forkserver([__name__])  # forked from this process it would begin with the memory of this one
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as process:
+        figures: dict[str, Any] = process.submit(measure, case, json.dumps(summaries).encode(), recorded).result()
+    return {"distinct_tables": len(set(digests)), **figures}
+
+
+def bytes_per_writer(plan: SavePlan, world_size: int) -> list[int]:
+    """How many bytes of tensors each rank writes."""
+    written = [0] * world_size
+    for array in plan.arrays.values():
+        item = item_bytes(array.dtype)
+        for box, rank in array.packs.items():
+            written[rank] += box.num_elements * item
+        for number, rank in enumerate(array.writers):
+            written[rank] += _chunk_elements(array, number) * item
+    return written
+
+
+def keys_of(cfg: DictConfig) -> PlanKeys:
+    """Return the config, its types checked.
+
+    Raises:
+        ConfigurationError: the numbers make no run.
+    """
+    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PlanKeys), cfg))
+    assert isinstance(keys, PlanKeys)
+    numbers = {"tp": keys.tp, "pp": keys.pp, "layers": keys.layers, "width": keys.width, "vocab": keys.vocab}
+    wrong = [f"{name}={number}" for name, number in numbers.items() if number < 1]
+    if wrong or not keys.dp or min(keys.dp) < 1:
+        raise ConfigurationError(f"{', '.join(wrong) or f'dp={keys.dp}'}: expected at least 1")
+    unknown = sorted(set(keys.optimizer_state) - set(OPTIMIZERS))
+    if unknown or not keys.optimizer_state:
+        raise ConfigurationError(f"optimizer_state={keys.optimizer_state}: expected some of {', '.join(OPTIMIZERS)}")
+    return keys
+
+
+_ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "distinct tables": lambda row: f"{row['distinct_tables']:,}",
+    "chunks": lambda row: f"{row['chunks']:,}",
+    "received, MB": lambda row: f"{row['received_bytes'] / 1e6:.1f}",
+    "read the tables, s": lambda row: f"{row['tables_s']:.3f}",
+    "plan, s": lambda row: f"{row['plan_s']:.3f}",
+    "own share, s": lambda row: f"{row['own_s']:.3f}",
+    "together, s": lambda row: f"{row['total_s']:.3f}",
+    "peak memory, MiB": lambda row: f"{row['peak_mib']:.0f}",
+    "later saves, s": lambda row: f"{row['cached_s']:.3f}",
+    "busiest writer / mean": lambda row: f"{row['max_to_mean']:.4f}",
+    "least busy / mean": lambda row: f"{row['min_to_mean']:.4f}",
+    "manifest, MB": lambda row: f"{row['manifest_bytes'] / 1e6:.1f}",
+    "made, s": lambda row: f"{row['manifest_write_s']:.3f}",
+    "read, s": lambda row: f"{row['manifest_read_s']:.3f}",
+}
+
+
+def show(figures: Sequence[dict[str, Any]]) -> None:
+    """Print a table per kind of optimizer state, with a column per number of ranks."""
+    for optimizer in dict.fromkeys(row["optimizer"] for row in figures):
+        cases = [row for row in figures if row["optimizer"] == optimizer]
+        size = f"{cases[0]['parameters'] / 1e9:,.3f} billion parameters, {cases[0]['arrays']:,} arrays"
+        table = Printed(title=f"{size}, optimizer state {optimizer}")
+        table.add_column("")
+        for case in cases:
+            table.add_column(f"{case['ranks']:,} ranks", justify="right")
+        for heading, cell in _ROWS.items():
+            table.add_row(heading, *map(cell, cases))
+        Console().print(table)
+
+
+class _Nothing:
+    """The object behind a component of which only the addresses count."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def _contribution(table: Table) -> Contribution:
+    return Contribution(
+        components={key: StateComponent(key, _Nothing(), pattern) for key, pattern in _PATTERNS.items()},
+        table=table,
+        plain={key: {"step": [["step"], 1000]} for key in _PATTERNS},
+    )
+
+
+def _cached_s(case: MadeUp, rank: int, summaries: bytes, known: tuple[str, ...]) -> float:
+    """What a later save of the same state costs until it knows that the plan still holds."""
+    started = time.perf_counter()
+    mine = _contribution(case.table(rank))
+    mine.summary()
+    said = json.loads(summaries)
+    settle_plain(mine, said, Rehearsal(rank, case.world_size, []))
+    assert tuple(summary["table"] for summary in said) == known
+    return time.perf_counter() - started
+
+
+def _manifest_figures(plan: SavePlan, world_size: int) -> dict[str, Any]:
+    started = time.perf_counter()
+    arrays = {}
+    for name, array in plan.arrays.items():
+        component, _, rest = name.partition("/")
+        arrays[name] = (
+            ArrayEntry(array.dtype, array.shape, "zarr", f"{component}/{encode_key(rest)}", array.grid, array.runs())
+            if array.grid is not None
+            else ArrayEntry(array.dtype, array.shape, "zarr", packed_in=tuple(sorted(set(array.packs.values()))))
+        )
+    files = {index_name(rank): (0, digest_of(b"")) for rank in range(world_size)}
+    components = {key: ComponentManifest(key, pattern, [0]) for key, pattern in _PATTERNS.items()}
+    data = CheckpointManifest("1", datetime.now(UTC), world_size, {}, components, arrays, files).to_bytes()
+    written = time.perf_counter()
+    parse_manifest(data, "manifest")
+    return {
+        "manifest_bytes": len(data),
+        "manifest_write_s": written - started,
+        "manifest_read_s": time.perf_counter() - written,
+    }
+
+
+def _cut(box: Box, dim: int, parts: int, number: int) -> Box:
+    """One of the nearly equal parts of a box along a dimension, the later ones shorter or empty, as torch.chunk does."""
+    side = box.shape[dim]
+    step = -(-side // parts)
+    start = min(number * step, side)
+    offsets, shape = list(box.offsets), list(box.shape)
+    offsets[dim] += start
+    shape[dim] = min(step, side - start)
+    return Box(tuple(offsets), tuple(shape))
+
+
+def _chunk_elements(array: PlannedArray, number: int) -> int:
+    assert array.grid is not None
+    elements = 1
+    for count, side, length in reversed(
+        list(zip(num_chunks(array.shape, array.grid), array.grid, array.shape, strict=True))
+    ):
+        number, at = divmod(number, count)
+        elements *= min(side, length - at * side)
+    return elements

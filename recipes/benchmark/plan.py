@@ -1,0 +1,29 @@
+"""Measure the plan of a save of 10^12 parameters on 1,024 ranks, in addresses alone: python -m recipes.benchmark.plan"""
+
+if not __package__:  # run by path: this folder comes first, and would hide others' modules of the same names
+    import sys
+    from os.path import abspath, dirname
+
+    sys.path[0] = dirname(dirname(dirname(abspath(__file__))))
+
+from omegaconf import DictConfig
+
+from recipes.support.cli import recipe
+
+
+@recipe("benchmark_plan", writes=False)
+def main(cfg: DictConfig) -> None:
+    import json
+
+    from recipes.benchmark.made_up import benchmark, keys_of, show
+
+    keys = keys_of(cfg)
+    figures = benchmark(keys)
+    if keys.json:
+        print(json.dumps(figures, indent=2))
+    else:
+        show(figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""checkpoint-engine's ParameterServer as others drive it: everything is copied off and registered anew for each update.
+
+Source of the order of calls: verl's engine of that name, and the examples of the package itself. What its update needs on every
+rank, trainers too, is a worker's loop; here it is a thread of the rank, as an engine that keeps to one process has to have it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import checkpoint_engine.ps as ce_ps
+import torch
+import torch.distributed as dist
+import zmq
+from checkpoint_engine.worker import update_weights_from_ipc
+
+from ckpt.engine.parameter_server import use_host_memory
+from recipes.benchmark.sync_contender import Clock, Contender, Ends, Seconds
+from recipes.support.ranks import environment_with
+
+THREADS = 32
+"""That copy weights to the host; as many as verl has."""
+_CHECKPOINT = "weights"
+_FIRST_SOCKET = 1 << 24
+"""Number of the first one, whose name holds the device: so far from those of our own server in this process."""
+
+
+class Reference(Contender):
+    """The parameter server of one rank. A trainer owns every T-th tensor.
+
+    Args:
+        is_tuned: use the package's memory pool, which is made once, and hand it tensors that are on the host as they are. Otherwise each
+            update copies to new host tensors, from which the server copies to new memory of its own.
+    """
+
+    def __init__(self, ends: Ends, *, is_tuned: bool) -> None:
+        super().__init__(ends)
+        self._is_tuned = is_tuned
+        topology, device = ends.topology, ends.device.torch_device
+        self._index = device.index or 0
+        self._zmq = zmq.Context()
+        self._limit = {"PS_MAX_BUCKET_SIZE_GB": repr(ends.bucket_bytes / 2**30)}
+        self._targets: Mapping[str, torch.Tensor] = {} if ends.live is None else ends.live.tensors
+        self._owned = [
+            name for number, (name, *_) in enumerate(ends.rows) if number % len(ends.trainers) == topology.rank
+        ]
+        with topology.phase("meet") as phase:
+            phase.payload = [socket.gethostname(), _free_port()] if topology.is_lead else None
+        host, port = phase.payloads[0]
+        if device.type == "cpu":
+            use_host_memory()
+        with (
+            topology.phase("start the parameter server"),
+            environment_with({"RANK": str(topology.rank), "WORLD_SIZE": str(topology.world_size)}),
+        ):
+            self._server = ce_ps.ParameterServer(
+                rank=topology.rank,
+                world_size=topology.world_size,
+                auto_pg=False,
+                master_addr="127.0.0.1" if len(topology.nodes) == 1 else host,
+                master_port=port,
+            )
+        self._server._zmq_addr_counter = _FIRST_SOCKET * (1 + is_tuned)
+
+    def update(self, step: int) -> Seconds:
+        server, clock = self._server, Clock()
+        self._offload()
+        seconds = {"offload_s": clock.lap()} if self.ends.source is not None else {}
+        dist.barrier()  # whoever waits for trainers does not gather yet
+        clock.lap()
+        server.gather_metas(_CHECKPOINT)
+        seconds["gather_s"] = clock.lap()
+        with environment_with(self._limit), _within_process():
+            server.update(_CHECKPOINT, self._consume)
+        seconds["transfer_s"] = clock.lap()
+        if self.ends.source is not None:
+            server.unregister_checkpoint(_CHECKPOINT)
+        self.num_buckets = self.num_buckets or self._count()
+        return seconds
+
+    def close(self) -> None:
+        self._server.unregister_checkpoint(_CHECKPOINT, force=True)
+        self._zmq.destroy(linger=0)
+
+    def _offload(self) -> None:
+        if self.ends.source is None:
+            return
+        owned = {name: self.ends.source.tensors[name] for name in self._owned}
+        if not (self._is_tuned and self.ends.device.type == "cpu"):
+            with ThreadPoolExecutor(THREADS) as threads:
+                owned = dict(threads.map(lambda item: (item[0], _on_host(item[1])), owned.items()))
+            self.ends.device.synchronize()
+        self._server.register_checkpoint(
+            _CHECKPOINT, named_tensors=owned, use_shared_memory_pool=self._is_tuned, use_inplace_pin_memory=False
+        )
+
+    def _consume(self, handles: Sequence[tuple[str, str]]) -> None:
+        path = handles[self.ends.topology.rank][1]
+        update_weights_from_ipc(self._zmq, path, device_id=self._index, run=self._load)
+
+    def _load(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in batch:
+            if name in self._targets:  # a trainer only listens
+                self._targets[name].copy_(tensor, non_blocking=True)
+
+    def _count(self) -> int:
+        """How many buckets it makes of what is registered."""
+        largest = max(
+            meta.aligned_size
+            for items in self._server.get_metas().values()
+            for metas in items.memory_buffer_metas_list
+            for meta in metas.metas
+        )
+        size = max(self.ends.bucket_bytes, largest)
+        return len(ce_ps._gen_h2d_buckets(self._server.get_metas(), size, {}, {}))
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """New memory on the host, also of what is there: weights of an accelerator are what this stands for."""
+    return tensor.clone() if tensor.is_cpu else tensor.to("cpu", non_blocking=True)
+
+
+_lent: dict[int, torch.Tensor] = {}
+
+
+def _borrowed(number: int, *_: object) -> torch.Tensor:
+    return _lent.pop(number)
+
+
+def _lend(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+    """The handle of a buffer for a worker in this process; the worker writes its device into the seventh value."""
+    _lent[id(tensor)] = tensor
+    return _borrowed, (id(tensor), None, None, None, None, None, 0)
+
+
+@contextmanager
+def _within_process() -> Iterator[None]:
+    """Hand buffers to a worker in this process: no device opens a handle where it was made."""
+    before = ce_ps.reduce_tensor
+    ce_ps.reduce_tensor = _lend
+    try:
+        yield
+    finally:
+        ce_ps.reduce_tensor = before
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

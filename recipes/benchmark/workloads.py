@@ -1,0 +1,242 @@
+"""What is saved and loaded: one state, on the ranks that save it and on those that load it. Every contender gets the same."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from hydra.utils import instantiate
+
+from ckpt import StateComponent
+from ckpt.errors import ConfigurationError
+from ckpt.memory.device import Device
+from ckpt.ranks.topology import Topology
+from ckpt.state.address import address_of, local_tensor
+from ckpt.state.digest import state_digest
+from ckpt.state.sharing import Stateful
+from recipes.benchmark.places import Holding, Place, holders_of, places_of
+from recipes.training.parallel.base import Layout
+from recipes.training.training import Training
+
+RESHARDABLE = ("fsdp", "hsdp", "tp_fsdp", "ddp_tp")
+"""Layouts whose process groups are all those of their mesh, so that a part of the ranks can be laid out by themselves."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of one rank, seen by each contender in its own way. All views are of the same memory.
+
+    Attributes:
+        group: torch's process group of the topology's ranks; None: the default one.
+        components: for our coordinator.
+        process_groups: named groups of the layout.
+        statefuls: what of it is tensors that are compared.
+        tree: for torch.distributed.checkpoint: nested dictionaries of tensors.
+    """
+
+    topology: Topology
+    group: dist.ProcessGroup | None
+    device: Device
+    components: Sequence[StateComponent]
+    process_groups: Mapping[str, Sequence[int]]
+    statefuls: Mapping[str, Stateful]
+    tree: Mapping[str, Any]
+
+    @cached_property
+    def places(self) -> dict[Place, torch.Tensor]:
+        return places_of(self.statefuls)
+
+    def scramble(self) -> None:
+        """Overwrite every byte, so that a load which misses one is seen."""
+        for tensor in self.places.values():
+            tensor.view(-1).view(torch.uint8).fill_(255)
+
+    def fingerprint(self) -> str:
+        """Return a digest of every byte that this rank holds."""
+        digest = xxhash.xxh3_128()
+        for tensor in self.places.values():
+            digest.update(tensor.view(-1).view(torch.uint8).cpu().numpy().data)
+        return digest.hexdigest()
+
+    def digest(self) -> str:
+        """Return a digest of the state as a whole, equal however it is laid out. Collective over the state's ranks."""
+        return state_digest(self.statefuls, self.topology)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A state as it is saved on all ranks, and as it is loaded.
+
+    Attributes:
+        loaded: `saved` itself; or the same model, of other values, on fewer ranks; None on the others.
+        holdings: every place of the saved state.
+        loaded_bytes: that all ranks which load hold, copies included.
+    """
+
+    layout: str
+    saved: State
+    loaded: State | None
+    num_loading: int
+    holdings: Mapping[Place, Holding]
+    loaded_bytes: int
+
+    @property
+    def is_resharded(self) -> bool:
+        return self.num_loading != self.saved.topology.world_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the whole state, copies not counted."""
+        return sum(holding.num_bytes for holding in self.holdings.values())
+
+    @property
+    def num_tensors(self) -> int:
+        return len({name for name, _ in self.holdings})
+
+    def saved_identity(self) -> str:
+        """Return what `loaded_identity` must be after a load. Collective over all ranks."""
+        return self.saved.digest() if self.is_resharded else self.saved.fingerprint()
+
+    def loaded_identity(self) -> str | None:
+        """Digest what is in memory: on equal ranks of each rank's own bytes, copies too. Collective over those that load."""
+        if self.loaded is None:
+            return None
+        return self.loaded.digest() if self.is_resharded else self.loaded.fingerprint()
+
+
+@contextmanager
+def prepared(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Workload]:
+    """Make the state that `cfg["benchmark"]` asks for. Collective.
+
+    Raises:
+        ConfigurationError: fewer ranks shall load than there are, and this layout cannot be made of a part of the ranks.
+    """
+    keys = cfg["benchmark"]
+    layout: Layout = instantiate(cfg["parallel"])
+    num_loading = keys["load_ranks"] or topology.world_size
+    _check_ranks(num_loading, topology, layout, keys)
+    if keys["small_tensors"] is not None:
+        saved = _small_tensors(cfg, topology, **keys["small_tensors"])
+        yield _workload(f"{keys['small_tensors']['sharing']}", saved, saved, num_loading)
+        return
+    saved = _training_state(cfg, topology, None)
+    if num_loading == topology.world_size:
+        yield _workload(layout.name, saved, saved, num_loading)
+        return
+    with _first_ranks(num_loading, topology) as (part, group):
+        if part is None:
+            layout.mesh(saved.device.torch_device, num_loading)  # the groups of a mesh are made by all ranks together
+            loaded = None
+        else:
+            loaded = _training_state(cfg, part, group)
+        yield _workload(layout.name, saved, loaded, num_loading)
+
+
+def _check_ranks(num_loading: int, topology: Topology, layout: Layout, keys: Mapping[str, Any]) -> None:
+    if num_loading == topology.world_size:
+        return
+    if num_loading > topology.world_size:
+        raise ConfigurationError(
+            f"benchmark.load_ranks={num_loading}: there are {topology.world_size} ranks; give launch.nproc_per_node="
+            f"{num_loading} or more"
+        )
+    if keys["small_tensors"] is not None or layout.name not in RESHARDABLE:
+        what = "small tensors" if keys["small_tensors"] is not None else f"parallel={layout.name}"
+        raise ConfigurationError(
+            f"benchmark.load_ranks={num_loading}: {what} cannot be laid out on a part of the {topology.world_size} ranks; choose "
+            f"parallel=<one of {', '.join(RESHARDABLE)}>, or benchmark.load_ranks=null"
+        )
+
+
+def _workload(layout: str, saved: State, loaded: State | None, num_loading: int) -> Workload:
+    holdings = holders_of(saved.places, saved.topology)
+    with saved.topology.phase("bytes") as phase:
+        phase.payload = 0 if loaded is None else sum(tensor.nbytes for tensor in loaded.places.values())
+    return Workload(layout, saved, loaded, num_loading, holdings, sum(phase.payloads))
+
+
+@contextmanager
+def _first_ranks(count: int, topology: Topology) -> Iterator[tuple[Topology, dist.ProcessGroup] | tuple[None, None]]:
+    """Let the first ranks agree, and communicate, among themselves as well. Collective over all."""
+    group = dist.new_group(list(range(count)))
+    if topology.rank >= count:
+        yield None, None
+        return
+    store = dist.PrefixStore("ranks that load", dist.distributed_c10d._get_default_store())
+    with Topology.join(store, topology.rank, count, timeout_s=topology.timeout_s) as part:
+        yield part, group
+
+
+def _training_state(cfg: Mapping[str, Any], topology: Topology, group: dist.ProcessGroup | None) -> State:
+    training = Training(cfg, topology, instantiate(cfg["device"]))
+    training.join()
+    _fill_optimizer(training)
+    return State(
+        topology=topology,
+        group=group,
+        device=training.device,
+        components=training.components(),
+        process_groups=training.layout.process_groups(topology),
+        statefuls={"model": training.model_state, "optimizer": training.optimizer_state},
+        tree={
+            "model": training.model_state.state_dict(),
+            "optimizer": training.optimizer_state.state_dict()["state"],
+        },
+    )
+
+
+def _fill_optimizer(training: Training) -> None:
+    """Give the optimizer its state by one step on made-up gradients, equal where ranks hold the same part of a tensor."""
+    tied = getattr(training.model, "tied_names", {})
+    for name, parameter in training.model.named_parameters():
+        place = f"{tied.get(name, name)} {address_of(parameter, name).box}"
+        generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
+        parameter.grad = torch.zeros_like(parameter)
+        grad = local_tensor(parameter.grad)
+        grad.copy_(torch.randn(grad.shape, generator=generator))
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=True)
+
+
+class _Tensors:
+    """Tensors by name, as a component."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._tensors)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for name, tensor in state_dict.items():
+            if tensor is not self._tensors[name]:
+                self._tensors[name].copy_(tensor)
+
+
+def _small_tensors(cfg: Mapping[str, Any], topology: Topology, *, count: int, elements: int, sharing: str) -> State:
+    """Make `count` float32 tensors of random bits that follow from their numbers.
+
+    Args:
+        sharing: "replicated": every rank holds all; "sharded": each rank holds every world_size-th.
+    """
+    device: Device = instantiate(cfg["device"])
+    device.use(topology.local_rank)
+    whole = torch.randn(count, elements, generator=torch.Generator().manual_seed(0)).to(device.torch_device)
+    mine = range(count) if sharing == "replicated" else range(topology.rank, count, topology.world_size)
+    stateful = _Tensors({f"{number:06d}": whole[number].clone() for number in mine})
+    return State(
+        topology=topology,
+        group=None,
+        device=device,
+        components=[StateComponent("tensors", stateful, sharing)],
+        process_groups={},
+        statefuls={"tensors": stateful},
+        tree={"tensors": stateful.state_dict()},
+    )

@@ -1,0 +1,277 @@
+"""What `convert` does: it finds out what `src` is, and has it written as what `to` says. One process does it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from rich.filesize import decimal
+
+from ckpt.backends.base import Backend
+from ckpt.backends.kimi_engine import KimiEngineBackend
+from ckpt.backends.tensorstore import TensorStoreBackend
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.convert.appearing import require_free
+from ckpt.convert.exporting import Selection, export, select, select_of_megatron
+from ckpt.convert.rewriting import rewrite
+from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
+from ckpt.errors import CheckpointNotFoundError, ConfigurationError
+from ckpt.format.manifest import MANIFEST_NAME
+from ckpt.format.metadata import other_format
+from ckpt.format.names import local_path
+from ckpt.format.stored import noticing_removal
+from recipes.commands.converting_megatron import convert_megatron
+from recipes.commands.reading import printable
+
+SAFETENSORS = "safetensors"
+_BACKENDS: dict[str, Callable[[], Backend]] = {
+    "zarr": ZarrBackend,
+    "tensorstore": TensorStoreBackend,
+    "kimi-engine": partial(
+        KimiEngineBackend, pool=False
+    ),  # the process ends when it is done: nothing is to be kept in memory
+}
+_OF_SHARDED = ("zarr", "tensorstore")
+"""What Megatron-Core's zarr checkpoints can become: those of a sharded state dict."""
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{unit}B": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for unit, base in (("", 1000), ("i", 1024))
+}
+
+
+@dataclass
+class LoadKeys:
+    """How the old checkpoint may be read."""
+
+    allow_pickle: bool = False
+
+
+@dataclass
+class ConvertKeys:
+    """The keys of the command."""
+
+    src: str = MISSING
+    dst: str = MISSING
+    to: str = "zarr"
+    component: str | None = "model"
+    max_shard_size: str | None = "5GB"
+    load: LoadKeys = field(default_factory=LoadKeys)
+    leave_out_unknown: bool = False
+    json: bool = False
+
+
+class Outcome(Protocol):
+    """What went over, and what did not; a dataclass of plain values.
+
+    Attributes:
+        num_files, num_bytes: of what was written, and read back.
+    """
+
+    src: str
+    dst: str
+    to: str
+    num_files: int
+    num_bytes: int
+
+    def lines(self) -> list[str]:
+        """What a person reads of it, beside these."""
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """A checkpoint of ours in another format.
+
+    Attributes:
+        array_bytes: of all elements.
+    """
+
+    src: str
+    dst: str
+    to: str
+    components: list[str]
+    arrays: int
+    array_bytes: int
+    num_files: int
+    num_bytes: int
+
+    def lines(self) -> list[str]:
+        return [
+            f"  components {', '.join(self.components)}",
+            f"  arrays     {self.arrays}, {decimal(self.array_bytes)}",
+        ]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Tensors in plain safetensors files.
+
+    Attributes:
+        left_out: one text each.
+        changed: which tensor, and what it is now.
+    """
+
+    src: str
+    dst: str
+    to: str
+    component: str | None
+    tensors: int
+    tensor_bytes: int
+    files: list[str]
+    left_out: list[str]
+    changed: list[str]
+    num_files: int
+    num_bytes: int
+
+    def lines(self) -> list[str]:
+        of = "of everything" if self.component is None else f"of component={self.component}"
+        return [
+            f"  tensors  {self.tensors}, {decimal(self.tensor_bytes)}, {of}",
+            *(f"  changed  {text}" for text in self.changed),
+            *(f"  left out {text}" for text in self.left_out),
+        ]
+
+
+def keys_of(cfg: DictConfig) -> ConvertKeys:
+    """Return the config of the command, its types checked.
+
+    Raises:
+        ConfigurationError: src or dst is missing or an address, there is no such `to`, or `max_shard_size` is no size.
+    """
+    for name, what in (("src", "the old checkpoint"), ("dst", "a folder for the new one")):
+        if OmegaConf.is_missing(cfg, name):
+            raise ConfigurationError(f"no {name} is given; add {name}=<{what}>")
+    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ConvertKeys), cfg))
+    assert isinstance(keys, ConvertKeys)
+    for name in ("src", "dst"):
+        local_path(getattr(keys, name), name)
+    if keys.to not in (*_BACKENDS, SAFETENSORS):
+        raise ConfigurationError(f"to={keys.to} is not known; choose {', '.join(_BACKENDS)} or {SAFETENSORS}")
+    shard_bytes(keys.max_shard_size)
+    return keys
+
+
+def shard_bytes(size: str | None) -> int:
+    """The bytes that `max_shard_size` stands for, such as "5GB", which is 5 * 10**9, or "5GiB"; None: no limit.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if size is None:
+        return 1 << 62
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", size)
+    unit = next((unit for unit in _UNITS if match and unit.lower() == match[2].lower()), None)
+    if match is None or unit is None or float(match[1]) * _UNITS[unit] < 1:
+        raise ConfigurationError(
+            f"max_shard_size={size}: expected a size such as 5GB, 500MiB or 1000000 bytes, or null"
+        )
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def convert(keys: ConvertKeys) -> Outcome:
+    """Write what is at `src` as `to` says, read it back, and only then give it the name `dst`.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at `src`.
+        CheckpointExistsError: there is something at `dst`.
+        ConfigurationError: this source does not go over into that, or pickles are not allowed, or hold what cannot go over.
+        CheckpointGoneError: the old checkpoint was removed while it was read.
+        CorruptCheckpointError: something of the old checkpoint is missing or damaged.
+        StorageError: what was written is not what is read back.
+    """
+    with noticing_removal(Path(keys.src)):
+        return _convert(keys)
+
+
+def _convert(keys: ConvertKeys) -> Outcome:
+    src, dst = Path(keys.src), Path(keys.dst)
+    is_megatron = _is_megatron(src)
+    require_free(dst)
+    if keys.to == SAFETENSORS:
+        return _export(keys, (select_of_megatron if is_megatron else select)(src, keys.component))
+    if not is_megatron:
+        return _cross(keys)
+    if keys.to not in _OF_SHARDED:
+        raise ConfigurationError(
+            f"{src} is a checkpoint of Megatron-Core's, a sharded state dict, which is not kept as {keys.to}: choose "
+            f"to={' or to='.join(_OF_SHARDED)}, or to={SAFETENSORS} for the tensors alone"
+        )
+    allow_pickle = keys.load.allow_pickle
+    return convert_megatron(src, dst, keys.to, allow_pickle=allow_pickle, leave_out_unknown=keys.leave_out_unknown)
+
+
+def show(found: Outcome, keys: ConvertKeys) -> None:
+    """Print what went over, and what did not."""
+    if keys.json:
+        print(json.dumps(asdict(found), indent=2))  # type: ignore[call-overload]
+        return
+    files = f"{found.num_files} file{'' if found.num_files == 1 else 's'}"
+    first = (
+        f"{found.src} is now {found.dst}, for to={found.to}; {files}, {decimal(found.num_bytes)}, read back and right"
+    )
+    print("\n".join(printable(line) for line in (first, *found.lines())))
+
+
+def _is_megatron(src: Path) -> bool:
+    """Whether this is Megatron-Core's, and not one of ours.
+
+    Raises:
+        CheckpointNotFoundError: it is neither.
+    """
+    if not src.exists():
+        raise CheckpointNotFoundError(f"src={src} does not exist")
+    if _is_checkpoint(src):
+        return not (src / MANIFEST_NAME).is_file()
+    if (other := other_format(src)) is not None:
+        raise CheckpointNotFoundError(f"src: {other}")
+    below = sorted(path for path in src.iterdir() if _is_checkpoint(path)) if src.is_dir() else []
+    hint = f"; below it there is src={below[-1]}" if below else ""
+    raise CheckpointNotFoundError(
+        f"src={src} is no checkpoint: it has neither a {MANIFEST_NAME}, as ours have, nor a metadata.json with sharded_backend zarr, as "
+        f"those that Megatron-Core's zarr strategy wrote{hint}"
+    )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and ((path / MANIFEST_NAME).is_file() or is_megatron_zarr(path))
+
+
+def _cross(keys: ConvertKeys) -> Crossed:
+    done = rewrite(Path(keys.src), Path(keys.dst), _BACKENDS[keys.to]())
+    arrays = [entry for entry in done.manifest.arrays.values() if entry.alias_of is None]
+    return Crossed(
+        src=keys.src,
+        dst=keys.dst,
+        to=keys.to,
+        components=list(done.manifest.components),
+        arrays=len(arrays),
+        array_bytes=sum(entry.num_bytes for entry in arrays),
+        num_files=done.num_files,
+        num_bytes=done.num_bytes,
+    )
+
+
+def _export(keys: ConvertKeys, selection: Selection) -> Plain:
+    done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size))
+    return Plain(
+        src=keys.src,
+        dst=keys.dst,
+        to=keys.to,
+        component=keys.component,
+        tensors=len(selection.tensors),
+        tensor_bytes=sum(tensor.num_bytes for tensor in selection.tensors),
+        files=list(done.files),
+        left_out=[f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()],
+        changed=[
+            *(f"{name}: called {theirs}, for the format cannot call it so" for name, theirs in done.renamed.items()),
+            *(f"{name}: float64 in a dimension more, for the format has no complex128" for name in done.as_pairs),
+        ],
+        num_files=len(done.files) + (1 if len(done.files) > 1 else 0),
+        num_bytes=done.num_bytes,
+    )

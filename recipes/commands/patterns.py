@@ -1,0 +1,78 @@
+"""What the doctor's command does: make the run, train a little, and show what the doctor says. Nothing here writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ckpt.errors import ConfigurationError
+from ckpt.ranks.topology import Topology
+from ckpt.state.doctor import Verdict
+from recipes.commands.reading import add_row, console, full_line, table_of
+from recipes.support.sentences import in_config_words
+from recipes.training.training import set_up
+
+
+@dataclass
+class DoctorKeys:
+    """The keys that the doctor has on top of those of a training run."""
+
+    steps: int = 2
+    json: bool = False
+
+
+def keys_of(cfg: DictConfig) -> DoctorKeys:
+    """Take the doctor's own keys out of the config and return them, their types checked.
+
+    Raises:
+        ConfigurationError: there is no such key, or fewer than no steps.
+    """
+    with open_dict(cfg):
+        own = cfg.pop("doctor")
+        as_json = cfg.pop("json")
+    try:
+        keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DoctorKeys), own, {"json": as_json}))
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(f"{str(error).splitlines()[0]}; the doctor has doctor.steps and json") from error
+    assert isinstance(keys, DoctorKeys)
+    if keys.steps < 0:
+        raise ConfigurationError(f"doctor.steps={keys.steps}: expected at least 0")
+    return keys
+
+
+def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """Make the run, go on from where `resume` says, train some steps and diagnose. Every rank calls it."""
+    training, coordinator = set_up(cfg, topology)
+    if cfg["resume"] is not None:
+        path = None if cfg["resume"] == "latest" else cfg["resume"]
+        coordinator.load_checkpoint(path, strict=cfg["load"]["strict"])
+    for _ in range(cfg["doctor"]["steps"]):
+        training.step()
+    return {
+        "parallel": training.layout.name,
+        "world_size": topology.world_size,
+        "steps": cfg["doctor"]["steps"],
+        "components": [one.to_json() | {"sentence": in_config_words(one.sentence)} for one in coordinator.diagnose()],
+    }
+
+
+def show(result: Mapping[str, Any], *, as_json: bool) -> int:
+    """Print what was found, and return the exit code: 1 if a save would lose state."""
+    lost = [one["component"] for one in result["components"] if one["verdict"] == Verdict.LOSES_STATE.value]
+    if as_json:
+        print(json.dumps({"ok": not lost, **result}, indent=2))
+        return 1 if lost else 0
+    ranks = "1 rank" if result["world_size"] == 1 else f"{result['world_size']} ranks"
+    table = table_of("component", "declared", "found", "verdict")
+    table.title = f"{result['parallel']} on {ranks}, after {result['steps']} steps"
+    for one in result["components"]:
+        found = one["found"][0] if one["found"] else "nothing that fits"
+        add_row(table, one["component"], one["declared"], found, one["verdict"])
+    sentences = [full_line(one["sentence"]) for one in result["components"] if one["sentence"]]
+    console().print(table, *sentences, sep="\n")
+    return 1 if lost else 0

@@ -1,0 +1,373 @@
+"""The one door from a command line into Hydra: every recipe's main function is wrapped by `recipe`.
+
+A mistake of the user ends as one sentence on stderr and exit code 1; a mistake of ours keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, HydraException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.support.sentences import sentence_of, sentence_of_arguments
+
+CONF = Path(__file__).resolve().parent.parent.parent / "conf"
+"""The config files, beside the package `recipes` in a checkout and in an installed wheel alike."""
+
+Work = Callable[[DictConfig], int | None]
+
+_SILENT = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")  # no .hydra/, no log
+_NO_FOLDER = ("hydra.run.dir=.", *_SILENT)
+_LAUNCHERS = ("joblib", "submitit")
+
+
+def recipe(config_name: str, *, writes: bool = True) -> Callable[[Work], Callable[[], None]]:
+    """Make a command of a function of the composed config; what the function returns, if anything, is the exit code.
+
+    Under torchrun or Slurm every rank enters here: ranks other than 0 write no files of Hydra's own, and print only the
+    errors that rank 0 cannot know.
+
+    Args:
+        config_name: the file in conf/ that the command composes, without `.yaml`.
+        writes: False for a command that only reads: it leaves no folder, no `.hydra/` and no log, and is never swept.
+    """
+
+    def decorate(work: Work) -> Callable[[], None]:
+        @functools.wraps(work)
+        def main() -> None:
+            code = _Command(work, config_name, writes).run()
+            if code:
+                sys.exit(code)
+
+        return main
+
+    return decorate
+
+
+class _Command:
+    """One call of one recipe: a run, or a sweep, whose jobs the launcher that the user chose runs in this process or in others."""
+
+    def __init__(self, work: Work, config_name: str, writes: bool) -> None:
+        self.job = _Job(work, config_name, sys.stderr)
+        self.config_name = config_name
+        self.writes = writes
+        self.stderr = sys.stderr
+        self.rank = 0
+        self.code = 0
+        self.sweep_dir: Path | None = None
+        self.new_folders: list[Path] = []  # that did not exist before this command, the deepest first
+        self.new_files: list[Path] = []
+
+    def run(self) -> int:
+        """Compose and run, say in one sentence what went wrong, and return the exit code."""
+        self.rank = _rank_of_environment() if self.writes else 0
+        if not self.writes and {"-m", "--multirun"} & set(sys.argv):  # Hydra would make the folder of a sweep
+            self._print(f"{self.config_name} only reads, one path at a time: leave out -m")
+            return 1
+        under_way = _UNDER_WAY.set(self)
+        with contextlib.ExitStack() as self.held:
+            try:
+                self._run()
+            finally:
+                _UNDER_WAY.reset(under_way)
+                self._tidy()
+        return max(self.code, self.job.code)
+
+    def _run(self) -> None:
+        try:
+            with _environment("HYDRA_FULL_ERROR", "1"), _arguments(self._overrides()), _own_stderr(self.stderr) as said:
+                hydra.main(version_base="1.3", config_path=str(CONF), config_name=self.config_name)(self.job)()
+        except KeyboardInterrupt:
+            self._print("interrupted")
+            self.code = 130
+        except SystemExit as stop:  # argparse's
+            if stop.code != 2:
+                raise
+            self.code = 1
+            self._print(sentence_of_arguments("".join(said), sys.argv[1:]))
+        except _Refused as refusal:
+            self.code = 1
+            assert refusal.__cause__ is not None
+            self._report(refusal.__cause__)
+        except _user_errors() as error:
+            self.code = 1
+            self._report(error)
+        except Exception as error:
+            self.code = 1
+            self._report_unforeseen(error)
+        if self.sweep_dir is not None and self.rank == 0:
+            from recipes.support.sweep import show
+
+            show(self.sweep_dir)
+
+    def begin(self, folder: Path, hydra_files: Iterable[str]) -> None:
+        """Take note of the folder that Hydra is about to make, and of the files that it will write there by itself."""
+        self.new_folders = [one for one in (folder, *folder.parents) if not one.exists()]
+        self.new_files = [folder / name for name in hydra_files if not (folder / name).exists()]
+
+    def begin_sweep(self, folder: Path, cfg: DictConfig) -> None:
+        """Hold the folder of a sweep until the sweep ends.
+
+        Raises:
+            CheckpointError: it cannot be written, or another run or sweep uses it.
+        """
+        import_torch()
+        from recipes.support.run_folder import lock_of, writing
+
+        self.sweep_dir = folder
+        if self.rank == 0:
+            what = "the folder of the sweep"
+            with writing(what, folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                self.held.enter_context(lock_of(folder, what, cfg))
+
+    def _tidy(self) -> None:
+        """Remove what Hydra and this command have made for a run or sweep that was refused."""
+        self.held.close()
+        if self.sweep_dir is not None and not (self.sweep_dir / "sweep.json").exists():
+            for file in self.new_files:
+                file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first that holds something stays, and all above it
+            for folder in self.new_folders:
+                folder.rmdir()
+
+    def _overrides(self) -> tuple[str, ...]:
+        if not self.writes:
+            return _NO_FOLDER
+        return _SILENT if self.rank else ()
+
+    def _report(self, error: BaseException) -> None:
+        if isinstance(error.__cause__ or error, BrokenPipeError):  # whoever read our output has enough, as in `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return
+        from ckpt.errors import CheckpointError
+
+        text = sentence_of(error, CONF, self.config_name)
+        if (
+            self.job.calls == 0
+            and isinstance(error, OSError)
+            and not isinstance(error, (HydraException, CheckpointError))
+        ):
+            text = f"the folder of the run cannot be made: {text}; choose another with output_dir=<folder>"
+        cause = error.__cause__ or error
+        self._print(text, only_here=_is_local(cause), lead_is_gone=_says_that_rank_0_is_gone(cause))
+
+    def _report_unforeseen(self, error: Exception) -> None:
+        """Print a sentence for what is no bug of ours, or was printed by the job; otherwise raise it once more."""
+        if isinstance(error, JobFailed):
+            if error.pid != os.getpid():
+                self._print(str(error))
+        elif self.job.calls == 0 and isinstance(error, ValueError):  # Hydra's own, of an override such as ckpt=null
+            self._print(" ".join(str(error).split()))
+        elif self.sweep_dir is not None and type(error).__module__.partition(".")[0] in _LAUNCHERS:
+            self._print(f"the launcher of the sweep lost a job: {sentence_of(error, CONF, self.config_name)}")
+        else:
+            raise error
+
+    def _print(self, text: str, *, only_here: bool = False, lead_is_gone: bool = False) -> None:
+        if self.rank == 0 or (self.rank == 1 and lead_is_gone):
+            print(text, file=self.stderr, flush=True)
+        elif only_here and _leads_its_host():
+            print(f"rank {self.rank}: {text}", file=self.stderr, flush=True)
+
+
+_UNDER_WAY: ContextVar[_Command] = ContextVar("the command that Hydra runs in this context")
+
+
+class _Refused(BaseException):
+    """A callback refuses to go on, for its cause. Hydra would turn an Exception of a callback into a warning."""
+
+
+class Folders(Callback):
+    """A Hydra callback that tells the command under way where Hydra is about to write."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        command = _UNDER_WAY.get(None)
+        if command is not None:
+            command.begin(Path(str(config.hydra.run.dir)).absolute(), ())
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        command = _UNDER_WAY.get(None)
+        if command is not None:
+            folder = Path(str(config.hydra.sweep.dir)).absolute()
+            command.begin(folder, ("multirun.yaml",))
+            try:
+                command.begin_sweep(folder, config)
+            except Exception as error:
+                raise _Refused from error
+
+
+class JobFailed(Exception):
+    """A job of a sweep met a bug. Its traceback went to the stderr of the process `pid`, which ran the job."""
+
+    def __init__(self, message: str, pid: int) -> None:
+        super().__init__(message, pid)
+        self.pid = pid
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class _Job:
+    """What Hydra calls for each job. Pickled by name, so that a launcher can call it in another process."""
+
+    def __init__(self, work: Work, config_name: str, stderr: TextIO | None) -> None:
+        self.__module__ = _module_of(work)  # Hydra names the job after it
+        self.work = work
+        self.config_name = config_name
+        self.stderr = stderr
+        self.calls = 0
+        self.code = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _job_of, (self.__module__, self.work.__name__, self.config_name)
+
+    def __call__(self, cfg: DictConfig) -> int | None:
+        self.calls += 1
+        swept = HydraConfig.get().mode == RunMode.MULTIRUN
+        with contextlib.redirect_stderr(self.stderr or sys.stderr):
+            return self._work(cfg, swept)
+
+    def _work(self, cfg: DictConfig, swept: bool) -> int | None:
+        """Do one job's work. Hydra sees what it raises: that is how a job of a sweep fails and the next begins."""
+        import_torch()
+        try:
+            code = self.work(cfg)
+        except _user_errors() as error:
+            raise CompactHydraException(sentence_of(error, CONF, self.config_name)) from error
+        except Exception as error:
+            if swept:  # Hydra raises one job's error, after the last job
+                traceback.print_exc()
+                raise JobFailed(sentence_of(error, CONF, self.config_name), os.getpid()) from error
+            raise
+        self.code = max(self.code, code or 0)
+        return code
+
+
+def _module_of(work: Work) -> str:
+    """The module of a recipe's function, by the name under which other processes can import it."""
+    if work.__module__ != "__main__":
+        return work.__module__
+    main = sys.modules["__main__"]
+    if main.__spec__:
+        return main.__spec__.name
+    return ".".join(Path(str(main.__file__)).resolve().with_suffix("").relative_to(CONF.parent).parts)
+
+
+def _job_of(module: str, name: str, config_name: str) -> _Job:
+    work: Work = getattr(import_module(module), name).__wrapped__
+    return _Job(work, config_name, None)
+
+
+def import_torch() -> None:
+    """Import torch without the device plugins that it loads by itself.
+
+    A plugin that is installed without its driver makes every plain `import torch` fail, whatever device the run is for.
+    So plugins are imported by name, by `ckpt.memory.device.Device` alone, which can say what is missing. Nor may torch's C++
+    parts warn on stderr: where no name server answers, they do so for every connection between ranks.
+    """
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with _environment("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"), _environment("TORCH_CPP_LOG_LEVEL", level):
+        import torch  # noqa: F401
+
+
+def _rank_of_environment() -> int:
+    import_torch()
+    from recipes.support.ranks import rank_of_environment, ranks_exist
+
+    return rank_of_environment() if ranks_exist() else 0
+
+
+def _user_errors() -> tuple[type[BaseException], ...]:
+    """What is answered with a sentence."""
+    import_torch()
+    from ckpt.errors import CheckpointError
+
+    return HydraException, OmegaConfBaseException, OSError, CheckpointError
+
+
+def _is_local(error: BaseException) -> bool:
+    """Whether this rank may be the only one that knows, because its host lacks a device or a file."""
+    from ckpt.errors import CheckpointError, DeviceUnavailableError
+
+    if isinstance(error, DeviceUnavailableError):
+        return True
+    return isinstance(error, OSError) and not isinstance(error, (CheckpointError, HydraException))
+
+
+def _says_that_rank_0_is_gone(error: BaseException) -> bool:
+    from ckpt.errors import RankAbsentError
+
+    return isinstance(error, RankAbsentError) and error.rank == 0
+
+
+def _leads_its_host() -> bool:
+    """Whether this rank is the one to speak for its host, where that is known."""
+    from ckpt.errors import ConfigurationError
+    from recipes.support.ranks import Environment
+
+    try:
+        return Environment.read().local_rank in (0, None)
+    except ConfigurationError:
+        return True
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextlib.contextmanager
+def _arguments(overrides: tuple[str, ...]) -> Iterator[None]:
+    """Add overrides to the command line, and put all of them in one place: argparse refuses `a=1 -m b=2,3`."""
+    before = sys.argv
+    given = [word for word in before[1:] if not word.startswith("-") and ("=" in word or word.startswith("~"))]
+    others = [word for word in before[1:] if word not in given]
+    sys.argv = [before[0], *given, *overrides, *others]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextlib.contextmanager
+def _own_stderr(stderr: TextIO) -> Iterator[list[str]]:
+    """Keep back what Hydra writes there by itself: the line of overrides above an error, and argparse's words, which are returned."""
+    said: list[str] = []
+
+    class Filter:
+        def write(self, text: str) -> int:
+            if text.startswith("usage: ") or ": error: " in text:  # argparse; what jobs write does not come here
+                said.append(text)
+            elif not text.startswith("Error executing job with overrides:"):
+                return stderr.write(text)
+            return len(text)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(stderr, name)
+
+    with contextlib.redirect_stderr(Filter()):  # type: ignore[type-var]
+        yield said

@@ -1,0 +1,106 @@
+"""Where the ranks of a run come from: they exist already, or this process is the only one, or they are started here."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from ckpt.errors import ConfigurationError, RankAbsentError
+from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.stores import StoreGoneError, reach, serve
+from ckpt.ranks.topology import Topology
+from recipes.support.ranks import Environment, Job, listening_on, number_of, ranks_exist, run_job, tracebacks_of_bugs
+from recipes.support.run_folder import RunFolder, opened
+
+_STORE_S = 300.0
+_PATIENCE_S = 10.0  # how long the rank that holds the store waits for the others to let go of it
+
+
+def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> dict[str, Any] | None:
+    """Run `job(cfg, topology)` on all ranks of this run, and return what it returned on rank 0.
+
+    Ranks that exist already (torchrun, Slurm: RANK is set) are joined: every one of them calls this, all of them run rank
+    0's `cfg`, and on all but rank 0 the result is None. Otherwise `cfg["launch"]["nproc_per_node"]` ranks are started on
+    this machine; one is this process itself, without store, threads or process group. With several ranks the default
+    process group is there while the job runs, with the collectives of `cfg["device"]`.
+
+    Args:
+        job: a function of an importable module.
+        cfg: plain values that JSON can hold.
+        folder: the run's, held open for as long as the job runs: by this process if it starts the ranks or is the only one, by rank 0
+            of ranks that exist. None: the job writes nothing.
+
+    Raises:
+        CheckpointError: the job failed; with started ranks, one error that stands for all of them. Or the folder cannot be opened; then
+            no rank has begun.
+    """
+    if ranks_exist() and number_of("WORLD_SIZE") > 1:
+        return _join_existing(job, cfg, folder)
+    num_ranks = 1 if ranks_exist() else cfg["launch"]["nproc_per_node"]
+    with opened(folder, cfg) as run:
+        if num_ranks > 1:
+            from recipes.support.local_ranks import run_local_ranks  # a run of one rank does without
+
+            return run_local_ranks(job, run.cfg, num_ranks, run.held)
+        with tracebacks_of_bugs(), listening_on(LOOPBACK), Topology.alone() as topology:
+            return job(run.cfg, topology)
+
+
+def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> dict[str, Any] | None:
+    environment = Environment.read()
+    try:
+        store = _store_of(environment)
+        # One prefix per job: the second job of a sweep must not meet the first one's addresses. The store itself counts.
+        jobs = Mailbox(store, writer=environment.rank, timeout_s=_STORE_S)
+        number = jobs.add(f"jobs/{environment.attempt}/{environment.rank}", 1)
+    except StoreGoneError as error:
+        raise _unreached(environment) from error
+    own = dist.PrefixStore(f"job-{environment.attempt}.{number}", store)
+    try:
+        with tracebacks_of_bugs():
+            return run_job(job, cfg, own, environment, take_from_lead=True, folder=folder)
+    finally:
+        if not environment.store_is_held:
+            _let_go(own, environment)
+
+
+@functools.cache
+def _store_of(environment: Environment) -> dist.TCPStore:
+    """Return the store of the ranks that exist. It is theirs, not a job's, so all jobs of this process share it.
+
+    Rank 0 holds it, unless the launcher does, and listens on the address that MASTER_ADDR names and on no other.
+    """
+    if environment.rank != 0 or environment.store_is_held:
+        return reach(environment.address, environment.port, timeout_s=_STORE_S)
+    try:
+        return serve(environment.address, environment.port, timeout_s=_STORE_S, is_shared=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"rank 0 cannot hold the ranks' store at {environment.address}:{environment.port}: {error}. Set MASTER_ADDR to an address "
+            "of rank 0's machine by which the others reach it, and MASTER_PORT to a free port"
+        ) from error
+
+
+def _unreached(environment: Environment) -> RankAbsentError:
+    return RankAbsentError(
+        f"rank {environment.rank} cannot reach the ranks' store at {environment.address}:{environment.port}: is rank 0 running, are "
+        "MASTER_ADDR and MASTER_PORT the same on every rank, and is MASTER_ADDR an address by which others reach rank 0's machine?",
+        rank=environment.rank,
+    )
+
+
+def _let_go(store: dist.PrefixStore, environment: Environment) -> None:
+    """Rank 0 holds the store: it stays until the others are done with it, or have had the time."""
+    deadline = time.monotonic() + _PATIENCE_S
+    try:
+        mailbox = Mailbox(store, writer=environment.rank, timeout_s=_PATIENCE_S)
+        gone = mailbox.add("gone", 1)
+        while environment.rank == 0 and gone < environment.world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            gone = mailbox.add("gone", 0)
+    except StoreGoneError:
+        return  # the store went first: nothing is left to wait for

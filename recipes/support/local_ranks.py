@@ -1,0 +1,409 @@
+"""Ranks started on this machine, from a forkserver that has everything imported.
+
+The launcher holds the ranks' store, which listens on the loopback interface alone, so it can say of any rank what it last did; and
+a pipe: a rank that finds it closed ends itself, for its launcher is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sentence
+from ckpt.ranks.addresses import LOOPBACK
+from ckpt.ranks.heartbeat import Beat, beat_key
+from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.ranks.stores import reach, serve
+from ckpt.ranks.topology import Topology
+from recipes.support.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, environment_with, grace_s, run_job
+from recipes.support.run_folder import Held
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT stays Python's: KeyboardInterrupt
+_LINGER_S = 1.0
+_TOLD_TO_END_KEY = "told to end"  # a rank has saved what it was told to, and ends
+_STORE_S = 300.0
+_MORE_THAN_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class _Start:
+    """All that a rank is given. Of `lifeline` the launcher holds the other end, and never writes to it; rank 0 sends its `result`.
+
+    `held` is the lock of the run's folder: it is free when the launcher and every rank have ended.
+    """
+
+    job: Job
+    cfg: dict[str, Any]
+    num_ranks: int
+    port: int
+    lifeline: Connection
+    result: Connection
+    environment: dict[str, str]
+    folder: str
+    num_threads: int | None
+    held: Held | None
+
+
+class _Failure(NamedTuple):
+    """The first rank that ended otherwise than well. A negative exit code is a signal."""
+
+    rank: int
+    exitcode: int
+
+
+class _AskedToEnd(BaseException):
+    """This process got a signal that ends it."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int, held: Held | None = None) -> dict[str, Any] | None:
+    """Run the job on `num_ranks` new processes and return rank 0's result. Nothing of them is left afterwards.
+
+    Only the forkserver stays, for the next job of this process, and ends with it.
+
+    Args:
+        held: the lock of the run's folder, which the ranks share; None: the job has no folder.
+
+    Raises:
+        CheckpointError: what the job failed of, once for all ranks. The traceback of an error that nobody foresaw is
+            written to stderr before.
+    """
+    store = serve(LOOPBACK, timeout_s=_STORE_S)
+    context = multiprocessing.get_context("forkserver")
+    lifeline, ours = context.Pipe(duplex=False)
+    results, result = context.Pipe(duplex=False)
+    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, _num_cores() // num_ranks)
+    with ours, lifeline, results, result, _start_method_that_ranks_know():
+        start_forkserver(_modules_of(job))
+        start = _Start(job, cfg, num_ranks, store.port, lifeline, result, dict(os.environ), os.getcwd(), threads, held)
+        ranks = [context.Process(target=_rank_main, args=(start, rank)) for rank in range(num_ranks)]
+        try:
+            with _signals_raised():
+                outcome = _supervised(ranks, results, grace_s(cfg) + _MORE_THAN_GRACE_S)
+        except _AskedToEnd as asked:  # the ranks have ended; now the signal does what it does without us
+            sys.stdout.flush()
+            if not store.check([_TOLD_TO_END_KEY]):
+                os.kill(os.getpid(), asked.number)
+            raise SystemExit(128 + asked.number) from None
+    if isinstance(outcome, _Failure) and store.check([_TOLD_TO_END_KEY]):  # to one rank, which has told the others
+        raise SystemExit(TOLD_TO_END)
+    if isinstance(outcome, _Failure):
+        error, unforeseen = _cause(store, outcome, num_ranks)
+        sys.stderr.write(unforeseen)
+        raise error
+    return outcome
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _supervised(
+    ranks: Sequence[ForkServerProcess], results: Connection, patience_s: float
+) -> dict[str, Any] | _Failure | None:
+    """Start the ranks and wait until all have ended well, or one has not; then the others are told to end, too.
+
+    Args:
+        results: where rank 0's result comes.
+        patience_s: for a rank that is told to end; then it is killed.
+    """
+    outcome: dict[str, Any] | None = None
+    number = signal.SIGTERM
+    try:
+        for rank in ranks:
+            rank.start()
+        while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+            if results in wait([results, *running]):
+                outcome = results.recv()
+            ended = [(rank, process.exitcode) for rank, process in enumerate(ranks)]
+            if failed := [_Failure(rank, exitcode) for rank, exitcode in ended if exitcode]:
+                # All know then, and end by themselves: a signal now would cut an orderly end short.
+                if failed[0].exitcode == TOLD_TO_END:
+                    _join(ranks, time.monotonic() + patience_s)
+                return failed[0]
+        return results.recv() if results.poll() else outcome
+    except _AskedToEnd as asked:
+        number = asked.number
+        raise
+    finally:
+        _end([rank for rank in ranks if rank.pid is not None], number, patience_s)
+
+
+def _join(ranks: Sequence[ForkServerProcess], until: float) -> None:
+    """Wait until all ranks have ended, but no longer than to a moment of `time.monotonic`."""
+    for rank in ranks:
+        rank.join(max(0.0, until - time.monotonic()))
+
+
+def _end(ranks: Sequence[ForkServerProcess], number: signal.Signals, patience_s: float) -> None:
+    """Tell ranks to end, and kill those that take too long, or all where this is interrupted."""
+    until = time.monotonic() + patience_s
+    try:
+        for rank in ranks:
+            if rank.is_alive() and rank.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
+        _join(ranks, until)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+            rank.close()
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Raise `_AskedToEnd` for the signals that end a process."""
+
+    def ask(number: int, _: FrameType | None) -> None:
+        raise _AskedToEnd(signal.Signals(number))
+
+    here = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.signal(number, ask) for number in _SIGNALS} if here else {}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _modules_of(job: Job) -> list[str]:
+    """What a rank would import for a job."""
+    spec = sys.modules["__main__"].__spec__
+    main = {"__main__", spec.name if spec else "__main__"}  # each rank runs it anew, and Python warns if it is there
+    package = job.__module__.partition(".")[0]
+    ours = [name for name in sys.modules if name.partition(".")[0] == package and name not in main]
+    # The first optimizer of a process imports torch._dynamo, which takes a second: better once than in every rank.
+    return ["torch.nn.parallel", "torch._dynamo", __name__, *ours]
+
+
+def start_forkserver(modules: list[str]) -> None:
+    """Start it, unless it runs, with these modules imported and no thread in it, which a fork would lose."""
+    preload = [*modules, "recipes.support.forkserver"]  # what is registered last runs first when it ends
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    wanted = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
+    wanted["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is told in our words
+    with environment_with(wanted), _no_folder_left():
+        multiprocessing.forkserver.ensure_running()
+
+
+@contextmanager
+def _no_folder_left() -> Iterator[None]:
+    """Let a forkserver that starts here listen on a socket that has no name any more, and so leaves no folder, however it ends.
+
+    Python's own would lie in a folder that only the launcher removes, and only if it is not killed. Folder and socket are reached by
+    their descriptors, which no path is too long for. Where there is no /proc all is as Python does it.
+    """
+    if not os.path.isdir("/proc/self/fd"):
+        yield
+        return
+    server = multiprocessing.forkserver._forkserver
+    settings = multiprocessing.current_process()._config
+    before, elsewhere = server._forkserver_address, settings.get("tempdir")
+    folder = tempfile.mkdtemp(prefix="ckpt-")
+    there = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    settings["tempdir"] = f"/proc/self/fd/{there}"
+    try:
+        yield
+        if server._forkserver_address != before:
+            held = os.open(server._forkserver_address, os.O_PATH | os.O_CLOEXEC)
+            os.unlink(server._forkserver_address)
+            server._forkserver_address = f"/proc/self/fd/{held}"
+    finally:
+        settings["tempdir"] = elsewhere
+        os.close(there)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _start_method_that_ranks_know() -> Iterator[None]:
+    """Replace a default start method that is not Python's, as in processes of joblib: new processes are told of it and do not find it."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    if before in (None, *multiprocessing.get_all_start_methods()):
+        yield
+        return
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+# In the ranks
+
+
+def _rank_main(start: _Start, rank: int) -> None:
+    _end_with_launcher(start.lifeline)
+    faulthandler.enable()
+    os.environ.update({name: value for name, value in start.environment.items() if name not in RANK_VARIABLES})
+    os.environ.update(_variables(start, rank))
+    os.chdir(start.folder)
+    if start.num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(start.num_threads)
+        torch.set_num_threads(start.num_threads)
+    environment = Environment.read()
+    store = reach(LOOPBACK, start.port, timeout_s=_STORE_S)
+
+    def job(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | None:
+        with _reported(
+            store, environment
+        ):  # before the process group goes, whose end the others would take for the cause
+            return start.job(cfg, topology)
+
+    with _reported(store, environment):
+        result = run_job(job, start.cfg, store, environment, take_from_lead=False)
+        if rank == 0:
+            start.result.send(result)
+
+
+def _variables(start: _Start, rank: int) -> dict[str, str]:
+    """What torchrun sets on one machine."""
+    world_size = str(start.num_ranks)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(start.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _end_with_launcher(lifeline: Connection) -> None:
+    """Watch the pipe: it closes when the launcher's process is gone, however it went."""
+
+    def watch() -> None:
+        try:
+            lifeline.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+@contextmanager
+def _reported(store: dist.Store, environment: Environment) -> Iterator[None]:
+    """Tell the launcher what the job failed of, and end this process there and then."""
+    try:
+        yield
+    except KeyboardInterrupt:  # Ctrl-C reaches the launcher too
+        os._exit(130)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return
+        if isinstance(error, SystemExit) and error.code == TOLD_TO_END:
+            store.add(_TOLD_TO_END_KEY, 1)
+            raise
+        try:
+            _report(store, environment, error)
+        except dist.DistError:
+            pass  # the launcher is gone, and with it whoever could read this
+        finally:
+            _exit_at_once()
+
+
+def _report(store: dist.Store, environment: Environment, error: BaseException) -> None:
+    """Leave a report in the store; linger while others may be about to leave theirs, or their bodies.
+
+    The launcher ends all ranks when the first one ends. A rank that was killed must be that first one, and not one that
+    only lost its connection to it.
+    """
+    described = describe(error)
+    if not isinstance(error, CheckpointError):
+        described |= {"message": f"rank {environment.rank} failed: {sentence(error)}", "rank": environment.rank}
+    report = {"number": store.add("reports", 1), "error": described, "unforeseen": _unforeseen(error, environment.rank)}
+    store.set(_report_key(environment.rank), json.dumps(report))
+    everybody = [_report_key(rank) for rank in range(environment.world_size)]
+    deadline = time.monotonic() + _LINGER_S
+    while not store.check(everybody) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _unforeseen(error: BaseException, rank: int) -> str:
+    """Return the traceback of what nobody foresaw, which may be the cause of an error that all ranks agreed on."""
+    bug = bug_beneath(error)
+    return "" if bug is None else f"rank {rank}:\n" + "".join(traceback.format_exception(bug))
+
+
+def _exit_at_once() -> None:
+    """End without waiting for threads and process groups, which may wait for other ranks."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _report_key(rank: int) -> str:
+    return f"report/{rank}"
+
+
+# In the launcher, after a failure
+
+
+def _cause(store: dist.TCPStore, failure: _Failure, num_ranks: int) -> tuple[CheckpointError, str]:
+    """Return the error that stands for all ranks, and a traceback to show before, or ""."""
+    keys = {rank: _report_key(rank) for rank in range(num_ranks)}
+    reports = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+    collateral = failure.exitcode == -signal.SIGABRT and reports  # collectives abort when another rank is gone
+    if failure.rank not in reports and not collateral:
+        return _death(store, *failure), ""
+    first = min(reports.values(), key=lambda report: int(report["number"]))
+    error = rebuild(first["error"])
+    same = [report["unforeseen"] for report in reports.values() if report["error"]["message"] == str(error)]
+    return error, next(filter(None, same), "")
+
+
+def _death(store: dist.TCPStore, rank: int, exitcode: int) -> RankAbsentError:
+    """Say how a rank ended that could not say so itself, and where its last heartbeat was: of a save in the background, that one's."""
+    beats = list(_last_beats(store, rank))
+    beat = next((beat for beat in beats if beat.what is not None and not beat.left), beats[0] if beats else None)
+    how = f"was killed by {_signal_name(exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
+    where = beat.place if beat else "before it had joined the other ranks"
+    hint = "; the kernel does that when memory runs out" if exitcode == -signal.SIGKILL else ""
+    return RankAbsentError(f"rank {rank} {how} {where}{hint}", rank=rank, phase=beat.phase if beat else None)
+
+
+def _last_beats(store: dist.TCPStore, rank: int) -> Iterator[Beat]:
+    """The last heartbeats of a rank: where its own thread was, then where those were that save in the background."""
+    own = beat_key(rank)
+    parts = [key.removesuffix(f"/{own}") for key in store.list_keys() if key.endswith(f"/{own}")]
+    for part in sorted(parts, key=len):
+        data = Mailbox(dist.PrefixStore(part, store), writer=rank).peek(own)
+        if data is not None:
+            yield Beat.decode(data)
+
+
+def _signal_name(exitcode: int) -> str:
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"

@@ -1,0 +1,247 @@
+"""One rank of a run: what the environment says of it, and what it needs before its job begins.
+
+The only reader of RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
+from ckpt.memory.device import INTERFACE_VARIABLES
+from ckpt.ranks.addresses import LOOPBACK, address_towards, interface_of, machine
+from ckpt.ranks.stores import connection
+from ckpt.ranks.topology import Topology
+from recipes.support.run_folder import RunFolder, opened
+
+Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
+
+RANK_VARIABLES = frozenset(
+    (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+)
+"""What launchers set for each rank, and nobody passes on."""
+
+
+def ranks_exist() -> bool:
+    """Is this process one rank of several that somebody else started?"""
+    return "RANK" in os.environ
+
+
+def rank_of_environment() -> int:
+    """Return this process's rank among those that exist; 0 if none do."""
+    return number_of("RANK", default=0)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the launcher of the existing ranks tells each of them.
+
+    Attributes:
+        host: this rank's host; the agents of one torchrun on one machine count as hosts of their own.
+        address, port: of the store.
+        store_is_held: by the launcher, so that it outlives any rank; otherwise rank 0 holds it.
+        attempt: how often the launcher has restarted the ranks over this store.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    host: str
+    address: str
+    port: int
+    store_is_held: bool
+    attempt: int
+
+    @classmethod
+    def read(cls) -> Environment:
+        host = socket.gethostname()
+        if number_of("GROUP_WORLD_SIZE", default=1) > 1:
+            host = f"{host}/{number_of('GROUP_RANK')}"
+        return cls(
+            rank=number_of("RANK"),
+            world_size=number_of("WORLD_SIZE"),
+            local_rank=number_of("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None,
+            host=host,
+            address=os.environ.get("MASTER_ADDR", "localhost"),
+            port=number_of("MASTER_PORT"),
+            store_is_held=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=number_of("TORCHELASTIC_RESTART_COUNT", default=0),
+        )
+
+
+def number_of(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise ConfigurationError(
+            f"the environment says RANK={os.environ.get('RANK')}, but {name} is {text!r}: start all ranks with torchrun, or "
+            "give each RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or unset RANK to start them here"
+        )
+    return int(text)
+
+
+@contextmanager
+def environment_with(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment for a while; afterwards it is as before, whatever was set in it meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def grace_s(cfg: Mapping[str, Any]) -> float:
+    """How long a rank that is told to end may take."""
+    seconds: float = cfg["save"]["grace_s"] if "save" in cfg else cfg["agree"]["grace_s"]
+    return seconds
+
+
+def run_job(
+    job: Job,
+    cfg: dict[str, Any],
+    store: dist.Store,
+    environment: Environment,
+    *,
+    take_from_lead: bool,
+    folder: RunFolder | None = None,
+) -> dict[str, Any] | None:
+    """Join the other ranks in `store`, which this job alone uses, and run the job. Every rank calls it.
+
+    Args:
+        take_from_lead: run rank 0's `cfg` in place of this rank's own, as it is once rank 0 has opened the run's folder.
+        folder: the run's, which rank 0 opens and holds while the job runs; None: it is open already, or the job writes nothing.
+    """
+    topology = Topology.join(
+        dist.PrefixStore("topology", store),
+        environment.rank,
+        environment.world_size,
+        local_rank=environment.local_rank,
+        host=environment.host,
+        timeout_s=cfg["agree"]["timeout_s"],
+        grace_s=grace_s(cfg),
+    )
+    with topology, ExitStack() as open_until_the_end:
+        if take_from_lead:
+            cfg = _taken_from_lead(cfg, topology, folder, open_until_the_end)
+        with topology.phase("take a device") as phase:
+            backends = _use_device(cfg["device"], topology.local_rank)
+            phase.payload = machine("net")
+        num_members = cfg["launch"].get("in_process_group", topology.world_size)
+        of_group = dist.PrefixStore("process group", connection(store, cfg["agree"]["timeout_s"]))
+        with (
+            listening_on(LOOPBACK if len(set(phase.payloads)) == 1 else _address_towards_store(environment)),
+            _process_group(backends, of_group, topology, num_members),
+        ):
+            result = job(cfg, topology)
+    return result if environment.rank == 0 else None
+
+
+def _taken_from_lead(
+    cfg: dict[str, Any], topology: Topology, folder: RunFolder | None, stack: ExitStack
+) -> dict[str, Any]:
+    """Open the run's folder on the lead, and return its config on every rank, or raise on every rank why the folder does not open."""
+    refusal: BaseException | None = None
+    with topology.phase("take rank 0's configuration") as phase:
+        if topology.is_lead:
+            try:
+                phase.payload = {"config": stack.enter_context(opened(folder, cfg, topology.progress)).cfg}
+            except (CheckpointError, OSError) as error:
+                refusal, phase.payload = error, {"refused": describe(error)}
+    said = phase.payloads[0]
+    if "refused" in said:
+        raise rebuild(said["refused"]) from refusal
+    config: dict[str, Any] = said["config"]
+    return config
+
+
+def _use_device(node: dict[str, Any], local_rank: int) -> str:
+    """Make this process work on its device, whose plugin may also bring the collectives; return the process group's backends."""
+    module, _, name = node["_target_"].rpartition(".")
+    keywords = {key: value for key, value in node.items() if not key.startswith("_")}
+    device = getattr(import_module(module), name)(**keywords)
+    device.use(local_rank)
+    backends: str = device.backends
+    return backends
+
+
+@contextmanager
+def listening_on(address: str | None) -> Iterator[None]:
+    """Have process groups listen on the interface with this address, and on no other. Variables that are set already stand.
+
+    Args:
+        address: of this machine; None: as torch does.
+    """
+    interface = address and interface_of(address)
+    wanted = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    if interface and address == LOOPBACK:  # else their own choice: it also says through which interfaces tensors go
+        wanted |= dict.fromkeys(INTERFACE_VARIABLES, f"={interface}")
+    new = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
+
+
+def _address_towards_store(environment: Environment) -> str | None:
+    try:
+        return address_towards(environment.address, environment.port)
+    except OSError:
+        return None  # the store was reached, so there is a way that cannot be asked for
+
+
+@contextmanager
+def _process_group(backends: str, store: dist.Store, topology: Topology, num_members: int) -> Iterator[None]:
+    if dist.is_initialized():
+        raise CheckpointError("a default process group exists already, left over from something before this job")
+    if topology.rank >= num_members:
+        yield
+        return
+    dist.init_process_group(backends, store=store, rank=topology.rank, world_size=num_members)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def tracebacks_of_bugs() -> Iterator[None]:
+    """Print where an unforeseen error came from, on the rank that met it: the agreed one that goes on is a sentence."""
+    try:
+        yield
+    except CheckpointError as error:
+        if (bug := bug_beneath(error)) is not None:
+            traceback.print_exception(bug)
+        raise
+
+
+def bug_beneath(error: BaseException) -> BaseException | None:
+    """Return the error that nobody foresaw, which made this one or is it; None if all of it was foreseen."""
+    cause: BaseException | None = error
+    while isinstance(cause, CheckpointError):
+        if isinstance(cause, RankAbsentError):
+            return None
+        cause = cause.__cause__
+    return None if isinstance(cause, (OSError, SystemExit, dist.DistError, torch.OutOfMemoryError)) else cause

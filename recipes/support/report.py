@@ -1,0 +1,228 @@
+"""What a run tells: lines or a bar on the terminal while it goes, and summary.json at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from ckpt.errors import CorruptCheckpointError, StorageError, sentence
+from ckpt.load.loading import LoadReport
+from ckpt.save.saving import SaveReport
+from recipes.support.config import GIVEN, by_dotted_key, values_of
+
+SUMMARY_NAME = "summary.json"
+
+_LINES = 12
+"""About how many lines of progress a run prints where there is no bar."""
+
+
+@dataclass
+class Summary:
+    """What `summary.json` holds. Bytes are summed over the ranks, seconds are the slowest rank's, paths are absolute.
+
+    Attributes:
+        losses: of this process's steps only: `losses[i]` belongs to step `first_step + i`; mean over the global batch.
+        fell_back_from: damaged checkpoints passed over by resume=latest, newest first.
+        loaded_digest: of the state right after the load that resumed the run.
+        checkpoints: this process's saves.
+        skipped: steps whose save was due and left out, because the one before was still being written (`save.when_busy=skip`).
+        load_s: of the last load of this process, the one of `load.reread` included.
+    """
+
+    world_size: int
+    first_step: int = 1
+    final_step: int = 0
+    losses: list[float] = field(default_factory=list)
+    resumed_from: str | None = None
+    fell_back_from: list[str] = field(default_factory=list)
+    loaded_digest: str | None = None
+    state_digest: str | None = None
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    load_s: float | None = None
+    bytes_read: int | None = None
+    bytes_needed: int | None = None
+
+    def add_resume(self, loaded: LoadReport, digest: str) -> None:
+        step = int(loaded.checkpoint_id)
+        self.first_step, self.final_step = step + 1, step
+        self.resumed_from = str(loaded.path)
+        self.fell_back_from = [str(path) for path in loaded.fell_back_from]
+        self.loaded_digest = digest
+        self.add_load(loaded)
+
+    def add_load(self, loaded: LoadReport) -> None:
+        self.load_s, self.bytes_read, self.bytes_needed = loaded.load_s, loaded.bytes_read, loaded.bytes_needed
+
+    def add_step(self, step: int, loss: float) -> None:
+        self.losses.append(loss)
+        self.final_step = step
+
+    def add_saves(self, reports: Sequence[SaveReport]) -> Sequence[SaveReport]:
+        """Add, of all saves of this process, those that are not here yet, and return them."""
+        new = reports[len(self.checkpoints) :]
+        for saved in new:
+            self.checkpoints.append(
+                {
+                    "path": str(saved.path),
+                    "step": int(saved.checkpoint_id),
+                    "bytes": saved.bytes,
+                    "save_s": saved.save_s,
+                    "blocked_s": saved.blocked_s,
+                }
+            )
+        return new
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def remove(run_dir: Path) -> None:
+        """Remove what an earlier run left, so that a run that is killed leaves no summary at all."""
+        (run_dir / SUMMARY_NAME).unlink(missing_ok=True)
+
+    def write(self, run_dir: Path) -> Path:
+        """Write summary.json, whole or not at all, and return its path."""
+        return write_summary(run_dir, self.as_dict())
+
+    def write_if_none(self, run_dir: Path) -> Path:
+        """Write it for a run that had nothing to do, unless the one is there of the run that did it."""
+        path = run_dir / SUMMARY_NAME
+        return path if path.exists() else self.write(run_dir)
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
+    """Write a run's summary.json, whole or not at all, and return its path.
+
+    Raises:
+        StorageError: it cannot be written, for the folder was removed, or the disk is full.
+    """
+    path = run_dir / SUMMARY_NAME
+    unfinished = run_dir / f".{SUMMARY_NAME}.unfinished"
+    try:
+        unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise StorageError(
+            f"the summary of the run cannot be written: {sentence(error)}; was its folder removed while it ran?"
+        ) from error
+    return path
+
+
+class Report:
+    """What the user sees of a run: a progress bar on a terminal, lines elsewhere.
+
+    Args:
+        shown: False on every rank but one.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any], *, shown: bool) -> None:
+        self.cfg = cfg
+        self.steps: int = cfg["train"]["steps"]
+        self.console = Console(quiet=not shown, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._started = time.monotonic()
+        self._is_first = True
+
+    @contextmanager
+    def running(self, first_step: int) -> Iterator[None]:
+        """Show the steps from `first_step` on."""
+        self._started = time.monotonic()
+        if first_step > self.steps:
+            self._say(f"the run is at step {first_step - 1} already; nothing to do up to train.steps={self.steps}")
+        if not self.console.is_terminal or self.console.quiet:
+            yield
+            return
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[loss]}"))
+        # No thread of its own: a debugger in the training loop keeps the terminal to itself.
+        with Progress(*columns, TimeRemainingColumn(), console=self.console, auto_refresh=False) as self._bar:
+            self._task = self._bar.add_task("", total=self.steps, completed=first_step - 1, loss="")
+            yield
+        self._bar = None
+
+    def step(self, step: int, loss: float, saved: Sequence[SaveReport]) -> None:
+        """Show one step, and the saves that have been committed since the last one."""
+        line = f"step {step:>6}/{self.steps}  loss {loss:.4f}"
+        if len(saved) == 1 and int(saved[0].checkpoint_id) == step:
+            self._say(f"{line}  {_saved(saved[0])}")
+        elif saved:
+            self.saved(saved)
+        elif self._bar is None and (self._is_first or step % max(1, self.steps // _LINES) == 0):
+            self._say(line)
+        self._is_first = False
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}", refresh=True)
+
+    def saved(self, saved: Sequence[SaveReport]) -> None:
+        """Show saves that have been committed beside training."""
+        for one in saved:
+            self._say(f"{_saved(one)}, of which training waited {one.blocked_s:.3f} s")
+
+    def resumed(self, loaded: LoadReport) -> None:
+        """Say from where the run goes on, what was passed over, and what is configured otherwise than it was."""
+        if loaded.fell_back_from:
+            damaged = ", ".join(loaded.fell_back_from)
+            self._say(f"WARNING: resume=latest FELL BACK to {loaded.path}: damaged is {damaged}", style="bold red")
+        step = int(loaded.checkpoint_id)
+        self._say(f"resumed {loaded.path} at step {step}: {_speed(loaded.bytes_read, loaded.load_s)}")
+        for line in loaded.summary().splitlines():
+            self._say(f"  {line}")
+        for line in config_differences(loaded.config_text, self.cfg) if loaded.config_text else []:
+            self._say(f"  config differs: {line}")
+
+    def reread(self, loaded: LoadReport) -> None:
+        self._say(f"read back {Path(loaded.path).name}, bit for bit: {_speed(loaded.bytes_read, loaded.load_s)}")
+
+    def done(self, summary: Summary, path: Path) -> None:
+        took = time.monotonic() - self._started
+        if summary.losses:
+            first, last = summary.losses[0], summary.losses[-1]
+            self._say(
+                f"trained {len(summary.losses)} of {self.steps} steps in {took:.1f} s, loss {first:.4f} -> {last:.4f}"
+            )
+        self._say(f"state digest {summary.state_digest}, summary in {path}")
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style)
+
+
+def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
+    """Return one line for each key whose value is not the one that a checkpoint's config.yaml holds; one if that is no config."""
+    try:
+        before = values_of(saved)
+    except CorruptCheckpointError as error:
+        return [str(error)]
+    after = by_dotted_key({key: value for key, value in now.items() if key != GIVEN})
+    absent = object()
+    return [
+        f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
+        for key in sorted({*before, *after})
+        if before.get(key, absent) != after.get(key, absent)
+    ]
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return "(not there)"
+    value = values[key]
+    return str(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _saved(one: SaveReport) -> str:
+    linked = f", {(one.bytes - one.written_bytes) / 1e6:.1f} MB linked" if one.written_bytes < one.bytes else ""
+    return f"saved {Path(one.path).name}: {_speed(one.bytes, one.save_s)}{linked}"
+
+
+def _speed(num_bytes: int, seconds: float) -> str:
+    rate = num_bytes / seconds / 1e9 if seconds > 0 else 0.0
+    return f"{seconds:.3f} s, {num_bytes / 1e6:.1f} MB, {rate:.2f} GB/s"

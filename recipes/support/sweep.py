@@ -1,0 +1,199 @@
+"""The table of a sweep: one row per job, written anew after every job, so that a broken sweep leaves what it had.
+
+Jobs may run at the same time in several processes (`hydra/launcher=joblib`, `submitit_local`): each leaves its row as a file of its own,
+and whoever writes the table gathers all rows. The command does so once more at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich import box
+from rich.console import Console, Group
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from recipes.support.report import SUMMARY_NAME
+
+COLUMNS = ("save s", "load s", "blocked", "written", "read", "digest")
+_ROWS = ".rows"
+"""The folder of the jobs' rows, as long as the sweep runs."""
+
+
+class SweepTable(Callback):
+    """A Hydra callback that keeps sweep.json, sweep.txt and sweep.svg in the folder of the sweep.
+
+    It holds nothing between jobs, the rows are in the file. Hydra calls no `on_multirun_end` when a job has failed.
+    """
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if _is_lead():
+            for name in ("sweep.json", "sweep.txt", "sweep.svg"):
+                (_folder(config) / name).unlink(missing_ok=True)
+            shutil.rmtree(_folder(config) / _ROWS, ignore_errors=True)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        if str(config.hydra.mode).endswith("MULTIRUN") and _is_lead():
+            folder = _folder(config)
+            (folder / _ROWS).mkdir(exist_ok=True)
+            _write(folder / _ROWS / f"{config.hydra.job.num:05d}.json", json.dumps(row_of(job_return)))
+            with contextlib.suppress(OSError):  # a job that was refused has made no file
+                Path(str(config.hydra.runtime.output_dir)).rmdir()
+            _leave_table(folder)
+
+
+def row_of(job: JobReturn) -> dict[str, Any]:
+    """Return what the table and sweep.json say of a job.
+
+    Seconds are the mean of the job's saves, bytes are those of one checkpoint: its last, which `load.reread` read back.
+    """
+    row: dict[str, Any] = {"overrides": [str(override) for override in job.overrides or ()], "error": None}
+    if job.status is not JobStatus.COMPLETED:
+        error = job._return_value  # the property raises it
+        return row | {"error": " ".join(str(error).split()) or type(error).__name__}
+    assert job.hydra_cfg is not None
+    run_dir = Path(str(job.hydra_cfg.hydra.runtime.output_dir))
+    summary = json.loads((run_dir / SUMMARY_NAME).read_text(encoding="utf-8"))
+    saves = summary["checkpoints"]
+    return row | {
+        "save_s": _mean([save["save_s"] for save in saves]),
+        "load_s": summary["load_s"],
+        "blocked_s": _mean([save["blocked_s"] for save in saves]),
+        "bytes_written": saves[-1]["bytes"] if saves else None,
+        "bytes_read": summary["bytes_read"],
+        "state_digest": summary["state_digest"],
+        "run_dir": str(run_dir),
+    }
+
+
+def show(folder: Path) -> None:
+    """Write the table of the sweep in `folder` a last time, and print it, if a job has run there."""
+    rows = _leave_table(folder)
+    shutil.rmtree(folder / _ROWS, ignore_errors=True)
+    if rows:
+        console = Console()
+        wide = console if console.is_terminal else Console(width=_WIDTH)
+        wide.print(table_of(rows))
+        print(f"sweep.json, sweep.txt and sweep.svg are in {folder}", flush=True)
+
+
+def table_of(rows: list[dict[str, Any]]) -> Group:
+    """Return the rows as a table that fits 80 columns, with what a failed job says below it.
+
+    A job's own overrides stand each on a line, under the last part of the key; those of all jobs, and the keys in full, stand once
+    below the table. sweep.json has everything in full.
+    """
+    common = [override for override in rows[0]["overrides"] if all(override in row["overrides"] for row in rows[1:])]
+    common = common if len(rows) > 1 else []
+    own = [[one.partition("=") for one in row["overrides"] if one not in common] for row in rows]
+    short = short_names([key for of_job in own for key, _, _ in of_job])
+    table = Table(
+        title=f"{len(rows)} jobs: seconds of a save and a load, bytes of one checkpoint",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("job", justify="right", no_wrap=True)
+    table.add_column("overrides", overflow="fold")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "digest" else "right", no_wrap=True)
+    digits = _digest_digits(rows)
+    for number, (row, of_job) in enumerate(zip(rows, own, strict=True)):
+        lines = [_line(f"{short[key]}{sign}", value) for key, sign, value in of_job]
+        table.add_row(str(number), Text("\n".join(lines)), *_cells(row, digits))
+    notes = [f"in all jobs: {' '.join(common)}"] if common else []
+    shortened = [key for key, name in short.items() if name != key]
+    notes += [f"keys in full: {', '.join(shortened)}"] if shortened else []
+    notes += [f"job {number} failed: {row['error']}" for number, row in enumerate(rows) if row["error"]]
+    return Group(table, *(Text(note, overflow="fold") for note in notes))
+
+
+def short_names(keys: list[str]) -> dict[str, str]:
+    """Name each dotted key by its last part, or by as many as tell it from the others."""
+    names = {}
+    for key in keys:
+        parts = key.split(".")
+        shorter = [".".join(parts[-n:]) for n in range(1, len(parts) + 1)]
+        others = [f".{other}" for other in keys if other != key]
+        names[key] = next(name for name in shorter if name == key or not any(o.endswith(f".{name}") for o in others))
+    return names
+
+
+def _line(key: str, value: str) -> str:
+    """An override on one line, or, if it is long, its value on the next one."""
+    return f"{key}{value}" if len(key) + len(value) <= _OVERRIDE_WIDTH else f"{key}\n  {value}"
+
+
+_OVERRIDE_WIDTH = 20
+"""Characters that are left for an override in 80 columns."""
+_WIDTH = 200
+"""Characters of the table where no terminal sets a width."""
+
+
+def _cells(row: dict[str, Any], digest_digits: int) -> list[str]:
+    if row["error"]:
+        return ["failed", *[""] * (len(COLUMNS) - 1)]
+    seconds = [_seconds(row[name]) for name in ("save_s", "load_s", "blocked_s")]
+    sizes = ["-" if row[name] is None else decimal(row[name]) for name in ("bytes_written", "bytes_read")]
+    return [*seconds, *sizes, row["state_digest"][:digest_digits]]
+
+
+def _digest_digits(rows: list[dict[str, Any]]) -> int:
+    """How many digits tell all digests of the table apart: 8, as good as always."""
+    digests = {row["state_digest"] for row in rows if not row["error"]}
+    return next(n for n in range(8, 33) if n == 32 or len({digest[:n] for digest in digests}) == len(digests))
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value < 100 else f"{value:.1f}"
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _leave_table(folder: Path) -> list[dict[str, Any]]:
+    """Gather the rows that there are, in the order of the jobs, and write the table if there are any."""
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / _ROWS).glob("*.json"))]
+    if rows:
+        _write(folder / "sweep.json", json.dumps(rows, indent=2) + "\n")
+        _draw(folder, rows)
+    return rows
+
+
+def _draw(folder: Path, rows: list[dict[str, Any]]) -> None:
+    console = Console(file=io.StringIO(), record=True, width=_WIDTH)
+    console.print(table_of(rows))
+    _write(folder / "sweep.svg", console.export_svg(title="sweep", clear=False))
+    _write(folder / "sweep.txt", console.export_text())
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_name(
+        f".{path.name}.{socket.gethostname()}-{os.getpid()}.unfinished"
+    )  # jobs may end at a time
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _folder(config: DictConfig) -> Path:
+    return Path(str(config.hydra.sweep.dir)).absolute()
+
+
+def _is_lead() -> bool:
+    from recipes.support.ranks import rank_of_environment, ranks_exist
+
+    return not ranks_exist() or rank_of_environment() == 0

@@ -1,0 +1,193 @@
+"""A rollout that joins a running weight sync: how it finds the run, catches up, receives, and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ckpt.engine import LiveModel
+from ckpt.engine.base import WeightVersion
+from ckpt.engine.elastic.elastic import ElasticEngine
+from ckpt.engine.elastic.late import load_from_checkpoint, load_from_peers
+from ckpt.engine.elastic.membership import News, Rendezvous
+from ckpt.engine.wire.layout import WeightLayout
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
+from ckpt.load.direct import DirectLoad
+from ckpt.load.loading import Loader, committed_newest_first
+from ckpt.memory.device import Device
+from ckpt.ranks.addresses import address_towards
+from ckpt.ranks.topology import Topology
+from ckpt.state.sharing import StateComponent
+from ckpt.state.statefuls import ModelState
+from recipes.support.config import made
+from recipes.support.ranks import listening_on
+from recipes.training.facts import RunOfRollouts, run_of
+from recipes.training.rollout import held_by, live_model
+from recipes.training.syncing import RENDEZVOUS_NAME
+
+_LOOK_S = 0.1
+_TRIES = 3
+_MOST_BYTES = 1 << 20
+
+
+def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
+    """Join the run in `cfg["run"]`, receive until it ends, or as many updates as wanted, and return what is held then.
+
+    Raises:
+        RankAbsentError: there is no such run, or its first trainer is gone.
+        CorruptCheckpointError: the run has ended, and its trainers hold other bits than this rollout.
+        CheckpointError: the run failed.
+    """
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    rendezvous = _found(Path(cfg["run"]), cfg["wait_s"])
+    job = run_of(rendezvous.facts, cfg, str(Path(cfg["run"], RENDEZVOUS_NAME)))
+    device: Device = made(cfg["device"])
+    device.use(cfg["local_rank"])
+    with (
+        listening_on(_address_towards(rendezvous)),
+        ElasticEngine.come(made(job.engine, device=device), rendezvous) as member,
+    ):
+        live = live_model(job.model, member.engine, device, seed=job.seed + 1 + member.number)
+        news = member.news()
+        if news is not None:
+            live.check(news[1])  # before the others have to do with it
+        if news is not None and cfg["catch_up"]:
+            console.print(f"rollout {member.number} {_catch_up(live, member, job, device)}")
+        with _leaving_when_told(member):
+            num_updates = asyncio.run(_receive(member, live, cfg["updates"], console))
+        held = held_by(live, member.number, Topology.alone())
+        if member.last_words is None:
+            console.print(
+                f"rollout {member.number} has left with version {held['version']} after {num_updates} updates"
+            )
+            return held
+        asyncio.run(member.reply(held))
+        published = member.last_words
+        if (held["version"], held["digest"]) != (published["version"], published["digest"]):
+            raise CorruptCheckpointError(f"rollout {member.number} holds {held}, the trainers hold {published}")
+        console.print(
+            f"rollout {member.number} holds version {held['version']} with the trainers' digest {held['digest']}, after "
+            f"{num_updates} updates"
+        )
+        return held
+
+
+async def _receive(member: ElasticEngine, live: LiveModel, wanted: int | None, console: Console) -> int:
+    """Receive until there is no more, or so many; return how many came."""
+    num_updates = 0
+    while (report := await member.receive_into(live)) is not None:
+        num_updates += 1
+        console.print(
+            f"rollout {member.number} has version {report['step']}, one of {report['num_rollouts']} rollouts, after "
+            f"{report['transfer_s'] + report['reload_s']:.3f} s"
+        )
+        if num_updates == wanted:
+            member.ask_to_leave()
+    return num_updates
+
+
+@contextmanager
+def _leaving_when_told(member: ElasticEngine) -> Iterator[None]:
+    """End in order on SIGTERM: the others are told, and go on without this rollout from the next update on."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, before)  # the second time it ends at once
+        member.ask_to_leave()
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _found(run_dir: Path, wait_s: float) -> Rendezvous:
+    """What the run says of where to meet."""
+    path, until = run_dir / RENDEZVOUS_NAME, time.monotonic() + wait_s
+    while True:
+        try:
+            return Rendezvous.decode(_beginning_of(path), str(path))
+        except FileNotFoundError as error:
+            if time.monotonic() > until:
+                raise RankAbsentError(
+                    f"there is no {path}: recipes.sync_weights is not running with output_dir={run_dir}, or has ended, or is one of "
+                    "roles.colocated=true, which no rollout can join"
+                ) from error
+            time.sleep(_LOOK_S)
+
+
+def _beginning_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_MOST_BYTES)
+
+
+def _address_towards(rendezvous: Rendezvous) -> str | None:
+    try:
+        return address_towards(rendezvous.address, rendezvous.port)
+    except OSError:
+        return None  # to reach it fails with a sentence
+
+
+def _catch_up(live: LiveModel, member: ElasticEngine, job: RunOfRollouts, device: Device) -> str:
+    """Get the newest version there is, out of band, and say how that went. There may be none."""
+    told = []
+    for _ in range(_TRIES):
+        if (found := member.news()) is None or found[0].peers is None:
+            break
+        try:
+            return _said(_from_peers(live, member, *found, device), "out of the trainers' memory")
+        except (CorruptCheckpointError, RankAbsentError, ConfigurationError) as error:
+            told.append(str(error))
+    for path in committed_newest_first(Path(job.checkpoint_root)):
+        if (found := member.news()) is None:
+            break
+        try:
+            return _said(_from_checkpoint(live, member, *found, path, job.model), f"from {path}")
+        except (CheckpointError, OSError) as error:  # damaged, of another model, or removed meanwhile
+            told.append(str(error))
+    return f"could not catch up and waits for its first update: {'; '.join(told) or 'there is no checkpoint'}"
+
+
+def _said(version: WeightVersion, where: str) -> str:
+    return f"caught up with version {version.step} {where}"
+
+
+def _from_peers(
+    live: LiveModel, member: ElasticEngine, news: News, layout: WeightLayout, device: Device
+) -> WeightVersion:
+    from ckpt.engine.parameter_server import read_from_peers
+
+    index = device.torch_device.index or 0
+    return load_from_peers(
+        live,
+        news,
+        layout,
+        member.engine.digest_of,
+        lambda buckets: read_from_peers(news.peers, buckets, device_type=device.type, device_index=index),
+    )
+
+
+def _from_checkpoint(
+    live: LiveModel, member: ElasticEngine, news: News, layout: WeightLayout, path: Path, model: Mapping[str, Any]
+) -> WeightVersion:
+    """Read the model's part of a checkpoint, and nothing else of it, in the trainers' own types."""
+    step = path.name.removeprefix("checkpoint-")
+    if not step.isdecimal():
+        raise ConfigurationError(f"{path.name} has an id that is no step")
+    host = Device(type="cpu", collectives="gloo")
+    state = ModelState(made(model, seed=0))
+    component = StateComponent("model", state, "global")
+    with Topology.alone() as topology:
+        loader = Loader([component], topology, DirectLoad(), host, verify=True, allow_pickle=False)
+        loader.load(path, strict=True)
+    weights: dict[str, torch.Tensor] = state.state_dict()
+    return load_from_checkpoint(live, news, layout, member.engine.digest_of, int(step), weights)

@@ -1,0 +1,146 @@
+"""Layouts in which ranks hold different layers: torch's pipelining, one stage per rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from ckpt.errors import ConfigurationError
+from ckpt.ranks.topology import Topology
+from recipes.training.gpt import GPT, next_token_loss
+from recipes.training.parallel.base import Arranged, Layout, backward_of
+from recipes.training.parallel.gradients import average_gradients, sum_gradients
+
+
+class _Pipelined(Layout):
+    """What has a pipeline inside. A batch flows through it in micro-batches, one forward and one backward in turn."""
+
+    microbatches: int | None
+
+    def num_microbatches(self, num_ranks: int) -> int:
+        """Into how many micro-batches the rows of a rank are cut: as many as there are stages, unless told otherwise."""
+        return self.microbatches or self.sizes(num_ranks)["pp"]
+
+    def num_parts(self, num_ranks: int) -> int:
+        return super().num_parts(num_ranks) * self.num_microbatches(num_ranks)
+
+    def fit(self, model: nn.Module, num_ranks: int) -> None:
+        super().fit(model, num_ranks)
+        assert isinstance(model, GPT)
+        pp, layers = self.sizes(num_ranks)["pp"], model.size.layers
+        if pp > layers:
+            raise ConfigurationError(
+                f"parallel.pp={pp} asks for more stages than the model has layers, {layers}: give "
+                f"parallel.pp={layers} or fewer, or another model.size"
+            )
+
+    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+        rank, num_ranks = topology.rank, topology.world_size
+        groups = {axis: self._new_groups(axis, topology) for axis in self.axes}
+        pp = dist.get_world_size(groups["pp"])
+        if pp == 1:
+            passes = backward_of(model)
+            tie = None
+        else:
+            stage = self.position(rank, num_ranks)["pp"]
+            tie = self._tie_ends(model, topology)
+            model.keep_stage(stage, pp)
+            passes = _Passes(model, stage, pp, self.num_microbatches(num_ranks), device, groups["pp"]).backward
+
+        def backward(rows: torch.Tensor) -> torch.Tensor | None:
+            loss = passes(rows)
+            if tie is not None:
+                sum_gradients([_end_of(model).weight], tie)
+            if "dp" in groups:
+                average_gradients(model.parameters(), groups["dp"])
+            return loss
+
+        return Arranged(model, backward)
+
+    def _new_groups(self, axis: str, topology: Topology) -> dist.ProcessGroup:
+        """Make all instances of a group, on all ranks in one order, and return this rank's."""
+        mine, _ = dist.new_subgroups_by_enumeration(self.instances(axis, topology.world_size))
+        assert mine is not None
+        return mine
+
+    def _tie_ends(self, model: GPT, topology: Topology) -> dist.ProcessGroup | None:
+        """Return the group of the first and the last stage of this rank's pipeline, whose embedding and head are tied."""
+        if not model.tied_names:
+            return None
+        mine = None
+        for pipeline in self.instances("pp", topology.world_size):
+            ends = [pipeline[0], pipeline[-1]]
+            group = dist.new_group(ends)
+            mine = group if topology.rank in ends else mine
+        return mine
+
+
+class Pipeline(_Pipelined):
+    """Each rank holds some of the layers.
+
+    Args:
+        pp: how many stages; None: one for each rank.
+        microbatches: into how many parts a batch is cut; None: as many as stages.
+    """
+
+    name = "pipeline"
+    axes = ("pp",)
+
+    def __init__(self, *, pp: int | None = None, microbatches: int | None = None) -> None:
+        super().__init__(pp=pp)
+        self.microbatches = _positive(microbatches)
+
+
+class DataParallelPipeline(_Pipelined):
+    """Copies of a pipeline, each taking its part of a batch. The ranks of one pipeline are neighbours.
+
+    Args:
+        dp: how many copies; None: as many as there are ranks for.
+        pp: how many stages; None: 2.
+        microbatches: into how many parts the rows of one copy are cut; None: as many as stages.
+    """
+
+    name = "ddp_pipeline"
+    axes = ("dp", "pp")
+    data_axes = ("dp",)
+
+    def __init__(self, *, dp: int | None = None, pp: int | None = None, microbatches: int | None = None) -> None:
+        super().__init__(dp=dp, pp=pp)
+        self.microbatches = _positive(microbatches)
+
+
+class _Passes:
+    """Forward and backward passes of one stage, all micro-batches of a step."""
+
+    def __init__(
+        self, model: GPT, stage: int, pp: int, microbatches: int, device: torch.device, group: dist.ProcessGroup
+    ) -> None:
+        self._is_first = stage == 0
+        self._is_last = stage == pp - 1
+        self._schedule = Schedule1F1B(
+            PipelineStage(model, stage, pp, device, group=group), microbatches, loss_fn=next_token_loss
+        )
+
+    def backward(self, rows: torch.Tensor) -> torch.Tensor | None:
+        inputs = (rows[:, :-1].contiguous(),) if self._is_first else ()
+        if not self._is_last:
+            self._schedule.step(*inputs)
+            return None
+        losses: list[torch.Tensor] = []
+        self._schedule.step(*inputs, target=rows[:, 1:].contiguous(), losses=losses)
+        return torch.stack([loss.detach() for loss in losses]).mean()
+
+
+def _end_of(model: GPT) -> nn.Embedding | nn.Linear:
+    """The tied module of a stage that has one: the embedding of the first, the head of the last."""
+    end = model.wte if model.wte is not None else model.lm_head
+    assert end is not None
+    return end
+
+
+def _positive(microbatches: int | None) -> int | None:
+    if microbatches is not None and microbatches < 1:
+        raise ConfigurationError(f"parallel.microbatches={microbatches}: expected at least 1, or null")
+    return microbatches

@@ -1,0 +1,75 @@
+"""Layouts in which every rank holds the whole model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpt.errors import ConfigurationError
+from ckpt.ranks.topology import Topology
+from recipes.training.gpt import GPT
+from recipes.training.parallel.base import Arranged, Layout, backward_of
+
+
+class Single(Layout):
+    """One rank holds everything."""
+
+    name = "single"
+    axes = ()
+    cuts_model = False
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def check(self, num_ranks: int) -> None:
+        if num_ranks != 1:
+            raise ConfigurationError(
+                f"parallel=single trains on one rank, but there are {num_ranks}: choose parallel=ddp to use them all, "
+                "or launch.nproc_per_node=1"
+            )
+
+    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+        return Arranged(model, backward_of(model))
+
+
+class DataParallel(Layout):
+    """Every rank holds the whole model and takes its part of each batch: torch's DistributedDataParallel.
+
+    Args:
+        dp: how many ranks share a batch; None: all there are.
+        exact_resume: keep the gradient buckets as they are from the first step on. By default torch rebuilds them after
+            the first backward pass of each process, and then a resumed run on three or more ranks sums gradients in
+            another order than the run it continues.
+    """
+
+    name = "ddp"
+    axes = ("dp",)
+    data_axes = ("dp",)
+    cuts_model = False
+
+    def __init__(self, *, dp: int | None = None, exact_resume: bool = True) -> None:
+        super().__init__(dp=dp)
+        self.exact_resume = exact_resume
+
+    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+        if topology.world_size == 1:
+            return Arranged(model, backward_of(model))
+        if not self.exact_resume:
+            return Arranged(model, backward_of(DistributedDataParallel(model)))
+        # To look for unused parameters is what keeps DDP from rebuilding its buckets.
+        wrapped = DistributedDataParallel(WithOneUnused(model), find_unused_parameters=True)
+        return Arranged(model, backward_of(wrapped))
+
+
+class WithOneUnused(nn.Module):
+    """A model beside a parameter that no step uses. Told to look for unused parameters, DDP warns if it finds none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.unused = nn.Parameter(torch.zeros(1, device=next(model.parameters()).device))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.model(*inputs)
+        return out

@@ -1,0 +1,168 @@
+"""Layouts in which ranks hold parts of tensors: torch's FSDP2 and DTensor tensor parallelism, and both together."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from ckpt.errors import ConfigurationError
+from ckpt.ranks.topology import Topology
+from recipes.training.gpt import GPT
+from recipes.training.parallel.base import Arranged, Layout, backward_of
+from recipes.training.parallel.gradients import average_gradients
+
+
+class FullySharded(Layout):
+    """Every rank holds an equal part of every tensor and takes its part of each batch: FSDP2.
+
+    Args:
+        dp: how many ranks share a batch and the model; None: all there are.
+    """
+
+    name = "fsdp"
+    axes = ("dp",)
+    data_axes = ("dp",)
+
+    def __init__(self, *, dp: int | None = None) -> None:
+        super().__init__(dp=dp)
+
+    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+        shard(model, self.mesh(device, topology.world_size))
+        return Arranged(model, backward_of(model))
+
+
+class HybridSharded(Layout):
+    """Several copies of the model, each fully sharded over its ranks: FSDP2 on a mesh of two axes.
+
+    Args:
+        dp: how many copies; None: as many as there are ranks for.
+        fsdp: how many ranks share one copy; None: 2.
+    """
+
+    name = "hsdp"
+    axes = ("dp", "fsdp")
+    data_axes = ("dp", "fsdp")
+
+    def __init__(self, *, dp: int | None = None, fsdp: int | None = None) -> None:
+        super().__init__(dp=dp, fsdp=fsdp)
+
+    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+        shard(model, self.mesh(device, topology.world_size))
+        return Arranged(model, backward_of(model))
+
+
+class _TensorParallel(Layout):
+    """What has a tensor-parallel axis inside: heads, MLP columns and the vocabulary are cut over its ranks."""
+
+    axes = ("dp", "tp")
+    data_axes = ("dp",)
+
+    def __init__(self, *, dp: int | None = None, tp: int | None = None) -> None:
+        super().__init__(dp=dp, tp=tp)
+
+    def fit(self, model: nn.Module, num_ranks: int) -> None:
+        super().fit(model, num_ranks)
+        assert isinstance(model, GPT)
+        tp, heads = self.sizes(num_ranks)["tp"], model.size.heads
+        if heads % tp:
+            raise ConfigurationError(
+                f"parallel.tp={tp} cuts the model across its heads, but does not divide their number, {heads}: "
+                "give parallel.tp=<a divisor> or another model.size"
+            )
+
+
+class TensorThenFullySharded(_TensorParallel):
+    """Each layer is cut over neighbouring ranks (DTensor), and what each then holds is sharded again (FSDP2).
+
+    Where both cut the same dimension, FSDP2 says so with a strided placement: a rank's rows come from the rows that
+    tensor parallelism had given it.
+
+    Args:
+        dp: how many ranks share a batch, and each tensor-parallel part of the model; None: what is left.
+        tp: how many ranks share a layer; None: 2.
+    """
+
+    name = "tp_fsdp"
+
+    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+        mesh = self.mesh(device, topology.world_size)
+        cut_layers(model, mesh["tp"])
+        shard(model, mesh["dp"])
+        # The logits are a view of a DTensor's memory; nobody here writes into them.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        return Arranged(model, backward_of(model))
+
+
+class TensorAndDataParallel(_TensorParallel):
+    """Each layer is cut over neighbouring ranks (DTensor); copies of that take their part of each batch.
+
+    Args:
+        dp: how many copies; None: as many as there are ranks for.
+        tp: how many ranks share a layer; None: 2.
+    """
+
+    name = "ddp_tp"
+
+    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
+        mesh = self.mesh(device, topology.world_size)
+        cut_layers(model, mesh["tp"])
+        plain = backward_of(model)
+
+        def backward(rows: torch.Tensor) -> torch.Tensor | None:
+            loss = plain(rows)
+            average_gradients(model.parameters(), mesh.get_group("dp"))
+            return loss
+
+        return Arranged(model, backward)
+
+
+def shard(model: GPT, mesh: DeviceMesh) -> None:
+    """Shard every tensor's first dimension over the mesh, gathered block by block when it is needed."""
+    for block in model.h.values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # with the embeddings and the head, which may be tied
+
+
+def cut_layers(model: GPT, mesh: DeviceMesh) -> None:
+    """Cut the layers over a mesh of one axis, as Megatron does: columns first, rows after, one sum per half block.
+
+    Every parameter becomes a DTensor, also those that every rank holds whole: an optimizer steps all of them together.
+    """
+    for block in model.h.values():
+        plan: dict[str, ParallelStyle] = {
+            "attn.c_attn": ColwiseParallel(),
+            "attn.c_proj": RowwiseParallel(),
+            "mlp.c_fc": ColwiseParallel(),
+            "mlp.c_proj": RowwiseParallel(),
+        }
+        parallelize_module(block, mesh, plan, src_data_rank=None)
+        _hold_whole(block.ln_1, mesh)
+        _hold_whole(block.ln_2, mesh)
+    ends: dict[str, ParallelStyle] = {
+        "wte": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    assert model.wte is not None and model.wpe is not None and model.ln_f is not None and model.lm_head is not None
+    parallelize_module(model, mesh, ends, src_data_rank=None)
+    if model.tied_names:
+        model.lm_head.weight = model.wte.weight
+    _hold_whole(model.wpe, mesh)
+    _hold_whole(model.ln_f, mesh)
+
+
+def _hold_whole(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make a layer's parameters DTensors that every rank holds whole; plain tensors go in and come out."""
+
+    def enter(module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+        return tuple(DTensor.from_local(one, mesh, [Replicate()], run_check=False) for one in inputs)
+
+    def leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+        return output.to_local()
+
+    distribute_module(module, mesh, None, enter, leave)  # type: ignore[arg-type]

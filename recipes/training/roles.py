@@ -1,0 +1,102 @@
+"""Ranks that train and ranks that receive: how many there are of each, and how the engine of each meets the others'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from omegaconf import MISSING
+from torch._C._distributed_c10d import Store
+
+from ckpt.engine import MasterMetadata
+from ckpt.engine.elastic.elastic import ElasticEngine, meeting, reached_store
+from ckpt.engine.elastic.membership import Rendezvous
+from ckpt.engine.versioned import VersionedEngine
+from ckpt.errors import ConfigurationError
+from ckpt.ranks.topology import Topology
+from recipes.support.config import AgreeKeys
+
+
+@dataclass
+class RoleKeys:
+    trainer: int = MISSING
+    rollout: int = MISSING
+
+
+@dataclass
+class AgreeWithGraceKeys(AgreeKeys):
+    """Those of a run that saves nothing, or not always: `save.grace_s` goes by this."""
+
+    grace_s: float = MISSING
+
+
+def check_roles(run: Mapping[str, Any], *, least_rollouts: int = 1) -> None:
+    """Refuse roles without ranks, and ranks without patience.
+
+    Args:
+        least_rollouts: 0 where they may come later.
+
+    Raises:
+        ConfigurationError: it is so.
+    """
+    for name, least in (("trainer", 1), ("rollout", least_rollouts)):
+        if run["roles"][name] < least:
+            raise ConfigurationError(f"roles.{name}={run['roles'][name]}: expected at least {least}")
+    if not run["agree"]["timeout_s"] > 0:
+        raise ConfigurationError(f"agree.timeout_s={run['agree']['timeout_s']}: expected more than 0 seconds")
+
+
+def require_ranks(roles: Mapping[str, Any], num_ranks: int, topology: Topology) -> None:
+    """Refuse other ranks than the roles take, as torchrun may have started.
+
+    Raises:
+        ConfigurationError: there are others.
+    """
+    if topology.world_size != num_ranks:
+        raise ConfigurationError(
+            f"roles.trainer={roles['trainer']} and roles.rollout={roles['rollout']} take {num_ranks} ranks, but there are "
+            f"{topology.world_size}"
+        )
+
+
+def found_job(
+    make: Callable[[], VersionedEngine], topology: Topology, roles: Mapping[str, Any], facts: Mapping[str, Any]
+) -> tuple[ElasticEngine, Rendezvous]:
+    """Make this rank's engine and join the others', such that rollouts can come and go. Collective.
+
+    Args:
+        facts: what a rollout that comes has to know of the job, as data.
+
+    Returns:
+        the engine, and where such a rollout finds the job.
+    """
+    store: Store | None = None
+    with topology.operation("the set-up of the run"), topology.phase("prepare the engine") as phase:
+        engine = make()
+        if topology.is_lead:
+            store, rendezvous = meeting(engine.timeout_s, facts, topology.world_size)
+            phase.payload = asdict(rendezvous)
+    rendezvous = Rendezvous(**phase.payloads[0])
+    member = ElasticEngine.found(
+        engine,
+        store or reached_store(rendezvous),
+        rank=topology.rank,
+        num_trainers=roles["trainer"],
+        num_rollouts=roles["rollout"],
+        host=f"host-{topology.node_rank}",
+    )
+    return member, rendezvous
+
+
+def join_engine(make: Callable[[], Any], topology: Topology, roles: Mapping[str, Any]) -> VersionedEngine:
+    """Make this rank's engine and join the others', as a manager of workers does: ask all where to meet, and tell all. Collective."""
+    with topology.operation("the set-up of the run"), topology.phase("prepare the engine") as phase:
+        engine: VersionedEngine = make()
+        master = engine.prepare()
+        phase.payload = None if master is None else list(master)
+    metadata = [None if said is None else MasterMetadata(*said) for said in phase.payloads]
+    trainers, rollouts = engine.build_topology(roles["trainer"], roles["rollout"], metadata)
+    own = {name: [*trainers[name], *rollouts[name]][topology.rank] for name in trainers}
+    engine.init_process_group(**own, host=f"host-{topology.node_rank}")
+    return engine

@@ -1,0 +1,173 @@
+"""The keys of the weight sync recipes, and all that can be wrong with them before a rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from ckpt.engine.versioned import VersionedEngine
+from ckpt.errors import ConfigurationError
+from ckpt.format.names import local_path
+from recipes.support.config import (
+    AT_RUN_TIME,
+    LaunchKeys,
+    LoadKeys,
+    RunKeys,
+    bind,
+    check_batch,
+    checked,
+    kept_memories,
+    made,
+    make_absolute,
+    require_names,
+)
+from recipes.training.facts import ENGINE_AT_RUN_TIME
+from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles
+
+PUBLISH = ("live", "saved")
+
+
+@dataclass
+class ColocatedRoleKeys(RoleKeys):
+    colocated: bool = MISSING
+
+
+@dataclass
+class SyncKeys(RunKeys):
+    """Those of a training run, and those of giving its weights away."""
+
+    roles: ColocatedRoleKeys = field(default_factory=ColocatedRoleKeys)
+    agree: AgreeWithGraceKeys = field(default_factory=AgreeWithGraceKeys)  # one key more than training's
+    engine: dict[str, Any] = MISSING
+    publish: str = MISSING
+    ckpt: dict[str, Any] | None = None  # type: ignore[assignment]  # a run that saves nothing
+    load: LoadKeys = field(default_factory=lambda: LoadKeys(reread=False))
+    launch: LaunchKeys = field(default_factory=lambda: LaunchKeys(nproc_per_node=0))  # follows from the roles
+
+
+@dataclass
+class JoinKeys:
+    run: str = MISSING
+    engine: dict[str, Any] | None = None
+    model: dict[str, Any] | None = None
+    updates: int | None = MISSING
+    catch_up: bool = MISSING
+    wait_s: float = MISSING
+    device: dict[str, Any] = MISSING
+    local_rank: int = MISSING
+
+
+def checked_sync(cfg: DictConfig) -> dict[str, Any]:
+    """Return the run's config as a plain dictionary, resolved, with right types. Costs next to nothing; no rank has started.
+
+    Raises:
+        ConfigurationError, OmegaConfBaseException: naming the key, what was found and the way out.
+        DeviceUnavailableError: this machine does not have the device.
+    """
+    typed = OmegaConf.merge(OmegaConf.structured(SyncKeys), cfg)
+    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    require_names(run)
+    local_path(run["output_dir"], "output_dir")
+    make_absolute(run, "run_dir")
+    for name in ("device", "parallel", "model", "data", "optimizer"):
+        bind(run[name], name, AT_RUN_TIME[name])
+    bind(run["engine"], "engine", ENGINE_AT_RUN_TIME)
+    _check_numbers(run)
+    _check_saves(run)
+    made(run["device"]).require()
+    made(run["data"])
+    roles = run["roles"]
+    engine: VersionedEngine = made(run["engine"], colocated=roles["colocated"])
+    if engine.colocated != roles["colocated"]:
+        raise ConfigurationError("engine=naive has trainer and rollout in one process: give roles.colocated=true")
+    layout = made(run["parallel"])
+    layout.check(roles["trainer"])
+    check_batch(run, layout, roles["trainer"])
+    run |= _checked_training(run) if run["ckpt"] is not None else {"components": {}}
+    _check_published(run)
+    # Torch's default group is that of training; rollouts are none of its business.
+    return run | {"launch": {"nproc_per_node": num_ranks(roles), "in_process_group": roles["trainer"]}}
+
+
+def checked_join(cfg: DictConfig) -> dict[str, Any]:
+    """The same for a rollout that joins a running job.
+
+    Raises: as `checked_sync`.
+    """
+    typed = OmegaConf.merge(OmegaConf.structured(JoinKeys), cfg)
+    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    make_absolute(run, "run")
+    bind(run["device"], "device", AT_RUN_TIME["device"])
+    for name, given in (("engine", ENGINE_AT_RUN_TIME), ("model", AT_RUN_TIME["model"])):
+        if run[name] is not None:
+            bind(run[name], name, given)
+    if run["updates"] is not None and run["updates"] < 1:
+        raise ConfigurationError(f"updates={run['updates']}: expected at least 1, or null to stay until the run ends")
+    for key in ("wait_s", "local_rank"):
+        if run[key] < 0:
+            raise ConfigurationError(f"{key}={run[key]}: expected at least 0")
+    made(run["device"]).require()
+    return run
+
+
+def num_ranks(roles: Mapping[str, Any]) -> int:
+    """The ranks that a job starts with."""
+    num: int = roles["trainer"] if roles["colocated"] else roles["trainer"] + roles["rollout"]
+    return num
+
+
+def _checked_training(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of training, its checkpoints included, as `recipes.train` checks them, on the ranks that train."""
+    own = {one.name: run[one.name] for one in fields(RunKeys)}
+    own["agree"] = {"timeout_s": run["agree"]["timeout_s"]}
+    own["launch"] = {"nproc_per_node": run["roles"]["trainer"]}
+    found = checked(OmegaConf.create(own), num_ranks=run["roles"]["trainer"])
+    return found | {"agree": run["agree"]}
+
+
+def _check_saves(run: Mapping[str, Any]) -> None:
+    if run["publish"] not in PUBLISH:
+        raise ConfigurationError(f"publish={run['publish']}: expected one of {', '.join(PUBLISH)}")
+    if run["ckpt"] is not None:
+        return
+    for key, nothing in (("resume", None), ("overwrite", False), ("publish", "live")):
+        if run[key] != nothing:
+            raise ConfigurationError(
+                f"{key}={str(run[key]).lower() if run[key] is True else run[key]}: this run has no checkpoints; give "
+                "ckpt=kimi-engine, or another backend"
+            )
+
+
+def _check_published(run: Mapping[str, Any]) -> None:
+    """Refuse to publish saves out of host memory where none are kept."""
+    if run["publish"] == "live" or kept_memories(run) is not None:
+        return
+    writer, backend = run["save"]["writer"], run["ckpt"]["_target_"].rpartition(".")[2]
+    if writer == "process":
+        raise ConfigurationError(
+            "publish=saved takes the weights of a save out of the trainers' memory, and with save.writer=process they are in that of the "
+            "writers: give save.writer=thread, or publish=live"
+        )
+    raise ConfigurationError(
+        f"publish=saved takes the weights of a save out of host memory, and the backend chosen with ckpt=, {backend}, keeps none there: "
+        "give ckpt=kimi-engine with ckpt.pool=true, or publish=live"
+    )
+
+
+def _check_numbers(run: Mapping[str, Any]) -> None:
+    roles, train = run["roles"], run["train"]
+    check_roles(run, least_rollouts=0)
+    for key, value, least in (
+        ("train.steps", train["steps"], 1),
+        ("train.seed", train["seed"], 0),
+        ("train.batch_size", train["batch_size"], 1),
+    ):
+        if value < least:
+            raise ConfigurationError(f"{key}={value}: expected at least {least}")
+    if roles["colocated"] and roles["trainer"] != roles["rollout"]:
+        raise ConfigurationError(
+            f"roles.colocated=true: each of the {roles['trainer']} trainers is a rollout; give roles.rollout={roles['trainer']}"
+        )

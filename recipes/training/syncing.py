@@ -1,0 +1,267 @@
+"""The weight sync run on one rank, a trainer, a rollout or both: what it is made of, and the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+
+from ckpt import CheckpointCoordinator
+from ckpt.engine import LiveModel, WholeWeights
+from ckpt.engine.elastic.elastic import ElasticEngine
+from ckpt.engine.elastic.membership import Rendezvous
+from ckpt.engine.versioned import VersionedEngine
+from ckpt.errors import CorruptCheckpointError
+from ckpt.format.durable import replace_durably
+from ckpt.memory.device import Device
+from ckpt.ranks.sigterm import sigterm_noted
+from ckpt.ranks.topology import Topology
+from ckpt.state.digest import state_digest
+from ckpt.state.statefuls import ModelState
+from recipes.support.config import config_text, made
+from recipes.support.report import Report, Summary, write_summary
+from recipes.training.facts import facts_of
+from recipes.training.roles import found_job, join_engine, require_ranks
+from recipes.training.rollout import held_by, live_model
+from recipes.training.sync_config import num_ranks
+from recipes.training.training import Training, resume, settle_start
+
+RENDEZVOUS_NAME = "rendezvous.json"
+"""The file of a run that says where rollouts find it, as long as it runs."""
+
+
+def settle_sync(cfg: dict[str, Any]) -> dict[str, Any]:
+    """Decide where the run begins, as `settle_start` does, if it has checkpoints."""
+    return cfg if cfg["ckpt"] is None else settle_start(cfg)
+
+
+def sync_weights(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | None:
+    """Train up to step `train.steps`, each ending with an update of all rollouts; return the summary on rank 0. Every rank calls it."""
+    roles = cfg["roles"]
+    require_ranks(roles, num_ranks(roles), topology)
+    run_dir = Path(cfg["run_dir"])
+    if topology.is_lead:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        Summary.remove(run_dir)
+        (run_dir / RENDEZVOUS_NAME).unlink(missing_ok=True)
+    device: Device = made(cfg["device"])
+    device.use(topology.local_rank)
+    make = partial(made, cfg["engine"], device=device, colocated=roles["colocated"])
+    with ExitStack() as open_engines:
+        if roles["colocated"]:
+            engine = join_engine(partial(make, is_master=topology.is_lead), topology, roles)
+            open_engines.enter_context(engine)
+            trainer = _Trainer(cfg, topology, device, _Colocated(cfg, topology, device, engine))
+            return trainer.run(run_dir)
+        member, rendezvous = found_job(make, topology, roles, facts_of(cfg))
+        open_engines.enter_context(member)
+        if topology.rank < roles["trainer"]:
+            return _Trainer(cfg, topology, device, _Separate(topology, member, rendezvous)).run(run_dir)
+        _roll_out(cfg, topology, device, member)
+        return None
+
+
+def _roll_out(cfg: Mapping[str, Any], topology: Topology, device: Device, member: ElasticEngine) -> None:
+    """A rollout that the job starts with."""
+    with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
+        live = live_model(cfg["model"], member.engine, device, seed=cfg["train"]["seed"] + 1 + topology.rank)
+    with _ending_with_trainers(cfg):
+        while asyncio.run(member.receive_into(live)) is not None:
+            continue
+        asyncio.run(member.reply(held_by(live, topology.rank, Topology.alone(topology.progress))))
+    with topology.operation("the digests of the weights"), topology.phase("digest"):
+        pass  # the lead holds them against what it published, and all raise what it raises
+
+
+@contextmanager
+def _ending_with_trainers(cfg: Mapping[str, Any]) -> Iterator[None]:
+    """Put SIGTERM off: launchers send it to all ranks, and trainers that save at it tell rollouts when the run is over."""
+    if cfg["ckpt"] is None or not cfg["save"]["on_sigterm"]:
+        yield
+        return
+    with sigterm_noted(cfg["save"]["grace_s"]):
+        yield
+
+
+class _Colocated:
+    """Updates of a rollout that is this trainer."""
+
+    def __init__(self, cfg: Mapping[str, Any], topology: Topology, device: Device, engine: VersionedEngine) -> None:
+        self.engine = engine
+        self.sender = self
+        self._cfg, self._topology, self._device = cfg, topology, device
+        self._live: LiveModel | None = None
+
+    def build(self) -> None:
+        seed = self._cfg["train"]["seed"] + 1 + self._topology.rank
+        self._live = live_model(self._cfg["model"], self.engine, self._device, seed=seed)
+
+    def open(self, run_dir: Path) -> None:
+        """Nobody can come."""
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, Any]:
+        assert self._live is not None
+        await self.engine.send_weights(weights, global_steps)
+        return await self.engine.receive_into(self._live, global_steps)
+
+    def end(self, run_dir: Path, published: dict[str, Any]) -> list[dict[str, Any]]:
+        assert self._live is not None
+        with self._topology.operation("the digests of the weights"), self._topology.phase("gather") as phase:
+            phase.payload = held_by(self._live, self._topology.rank, Topology.alone(self._topology.progress))
+        return phase.payloads
+
+
+class _Separate:
+    """Updates of rollouts that come and go, as a trainer sees them."""
+
+    def __init__(self, topology: Topology, member: ElasticEngine, rendezvous: Rendezvous) -> None:
+        self.engine = member.engine
+        self.sender = member
+        self._topology = topology
+        self._rendezvous = rendezvous
+
+    def build(self) -> None:
+        """The rollouts do."""
+
+    def open(self, run_dir: Path) -> None:
+        """From now on rollouts can come."""
+        if self._topology.is_lead:
+            replace_durably(run_dir / RENDEZVOUS_NAME, self._rendezvous.encode())
+
+    def end(self, run_dir: Path, published: dict[str, Any]) -> list[dict[str, Any]]:
+        """What all rollouts hold, on the lead."""
+        if not self._topology.is_lead:
+            return []
+        (run_dir / RENDEZVOUS_NAME).unlink(missing_ok=True)
+        replies = asyncio.run(self.sender.end(published))
+        return [replies[number] for number in sorted(replies)]
+
+
+class _Trainer:
+    """One trainer's part of the run."""
+
+    def __init__(
+        self, cfg: dict[str, Any], topology: Topology, device: Device, updates: _Colocated | _Separate
+    ) -> None:
+        self.cfg = cfg
+        self.topology = topology
+        self.updates = updates
+        self.report = Report(cfg, shown=topology.is_lead)
+        self.coordinator: CheckpointCoordinator | None = None
+        self.summary = Summary(world_size=topology.world_size)
+        self.reports: list[dict[str, Any]] = []
+        with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
+            self.trainers = topology.part("trainers", range(cfg["roles"]["trainer"]))
+            self.training = Training(cfg, self.trainers, device)
+            self.training.join()
+            self.weights = WholeWeights(self.training.model_state, self.trainers)
+            updates.build()
+        if cfg["ckpt"] is not None:
+            self.coordinator = instantiate(cfg["coordinator"])(
+                state_components=self.training.components(),
+                process_groups=self.training.layout.process_groups(self.trainers),
+                topology=self.trainers,
+                config_text=config_text(cfg),
+            )
+
+    def run(self, run_dir: Path) -> dict[str, Any] | None:
+        began = time.monotonic()
+        with ExitStack() as context:
+            if self.coordinator is not None:
+                context.enter_context(self.coordinator)
+            if self.coordinator is not None and self.cfg["resume"] is not None:
+                resume(self.training, self.coordinator, self.summary, self.report)
+            if self.coordinator is not None:
+                context.enter_context(self.training.told_to_end(self.coordinator))
+            self.updates.open(run_dir)
+            if self.summary.final_step:  # the rollouts get what was resumed, before the next step
+                self._publish(self.summary.final_step)
+            for step in range(self.summary.first_step, self.cfg["train"]["steps"] + 1):
+                self._step(step)
+                if self.training.is_told_to_end:
+                    break
+            if self.coordinator is not None:
+                self.coordinator.wait()
+                self.report.saved(self.summary.add_saves(self.coordinator.reports))
+                self.summary.state_digest = self.training.digest()
+            holders = self._holders(run_dir)
+        self.training.require_not_told_to_end(self.summary, self.report)
+        if not self.topology.is_lead:
+            return None
+        summary = self.summary.as_dict() | {"updates": self.reports, **holders}
+        path = write_summary(run_dir, summary)
+        self.report.console.print(
+            f"{len(holders['rollouts'])} rollouts hold version {holders['trainer']['version']} with the trainers' digest "
+            f"{holders['trainer']['digest']}, after {time.monotonic() - began:.1f} s; summary in {path}"
+        )
+        return summary
+
+    def _step(self, step: int) -> None:
+        """Train, save if it is time to, and update the rollouts."""
+        steps = self.cfg["train"]["steps"]
+        loss = self.training.step()
+        self.summary.add_step(step, loss)
+        is_saved = self.coordinator is not None and self.training.save(self.coordinator, step, self.summary)
+        if self.coordinator is not None:
+            self.report.saved(self.summary.add_saves(self.coordinator.reports))
+        told = self._publish(step, saved=is_saved)
+        if step in (1, steps) or step % max(1, steps // 12) == 0:
+            self.report.console.print(f"step {step:>6}/{steps}  loss {loss:.4f}  {_told(told)}")
+
+    def _publish(self, step: int, *, saved: bool = False) -> dict[str, Any]:
+        """Give the rollouts the weights of a step, those that have just been saved, or those of the live model."""
+        sender = self.updates.sender
+        if saved and self.cfg["publish"] == "saved":
+            assert self.coordinator is not None
+            report = asyncio.run(self.coordinator.publish(sender, step))
+        else:
+            report = asyncio.run(sender.send_weights(self.weights, step))
+        self.reports.append({"step": step} | report)
+        return report
+
+    def _holders(self, run_dir: Path) -> dict[str, Any]:
+        """What every trainer and rollout holds, by digests of its own tensors.
+
+        Raises:
+            CorruptCheckpointError: a rollout holds other bits than the trainers; on all ranks of the job.
+        """
+        engine = self.updates.engine
+        published = _Published(self.training.model_state, engine)
+        with self.trainers.operation("the digest of the weights"):
+            digest = state_digest({"model": published}, self.trainers)
+        trainer = {"version": self.summary.final_step, "digest": digest}
+        rollouts = self.updates.end(run_dir, trainer)
+        with self.topology.operation("the digests of the weights"), self.topology.phase("digest"):
+            for rollout in rollouts:
+                if (rollout["version"], rollout["digest"]) != (trainer["version"], trainer["digest"]):
+                    raise CorruptCheckpointError(f"rank {rollout['rank']} holds {rollout}, the trainers hold {trainer}")
+        return {"trainer": trainer, "rollouts": rollouts}
+
+
+class _Published:
+    """The trainers' weights in the types in which they travel."""
+
+    def __init__(self, stateful: ModelState, engine: VersionedEngine) -> None:
+        self._stateful = stateful
+        self._engine = engine
+        self.tied_names = stateful.tied_names
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._stateful.state_dict()
+        return {name: tensor.to(self._engine.travels_as(name, tensor.dtype)) for name, tensor in state.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError("what is published is read only")
+
+
+def _told(report: Mapping[str, Any]) -> str:
+    if not report.get("num_bytes"):
+        return "published to nobody: no rollout has come"
+    seconds = "  ".join(f"{part} {report[f'{part}_s']:.3f}" for part in ("offload", "gather", "transfer", "reload"))
+    return f"published {report['num_bytes'] / 1e6:.1f} MB in {report['blocked_s']:.3f} s ({seconds})"

@@ -1,0 +1,389 @@
+"""The training run on one rank: what it is made of, which of it a checkpoint holds, and the loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from hydra.utils import instantiate
+
+from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.catalog.ledger import Committed, Ledger, newer_than
+from ckpt.errors import (
+    CheckpointExistsError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    StorageError,
+    sentence,
+)
+from ckpt.load.loading import LoadReport, require_checkpoint
+from ckpt.memory.device import Device
+from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.ranks.topology import Topology
+from ckpt.state.address import local_tensor
+from ckpt.state.digest import state_digest
+from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
+from recipes.support.config import COMPONENT_KEYS, check_batch, config_text, made
+from recipes.support.report import Report, Summary
+from recipes.training.parallel.base import Arranged, Layout
+from recipes.training.restored import settle
+
+WARMUP_STEPS = 20
+
+
+def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
+    """Decide what `resume` means over the checkpoints there are, before any rank starts.
+
+    Returns:
+        the config, whose `resume=latest` has become null if there is nothing to go on from.
+
+    Raises:
+        CheckpointNotFoundError: `resume` names a folder that holds no checkpoint.
+        CheckpointExistsError: the run would save among checkpoints that it does not go on from.
+        StorageError: there cannot be a checkpoint root, which better shows now than at the first save.
+    """
+    root, resumed = cfg["checkpoint_root"], cfg["resume"]
+    if resumed not in (None, "latest"):
+        require_checkpoint(Path(resumed), allow_pickle=cfg["load"]["allow_pickle"])
+    committed = Ledger(Path(root), run_id="reader").committed()
+    if not cfg["overwrite"]:
+        _require_own_history(cfg, committed)
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"the checkpoint root cannot be made: {sentence(error)}; choose another with checkpoint_root=<folder>"
+        ) from error
+    if resumed == "latest" and not committed:
+        print(f"resume=latest: there is no checkpoint in {root} yet, so the run begins at step 1", flush=True)
+        return cfg | {"resume": None}
+    return cfg
+
+
+def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed]) -> None:
+    """Refuse to save among checkpoints that the run does not go on from: `resume=latest` would go on from a mixture of both.
+
+    Raises:
+        CheckpointExistsError: there are such.
+    """
+    root, resumed = cfg["checkpoint_root"], cfg["resume"]
+    if resumed is None and committed:
+        raise CheckpointExistsError(
+            f"{root} holds the checkpoints of an earlier run, the newest is {committed[-1].path.name}: go on from it "
+            "with resume=latest, leave it and write elsewhere with run_name=<another>, or start anew over it with "
+            "overwrite=true"
+        )
+    if resumed in (None, "latest") or _has_nothing_to_do(Path(resumed), cfg["train"]["steps"]):
+        return
+    newer = newer_than(Path(resumed), committed)
+    foreign = newer is None
+    others = [one.path.name for one in (committed if newer is None else newer)]
+    if others:
+        kind, then = ("checkpoints of another history", "remove") if foreign else ("newer checkpoints", "set aside")
+        raise CheckpointExistsError(
+            f"resume={resumed}: {root} holds {kind}: {', '.join(others)}. Give overwrite=true to {then} them, run_name=<another> to go on "
+            "elsewhere, or resume=latest to go on from the newest"
+        )
+
+
+def _has_nothing_to_do(resumed: Path, steps: int) -> bool:
+    """A run that is resumed at its last step saves nothing, among whatever checkpoints."""
+    step = resumed.name.removeprefix("checkpoint-")
+    return step.isdecimal() and int(step) >= steps
+
+
+def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """Train from where `resume` says to `train.steps`, saving on the way; return the summary. Every rank calls it."""
+    training, coordinator = set_up(cfg, topology)
+    run_dir = Path(cfg["run_dir"])
+    report = Report(cfg, shown=topology.is_lead)
+    summary = Summary(world_size=topology.world_size)
+    with coordinator:
+        if cfg["resume"] is not None:
+            resume(training, coordinator, summary, report)
+        has_steps = summary.first_step <= cfg["train"]["steps"]
+        if topology.is_lead and has_steps:
+            Summary.remove(run_dir)
+        with report.running(summary.first_step), training.told_to_end(coordinator):
+            for step in range(summary.first_step, cfg["train"]["steps"] + 1):
+                summary.add_step(step, training.step())
+                training.save(coordinator, step, summary)
+                report.step(step, summary.losses[-1], summary.add_saves(coordinator.reports))
+                if training.is_told_to_end:
+                    break
+            coordinator.wait()
+            report.saved(summary.add_saves(coordinator.reports))
+        training.require_not_told_to_end(summary, report)
+        summary.state_digest = training.digest()
+        if cfg["load"]["reread"] and summary.checkpoints:
+            _reread(training, coordinator, summary, report)
+    if topology.is_lead:
+        report.done(summary, summary.write(run_dir) if has_steps else summary.write_if_none(run_dir))
+    return summary.as_dict()
+
+
+def set_up(cfg: dict[str, Any], topology: Topology) -> tuple[Training, CheckpointCoordinator]:
+    """Make the run that a config describes, and the coordinator of its components. Collective."""
+    make_coordinator = instantiate(cfg["coordinator"])
+    device: Device = make_coordinator.keywords["device"]
+    with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
+        training = Training(cfg, topology, device)
+    training.join()
+    coordinator: CheckpointCoordinator = make_coordinator(
+        state_components=training.components(),
+        process_groups=training.layout.process_groups(topology),
+        topology=topology,
+        config_text=config_text(cfg),
+    )
+    return training, coordinator
+
+
+class Training:
+    """Model, optimizer, schedule and data of one rank.
+
+    Making one moves nothing between ranks and draws from no global random generator; `join` comes after it on every rank.
+    """
+
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    model_state: ModelState
+    optimizer_state: OptimizerState
+
+    def __init__(self, cfg: Mapping[str, Any], topology: Topology, device: Device) -> None:
+        self.cfg = cfg
+        self.topology = topology
+        self.device = device
+        self.steps_done = 0
+        self.is_told_to_end = False
+        self._has_sigterm_come: Callable[[], bool] = lambda: False
+        device.use(topology.local_rank)
+        rank, num_ranks = topology.rank, topology.world_size
+        self.layout: Layout = made(cfg["parallel"])
+        self.layout.check(num_ranks)
+        check_batch(cfg, self.layout, num_ranks)
+        seed = cfg["train"]["seed"]
+        self.model: torch.nn.Module = made(cfg["model"], seed=seed).to(device.torch_device)
+        self.layout.fit(self.model, num_ranks)
+        self.loader = made(cfg["data"]).loader(
+            context=self.model.context,
+            batch_size=cfg["train"]["batch_size"],
+            seed=seed,
+            topology=topology,
+            device=device.torch_device,
+            share=self.layout.share(rank, num_ranks),
+        )
+        self.rng = RNGState(device, seed=seed, stream=self.layout.stream(rank, num_ranks), step=lambda: self.steps_done)
+
+    def join(self) -> None:
+        """Lay the model out over the ranks, and make what goes by its parameters. Collective."""
+        arranged = self.layout.arrange(self.model, self.topology, self.device.torch_device)
+        self.model, self._backward = arranged.module, arranged.backward
+        with (
+            self.topology.operation("the set-up of the run"),
+            self.topology.phase("complete"),
+            self.device.telling_of_room(),
+        ):
+            self._complete(arranged)
+
+    def _complete(self, arranged: Arranged) -> None:
+        self.optimizer = arranged.wrap_optimizer(_made_optimizer(self.cfg["optimizer"], self.model))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor)
+        self.model_state = ModelState(self.model)
+        self.optimizer_state = OptimizerState(self.optimizer, self.model)
+        self.added = {
+            key: made(_without_component_keys(node), model=self.model)
+            for key, node in self.cfg["components"].items()
+            if "_target_" in node
+        }
+        self.rng.seed(self.cfg["train"]["seed"])
+
+    def components(self) -> list[StateComponent]:
+        """Return what a checkpoint holds by the config: the recipe's own, then added ones, the generators last."""
+        own = {
+            "model": self.model_state,
+            "optimizer": self.optimizer_state,
+            "scheduler": self.scheduler,
+            "dataset": self.loader,
+            "rng": self.rng,
+        }
+        objects = own | self.added
+        nodes = self.cfg["components"]
+        order = [*(key for key in objects if key != "rng"), "rng"]
+        return [_component(key, objects[key], nodes[key]) for key in order if key in nodes]
+
+    def step(self) -> float:
+        """Make one step on the next batch and return its loss, the mean over the global batch. Collective."""
+        with self.device.telling_of_room():
+            batch = self.loader.next_batch()
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = self._backward(batch)
+            self.optimizer.step()
+            self.scheduler.step()
+        self.steps_done += 1
+        return self._mean(loss)
+
+    @contextmanager
+    def told_to_end(self, coordinator: CheckpointCoordinator) -> Iterator[None]:
+        """Inside the block, SIGTERM on any rank sets `is_told_to_end` on all of them, at the end of the step that it interrupts."""
+        if not self.cfg["save"]["on_sigterm"]:
+            yield
+            return
+        with coordinator.sigterm_noted() as has_come:
+            self._has_sigterm_come = has_come
+            yield
+
+    def save(self, coordinator: CheckpointCoordinator, step: int, summary: Summary) -> bool:
+        """Save the step if it is due: each `save.every`, the last one, and the one at which the run is told to end. Collective.
+
+        Returns:
+            whether it was: `save.when_busy=skip` leaves a step out, but not one of the last two kinds.
+        """
+        is_last = step == self.cfg["train"]["steps"] or self.is_told_to_end
+        if is_last:
+            coordinator.wait()
+        elif step % self.cfg["save"]["every"]:
+            return False
+        is_saved = coordinator.save_checkpoint(checkpoint_id=f"{step:08d}") is not None
+        if not is_saved:
+            summary.skipped.append(step)
+        return is_saved
+
+    def require_not_told_to_end(self, summary: Summary, report: Report) -> None:
+        """End here a run that was told to end; all its saves are over.
+
+        Raises:
+            SystemExit: with the exit code for SIGTERM.
+        """
+        if self.is_told_to_end:
+            report.console.print(
+                f"SIGTERM: the run ends at step {summary.final_step}, which is saved; go on from it with resume=latest"
+            )
+        if self.is_told_to_end or self._has_sigterm_come():
+            raise SystemExit(TOLD_TO_END)
+
+    def digest(self) -> str:
+        """Return the digest of model and optimizer, equal on any layout that holds the same values. Collective."""
+        with self.topology.operation("the digest of the state"):
+            return state_digest({"model": self.model_state, "optimizer": self.optimizer_state}, self.topology)
+
+    def scramble(self) -> None:
+        """Overwrite every tensor of model and optimizer, so that a load which misses an element is seen."""
+        for tensor in self.model.state_dict().values():
+            _scramble(tensor)
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    _scramble(value)
+
+    def _mean(self, loss: torch.Tensor | None) -> float:
+        """The mean of the losses of a batch's parts, added up in the order of the ranks: always the same bits.
+
+        With its loss each rank sends whether it has been told to end.
+        """
+        num_ranks = self.topology.world_size
+        if num_ranks == 1:
+            assert loss is not None
+            self.is_told_to_end = self._has_sigterm_come()
+            return float(loss)
+        mine = torch.zeros((), device=self.device.torch_device) if loss is None else loss
+        mine = torch.stack([mine, torch.full_like(mine, float(self._has_sigterm_come()))])
+        gathered = [torch.empty_like(mine) for _ in range(num_ranks)]
+        torch.distributed.all_gather(gathered, mine)
+        losses, told = torch.stack(gathered).cpu().T.tolist()
+        self.is_told_to_end = any(told)
+        known = [one for rank, one in enumerate(losses) if self.layout.knows_loss(rank, num_ranks)]
+        return sum(known) / len(known)
+
+
+def _made_optimizer(node: Mapping[str, Any], model: torch.nn.Module) -> torch.optim.Optimizer:
+    try:
+        optimizer: torch.optim.Optimizer = made(node, params=model.parameters())
+    except (TypeError, ValueError) as error:  # of values that their types allow, such as lr=-1
+        raise ConfigurationError(f"optimizer: {node['_target_']} refuses its values: {error}") from None
+    return optimizer
+
+
+def learning_rate_factor(step: int) -> float:
+    """Rise over the first steps, then fall with the square root. Of the step alone: any run can be made longer."""
+    return min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
+
+
+def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:
+    """Load what `resume` names. Nothing after it draws a random number before the next step does.
+
+    Values that the user gave on the command line take effect over those that the checkpoint restored; from here on the
+    config of the run, and of its checkpoints, says what is in use.
+    """
+    cfg = training.cfg
+    path = None if cfg["resume"] == "latest" else cfg["resume"]
+    loaded = _load(coordinator, path, strict=cfg["load"]["strict"])
+    if not loaded.checkpoint_id.isdecimal():
+        raise ConfigurationError(
+            f"{loaded.path} has the id {loaded.checkpoint_id!r}, which is no step: it was not saved by this recipe"
+        )
+    training.steps_done = int(loaded.checkpoint_id)
+    summary.add_resume(loaded, training.digest())
+    settled = settle(cfg, loaded, training.optimizer, training.scheduler)
+    training.cfg = report.cfg = settled.cfg
+    coordinator.config_text = config_text(settled.cfg)
+    report.resumed(loaded)
+    for line in settled.lines:
+        report.console.print(f"  {line}")
+
+
+def _reread(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:
+    """Load the checkpoint saved last over scrambled tensors, and make sure that the state is the one that was saved."""
+    path = summary.checkpoints[-1]["path"]
+    training.scramble()
+    loaded = _load(coordinator, path, strict=True)
+    digest = training.digest()
+    if digest != summary.state_digest:
+        raise CorruptCheckpointError(
+            f"load.reread: {path} was saved with the state digest {summary.state_digest}, but {digest} came back"
+        )
+    summary.add_load(loaded)
+    report.reread(loaded)
+
+
+def _load(coordinator: CheckpointCoordinator, path: str | None, *, strict: bool) -> LoadReport:
+    coordinator.load_checkpoint(path, strict=strict)
+    assert coordinator.last_load is not None
+    return coordinator.last_load
+
+
+def _component(key: str, stateful: Any, node: Mapping[str, Any]) -> StateComponent:
+    pattern = node["sharing_pattern"] or getattr(stateful, "sharing_pattern", None)
+    if pattern is None:
+        raise ConfigurationError(
+            f"components.{key}.sharing_pattern=null leaves it to the object, but {type(stateful).__name__} has no "
+            f"attribute sharing_pattern: give components.{key}.sharing_pattern=<pattern>"
+        )
+    return StateComponent(
+        key,
+        stateful,
+        pattern,
+        process_group_name=node["process_group_name"],
+        required=node["required"],
+        validate_replication=node["validate_replication"],
+        validation_level=node["validation_level"],
+        elastic=node["elastic"],
+    )
+
+
+def _without_component_keys(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if key not in COMPONENT_KEYS}
+
+
+def _scramble(tensor: torch.Tensor) -> None:
+    tensor = local_tensor(tensor)
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.fill_(float("nan"))
+    elif tensor.dtype != torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+    else:
+        tensor.logical_not_()
