@@ -1,1 +1,1 @@
-"""Measurements beside others and beside the machine: each command is a file that `python -m recipes.benchmark` or `recipes.benchmark.X` runs."""
+"""Measurements beside others and beside the machine: `python -m recipes.benchmark` of saves and loads, `recipes.benchmark.X` of others."""

@@ -315,7 +315,7 @@ def show(result: Mapping[str, Any]) -> None:
 def _interpreter(path: str | None) -> str:
     if path is None:
         raise ConfigurationError(
-            "benchmark.megatron_python=null: give the Python of an environment with megatron-core 0.10 (megatron_peer.py beside this file says "
+            "benchmark.megatron_python=null: give the Python of an environment with megatron-core 0.10 (its file, megatron_peer.py, says "
             "how to make one), or leave megatron out of benchmark.contenders"
         )
     if not os.access(path, os.X_OK) or not Path(path).is_file():

@@ -1,1 +1,1 @@
-"""The runs themselves: a small GPT on text over each layout of ranks, alone (`training`) or with rollouts that get its weights (`syncing`)."""
+"""The runs: a small GPT on text over each layout of ranks, alone (`training`), or with rollouts that get its weights (`syncing`)."""

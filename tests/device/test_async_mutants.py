@@ -8,7 +8,7 @@ import pytest
 
 from tests.device.test_mutants import Mutant, require_found_out
 
-ARENA = "tests/unit/test_arena.py"
+ARENA = "tests/unit/memory/test_arena.py"
 BYTES = "tests/distributed/test_async_bytes.py"
 FAULTS = "tests/distributed/test_async_faults.py"
 MEMORY = "tests/distributed/test_async_memory.py"

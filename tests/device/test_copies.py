@@ -29,7 +29,7 @@ from tests.device.devices import ADVERSARY
 from tests.device.memory import Filled, Heard
 from tests.ranks import run_ranks
 from tests.states import ALL_DTYPES
-from tests.unit.test_extents import reads, store
+from tests.unit.storage.test_extents import reads, store
 
 MIB = 1 << 20
 

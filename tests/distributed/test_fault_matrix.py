@@ -244,7 +244,7 @@ OTHER_WAY_IN = ("serialization", "validation", "strategies", "sharded")  # see t
 NO_CHECKPOINT = ("engine",)  # see test_engine_faults.py
 ONLY_WHERE_COPIES_DIFFER = {"values", "distances"}  # and are compared number by number: the save fails anyway
 OF_OTHER_CALLS = {
-    "look again",  # where a load has failed: tests/unit/test_shared_roots.py
+    "look again",  # where a load has failed: tests/unit/catalog/test_shared_roots.py
     "look for newer",  # where a checkpoint is loaded by its path: test_coordinator.py
     "look for links",  # where a damaged file is met in the search for the newest checkpoint: test_incremental_ranks.py
     "report",  # of a save in the background: test_async_faults.py

@@ -264,7 +264,7 @@ print(max(seen) - seen[0])
 def test_memory_is_needed_for_a_piece_of_a_tensor(tmp_path: Path) -> None:
     """One tensor of 512 MiB, and 64 MiB at once."""
     src = saved(tmp_path / "root", {"w": random_bits((1 << 22, 32), torch.float32, 0)})
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     command = [sys.executable, "-c", _MEASURED, str(src), str(tmp_path / "plain")]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=120, check=True

@@ -383,7 +383,7 @@ def test_a_process_that_ends_does_not_wait_for_its_requests_and_does_not_finaliz
     began = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-c", LEAVES_WHILE_IT_WRITES],
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=Path(__file__).resolve().parents[3],
         capture_output=True,
         text=True,
         timeout=60,

@@ -526,7 +526,7 @@ def test_memory_is_needed_for_a_chunk_and_the_buffers_of_a_writer(tmp_path: Path
         Topology.alone(), tmp_path / "root", [StateComponent("model", Held(state), "global")], backend=made(name)
     )
     src = saver.save_checkpoint(checkpoint_id="1")
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     command = [sys.executable, "-c", _MEASURED, src, str(tmp_path / "new"), to]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=120, check=True

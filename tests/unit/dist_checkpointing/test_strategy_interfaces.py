@@ -291,7 +291,7 @@ def brings(registry: dict[str, dict[tuple[str, int], Any]], monkeypatch: pytest.
 
 BRINGS_TWO = """
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
-from tests.unit.test_strategy_interfaces import LoadsSharded, SavesSharded
+from tests.unit.dist_checkpointing.test_strategy_interfaces import LoadsSharded, SavesSharded
 
 def register():
     register_default_strategy(StrategyAction.LOAD_SHARDED, "lazy", 1, LoadsSharded())
