@@ -49,7 +49,7 @@ from ckpt.save.arguments import (
     check_text,
 )
 from ckpt.save.background.background import Background
-from ckpt.save.keeping import keeper_of
+from ckpt.save.keeping import host_cache_of
 from ckpt.save.publishing import Publisher, WeightSender
 from ckpt.save.save_settings import SaveSettings
 from ckpt.save.saving import Saver, SaveReport, SaveTarget
@@ -159,7 +159,7 @@ class CheckpointCoordinator:
         self._condemned: dict[Path, str] = {}
         self._saves = saves
         self._background = Background(topology, saves, device, backend) if saves.is_async else None
-        self._keeper = keeper_of(backend, saves)
+        self._keeper = host_cache_of(backend, saves)
         self._saver = Saver(
             self.output_dir,
             components,

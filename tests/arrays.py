@@ -14,7 +14,7 @@ from ckpt.backends.base import Backend, Written
 from ckpt.format.box import Box, chunk_box, chunks_meeting, num_chunks, overlap, whole
 from ckpt.format.dtypes import zarr_name
 from ckpt.format.records import ArraySpec, ChunkExtent, Content, Expected, FileRecord, stored_shape
-from ckpt.storage.extents import ExtentReader, Part
+from ckpt.storage.extents import ExtentReader, WantedBox
 
 
 @dataclass
@@ -103,6 +103,6 @@ def read_by_extents(saved: Saved, spec: ArraySpec, box: Box) -> torch.Tensor:
             here = overlap(chunk, box) if box.shape else box
             assert here is not None
             stored = stored_shape(saved.store, spec.grid, chunk.shape)
-            part = Part(0, stored, here.relative_to(chunk), out[here.relative_to(box).slices], spec.path)
+            part = WantedBox(0, stored, here.relative_to(chunk), out[here.relative_to(box).slices], spec.path)
             reader.read(saved.chunks[spec.path, number], [part])
     return out

@@ -33,7 +33,7 @@ from ckpt.catalog.ledger import ROOT_OWNER
 from ckpt.errors import CheckpointError
 from ckpt.load.direct import DirectLoad
 from ckpt.load.two_stage.two_stage import TwoStageLoad
-from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.mailbox import StoreClient
 from ckpt.ranks.topology import Phase, Topology
 from tests.distributed.test_elastic import Queue
 from tests.distributed.test_elastic import component as elastic_component
@@ -184,7 +184,7 @@ class Job:
 
     topology: FaultyTopology
     root: Path
-    mailbox: Mailbox
+    mailbox: StoreClient
     store: dist.Store
 
 
@@ -202,7 +202,7 @@ def run_jobs(topology: Topology, root: Path, jobs: Sequence[Callable[[Job], _T]]
         host = f"host-{topology.node_rank}"
         rank, world_size = topology.rank, topology.world_size
         with Topology.join(shared, rank, world_size, host=host, timeout_s=_PATIENCE_S) as joined:
-            mailbox = Mailbox(shared, writer=rank)
+            mailbox = StoreClient(shared, writer=rank)
             return jobs[number](Job(FaultyTopology.of(joined, agree_s), root / str(number), mailbox, store))
 
     root.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ class ThroughStore:
 
     def __init__(self, topology: Topology) -> None:
         self._rank = topology.rank
-        self._mailbox = Mailbox(topology._mailbox._store, writer=topology.rank)
+        self._mailbox = StoreClient(topology._mailbox._store, writer=topology.rank)
         self._number = topology.made = getattr(topology, "made", 0) + 1  # type: ignore[attr-defined]  # all ranks make as many
         self._spread: Counter[int] = Counter()
 

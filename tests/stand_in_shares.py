@@ -18,7 +18,7 @@ import torch
 
 from ckpt.errors import MissingStateError, StorageError
 from ckpt.format.dtypes import raw_bytes
-from ckpt.save.writing import Staged, Vote
+from ckpt.save.writing import Staged, WriteResult
 
 
 @dataclass
@@ -51,9 +51,9 @@ class StandIn:
         slivers: Mapping[int, bytes],
         progress: Callable[[int], None],
         previous: Any = None,
-    ) -> Vote:
+    ) -> WriteResult:
         folder.mkdir(parents=True, exist_ok=True)
-        vote = Vote()
+        vote = WriteResult()
         try:
             for number, hosts, digests in staged:
                 if number == 1:

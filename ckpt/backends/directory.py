@@ -18,7 +18,7 @@ from ckpt.format.blocks import EMPTY_DIGEST
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord, changed_in_memory
 from ckpt.storage.files import padded_pieces
-from ckpt.storage.outlet import Outlet, OutletWriter
+from ckpt.storage.outlet import FileSink, FileSinkWriter
 from ckpt.storage.pieces import Pieces
 
 Describe = Callable[[ArraySpec | None], bytes]
@@ -28,7 +28,7 @@ Encode = Callable[[ArraySpec, Box, torch.Tensor], bytes]
 """The bytes of a chunk's file, where they are not the elements themselves."""
 
 
-class DirectoryWriter(OutletWriter):
+class DirectoryWriter(FileSinkWriter):
     """One rank's side of one save: a file per chunk and per description.
 
     Args:
@@ -37,7 +37,7 @@ class DirectoryWriter(OutletWriter):
     """
 
     def __init__(
-        self, outlet: Outlet, describe: Describe, encode: Encode | None = None, previous: Previous | None = None
+        self, outlet: FileSink, describe: Describe, encode: Encode | None = None, previous: Previous | None = None
     ) -> None:
         super().__init__(outlet)
         self._describe = describe

@@ -25,7 +25,7 @@ from ckpt.backends.safetensors_format import (
     SUFFIX,
     Entry,
     Header,
-    Shard,
+    SafetensorsFile,
     entries_of,
     index_bytes,
     read_shard,
@@ -39,7 +39,7 @@ from ckpt.format.names import encode_key
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
 from ckpt.storage.files import make_durable, padded_pieces
 from ckpt.storage.growing import Buffers
-from ckpt.storage.outlet import DIRECT_BYTES, Outlet, OutletWriter, Stream
+from ckpt.storage.outlet import DIRECT_BYTES, FileSink, FileSinkWriter, Stream
 from ckpt.storage.pieces import Pieces
 from ckpt.storage.pool import Memories, has_pool_memory
 
@@ -76,11 +76,11 @@ class KimiEngineBackend:
     ) -> SafetensorsWriter:
         """Return this rank's writer below the unpublished folder `root`."""
         memory = self.memories.take(root, rank) if self.memories is not None else None
-        return SafetensorsWriter(root, rank, Outlet(root, rank, progress, self._buffers, memory), previous)
+        return SafetensorsWriter(root, rank, FileSink(root, rank, progress, self._buffers, memory), previous)
 
     def places(self, rank: int, chunks: Iterable[Expected]) -> Mapping[_Place, tuple[str, int]]:
         """Where this rank's writer will put chunks that come in this order, if it links none: file, and first byte in it."""
-        writer = SafetensorsWriter(Path(), rank, Outlet(Path(), rank, lambda _: None, self._buffers))
+        writer = SafetensorsWriter(Path(), rank, FileSink(Path(), rank, lambda _: None, self._buffers))
         writer.expect(chunks)
         return writer.places()
 
@@ -166,7 +166,7 @@ class _ShardFile:
         num_bytes: of all tensors in it; None: many, or nobody knows how many.
     """
 
-    def __init__(self, outlet: Outlet, path: str, header: Header, num_bytes: int | None) -> None:
+    def __init__(self, outlet: FileSink, path: str, header: Header, num_bytes: int | None) -> None:
         self.path = path
         self._outlet = outlet
         self._header = header
@@ -209,14 +209,14 @@ _Files = tuple[_ShardFile, _ShardFile]
 """For what is new, and for what has not changed and must be written again."""
 
 
-class SafetensorsWriter(OutletWriter):
+class SafetensorsWriter(FileSinkWriter):
     """One rank's side of one save: chunks go, end to end, to the file of their folder and type as they come.
 
     What has not changed since the save before, and must be written again, goes to a file of its own, which will most likely be linked by
     the next one. A file is linked only whole: tools that open it find no tensor in it that is not of this checkpoint.
     """
 
-    def __init__(self, root: Path, rank: int, outlet: Outlet, previous: Previous | None = None) -> None:
+    def __init__(self, root: Path, rank: int, outlet: FileSink, previous: Previous | None = None) -> None:
         super().__init__(outlet)
         self._rank = rank
         self._before = _Before(previous) if previous is not None else None
@@ -369,7 +369,7 @@ class _Before:
 class _OldShard:
     """A header, to be looked up in."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: SafetensorsFile) -> None:
         self.data_start = shard.data_start
         self.by_start = {entry.start: entry for entry in shard.entries if entry.num_bytes}
         self.empty = [entry._replace(start=0) for entry in shard.entries if entry.num_bytes == 0]

@@ -18,7 +18,7 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.storage.files import PIECE_BYTES, naming
-from ckpt.storage.outlet import Outlet
+from ckpt.storage.outlet import FileSink
 from ckpt.storage.pieces import Pieces
 
 MOST_FILES = 32
@@ -40,7 +40,7 @@ class LinkedValues:
         dead: what else lies in those.
     """
 
-    def __init__(self, previous: Previous, outlet: Outlet, root: Path, below: str, *, whole: bool = False) -> None:
+    def __init__(self, previous: Previous, outlet: FileSink, root: Path, below: str, *, whole: bool = False) -> None:
         self._previous = previous
         self._outlet = outlet
         self._root = root

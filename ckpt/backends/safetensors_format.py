@@ -23,7 +23,7 @@ import msgspec
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import whole
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.collector import collector_paused
+from ckpt.format.collector import gc_paused
 from ckpt.format.consistency import checked_place, require_apart
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.names import encode_key
@@ -85,7 +85,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class SafetensorsFile:
     """A safetensors file, as its header has it.
 
     Attributes:
@@ -201,8 +201,8 @@ def read_header(path: Path) -> list[Entry]:
     return list(read_shard(path).entries)
 
 
-@collector_paused()
-def read_shard(path: Path) -> Shard:
+@gc_paused()
+def read_shard(path: Path) -> SafetensorsFile:
     """What a file of ours, or any other safetensors file, holds.
 
     Raises:
@@ -210,7 +210,7 @@ def read_shard(path: Path) -> Shard:
     """
     data_start, rows, size = _read_rows(path)
     with _refusing(path):
-        return Shard(data_start, _entries(rows, size - data_start))
+        return SafetensorsFile(data_start, _entries(rows, size - data_start))
 
 
 def _read_rows(path: Path) -> tuple[int, dict[str, Any], int]:
@@ -282,7 +282,7 @@ def _notes(rows: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Shape, Shape]]
     return parts, set(read(metadata.get(_COMPLEX128, "[]"), list[str], _COMPLEX128))
 
 
-@collector_paused()
+@gc_paused()
 def index_bytes(folder: Path, files: Iterable[str], progress: Callable[[int], None]) -> bytes:
     """What lies where in a folder: whole tensors by name, as Hugging Face has it, and those in parts, which that does not know.
 

@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 import xxhash
 
-from ckpt.backends.safetensors_format import INDEX_NAME, SUFFIX, Entry, Header, Shard, index_bytes, read_shard
+from ckpt.backends.safetensors_format import INDEX_NAME, SUFFIX, Entry, Header, SafetensorsFile, index_bytes, read_shard
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.durable import replace_durably, sync_folder
 from ckpt.format.names import encode_key
@@ -108,7 +108,7 @@ def _renew_index(folder: Path, files: Sequence[str]) -> None:
         sync_folder(folder)
 
 
-def _runs(shard: Shard, entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
+def _runs(shard: SafetensorsFile, entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
     """Yield where the entries lie in the file, neighbours together."""
     begin = end = shard.data_start
     for entry in sorted(entries, key=lambda entry: entry.start):

@@ -47,7 +47,7 @@ from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import read
 from ckpt.storage.files import make_durable, padded_pieces, remove_arrays
 from ckpt.storage.growing import Buffers
-from ckpt.storage.outlet import Outlet, OutletWriter, Stream
+from ckpt.storage.outlet import FileSink, FileSinkWriter, Stream
 from ckpt.storage.pieces import Pieces
 
 POLL_S = 0.05
@@ -82,7 +82,7 @@ class TensorStoreBackend:
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> Writer:
         """Return this rank's writer below the unpublished folder `root`."""
-        outlet = Outlet(root, rank, progress, self._buffers)
+        outlet = FileSink(root, rank, progress, self._buffers)
         if self._in_database:
             return OcdbtWriter(root, rank, outlet, previous)
         return DirectoryWriter(outlet, _description, previous=previous)
@@ -153,7 +153,7 @@ class TensorStoreBackend:
 class _DataFile:
     """One data file of a rank's database; it is made when the first bytes come."""
 
-    def __init__(self, outlet: Outlet, folder: str) -> None:
+    def __init__(self, outlet: FileSink, folder: str) -> None:
         self.name = f"d/{secrets.token_hex(16)}"
         self.path = f"{folder}/{self.name}"
         self.size = 0
@@ -176,14 +176,14 @@ class _DataFile:
             self._stream.close()
 
 
-class OcdbtWriter(OutletWriter):
+class OcdbtWriter(FileSinkWriter):
     """One rank's side of one save: values go, end to end, to one data file as they come; `finish` puts the tree behind them.
 
     What has not changed since the save before, and must be written again, goes to a file of its own: as it will most likely not change
     before the next save either, that one will be linked whole.
     """
 
-    def __init__(self, root: Path, rank: int, outlet: Outlet, previous: Previous | None = None) -> None:
+    def __init__(self, root: Path, rank: int, outlet: FileSink, previous: Previous | None = None) -> None:
         super().__init__(outlet)
         self._folder = _database_of(root, rank).relative_to(root).as_posix()
         self._main = _DataFile(outlet, self._folder)

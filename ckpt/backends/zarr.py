@@ -38,7 +38,7 @@ from ckpt.format.records import ArraySpec
 from ckpt.format.strict_json import parse
 from ckpt.storage.files import remove_arrays
 from ckpt.storage.growing import Buffers
-from ckpt.storage.outlet import Outlet
+from ckpt.storage.outlet import FileSink
 
 
 class ZarrBackend:
@@ -75,7 +75,7 @@ class ZarrBackend:
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> DirectoryWriter:
         """Return this rank's writer below the unpublished folder `root`."""
-        outlet = Outlet(root, rank, progress, self._buffers)
+        outlet = FileSink(root, rank, progress, self._buffers)
         return DirectoryWriter(outlet, self._description(), self._encoding(), previous)
 
     def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None] = lambda _: None) -> list[str]:

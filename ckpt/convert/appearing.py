@@ -24,7 +24,7 @@ def require_free(dst: Path) -> None:
 
 
 @contextmanager
-def appearing(dst: Path) -> Iterator[Path]:
+def atomic_directory(dst: Path) -> Iterator[Path]:
     """A folder beside `dst`, to be filled, which becomes `dst` if the block ends well, and is removed if not.
 
     Its last name is that of `dst`, for a checkpoint that is no coordinator's goes by the name of its folder. What is in it must be

@@ -26,7 +26,7 @@ from ckpt.backends.safetensors_format import (
     index_bytes,
     name_of,
 )
-from ckpt.convert.appearing import appearing
+from ckpt.convert.appearing import atomic_directory
 from ckpt.dist_checkpointing.megatron.chunks import MegatronChunks
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
@@ -203,7 +203,7 @@ def export(
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
     headers = {file: _header(file, tensors) for file, tensors in files.items()}
     read = _Read(selection.stored, progress)
-    with appearing(dst) as folder:
+    with atomic_directory(dst) as folder:
         digests = {file: _write(folder / file, headers[file], few, read, progress) for file, few in files.items()}
         for file, digest in digests.items():
             _require_read_back(folder / file, dst, digest, progress)

@@ -18,7 +18,7 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.catalog.verify import Names, examine
-from ckpt.convert.appearing import appearing
+from ckpt.convert.appearing import atomic_directory
 from ckpt.dist_checkpointing.folder.folder import Given
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box, whole
@@ -36,7 +36,7 @@ from ckpt.format.manifest import (
     CheckpointManifest,
     ComponentManifest,
     Index,
-    Piece,
+    PackedPiece,
     digest_of,
     index_name,
 )
@@ -48,10 +48,10 @@ from ckpt.load.strategy import StoredCheckpoint
 from ckpt.memory.memory import Scratch
 from ckpt.planning.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan
 from ckpt.ranks.topology import Topology
-from ckpt.save.writing import Item, Pack, Share, Staged, Vote, folders_of, joined_checksum
+from ckpt.save.writing import Item, Pack, RankWritePlan, Staged, WriteResult, folders_of, joined_checksum
 from ckpt.state.sharing import StateComponent
-from ckpt.storage.extents import ExtentReader, Part
-from ckpt.storage.files import PIECE_BYTES, Folders, make_durable, write_all
+from ckpt.storage.extents import ExtentReader, WantedBox
+from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, write_all
 from ckpt.version import __version__
 
 _SHARDED_BACKENDS = {"zarr": "zarr", "ocdbt": "tensorstore"}
@@ -91,7 +91,7 @@ def rewrite(src: Path, dst: Path, backend: Backend, *, progress: Callable[[int],
     """
     manifest = read_manifest(src)
     config = _config_of(src, manifest, backend)
-    with appearing(dst) as folder:
+    with atomic_directory(dst) as folder:
         written = _Rewriting(src, folder, manifest, backend, progress).run()
         if config is not None:
             save_config(config, folder)
@@ -127,7 +127,7 @@ class _Stored(NamedTuple):
     array: ArraySpec
     number: int
     extent: ChunkExtent | None
-    pieces: Sequence[Piece] = ()
+    pieces: Sequence[PackedPiece] = ()
 
 
 class _Rewriting:
@@ -152,7 +152,7 @@ class _Rewriting:
 
     def run(self) -> CheckpointManifest:
         """Write every rank's files, and the record of them, durably."""
-        votes = [Vote() for _ in range(self._manifest.world_size)]
+        votes = [WriteResult() for _ in range(self._manifest.world_size)]
         for rank in sorted({0, *self._manifest.index_paths()}):  # the lead describes the groups
             votes[rank] = self._write_share(rank)
         files = self._lead_files(votes)
@@ -166,7 +166,7 @@ class _Rewriting:
         replace_durably(self._folder / MANIFEST_NAME, manifest.to_bytes())
         return manifest
 
-    def _write_share(self, rank: int) -> Vote:
+    def _write_share(self, rank: int) -> WriteResult:
         index = Index(rank)
         if rank in self._manifest.index_paths():
             index = read_index(self._src, self._manifest, rank)
@@ -176,7 +176,7 @@ class _Rewriting:
             staged = self._staged(items, reader, Names(self._manifest, index))
             return share.write(self._folder, self._backend, self._plain(index), staged, {}, self._progress)
 
-    def _share(self, rank: int, items: Sequence[_Stored]) -> Share:
+    def _share(self, rank: int, items: Sequence[_Stored]) -> RankWritePlan:
         """What the rank writes: what it wrote."""
         arrays = {
             name: PlannedArray(entry.dtype, entry.shape, entry.grid, [run[0] for run in entry.writers])
@@ -188,7 +188,7 @@ class _Rewriting:
             arrays[task.name] = PlannedArray(entry.dtype, entry.shape, None)
         tasks = RankPlan([one.item for one in items if isinstance(one.item, ChunkTask)], packed)
         topology = Topology.supposed(rank, [""] * self._manifest.world_size, {})
-        share = Share(SavePlan(arrays, {}), tasks, self._components, topology, store=self._backend.store)
+        share = RankWritePlan(SavePlan(arrays, {}), tasks, self._components, topology, store=self._backend.store)
         share.items = [one.item for one in items]  # packs are cut as they were
         if topology.is_lead:
             names = (name for name, entry in self._manifest.arrays.items() if entry.alias_of is None)
@@ -209,7 +209,7 @@ class _Rewriting:
                 yield _Stored(ChunkTask(names[path], number, box, (box,)), array, number, extent)
 
     def _packs(self, index: Index) -> Iterator[_Stored]:
-        contents: dict[str, list[tuple[str, Piece]]] = {path: [] for path in index.packed}
+        contents: dict[str, list[tuple[str, PackedPiece]]] = {path: [] for path in index.packed}
         for name, pieces in index.pieces.items():
             for piece in pieces:
                 contents[piece.packed].append((name, piece))
@@ -244,7 +244,7 @@ class _Rewriting:
         host = self._memory_for(box, one.array.dtype)
         if extent.raw:
             region = stored_shape(self._store_of(one.item), one.array.grid, box.shape)
-            reader.read(extent, [Part(0, region, whole(box.shape), host, name)])
+            reader.read(extent, [WantedBox(0, region, whole(box.shape), host, name)])
         else:
             reader.check(extent, name)
             self._stored.read_encoded(self._store_of(one.item), one.array, box, host)
@@ -278,7 +278,7 @@ class _Rewriting:
             path: (key, read_plain_file(self._src, self._manifest, path, lambda: index)) for path, key in paths.items()
         }
 
-    def _lead_files(self, votes: Sequence[Vote]) -> dict[str, tuple[int, str]]:
+    def _lead_files(self, votes: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
         """Join the arrays and write what is left; return all files that stand in the manifest."""
         writers = [rank for rank, vote in enumerate(votes) if vote.wrote_arrays]
         files = {}
@@ -308,7 +308,7 @@ class _Rewriting:
         for rank in manifest.index_ranks():
             index = read_index(self._src / name, manifest, rank)
             sizes |= {path: record.size for path, record in index.files.items()}
-        folders = Folders(self._folder)
+        folders = FolderTree(self._folder)
         folders.make(self._folder / name)
         with CheckpointFolder(self._src / name) as old, CheckpointFolder(self._folder / name) as new:
             for path, size in sizes.items():
@@ -330,7 +330,7 @@ class _Rewriting:
                 write_all(target.fileno(), memoryview(piece))
                 self._progress(len(piece))
 
-    def _component(self, key: str, votes: Sequence[Vote]) -> ComponentManifest:
+    def _component(self, key: str, votes: Sequence[WriteResult]) -> ComponentManifest:
         return replace(
             self._manifest.components[key],
             ranks=[rank for rank, vote in enumerate(votes) if key in vote.sizes],
@@ -365,7 +365,7 @@ def _in_store(arrays: Mapping[str, ArrayEntry], store: str) -> dict[str, ArrayEn
     return {name: moved[id(entry)] for name, entry in arrays.items()}
 
 
-def _lie_end_to_end(pieces: Sequence[Piece], num_elements: int) -> bool:
+def _lie_end_to_end(pieces: Sequence[PackedPiece], num_elements: int) -> bool:
     """Whether pieces, in order, are all of a packed array."""
     ends = [piece.first + piece.box.num_elements for piece in pieces]
     is_joined = all(end == after.first for end, (_, after) in zip(ends, pairwise(pieces), strict=False))

@@ -21,7 +21,7 @@ from pathlib import Path
 from ckpt.dist_checkpointing.dict_utils import extract_matching_values, merge
 from ckpt.dist_checkpointing.folder.destination import take
 from ckpt.dist_checkpointing.folder.folder import require_alike
-from ckpt.dist_checkpointing.folder.mark import Mark, marked
+from ckpt.dist_checkpointing.folder.mark import SaveMarker, marked
 from ckpt.dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedObject,
@@ -138,7 +138,7 @@ def _save_parts(
     validate: bool,
     preprocess: Callable[[CommonStateDict], StateDict] | None,
     in_background: bool,
-    mark: Mark | None,
+    mark: SaveMarker | None,
 ) -> AsyncRequest | None:
     """The steps of a save from the integrity check on, into a folder that is marked as this save's."""
     topology = current_topology()
@@ -269,7 +269,7 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
         strategy.remove_sharded_tensors(str(checkpoint_dir), key_prefix)
 
 
-def _complete(config: CheckpointingConfig, folder: Path, topology: Topology, mark: Mark | None) -> None:
+def _complete(config: CheckpointingConfig, folder: Path, topology: Topology, mark: SaveMarker | None) -> None:
     """The last step of a save. Should another rank fail in it, the error says that the checkpoint is complete all the same."""
     with topology.phase("complete") as phase:
         if mark is not None:

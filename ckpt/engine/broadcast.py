@@ -12,7 +12,7 @@ from ckpt.engine.versioned import Update, VersionedEngine
 from ckpt.engine.wire.group import OwnGroup
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.parts import Messages
-from ckpt.engine.wire.pool import HostPool, Landing
+from ckpt.engine.wire.pool import HostPool, ReceivedStream
 from ckpt.engine.wire.transfer import IN_FLIGHT, DeviceBuffers, Network, Transfer
 from ckpt.errors import RankLeftError
 
@@ -66,7 +66,7 @@ class BroadcastCheckpointEngine(VersionedEngine):
         members = {owner: sorted({owner, *self.rollouts}) for owner in sorted(owners)}
         return {owner: ranks for owner, ranks in members.items() if self.rank in ranks and len(ranks) > 1}
 
-    def _carry(self, update: Update, pool: HostPool | None, landing: Landing | None) -> None:
+    def _carry(self, update: Update, pool: HostPool | None, landing: ReceivedStream | None) -> None:
         layout, device, groups = update.layout, self.device, self._groups
         members, buffers = self._members(layout), None
         if device.collectives != "gloo" and members:

@@ -16,7 +16,7 @@ from ckpt.engine.broadcast import BroadcastCheckpointEngine
 from ckpt.engine.parameter_server import BucketServer, Peers
 from ckpt.engine.versioned import Update
 from ckpt.engine.wire.layout import WeightLayout
-from ckpt.engine.wire.pool import HostPool, Landing
+from ckpt.engine.wire.pool import HostPool, ReceivedStream
 from ckpt.engine.wire.transfer import Network, Verifier
 from ckpt.errors import ConfigurationError, RankAbsentError
 from ckpt.memory.device import wait_for
@@ -75,7 +75,7 @@ class KimiCheckpointEngine(BroadcastCheckpointEngine):
         assert self._server is not None
         self._server.register(pool.buckets(layout) if pool is not None else {})
 
-    def _carry(self, update: Update, pool: HostPool | None, landing: Landing | None) -> None:
+    def _carry(self, update: Update, pool: HostPool | None, landing: ReceivedStream | None) -> None:
         if self._transport == "pipelined":
             super()._carry(update, pool, landing)
             return

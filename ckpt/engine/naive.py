@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import Store
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.engine.versioned import Update, VersionedEngine
 from ckpt.engine.wire.layout import WeightLayout
-from ckpt.engine.wire.pool import HostPool, Landing, digest_of_bucket
+from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 
@@ -47,7 +47,7 @@ class NaiveCheckpointEngine(VersionedEngine):
     def _reset_transport(self) -> None:
         """Nothing is under way."""
 
-    def _carry(self, update: Update, pool: HostPool | None, landing: Landing | None) -> None:
+    def _carry(self, update: Update, pool: HostPool | None, landing: ReceivedStream | None) -> None:
         assert pool is not None and landing is not None, "every rank is both"
         layout, topology = update.layout, self._topology()
         for bucket in range(layout.num_buckets):

@@ -28,7 +28,7 @@ from ckpt.engine.joined import JoinedEngine
 from ckpt.engine.stream import OpenUpdate, WeightStream
 from ckpt.engine.wire.delta import BLOCK_KIB, Changes, agreed_changes, require_one_block
 from ckpt.engine.wire.layout import WeightLayout, take_turns
-from ckpt.engine.wire.pool import HostPool, Landing, digest_of_bucket
+from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
 from ckpt.engine.wire.ring import on_device
 from ckpt.engine.wire.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
@@ -139,7 +139,7 @@ class VersionedEngine(JoinedEngine):
         if delta_block_kib < 1:
             raise ConfigurationError(f"delta_block_kib={delta_block_kib}: expected at least 1")
         self._block_bytes = delta_block_kib << 10 if delta else None
-        self.landings = [Landing() for _ in range(1 + cached)]
+        self.landings = [ReceivedStream() for _ in range(1 + cached)]
         self._held: WeightVersion | None = None  # of the weights in the second landing
         self.pool: HostPool | None = None
         self._known: WeightLayout | None = None
@@ -193,7 +193,7 @@ class VersionedEngine(JoinedEngine):
         """Get ready for a layout that is new, or for the first time. All ranks call it; it may have phases."""
 
     @abstractmethod
-    def _carry(self, update: Update, pool: HostPool | None, landing: Landing | None) -> None:
+    def _carry(self, update: Update, pool: HostPool | None, landing: ReceivedStream | None) -> None:
         """Bring every bucket to every rollout, and verify it there. All ranks call it, within a phase.
 
         Raises:
@@ -333,7 +333,7 @@ class VersionedEngine(JoinedEngine):
         for named in on_device(self.landings[1].weights(), self.device.torch_device, self._bucket_bytes):
             yield named
 
-    async def _received(self, global_steps: int | None, sink: Sink | None) -> Landing:
+    async def _received(self, global_steps: int | None, sink: Sink | None) -> ReceivedStream:
         self._topology()
         if self.rank not in self.rollouts:
             raise ConfigurationError(f"rank {self.rank} is a trainer, and receives nothing: it calls send_weights")
@@ -404,7 +404,7 @@ class VersionedEngine(JoinedEngine):
         topology: Topology,
         step: int | None,
         offloaded: _Offloaded | None,
-        landing: Landing | None,
+        landing: ReceivedStream | None,
         sink: Sink | None,
     ) -> dict[str, Any]:
         """What this rank has to say: which weights it sends, and which it could take at once."""
@@ -428,7 +428,7 @@ class VersionedEngine(JoinedEngine):
             "digests": sorted(offloaded.digests.items()),
         }
 
-    def _fits(self, landing: Landing | None, sink: Sink | None) -> str | None:
+    def _fits(self, landing: ReceivedStream | None, sink: Sink | None) -> str | None:
         """The digest of the last layout, if it could be taken again."""
         if self._known is None:
             return None
@@ -443,7 +443,7 @@ class VersionedEngine(JoinedEngine):
         topology: Topology,
         said: Sequence[Mapping[str, Any]],
         sent: WeightLayout | None,
-        landing: Landing | None,
+        landing: ReceivedStream | None,
         pool: HostPool | None,
         sink: Sink | None,
     ) -> Update | None:
@@ -481,11 +481,11 @@ class VersionedEngine(JoinedEngine):
             changes = agreed_changes(said, layout, self.rollouts, self._block_bytes)
         return Update(layout, version, digests, changes, self._topology())
 
-    def _before(self, landing: Landing | None) -> Landing | None:
+    def _before(self, landing: ReceivedStream | None) -> ReceivedStream | None:
         """Where a rollout has the version before the one that comes to `landing`; None: there."""
         return self.landings[-1] if landing is not None and len(self.landings) > 1 else None
 
-    def _require_base(self, update: Update, landing: Landing | None) -> None:
+    def _require_base(self, update: Update, landing: ReceivedStream | None) -> None:
         """What comes takes the place of what is there, or is put into it."""
         if landing is None:
             return
@@ -495,7 +495,7 @@ class VersionedEngine(JoinedEngine):
             )
         landing.holds = None
 
-    def _load(self, sink: Sink, landing: Landing, began: float) -> SyncReport:
+    def _load(self, sink: Sink, landing: ReceivedStream, began: float) -> SyncReport:
         update = self._update
         assert update is not None
         try:
@@ -621,7 +621,7 @@ async def _numbered(
             yield number, named
 
 
-def _make_ready(layout: WeightLayout, landing: Landing | None, sink: Sink | None) -> None:
+def _make_ready(layout: WeightLayout, landing: ReceivedStream | None, sink: Sink | None) -> None:
     """See that a rollout can take weights."""
     if sink is not None:
         sink.check(layout)

@@ -13,7 +13,7 @@ _NEVER = (1 << 30) + 7
 """A threshold that no process reaches and that nobody else sets, so a pause can tell its own threshold from the program's."""
 
 
-class collector_paused(ContextDecorator):  # used as a decorator, like contextlib's own
+class gc_paused(ContextDecorator):  # used as a decorator, like contextlib's own
     """Start no automatic garbage collection while a block, or a function that this decorates, runs.
 
     Code that makes an object for each of 20,000 tensors makes the collector traverse all of them, and everything else that the

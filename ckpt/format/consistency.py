@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt.format.box import Box, chunk_box, num_chunks
 from ckpt.format.dtypes import item_bytes
-from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, Index, Piece
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, Index, PackedPiece
 from ckpt.format.names import COMPONENT_KEY, PLAIN_NAME, is_inner_path
 from ckpt.format.records import CLIPPED_STORES, stored_shape
 from ckpt.format.strict_json import MAX_INT, Refused
@@ -385,7 +385,7 @@ def _check_packed_array(path: str, length: int, index: Index, dtype: str | None,
         raise Refused(f"the packed array {path!r:.80} would have {chunk.length} bytes, and holds {length} of {dtype}")
 
 
-def check_whole(name: str, entry: ArrayEntry, pieces: Sequence[Piece]) -> None:
+def check_whole(name: str, entry: ArrayEntry, pieces: Sequence[PackedPiece]) -> None:
     """The pieces of a packed tensor, in all indexes together, are all of it, and no element is in two of them.
 
     Raises:
@@ -408,7 +408,7 @@ def check_whole(name: str, entry: ArrayEntry, pieces: Sequence[Piece]) -> None:
         seen[piece.box.slices] = True
 
 
-def _are_rows(shape: tuple[int, ...], pieces: Sequence[Piece]) -> bool:
+def _are_rows(shape: tuple[int, ...], pieces: Sequence[PackedPiece]) -> bool:
     """Whether pieces, in some order, are runs of whole rows that follow one another, as most are."""
     at = 0
     for box in sorted(piece.box for piece in pieces):

@@ -21,7 +21,7 @@ _log = logging.getLogger("ckpt")
 _T = TypeVar("_T")
 
 
-class Place(NamedTuple):
+class MemoryFile(NamedTuple):
     """A file in the memory of a process of this host.
 
     Attributes:
@@ -45,7 +45,7 @@ class HeldFiles:
 
     def __init__(
         self,
-        places: Mapping[str, Place] | None = None,
+        places: Mapping[str, MemoryFile] | None = None,
         own: Mapping[str, np.ndarray[Any, np.dtype[np.uint8]]] | None = None,
     ) -> None:
         self._places = dict(places or {})
@@ -75,7 +75,7 @@ class HeldFiles:
         del self._places[file]
         return None
 
-    def place(self, file: str) -> Place | None:
+    def place(self, file: str) -> MemoryFile | None:
         """Where a file is held; None: it is not."""
         return self._places.get(file)
 
@@ -125,6 +125,6 @@ NOTHING_HELD = HeldFiles()
 """Of a checkpoint of which nothing is in memory. Stays empty."""
 
 
-def places_from_json(rows: Mapping[str, Iterable[Any]]) -> dict[str, Place]:
+def places_from_json(rows: Mapping[str, Iterable[Any]]) -> dict[str, MemoryFile]:
     """What `json.loads` makes of a dictionary of places."""
-    return {file: Place(*row) for file, row in rows.items()}
+    return {file: MemoryFile(*row) for file, row in rows.items()}

@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from ckpt.format.box import Box
-from ckpt.format.collector import collector_paused
+from ckpt.format.collector import gc_paused
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.strict_json import (
@@ -184,7 +184,7 @@ class CheckpointManifest:
     run_id: str | None = None
     _owned: dict[int, Owned] | None = field(default=None, init=False, repr=False, compare=False)
 
-    @collector_paused()
+    @gc_paused()
     def to_bytes(self) -> bytes:
         """The manifest file: one line per key, per component, per array and per file; the digest on the last line but one."""
         head = {
@@ -262,7 +262,7 @@ def _owned_by_rank(entries: Collection[ArrayEntry]) -> dict[int, Owned]:
     return dict(found)
 
 
-class Piece(NamedTuple):
+class PackedPiece(NamedTuple):
     """A small tensor, or a box of one, inside a packed array.
 
     Attributes:
@@ -296,7 +296,7 @@ class Index:
     files: dict[str, FileRecord] = field(default_factory=dict)
     chunks: dict[str, dict[int, ChunkExtent]] = field(default_factory=dict)
     packed: dict[str, int] = field(default_factory=dict)
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    pieces: dict[str, list[PackedPiece]] = field(default_factory=dict)
     dead: dict[str, list[ChunkExtent]] = field(default_factory=dict)
 
     def covered(self) -> dict[str, list[ChunkExtent]]:
@@ -309,7 +309,7 @@ class Index:
             found.setdefault(file, []).extend(extents)
         return found
 
-    @collector_paused()
+    @gc_paused()
     def to_bytes(self) -> bytes:
         file_number = {file: number for number, file in enumerate(self.files)}
         chunks = {

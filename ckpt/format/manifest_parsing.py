@@ -14,7 +14,7 @@ import msgspec
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
-from ckpt.format.collector import collector_paused
+from ckpt.format.collector import gc_paused
 from ckpt.format.consistency import (
     check_extents,
     check_inner_paths,
@@ -32,7 +32,7 @@ from ckpt.format.manifest import (
     CheckpointManifest,
     ComponentManifest,
     Index,
-    Piece,
+    PackedPiece,
     closing,
     digest_of,
 )
@@ -56,7 +56,7 @@ _ARRAYS = '\n  "arrays": {\n'
 _END_OF_TABLE = "\n  },\n"
 
 
-@collector_paused()
+@gc_paused()
 def parse_manifest(data: bytes, where: str) -> CheckpointManifest:
     """Check the digest of the raw bytes, then parse. `where` names the file in errors.
 
@@ -95,7 +95,7 @@ def parse_manifest(data: bytes, where: str) -> CheckpointManifest:
     return manifest
 
 
-@collector_paused()
+@gc_paused()
 def parse_index(data: bytes, where: str = "an index") -> Index:
     """Parse what `to_bytes` made. `where` names the file in errors. Against its manifest, `stored.read_index` checks it.
 
@@ -282,10 +282,10 @@ def _entry_in(line: str, end: int, where: str) -> ArrayEntry:
 _ENTRY_DECODER = msgspec.json.Decoder(ArrayEntry)
 
 
-def _pieces_from_json(tree: Mapping[str, Sequence[_PieceRow]], packed: Sequence[str]) -> dict[str, list[Piece]]:
+def _pieces_from_json(tree: Mapping[str, Sequence[_PieceRow]], packed: Sequence[str]) -> dict[str, list[PackedPiece]]:
     """The pieces of an index. The places of those that are cut alike are made, and checked, once."""
     places: dict[tuple[Shape, Shape, Shape], tuple[Shape, Box]] = {}
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[PackedPiece]] = {}
     for name, rows in tree.items():
         pieces = found[name] = []
         for at, shape, offsets, sides, first in rows:
@@ -294,7 +294,7 @@ def _pieces_from_json(tree: Mapping[str, Sequence[_PieceRow]], packed: Sequence[
             if place is None:
                 place = places[same] = shape, checked_place(shape, offsets, sides)
             try:
-                pieces.append(Piece(packed[at], *place, first))
+                pieces.append(PackedPiece(packed[at], *place, first))
             except IndexError:
                 raise Refused(f"{name!r:.80} lies in packed array number {at} of {len(packed)}") from None
     return found

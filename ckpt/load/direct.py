@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from ckpt.backends.base import Backend
-from ckpt.format.collector import collector_paused
+from ckpt.format.collector import gc_paused
 from ckpt.load.strategy import ReadRequest, ReadStats, Stored, StoredPart, by_chunk, in_flight_bytes
 from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
@@ -60,7 +60,7 @@ class DirectReading:
     slab_bytes: int
     read_at: ReadAt
 
-    @collector_paused()
+    @gc_paused()
     def run(self) -> ReadStats:
         """See `Reading.run`; it talks to nobody."""
         chunks = by_chunk(self.requests, self.checkpoint)

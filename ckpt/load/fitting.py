@@ -11,12 +11,14 @@ from typing import Any, cast
 from ckpt.errors import MissingStateError, WorldSizeError, describe, rebuild
 from ckpt.load.matching import MISMATCHES, Match, SavedCopy, match
 from ckpt.load.report import ComponentReport, Status, some_of
-from ckpt.load.sources import Rows, Source
+from ckpt.load.sources import CheckpointSource, Rows
 from ckpt.state.sharing import DECIDED_BY_OBJECT, StateComponent
 from ckpt.state.statefuls import Elastic
 
 
-def fit(source: Source, component: StateComponent, *, strict: bool, damage: dict[str, Any] | None = None) -> Match:
+def fit(
+    source: CheckpointSource, component: StateComponent, *, strict: bool, damage: dict[str, Any] | None = None
+) -> Match:
     """Compare a component with what was saved of it, for this rank. What the load may do without is noted in the match.
 
     Args:
@@ -35,13 +37,13 @@ def fit(source: Source, component: StateComponent, *, strict: bool, damage: dict
         return Match(component, rebuild(describe(error)))
 
 
-def prefixes_for_object(source: Source, component: StateComponent) -> list[str]:
+def prefixes_for_object(source: CheckpointSource, component: StateComponent) -> list[str]:
     """The copies that an object gets to see when the ranks have changed."""
     prefixes = source.prefixes(component)
     return prefixes[:1] if component.elastic == "derive" else prefixes
 
 
-def copies_for_object(source: Source, component: StateComponent, rows: Sequence[Rows]) -> list[SavedCopy]:
+def copies_for_object(source: CheckpointSource, component: StateComponent, rows: Sequence[Rows]) -> list[SavedCopy]:
     """Those copies, given the plain values of each."""
     return [
         SavedCopy.of(f"{component.key}/{prefix}", source.entries(component, prefix), of_copy)
@@ -62,7 +64,7 @@ def require_something(reports: Mapping[str, ComponentReport]) -> None:
         )
 
 
-def _fit(source: Source, component: StateComponent, strict: bool) -> Match:
+def _fit(source: CheckpointSource, component: StateComponent, strict: bool) -> Match:
     _require_present(source, component, strict)
     decided_by_object = component.elastic in DECIDED_BY_OBJECT
     if decided_by_object and not _belongs(source, component):
@@ -77,7 +79,7 @@ def _fit(source: Source, component: StateComponent, strict: bool) -> Match:
     return match(component, saved, strict=strict)
 
 
-def _prefix_of_copy(source: Source, component: StateComponent) -> str | None:
+def _prefix_of_copy(source: CheckpointSource, component: StateComponent) -> str | None:
     """Which saved copy this rank loads; None: none, for the ranks have changed, and the object keeps what it has built."""
     try:
         prefix = source.own_prefix(component)
@@ -98,7 +100,7 @@ def _prefix_of_copy(source: Source, component: StateComponent) -> str | None:
     )
 
 
-def _any_copy(source: Source, component: StateComponent, changed: WorldSizeError) -> str:
+def _any_copy(source: CheckpointSource, component: StateComponent, changed: WorldSizeError) -> str:
     """The first of several copies that are all equal."""
     differing = source.first_difference(component)
     if differing is not None:
@@ -111,7 +113,7 @@ def _any_copy(source: Source, component: StateComponent, changed: WorldSizeError
     return source.prefixes(component)[0]
 
 
-def _require_present(source: Source, component: StateComponent, strict: bool) -> None:
+def _require_present(source: CheckpointSource, component: StateComponent, strict: bool) -> None:
     if source.holds(component.key):
         return
     if not (component.required and strict):
@@ -123,7 +125,7 @@ def _require_present(source: Source, component: StateComponent, strict: bool) ->
     )
 
 
-def _belongs(source: Source, component: StateComponent) -> bool:
+def _belongs(source: CheckpointSource, component: StateComponent) -> bool:
     """Whether the saved copies are those of the same ranks, nodes or groups, under the same pattern."""
     if not source.same_pattern(component):
         return False

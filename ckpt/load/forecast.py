@@ -19,7 +19,7 @@ from ckpt.load.fitting import copies_for_object, fit, goes_on, prefixes_for_obje
 from ckpt.load.legacy import OldSource, not_allowed, old_files
 from ckpt.load.matching import Match, match_changed, report_of_trouble, settle
 from ckpt.load.report import ComponentReport, Misfits, Status
-from ckpt.load.sources import CommittedSource, Source
+from ckpt.load.sources import CheckpointSource, CommittedSource
 from ckpt.load.strategy import StoredCheckpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
@@ -40,7 +40,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
+class LoadPreview:
     """What a load would do with one component.
 
     Attributes:
@@ -74,7 +74,7 @@ class Forecast:
         refusal: why it would end though no single component ends it: nothing would be restored. "" if it does not.
     """
 
-    components: Sequence[Foreseen]
+    components: Sequence[LoadPreview]
     refusal: str = ""
 
     @property
@@ -105,7 +105,7 @@ def forecast(path: Path, ranks: Sequence[Rank], device: Device, *, strict: bool,
     return Forecast(foreseen)
 
 
-def _sources(path: Path, ranks: Sequence[Rank], device: Device, allow_pickle: bool) -> list[Source]:
+def _sources(path: Path, ranks: Sequence[Rank], device: Device, allow_pickle: bool) -> list[CheckpointSource]:
     files = old_files(path)
     if files and not allow_pickle:
         raise not_allowed(path, files)
@@ -115,13 +115,13 @@ def _sources(path: Path, ranks: Sequence[Rank], device: Device, allow_pickle: bo
     return [CommittedSource(stored, "", rank.topology, DirectLoad(), device, verify=True) for rank in ranks]
 
 
-def _foresee(sources: Sequence[Source], ones: Sequence[StateComponent], strict: bool) -> Foreseen:
+def _foresee(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent], strict: bool) -> LoadPreview:
     """Ask for one component, given by rank."""
     first = ones[0]
-    foreseen = Foreseen(first)
+    foreseen = LoadPreview(first)
     try:
         if sources[0].holds(first.key):
-            foreseen = Foreseen(first, misfits=_misfits(sources, ones), moved=sources[0].moved(first))
+            foreseen = LoadPreview(first, misfits=_misfits(sources, ones), moved=sources[0].moved(first))
         matches = [_matched(source, one, strict) for source, one in zip(sources, ones, strict=True)]
         report = settle(first, [match.to_json() for match in matches], matches[0].saved_keys, strict=strict)
         if report.changed:
@@ -140,7 +140,7 @@ def _foresee(sources: Sequence[Source], ones: Sequence[StateComponent], strict: 
     )
 
 
-def _matched(source: Source, component: StateComponent, strict: bool) -> Match:
+def _matched(source: CheckpointSource, component: StateComponent, strict: bool) -> Match:
     """This rank's answer. Ranks may share objects here, so what one prepares must not be there for the next."""
     found = Match(component)
     try:
@@ -150,14 +150,14 @@ def _matched(source: Source, component: StateComponent, strict: bool) -> Match:
     return found
 
 
-def _misfits(sources: Sequence[Source], ones: Sequence[StateComponent]) -> Misfits:
+def _misfits(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent]) -> Misfits:
     """All that does not fit: what a load that does without would leave out."""
     optional = [dataclasses.replace(one, required=False) for one in ones]
     matches = [_matched(source, one, strict=False) for source, one in zip(sources, optional, strict=True)]
     return settle(optional[0], [one.to_json() for one in matches], matches[0].saved_keys, strict=False).misfits
 
 
-def _with_all_copies(source: Source, component: StateComponent) -> Match:
+def _with_all_copies(source: CheckpointSource, component: StateComponent) -> Match:
     rows = [source.rows(component, prefix) for prefix in prefixes_for_object(source, component)]
     return match_changed(component, copies_for_object(source, component, rows))
 
@@ -177,7 +177,7 @@ def _applied(matches: Sequence[Match], report: ComponentReport) -> ComponentRepo
     return report
 
 
-def _plain(source: Source, component: StateComponent) -> list[dict[Any, Any]]:
+def _plain(source: CheckpointSource, component: StateComponent) -> list[dict[Any, Any]]:
     if component.elastic not in DECIDED_BY_OBJECT:
         return []
     rows = [source.rows(component, prefix) for prefix in prefixes_for_object(source, component)]

@@ -80,7 +80,7 @@ class _Copying:
 
 
 class OldSource:
-    """A folder of pickled files, open for reading by one rank; answers what `ckpt.load.sources.Source` asks.
+    """A folder of pickled files, open for reading by one rank; answers what `ckpt.load.sources.CheckpointSource` asks.
 
     Args:
         files: `old_files` of the folder, as the lead sees it.

@@ -39,7 +39,7 @@ from ckpt.load.matching import (
     settle,
 )
 from ckpt.load.report import ComponentReport, LoadReport, Status
-from ckpt.load.sources import CommittedSource, Rows, Source
+from ckpt.load.sources import CheckpointSource, CommittedSource, Rows
 from ckpt.load.strategy import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
 from ckpt.memory.device import Device, wait_for_all
 from ckpt.ranks.topology import Phase, Topology
@@ -155,7 +155,7 @@ class Loader:
             run_id=source.run_id,
         )
 
-    def _open(self, path: Path, may_be_old: bool) -> Source:
+    def _open(self, path: Path, may_be_old: bool) -> CheckpointSource:
         """The lead reads and checks the manifest once; all ranks parse the same bytes. Or it finds an old checkpoint."""
         where = str(path / MANIFEST_NAME)
         manifest: CheckpointManifest | None = None
@@ -185,7 +185,7 @@ class Loader:
         """What need not be read from the folder of the checkpoint with this manifest."""
         return NOTHING_HELD if self._files_of is None else self._files_of(manifest, self._topology)
 
-    def _match(self, source: Source, strict: bool, phase: Phase, matches: dict[str, Match]) -> None:
+    def _match(self, source: CheckpointSource, strict: bool, phase: Phase, matches: dict[str, Match]) -> None:
         """Compare every component with what was saved of it; what this load may do without is noted, the rest raises."""
         optional = {component.key for component in self._components if not component.required}
         damaged = source.check(optional)
@@ -211,7 +211,9 @@ class Loader:
                 matches[key].forget_prepared()
         return reports
 
-    def _gather_copies(self, source: Source, matches: dict[str, Match], reports: dict[str, ComponentReport]) -> None:
+    def _gather_copies(
+        self, source: CheckpointSource, matches: dict[str, Match], reports: dict[str, ComponentReport]
+    ) -> None:
         """Where a component goes on from what other ranks saved, all get all copies; the lead reads the plain values."""
         changed = [component for component in self._components if reports[component.key].changed]
         if not changed:
@@ -231,7 +233,7 @@ class Loader:
             reports[key] = dataclasses.replace(reports[key], restored=count, wanted=count)
 
     def _read(
-        self, source: Source, matches: Mapping[str, Match], reports: dict[str, ComponentReport]
+        self, source: CheckpointSource, matches: Mapping[str, Match], reports: dict[str, ComponentReport]
     ) -> tuple[int, int]:
         """Fill the tensors; return the bytes read and needed, by all ranks.
 
@@ -333,7 +335,7 @@ def _forgetting_unless_loaded() -> Iterator[dict[str, Match]]:
             one.forget_prepared()
 
 
-def _rows_of_copies(source: Source, component: StateComponent, phase: Phase) -> list[Rows] | dict[str, Any]:
+def _rows_of_copies(source: CheckpointSource, component: StateComponent, phase: Phase) -> list[Rows] | dict[str, Any]:
     """The plain values of those copies, or `describe` of the damage of an optional component."""
     phase.component = component.key
     try:

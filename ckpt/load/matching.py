@@ -23,7 +23,7 @@ from ckpt.errors import (
     rebuild,
 )
 from ckpt.format.box import whole
-from ckpt.format.collector import collector_paused
+from ckpt.format.collector import gc_paused
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import ArrayEntry
 from ckpt.format.names import PLAIN_NAME
@@ -168,7 +168,7 @@ class Loaded:
         return unflatten({**self.tensors, **self.plain}, self.paths)
 
 
-@collector_paused()
+@gc_paused()
 def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match:
     """Find, for each tensor of a component, the box to read, and what of either side is left over.
 

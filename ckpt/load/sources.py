@@ -27,7 +27,7 @@ Rows = Mapping[str, Sequence[Any]]
 """Joined key -> [path, value] of a plain value, [path] of a tensor, as JSON: what a plain.json holds."""
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """A checkpoint, open for reading by one rank; the same questions for every kind. A *prefix* names one of the copies."""
 
     checkpoint_id: str
@@ -119,7 +119,7 @@ class CommittedSource:
         return (saved.sharing_pattern, saved.group_name) == now
 
     def own_prefix(self, component: StateComponent) -> str:
-        """See `Source.own_prefix`; goes by the pattern it was *saved* under."""
+        """See `CheckpointSource.own_prefix`; goes by the pattern it was *saved* under."""
         saved = self._manifest.components[component.key]
         was = SharingPattern(saved.sharing_pattern)
         require_same_kind(component, was)
@@ -271,7 +271,7 @@ def require_same_kind(component: StateComponent, was: SharingPattern) -> None:
 
 
 def moved(manifest: CheckpointManifest, key: str, topology: Topology) -> str | None:
-    """See `Source.moved`. Pure: what the manifest says against the ranks, nodes and groups of this run."""
+    """See `CheckpointSource.moved`. Pure: what the manifest says against the ranks, nodes and groups of this run."""
     saved = manifest.components[key]
     match SharingPattern(saved.sharing_pattern):
         case SharingPattern.PER_NODE:

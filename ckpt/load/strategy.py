@@ -25,7 +25,7 @@ from ckpt.format.strict_json import refusing
 from ckpt.memory.device import Device
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
-from ckpt.storage.extents import Part
+from ckpt.storage.extents import WantedBox
 
 
 @dataclass(slots=True)  # not frozen: there may be very many, and a frozen one takes three times as long to make
@@ -57,7 +57,7 @@ class StoredPart:
     """
 
     chunk: ChunkExtent
-    part: Part
+    part: WantedBox
     array: ArraySpec
     store: str
     source: Box
@@ -130,7 +130,7 @@ class StoredCheckpoint:
             chunk = self.index(rank).chunks[entry.path][number]
             out = request.out[wanted.relative_to(request.box).slices]
             region = stored_shape(entry.store, entry.grid, chunk_box.shape)
-            part = Part(0, region, wanted.relative_to(chunk_box), out, request.label)
+            part = WantedBox(0, region, wanted.relative_to(chunk_box), out, request.label)
             yield StoredPart(chunk, part, spec, entry.store, wanted)
 
     def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
@@ -180,7 +180,7 @@ class StoredCheckpoint:
                 if wanted != box:
                     inside = wanted.relative_to(box)
                 spec, chunk, item = self._packed_array(index, packed, entry.dtype)
-                part = Part(first * item, box.shape, inside, out, request.label)
+                part = WantedBox(first * item, box.shape, inside, out, request.label)
                 source = Box((first,), (box.num_elements,))
                 parts.append(StoredPart(chunk, part, spec, entry.store, source))
         return parts

@@ -18,8 +18,8 @@ from typing import NamedTuple, Self, TypeVar
 import torch
 
 from ckpt.format.dtypes import as_integers, contiguous, raw_bytes
-from ckpt.memory.device import Mark, SideStream, device_memory_within, pinned, telling_of_room
-from ckpt.storage.extents import Wanted
+from ckpt.memory.device import SideStream, StreamEvent, device_memory_within, pinned, telling_of_room
+from ckpt.storage.extents import WantedBytes
 
 HALVES = 2
 _ALIGNED = 64
@@ -167,7 +167,7 @@ class _Batch(NamedTuple):
     """
 
     host: torch.Tensor
-    mark: Mark | None
+    mark: StreamEvent | None
     tensors: Sequence[torch.Tensor]
 
 
@@ -227,7 +227,7 @@ class Filling:
             self._halves.append(_Half(max(num_bytes, self._bucket_bytes)))
         return self._half().free(num_bytes)
 
-    def place(self, wanted: Wanted, start: int, stop: int, memory: torch.Tensor) -> None:
+    def place(self, wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
         """Put the bytes [start, stop) of a chunk where they are wanted.
 
         Args:
@@ -251,7 +251,7 @@ class Filling:
                     self._through_bucket(wanted, start, memory, device)
                 self._half().in_use.append(side.mark())
 
-    def place_within(self, wanted: Wanted, start: int, stop: int, memory: torch.Tensor) -> None:
+    def place_within(self, wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
         """The same from memory on a device. It may be used again when this returns."""
         side = self._streams.on(memory.device)
         with side:
@@ -280,7 +280,7 @@ class Filling:
     def _is_ours(self, memory: torch.Tensor) -> bool:
         return bool(self._halves) and memory.data_ptr() == self._half().memory.data_ptr()
 
-    def _through_bucket(self, wanted: Wanted, start: int, memory: torch.Tensor, device: torch.device) -> None:
+    def _through_bucket(self, wanted: WantedBytes, start: int, memory: torch.Tensor, device: torch.device) -> None:
         """Copy bytes to the device as they are, and put them in place from there; the stream keeps the order."""
         bucket = self._bucket(device)
         for at in range(0, len(memory), len(bucket)):
@@ -311,7 +311,7 @@ class _Half:
 
     def __init__(self, num_bytes: int) -> None:
         self.memory = pinned(num_bytes)
-        self.in_use: list[Mark] = []
+        self.in_use: list[StreamEvent] = []
 
     def free(self, num_bytes: int) -> torch.Tensor:
         """So much of it, as soon as nothing copies from it any more."""
@@ -329,7 +329,7 @@ def _brought_through(joined: torch.Tensor, room: torch.Tensor, side: SideStream)
         return joined.cpu()
     host = torch.empty(joined.numel(), dtype=joined.dtype)
     there, here = raw_bytes(joined), raw_bytes(host)
-    coming: deque[tuple[int, torch.Tensor, Mark]] = deque()
+    coming: deque[tuple[int, torch.Tensor, StreamEvent]] = deque()
     for number, at in enumerate(range(0, len(there), step)):
         if len(coming) == HALVES:
             _land(here, *coming.popleft())
@@ -341,7 +341,7 @@ def _brought_through(joined: torch.Tensor, room: torch.Tensor, side: SideStream)
     return host
 
 
-def _land(here: torch.Tensor, at: int, piece: torch.Tensor, mark: Mark) -> None:
+def _land(here: torch.Tensor, at: int, piece: torch.Tensor, mark: StreamEvent) -> None:
     mark.wait()
     here[at : at + len(piece)] = piece
 

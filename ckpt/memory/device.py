@@ -305,18 +305,18 @@ class SideStream:
     ) -> None:
         self._entered.pop().__exit__(kind, error, trace)
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamEvent:
         """A mark behind everything queued on it so far."""
         event = self._module.Event()
         event.record(self._stream)
-        return Mark(event)
+        return StreamEvent(event)
 
     def wait(self) -> None:
         """Wait until everything queued on it is done."""
         self._stream.synchronize()
 
 
-class Mark:
+class StreamEvent:
     """A place in what is queued on a stream."""
 
     def __init__(self, event: Any) -> None:

@@ -20,7 +20,7 @@ Whereabouts = tuple[tuple[int, int], ...]
 """Where a name stands: in which lists of names, and at which number of the places that go with each."""
 
 
-class Place(NamedTuple):
+class LeafPlacement(NamedTuple):
     """What tensors that are cut alike have in common on one rank: an address without its name."""
 
     dtype: str
@@ -41,13 +41,13 @@ class TablePart:
     """
 
     names: Names
-    places: tuple[Place, ...]
+    places: tuple[LeafPlacement, ...]
 
     @classmethod
     def of(cls, addresses: Iterable[Address]) -> TablePart:
         places: dict[tuple[Any, ...], int] = {}
         names = tuple((address.name, places.setdefault(address[1:], len(places))) for address in addresses)
-        return cls(names, tuple(Place(*place) for place in places))
+        return cls(names, tuple(LeafPlacement(*place) for place in places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ def piece_from_json(tree: Any) -> tuple[Any, ...]:
             return tuple(zip(names, places, strict=True))
         case ["places", rows]:
             return tuple(
-                Place(dtype, tuple(shape), Box(tuple(offsets), tuple(sides))) for dtype, shape, offsets, sides in rows
+                LeafPlacement(dtype, tuple(shape), Box(tuple(offsets), tuple(sides)))
+                for dtype, shape, offsets, sides in rows
             )
         case _:
             return tuple((alias, first) for alias, first in tree[1])
@@ -97,7 +98,7 @@ class Holdings:
         ranks_of: list[list[int]] = [[] for _ in tables]
         for rank, number in enumerate(table_of_rank):
             ranks_of[number].append(rank)
-        by_names: dict[Names, dict[tuple[Place, ...], list[int]]] = {}
+        by_names: dict[Names, dict[tuple[LeafPlacement, ...], list[int]]] = {}
         for table, ranks in zip(tables, ranks_of, strict=True):
             for part in table.parts:
                 by_names.setdefault(part.names, {}).setdefault(part.places, []).extend(ranks)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CheckpointError, RankAbsentError, RankLeftError, describe
-from ckpt.ranks.heartbeat import Absence, At, Heartbeat, Lookout, place
-from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.heartbeat import Absence, FailureDetector, Heartbeat, PhaseIndex, place
+from ckpt.ranks.mailbox import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 
 _SHORTEST_NAP_S = 0.0002
@@ -27,7 +27,7 @@ _LONGEST_NAP_S = 0.005
 
 
 @dataclass(slots=True)
-class Verdict:
+class PhaseOutcome:
     """What one rank says at the end of a phase.
 
     Attributes:
@@ -48,7 +48,7 @@ class Verdict:
         return json.dumps([self.what, self.phase, self.error, self.stands]).encode() + b"\n" + self.payload
 
     @classmethod
-    def decode(cls, data: bytes) -> Verdict:
+    def decode(cls, data: bytes) -> PhaseOutcome:
         head, _, payload = data.partition(b"\n")
         what, phase, error, stands = json.loads(head)
         return cls(what, phase, error, payload, stands)
@@ -80,7 +80,7 @@ class Agreement:
         hinted: has this process been asked to end?
     """
 
-    mailbox: Mailbox
+    mailbox: StoreClient
     heartbeat: Heartbeat
     rank: int
     world_size: int
@@ -88,9 +88,9 @@ class Agreement:
     hinted: Callable[[], bool]
     _settled: list[str] = field(default_factory=list)  # the lead's: results that some rank may still have to read
     _unread: list[str] = field(default_factory=list)  # verdicts of ours that nobody had read when we went away
-    _watching: tuple[At, Lookout] | None = None
+    _watching: tuple[PhaseIndex, FailureDetector] | None = None
 
-    def reach(self, at: At, verdict: Verdict) -> Result:
+    def reach(self, at: PhaseIndex, verdict: PhaseOutcome) -> Result:
         """Hand in this rank's verdict, wait for everybody's, return the result. Every rank calls it, in the same order.
 
         Raises:
@@ -108,20 +108,20 @@ class Agreement:
         self._tidy(at)
         return Result.decode(data)
 
-    def hand_in(self, at: At, verdict: Verdict) -> None:
+    def hand_in(self, at: PhaseIndex, verdict: PhaseOutcome) -> None:
         self._unread.append(_verdict_key(at, self.rank))
         self.mailbox.put(self._unread[-1], verdict.encode())
 
-    def withdraw(self, at: At, verdict: Verdict, interrupt: BaseException) -> None:
+    def withdraw(self, at: PhaseIndex, verdict: PhaseOutcome, interrupt: BaseException) -> None:
         """Say that this rank goes away now, and do not wait for the others to hear of it."""
-        stopped = Verdict(verdict.what, verdict.phase, describe(interrupt), stands=verdict.stands)
+        stopped = PhaseOutcome(verdict.what, verdict.phase, describe(interrupt), stands=verdict.stands)
         self.hand_in(at, stopped)
         if self.rank == 0:
             error = conclude({0: stopped}, {}, self.world_size)
             self.mailbox.put_first(_result_key(at), Result(verdict.what, error).encode())
             self._settled.append(_result_key(at))
 
-    def settled_without_us(self, at: At) -> Result | None:
+    def settled_without_us(self, at: PhaseIndex) -> Result | None:
         """Return the result of an agreement that the others have already ended without this rank, or None."""
         data = self.mailbox.peek(_result_key(at))
         return None if data is None else Result.decode(data)
@@ -133,18 +133,18 @@ class Agreement:
         except StoreGoneError:
             return True
 
-    def has_raised(self, at: At, ranks: Collection[int]) -> int | None:
+    def has_raised(self, at: PhaseIndex, ranks: Collection[int]) -> int | None:
         """The first of these ranks whose verdict on this agreement is an error; those that have not come are not waited for."""
         for rank in sorted(ranks):
             try:
                 data = self.mailbox.peek(_verdict_key(at, rank))
             except StoreGoneError:
                 return None
-            if data is not None and Verdict.decode(data).error is not None:
+            if data is not None and PhaseOutcome.decode(data).error is not None:
                 return rank
         return None
 
-    def absent(self, at: At, what: str | None, phase: str | None, ranks: Collection[int]) -> Absence | None:
+    def absent(self, at: PhaseIndex, what: str | None, phase: str | None, ranks: Collection[int]) -> Absence | None:
         """The first of these ranks that will not come to this agreement; watched from the first question on, which its end goes on with.
 
         Raises:
@@ -154,13 +154,13 @@ class Agreement:
         gone = self._lookout(at, what, phase).absent(sorted(waited_for), hinted=self.hinted())
         return gone[min(gone)] if gone else None
 
-    def _lookout(self, at: At, what: str | None, phase: str | None) -> Lookout:
+    def _lookout(self, at: PhaseIndex, what: str | None, phase: str | None) -> FailureDetector:
         if self._watching is None or self._watching[0] != at:
             wanted = f"phase {phase} of {what}" if what else f"phase {phase}"
-            self._watching = at, Lookout(self.mailbox, at, wanted, self.timeout_s)
+            self._watching = at, FailureDetector(self.mailbox, at, wanted, self.timeout_s)
         return self._watching[1]
 
-    def _wait(self, at: At, verdict: Verdict) -> bytes:
+    def _wait(self, at: PhaseIndex, verdict: PhaseOutcome) -> bytes:
         lookout = self._lookout(at, verdict.what, verdict.phase)
         crowd = max(1.0, self.world_size / 64)  # so that thousands of ranks do not keep the store busy by asking
         began_s = time.monotonic()
@@ -178,12 +178,12 @@ class Agreement:
                 self.heartbeat.move()
             time.sleep(_nap_s(time.monotonic() - began_s, self.world_size))
 
-    def _gather(self, at: At) -> bytes | None:
+    def _gather(self, at: PhaseIndex) -> bytes | None:
         """The lead's glance: settle once every verdict is there."""
         keys = [_verdict_key(at, rank) for rank in range(self.world_size)]
         return self._settle(at, list(range(self.world_size)), {}) if self.mailbox.has(keys) else None
 
-    def _look(self, at: At, lookout: Lookout) -> bytes | None:
+    def _look(self, at: PhaseIndex, lookout: FailureDetector) -> bytes | None:
         """Look for ranks that will not come; settle without them once all the others are there.
 
         The lead looks for everybody, the others for the lead. A rank that finds the lead gone settles at once: the
@@ -200,16 +200,18 @@ class Agreement:
                 return None  # some are late, not gone: nobody raises while another rank may still be writing
         return self._settle(at, [rank for rank in range(self.world_size) if rank not in missing], gone)
 
-    def _missing(self, at: At) -> list[int]:
+    def _missing(self, at: PhaseIndex) -> list[int]:
         return [rank for rank in range(self.world_size) if not self.mailbox.has([_verdict_key(at, rank)])]
 
-    def _settle(self, at: At, present: list[int], gone: Mapping[int, Absence]) -> bytes | None:
+    def _settle(self, at: PhaseIndex, present: list[int], gone: Mapping[int, Absence]) -> bytes | None:
         """Write the one result, or read what another rank wrote first. None: there is one, for verdicts vanished."""
         keys = [_verdict_key(at, rank) for rank in present]
         found = [self.mailbox.peek(key) for key in keys] if gone else self.mailbox.take(keys)
         if found is None or None in found:
             return None
-        verdicts = {rank: Verdict.decode(data) for rank, data in zip(present, found, strict=True) if data is not None}
+        verdicts = {
+            rank: PhaseOutcome.decode(data) for rank, data in zip(present, found, strict=True) if data is not None
+        }
         error = conclude(verdicts, gone, self.world_size)
         payloads = b"[]" if error else b"[" + b",".join(verdicts[rank].payload for rank in present) + b"]"
         data = self.mailbox.put_first(_result_key(at), Result(verdicts[self.rank].what, error, payloads).encode())
@@ -217,7 +219,7 @@ class Agreement:
             self._forget(self._settled)
         return data
 
-    def _tidy(self, at: At) -> None:
+    def _tidy(self, at: PhaseIndex) -> None:
         """The result is there, so nobody needs this rank's verdict any more."""
         self._forget(self._unread)
         if self.rank == 0:
@@ -240,15 +242,17 @@ def _nap_s(waited_s: float, world_size: int) -> float:
     return min(max(waited_s / 16, _SHORTEST_NAP_S), max(_LONGEST_NAP_S, world_size / 3200))
 
 
-def _verdict_key(at: At, rank: int) -> str:
+def _verdict_key(at: PhaseIndex, rank: int) -> str:
     return f"verdict/{at}/{rank}"
 
 
-def _result_key(at: At) -> str:
+def _result_key(at: PhaseIndex) -> str:
     return f"result/{at}"
 
 
-def conclude(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world_size: int) -> dict[str, Any] | None:
+def conclude(
+    verdicts: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence], world_size: int
+) -> dict[str, Any] | None:
     """Return the one error that all ranks raise, described, or None if all is well.
 
     What a rank raised comes before who is missing: the missing ranks may be gone because of it.
@@ -260,7 +264,7 @@ def conclude(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world
     return {**error, "message": f"{error['message']}; {stands} all the same"}
 
 
-def _cause(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world_size: int) -> dict[str, Any] | None:
+def _cause(verdicts: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence], world_size: int) -> dict[str, Any] | None:
     raised = _causes(verdicts, gone)
     places = {rank: place(verdict.what, verdict.phase) for rank, verdict in verdicts.items()}
     here = _where_most_are(verdicts, places)
@@ -282,7 +286,7 @@ def _cause(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence], world_s
     return None
 
 
-def _causes(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence]) -> dict[int, Verdict]:
+def _causes(verdicts: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence]) -> dict[int, PhaseOutcome]:
     """Who raised; of those that only missed another rank nobody, if it is known why that one is gone."""
     errors = {rank: verdict.error for rank, verdict in verdicts.items() if verdict.error}
     causes = [rank for rank, error in errors.items() if error["kind"] != RankLeftError.__name__]
@@ -291,14 +295,14 @@ def _causes(verdicts: Mapping[int, Verdict], gone: Mapping[int, Absence]) -> dic
     return {rank: verdicts[rank] for rank in causes}
 
 
-def _where_most_are(verdicts: Mapping[int, Verdict], places: Mapping[int, str]) -> Verdict:
+def _where_most_are(verdicts: Mapping[int, PhaseOutcome], places: Mapping[int, str]) -> PhaseOutcome:
     """The verdict that says where most of the ranks are, those between two phases aside; of two, the lower rank's."""
     counts = Counter(places.values())
     return max(verdicts.items(), key=lambda one: (one[1].phase is not None, counts[places[one[0]]], -one[0]))[1]
 
 
 def _raised(
-    raised: Mapping[int, Verdict], gone: Mapping[int, Absence], world_size: int, here: Verdict
+    raised: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence], world_size: int, here: PhaseOutcome
 ) -> dict[str, Any]:
     by_message = _grouped({rank: (verdict.error or {})["message"] for rank, verdict in raised.items()})
     first = min(raised)
@@ -325,14 +329,14 @@ def _shortened(parts: list[str], things: str) -> str:
     return "; ".join(parts[:4] + more)
 
 
-def _failed(verdict: Verdict, before: str | None = None) -> str:
+def _failed(verdict: PhaseOutcome, before: str | None = None) -> str:
     """Say where; a rank that raised between two phases did not come to the one that others are in, `before`."""
     between = f"before phase {before}" if before else "between two phases"
     phase = f"in phase {verdict.phase}" if verdict.phase else between
     return f"{verdict.what} failed {phase}" if verdict.what else f"phase {verdict.phase} failed"
 
 
-def _error(kind: type[CheckpointError], message: str, verdict: Verdict, rank: int | None = None) -> dict[str, Any]:
+def _error(kind: type[CheckpointError], message: str, verdict: PhaseOutcome, rank: int | None = None) -> dict[str, Any]:
     return describe(kind(message, rank=rank, phase=verdict.phase))
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt.ranks.addresses import machine
-from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.mailbox import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 
 _HINTED_SILENCE_S = 3.0  # a launcher ends the other ranks because one is gone: three missed beats are enough then
 
 
-class At(NamedTuple):
+class PhaseIndex(NamedTuple):
     """A place in the sequence of agreements, which is the same on every rank: operation, then phase (-1: before one)."""
 
     operation: int
@@ -44,7 +44,7 @@ class Beat:
     host: str
     machine: str  # equal where one rank can see another's pid
     number: int = 0
-    at: At = field(default_factory=lambda: At(0, -1))
+    at: PhaseIndex = field(default_factory=lambda: PhaseIndex(0, -1))
     what: str | None = None
     phase: str | None = None
     moves: int = 0
@@ -64,7 +64,7 @@ class Beat:
     @classmethod
     def decode(cls, data: bytes) -> Beat:
         beat = cls(**json.loads(data))
-        beat.at = At(*beat.at)
+        beat.at = PhaseIndex(*beat.at)
         return beat
 
 
@@ -75,7 +75,7 @@ def beat_key(rank: int) -> str:
 class Heartbeat:
     """This rank's heartbeat: a daemon thread that says every `interval_s` that the process lives and how far it is."""
 
-    def __init__(self, mailbox: Mailbox, rank: int, *, host: str, interval_s: float) -> None:
+    def __init__(self, mailbox: StoreClient, rank: int, *, host: str, interval_s: float) -> None:
         pid = os.getpid()
         self._beat = Beat(rank, pid, _born(pid) or "", host, machine("pid"))
         self._mailbox = mailbox
@@ -89,13 +89,13 @@ class Heartbeat:
         self._thread.start()
 
     @property
-    def at(self) -> At:
+    def at(self) -> PhaseIndex:
         return self._beat.at
 
     def move(self, num: int = 1) -> None:
         self._beat.moves += num
 
-    def enter(self, at: At, what: str | None, phase: str | None) -> None:
+    def enter(self, at: PhaseIndex, what: str | None, phase: str | None) -> None:
         """Say at once where this rank is now: should it be killed there, this is how the others know."""
         self._say(at=at, what=what, phase=phase)
 
@@ -151,7 +151,7 @@ class _Seen:
     moved_s: float
 
 
-class Lookout:
+class FailureDetector:
     """Looks out for ranks that are waited for, and says which of them will not come.
 
     A rank is absent when its process is gone, its heartbeat is silent for `timeout_s`, or it has not moved for
@@ -167,7 +167,13 @@ class Lookout:
     """
 
     def __init__(
-        self, mailbox: Mailbox, at: At, wanted: str, timeout_s: float, *, clock: Callable[[], float] = time.monotonic
+        self,
+        mailbox: StoreClient,
+        at: PhaseIndex,
+        wanted: str,
+        timeout_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mailbox = mailbox
         self._at = at

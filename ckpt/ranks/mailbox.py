@@ -26,7 +26,7 @@ class _VanishedError(Exception):
     """A key that was there is gone."""
 
 
-class Mailbox:
+class StoreClient:
     """Values of any size under keys of a store, over a connection of its own. No call waits for another rank.
 
     One thread at a time: a connection carries one request. Every call may raise `StoreGoneError`, and all do after the first one.

@@ -92,7 +92,7 @@ def _end_process(after_s: float) -> None:
     timer.start()
 
 
-class Epilogue:
+class SigtermDeferral:
     """Puts the end by SIGTERM off while work goes on: saves in the background, or a training loop that will save and end by itself.
 
     The thread that trains may be inside a collective that never returns, and Python runs handlers between its own instructions
@@ -226,9 +226,9 @@ def sigterm_noted(
     is still there by then, or when a second signal comes. Outside of the main thread, and where the program handles the signal
     itself, nothing is done, and the answer is always False.
 
-    Args: see `Epilogue`.
+    Args: see `SigtermDeferral`.
     """
-    epilogue = Epilogue(grace_s, is_over=lambda: False, hurry=hurry, give_up=give_up)
+    epilogue = SigtermDeferral(grace_s, is_over=lambda: False, hurry=hurry, give_up=give_up)
     epilogue.arm()
     try:
         yield lambda: epilogue.came

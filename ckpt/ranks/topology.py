@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
-from ckpt.ranks.agreement import Agreement, Result, Verdict, conclude
-from ckpt.ranks.heartbeat import At, Heartbeat
-from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.agreement import Agreement, PhaseOutcome, Result, conclude
+from ckpt.ranks.heartbeat import Heartbeat, PhaseIndex
+from ckpt.ranks.mailbox import StoreClient
 from ckpt.ranks.sigterm import Termination
 from ckpt.ranks.stores import StoreGoneError
 
@@ -87,7 +87,7 @@ class Topology:
         self._place_on(hosts, None)
         self._agreement: Agreement | None = None
         self._termination = Termination(grace_s)
-        self._at = At(0, -1)
+        self._at = PhaseIndex(0, -1)
         self._whats: list[str] = []
         self._told: BaseException | None = None  # what is on its way up, and known to the other ranks
         self._in_phase = False
@@ -154,7 +154,7 @@ class Topology:
         host = host or socket.gethostname()
         topology = cls(rank, [host] * world_size, timeout_s=timeout_s, grace_s=grace_s)
         try:
-            beats, mailbox = (Mailbox(store, writer=rank, timeout_s=timeout_s) for _ in range(2))
+            beats, mailbox = (StoreClient(store, writer=rank, timeout_s=timeout_s) for _ in range(2))
             heartbeat = Heartbeat(beats, rank, host=host, interval_s=min(1.0, timeout_s / 4))
             heartbeat.start()
         except StoreGoneError as error:
@@ -270,7 +270,7 @@ class Topology:
             return None
         at = self._agreement.heartbeat.at
         try:
-            for one in (at, At(at.operation, at.phase + 1)):
+            for one in (at, PhaseIndex(at.operation, at.phase + 1)):
                 result = self._agreement.settled_without_us(one)
                 if result is not None and result.error is not None:
                     return rebuild(result.error)
@@ -427,10 +427,10 @@ class Topology:
         if not outermost or self._agreement is None:
             return
         try:
-            while (missed := self._agreement.settled_without_us(At(self._at.operation, 0))) is not None:
+            while (missed := self._agreement.settled_without_us(PhaseIndex(self._at.operation, 0))) is not None:
                 if missed.what == self._what:
                     break
-                self._at = At(self._at.operation + 1, -1)
+                self._at = PhaseIndex(self._at.operation + 1, -1)
             self._agreement.heartbeat.enter(self._at, self._what, None)
         except StoreGoneError as error:
             self._told = _store_gone(self._what, self.rank, error)
@@ -439,7 +439,7 @@ class Topology:
     def _end(self, outermost: bool) -> None:
         if not outermost:
             return
-        self._at = At(self._at.operation + 1, -1)
+        self._at = PhaseIndex(self._at.operation + 1, -1)
         if self._agreement is not None:
             try:
                 self._agreement.heartbeat.enter(self._at, None, None)
@@ -455,7 +455,7 @@ class Topology:
             self._end(True)
 
     @property
-    def _mailbox(self) -> Mailbox:
+    def _mailbox(self) -> StoreClient:
         assert self._agreement is not None, "a rank that is alone sends nothing"
         return self._agreement.mailbox
 
@@ -481,8 +481,8 @@ class Topology:
     def _what(self) -> str | None:
         return self._whats[-1] if self._whats else None
 
-    def _next_at(self) -> At:
-        return At(self._at.operation, self._at.phase + 1)
+    def _next_at(self) -> PhaseIndex:
+        return PhaseIndex(self._at.operation, self._at.phase + 1)
 
     def _enter(self, name: str | None) -> None:
         self._at = self._next_at()
@@ -511,7 +511,7 @@ class Topology:
         payloads: list[Any] = json.loads(result.payloads)
         return payloads
 
-    def _reach(self, verdict: Verdict) -> Result:
+    def _reach(self, verdict: PhaseOutcome) -> Result:
         if self._agreement is not None:
             return self._agreement.reach(self._at, verdict)
         return Result(verdict.what, conclude({0: verdict}, {}, 1), b"[" + verdict.payload + b"]")
@@ -530,11 +530,11 @@ class Topology:
 
 def _verdict(
     what: str | None, phase: Phase | None, error: dict[str, Any] | None = None, payload: bytes = b"null"
-) -> Verdict:
+) -> PhaseOutcome:
     """The verdict of this rank on a phase, or on what came between two."""
     if phase is None:
-        return Verdict(what, None, error, payload)
-    return Verdict(what, phase.name, error, payload, phase.stands)
+        return PhaseOutcome(what, None, error, payload)
+    return PhaseOutcome(what, phase.name, error, payload, phase.stands)
 
 
 def _described(error: Exception | None, phase: Phase | None) -> dict[str, Any] | None:

@@ -12,13 +12,13 @@ from ckpt.format.box import Box
 from ckpt.format.dtypes import contiguous, raw_bytes, torch_dtype
 from ckpt.memory.copies import Halves, Staging
 from ckpt.planning.plan import SavePlan
-from ckpt.save.writing import Item, Pack, Share, Staged
+from ckpt.save.writing import Item, Pack, RankWritePlan, Staged
 from ckpt.state.address import local_tensor
-from ckpt.state.collect import Contribution
+from ckpt.state.collect import RankState
 from ckpt.state.flatten import TensorLeaf
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """The bytes of one save of a share. Used by the thread that writes it, in this order."""
 
     def sends(self) -> dict[int, bytes]:
@@ -34,7 +34,7 @@ class Source(Protocol):
 class Regions:
     """The tensors of one rank, box by box."""
 
-    def __init__(self, plan: SavePlan, contribution: Contribution) -> None:
+    def __init__(self, plan: SavePlan, contribution: RankState) -> None:
         self._plan = plan
         self._contribution = contribution
         self._by_box: dict[str, dict[Box, TensorLeaf]] = {}
@@ -68,7 +68,7 @@ class Regions:
 class LiveTensors:
     """The source of a save that training waits for: each tensor is written where it lies, or while the next one comes from its device."""
 
-    def __init__(self, share: Share, plan: SavePlan, contribution: Contribution, pinned_bytes: int) -> None:
+    def __init__(self, share: RankWritePlan, plan: SavePlan, contribution: RankState, pinned_bytes: int) -> None:
         self._share = share
         self._contribution = contribution
         self._regions = Regions(plan, contribution)
@@ -90,7 +90,7 @@ class LiveTensors:
         self._contribution.require_unchanged()
 
 
-def sent(share: Share, regions: Regions, staging: Staging) -> dict[int, bytes]:
+def sent(share: RankWritePlan, regions: Regions, staging: Staging) -> dict[int, bytes]:
     """The parts of chunks that other ranks write, by rank, copied."""
     outgoing: dict[int, list[bytes]] = defaultdict(list)
     for send, (host,) in staging.ahead(share.sends, lambda send: [regions.of(send.name, send.box)]):

@@ -17,12 +17,12 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
-from ckpt.format.held import NOTHING_HELD, HeldFiles, Place, places_from_json
+from ckpt.format.held import NOTHING_HELD, HeldFiles, MemoryFile, places_from_json
 from ckpt.format.manifest import CheckpointManifest, digest_of
 from ckpt.format.records import Expected
 from ckpt.ranks.topology import Topology
 from ckpt.save.save_settings import SaveSettings
-from ckpt.save.writing import Pack, Share
+from ckpt.save.writing import Pack, RankWritePlan
 from ckpt.storage.pool import Memories, Pool, PooledSave
 
 
@@ -57,7 +57,7 @@ class HeldStep:
     path: Path
     manifest_digest: str
     manifest: Callable[[], CheckpointManifest]
-    places: Sequence[Mapping[str, Place]]
+    places: Sequence[Mapping[str, MemoryFile]]
     save: PooledSave
 
     def files_on(self, ranks: Sequence[int]) -> HeldFiles:
@@ -66,7 +66,7 @@ class HeldStep:
         return HeldFiles(places, {name: file.whole for name, file in self.save.files.items()})
 
 
-class Keeper:
+class HostCache:
     """What one rank's saves leave in memory.
 
     Args:
@@ -80,7 +80,7 @@ class Keeper:
         self._memories = memories
         self._budget_mib = budget_mib
         self._num_copies = num_copies
-        self._places: tuple[Share, dict[int, _Room]] | None = None
+        self._places: tuple[RankWritePlan, dict[int, _Room]] | None = None
         self._held: HeldStep | None = None
 
     @property
@@ -112,7 +112,7 @@ class Keeper:
                 f"more than {what}: give it more, shard over more ranks, or take KimiEngineBackend(pool=False)"
             )
 
-    def rooms(self, save: PooledSave, share: Share, backend: Backend) -> Mapping[int, torch.Tensor]:
+    def rooms(self, save: PooledSave, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
         """Item of a share -> its place in the memory of a save that links nothing; of those that are this rank's alone."""
         if self._places is None or self._places[0] is not share:
             self._places = share, _places_of(share, backend)
@@ -172,7 +172,7 @@ def memories_of(backend: Backend, saves: SaveSettings) -> Memories | None:
     return None if saves.writer == "process" else memories
 
 
-def keeper_of(backend: Backend, saves: SaveSettings) -> Keeper | None:
+def host_cache_of(backend: Backend, saves: SaveSettings) -> HostCache | None:
     """The keeper of saves through a backend; None: nothing is kept. Raises as `memories_of` does."""
     memories = memories_of(backend, saves)
     if memories is None:
@@ -180,10 +180,10 @@ def keeper_of(backend: Backend, saves: SaveSettings) -> Keeper | None:
     num_copies = 2 if saves.when_busy == "queue" else 1
     if saves.is_async and saves.incremental:  # what is to be compared is copied elsewhere first
         num_copies *= 2
-    return Keeper(memories, budget_mib=saves.staging_budget_mib, num_copies=num_copies)
+    return HostCache(memories, budget_mib=saves.staging_budget_mib, num_copies=num_copies)
 
 
-def _places_of(share: Share, backend: Any) -> dict[int, _Room]:
+def _places_of(share: RankWritePlan, backend: Any) -> dict[int, _Room]:
     """Item of a share -> where it is written, of those that this rank has whole."""
     placing: PlacingBackend = backend
     places = placing.places(share.rank, share.expected())
@@ -203,6 +203,6 @@ def said_places(save: PooledSave | None) -> dict[str, Any] | None:
     return None if save is None else {name: list(place) for name, place in save.settle().items()}
 
 
-def heard_places(said: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Place]]:
+def heard_places(said: Sequence[Mapping[str, Any] | None]) -> list[dict[str, MemoryFile]]:
     """What `said_places` gave on every rank."""
     return [places_from_json(one or {}) for one in said]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt.format.collector import collector_paused
+from ckpt.format.collector import gc_paused
 from ckpt.format.dtypes import item_bytes
 from ckpt.planning.plan import PACK_BELOW_BYTES, RankPlan, SavePlan, plan_save
 from ckpt.ranks.topology import Topology
-from ckpt.state.collect import Contribution, exchange_tables
+from ckpt.state.collect import RankState, exchange_tables
 
 
 class Planner:
@@ -18,7 +18,7 @@ class Planner:
         self._key: tuple[str, ...] = ()
         self._found: tuple[SavePlan, RankPlan] | None = None
 
-    def plan(self, mine: Contribution, table_digests: Sequence[str], topology: Topology) -> tuple[SavePlan, RankPlan]:
+    def plan(self, mine: RankState, table_digests: Sequence[str], topology: Topology) -> tuple[SavePlan, RankPlan]:
         """Return what `agreed_plan` does."""
         key = tuple(table_digests)
         if key != self._key or self._found is None:
@@ -28,7 +28,7 @@ class Planner:
 
 
 def agreed_plan(
-    mine: Contribution,
+    mine: RankState,
     table_digests: Sequence[str],
     topology: Topology,
     *,
@@ -41,6 +41,6 @@ def agreed_plan(
         pack_below_bytes: arrays whose global size is smaller share a packed one.
     """
     tables, table_of_rank = exchange_tables(mine.table, table_digests, topology)
-    with topology.phase("plan"), collector_paused():
+    with topology.phase("plan"), gc_paused():
         plan = plan_save(tables, table_of_rank, item_bytes, pack_below_bytes=pack_below_bytes)
         return plan, plan.of_rank(topology.rank)

@@ -26,7 +26,7 @@ from ckpt.format.records import ChunkExtent
 from ckpt.load.strategy import ReadRequest, StoredCheckpoint
 from ckpt.memory.memory import Scratch
 from ckpt.ranks.topology import Topology
-from ckpt.save.keeping import HeldStep, Keeper
+from ckpt.save.keeping import HeldStep, HostCache
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
 
 
@@ -169,7 +169,7 @@ class Publisher:
     """
 
     def __init__(
-        self, topology: Topology, keeper: Keeper, patterns: Mapping[str, SharingPattern], settled: Callable[[], None]
+        self, topology: Topology, keeper: HostCache, patterns: Mapping[str, SharingPattern], settled: Callable[[], None]
     ) -> None:
         self._topology = topology
         self._keeper = keeper

@@ -28,12 +28,12 @@ from ckpt.format.manifest import (
 from ckpt.format.names import PLAIN_NAME
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
-from ckpt.save.writing import Vote, joined_checksum, path_of
+from ckpt.save.writing import WriteResult, joined_checksum, path_of
 from ckpt.state.sharing import EQUAL_COPIES, StateComponent, holders_of
 from ckpt.version import __version__
 
 
-class Record:
+class ManifestWriter:
     """Puts one save on record, once every rank's bytes are durable. Lead rank only.
 
     Args:
@@ -54,7 +54,7 @@ class Record:
         folder: Path,
         plan: SavePlan,
         components: Mapping[str, StateComponent],
-        votes: Sequence[Vote],
+        votes: Sequence[WriteResult],
         *,
         topology: Topology,
         backend: Backend,
@@ -179,7 +179,7 @@ def entries_of(plan: SavePlan, components: Mapping[str, StateComponent], store: 
     return arrays
 
 
-def _await_indexes(folder: Path, votes: Sequence[Vote], topology: Topology) -> None:
+def _await_indexes(folder: Path, votes: Sequence[WriteResult], topology: Topology) -> None:
     """Wait until the lead sees every index in its full length, on file systems where that takes a while."""
     deadline = time.monotonic() + topology.timeout_s
     for rank, vote in enumerate(votes):

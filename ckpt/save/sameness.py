@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt.save.writing import Vote, joined_checksum
+from ckpt.save.writing import WriteResult, joined_checksum
 from ckpt.state.overlap import optimizer_of
 from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import ModelState
 
 
-class Sameness:
+class StaleStateCheck:
     """Knows the tensors of earlier checkpoints of this process by their digests. Every rank finds the same.
 
     Args:
@@ -32,7 +32,7 @@ class Sameness:
         }
         self._seen: dict[str, dict[str, str]] = {}
 
-    def alarms(self, checkpoint_id: str, votes: Sequence[Vote]) -> list[str]:
+    def alarms(self, checkpoint_id: str, votes: Sequence[WriteResult]) -> list[str]:
         """Say what is in this checkpoint as it was in one of an earlier step, and should not be; and remember this one.
 
         Ids are taken for steps where they are numbers; of others, two that differ are.

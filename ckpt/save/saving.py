@@ -29,13 +29,13 @@ from ckpt.format.manifest import CheckpointManifest, index_name
 from ckpt.memory.device import Device
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
-from ckpt.save.gathering import LiveTensors, Source
-from ckpt.save.keeping import HeldStep, Keeper, heard_places, said_places
+from ckpt.save.gathering import ByteSource, LiveTensors
+from ckpt.save.keeping import HeldStep, HostCache, heard_places, said_places
 from ckpt.save.planner import Planner
-from ckpt.save.recording import Record, entries_of
-from ckpt.save.sameness import Sameness
-from ckpt.save.writing import PACKED_BYTES, PlainFiles, Share, Vote, plain_files
-from ckpt.state.collect import Contribution, MergedRows, collect, settle_plain
+from ckpt.save.recording import ManifestWriter, entries_of
+from ckpt.save.sameness import StaleStateCheck
+from ckpt.save.writing import PACKED_BYTES, PlainFiles, RankWritePlan, WriteResult, plain_files
+from ckpt.state.collect import MergedRows, RankState, collect, settle_plain
 from ckpt.state.doctor import Diagnosis
 from ckpt.state.pattern_check import act_on, check_choice, examine
 from ckpt.state.sharing import StateComponent
@@ -68,8 +68,8 @@ class SaveReport:
     alarms: tuple[str, ...] = ()
 
 
-Write = Callable[..., Vote]
-"""What writes a share, with the arguments of `Share.write`: that itself, or another process that calls it."""
+Write = Callable[..., WriteResult]
+"""What writes a share, with the arguments of `RankWritePlan.write`: that itself, or another process that calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class Saver:
         pattern_check: str = "warn",
         packed_bytes: int = PACKED_BYTES,
         delete: Callable[[Path], None] | None = None,
-        keeper: Keeper | None = None,
+        keeper: HostCache | None = None,
     ) -> None:
         self._keeper = keeper
         self._packed_bytes = packed_bytes
@@ -179,17 +179,17 @@ class Saver:
         self._pattern_check = check_choice(pattern_check)
         self._was_examined = False
         self._planner = Planner()
-        self._share: tuple[SavePlan, Share] | None = None
+        self._share: tuple[SavePlan, RankWritePlan] | None = None
         self._merged: MergedRows = {}
         self._learnt = Learnt(in_use={output_dir} if output_dir.is_dir() else set())
-        self._sameness = Sameness(components)
+        self._sameness = StaleStateCheck(components)
 
     def save(self, target: SaveTarget) -> SaveReport:
         """Save once, while training waits. See `CheckpointCoordinator.save_checkpoint`."""
         started = time.perf_counter()
         with self._topology.operation(target.what):
             prepared = self.prepare(target)
-            return prepared.run(self._topology, prepared.live_tensors(), Share.write, started=started)
+            return prepared.run(self._topology, prepared.live_tensors(), RankWritePlan.write, started=started)
 
     def prepare(self, target: SaveTarget) -> PreparedSave:
         """Ask the components, compare notes, and plan: all ranks agree on what this save is. Nothing is written. Collective."""
@@ -218,7 +218,7 @@ class Saver:
             self._check_patterns(mine)
         plan, tasks = self._planner.plan(mine, [summary["table"] for summary in summaries], self._topology)
         if self._share is None or self._share[0] is not plan:
-            share = Share(
+            share = RankWritePlan(
                 plan,
                 tasks,
                 mine.components,
@@ -243,7 +243,7 @@ class Saver:
             keeper=self._keeper,
         )
 
-    def _require_room(self, share: Share) -> None:
+    def _require_room(self, share: RankWritePlan) -> None:
         """See that what is kept of every save may be kept."""
         if self._keeper is not None:
             with self._topology.phase("room in memory"):
@@ -265,7 +265,7 @@ class Saver:
             return False
         return validate or not self._was_examined
 
-    def _check_patterns(self, mine: Contribution) -> None:
+    def _check_patterns(self, mine: RankState) -> None:
         diagnoses = examine(mine.components, mine.seen, self._topology)
         tell = self._topology.is_lead and not self._was_examined
         act_on(diagnoses, mine.components, self._pattern_check, tell=tell)
@@ -273,7 +273,7 @@ class Saver:
 
     def _collect(
         self, *, validate: bool, look: bool, claim: Callable[[], object] = lambda: None
-    ) -> tuple[Contribution, list[dict[str, Any]]]:
+    ) -> tuple[RankState, list[dict[str, Any]]]:
         """Step 1 and 2: ask the components; leave out an optional one that fails anywhere, and ask again.
 
         Args:
@@ -313,19 +313,19 @@ class PreparedSave:
 
     target: SaveTarget
     ledger: Ledger
-    mine: Contribution
+    mine: RankState
     plan: SavePlan
-    share: Share
+    share: RankWritePlan
     plain: PlainFiles
     backend: Backend
     device: Device
     config_text: str | None
     learnt: Learnt
-    sameness: Sameness
-    keeper: Keeper | None = None
+    sameness: StaleStateCheck
+    keeper: HostCache | None = None
     memory: PooledSave | None = None
 
-    def live_tensors(self) -> Source:
+    def live_tensors(self) -> ByteSource:
         """The state itself, which must not change until the save is over."""
         return LiveTensors(self.share, self.plan, self.mine, self.device.pinned_bytes)
 
@@ -339,7 +339,7 @@ class PreparedSave:
         self.memory = self.keeper.begin()
         return self.keeper.rooms(self.memory, self.share, self.backend)
 
-    def run(self, topology: Topology, source: Source, write: Write, *, started: float) -> SaveReport:
+    def run(self, topology: Topology, source: ByteSource, write: Write, *, started: float) -> SaveReport:
         """Write, and commit. Collective over the topology; by any thread of the rank.
 
         Args:
@@ -369,7 +369,7 @@ class PreparedSave:
                     )
                     source.check()
                     phase.payload = [vote.to_json(), time.perf_counter() - started]
-                votes = [Vote(**tree) for tree, _ in phase.payloads]
+                votes = [WriteResult(**tree) for tree, _ in phase.payloads]
                 waited_s = max(seconds for _, seconds in phase.payloads)
                 path, commit_s, held = self._commit(topology, folder, votes)
                 alarms = self._settle(topology, path, votes)
@@ -427,13 +427,15 @@ class PreparedSave:
         sound = [one for one in self.ledger.committed() if one.path not in unfit]
         return sound[-1].path.name if sound else None
 
-    def _exchange_slivers(self, topology: Topology, source: Source) -> Mapping[int, bytes]:
+    def _exchange_slivers(self, topology: Topology, source: ByteSource) -> Mapping[int, bytes]:
         """Send the parts of chunks that other ranks write; return those that come here, by sender."""
         if not self.share.sends_slivers:
             return {}
         return topology.exchange("slivers", source.sends(), self.share.sources)
 
-    def _commit(self, topology: Topology, folder: Path, votes: Sequence[Vote]) -> tuple[Path, float, HeldStep | None]:
+    def _commit(
+        self, topology: Topology, folder: Path, votes: Sequence[WriteResult]
+    ) -> tuple[Path, float, HeldStep | None]:
         """Step 7, by the lead: join what the ranks wrote, write the manifest; and when all are well still, rename.
 
         Nobody else moves a byte. Whatever befalls a rank before phase publish, nothing is committed; once the lead has
@@ -448,7 +450,7 @@ class PreparedSave:
             if topology.is_lead:
                 commit = self.ledger.next_commit()
                 self._tell_of_clock(commit)
-                record = Record(
+                record = ManifestWriter(
                     folder,
                     self.plan,
                     self.mine.components,
@@ -488,7 +490,7 @@ class PreparedSave:
             )
 
     def _held(
-        self, path: Path, manifest_digest: str, votes: Sequence[Vote], places: Sequence[Mapping[str, Any] | None]
+        self, path: Path, manifest_digest: str, votes: Sequence[WriteResult], places: Sequence[Mapping[str, Any] | None]
     ) -> HeldStep | None:
         """What all ranks have in memory of this save, now that it is committed."""
         if self.memory is None:
@@ -497,7 +499,7 @@ class PreparedSave:
         manifest = partial(_known_manifest, *known)
         return HeldStep(known[0], path, manifest_digest, manifest, heard_places(places), self.memory)
 
-    def _settle(self, topology: Topology, path: Path, votes: Sequence[Vote]) -> list[str]:
+    def _settle(self, topology: Topology, path: Path, votes: Sequence[WriteResult]) -> list[str]:
         """Once it is committed: let older ones go, and look whether this one is anything new."""
         target = self.target
         if target.keep_last is not None or target.remove_others or target.condemned:
@@ -530,7 +532,7 @@ def _released_unless_prepared(target: SaveTarget) -> Iterator[None]:
 
 def _known_manifest(
     checkpoint_id: str,
-    votes: Sequence[Vote],
+    votes: Sequence[WriteResult],
     plan: SavePlan,
     components: Mapping[str, StateComponent],
     store: str,

@@ -16,9 +16,9 @@ import xxhash
 
 from ckpt.backends.base import Backend, Previous, Writer, Written, staged_digests
 from ckpt.format.box import whole
-from ckpt.format.collector import collector_paused
+from ckpt.format.collector import gc_paused
 from ckpt.format.dtypes import contiguous, item_bytes, torch_dtype
-from ckpt.format.manifest import Index, Piece, digest_of, index_name
+from ckpt.format.manifest import Index, PackedPiece, digest_of, index_name
 from ckpt.format.names import PLAIN_NAME, encode_key
 from ckpt.format.records import ArraySpec, Content, Expected, FileRecord, changed_in_memory, stored_shape
 from ckpt.planning.plan import ChunkTask, PackTask, RankPlan, SavePlan, SliverTask
@@ -33,7 +33,7 @@ PlainFiles = Mapping[str, tuple[str, bytes]]
 
 
 @dataclass(slots=True)
-class Vote:
+class WriteResult:
     """What a rank tells the lead once its bytes are durable. Small: the rest is in the rank's index.
 
     Attributes:
@@ -97,7 +97,7 @@ class Staged(NamedTuple):
     digests: Sequence[tuple[int, ...]] | None = None
 
 
-class Share:
+class RankWritePlan:
     """What one rank writes in every save of one plan. Holds no tensors, and can be sent to another process.
 
     Args:
@@ -197,7 +197,7 @@ class Share:
         slivers: Mapping[int, bytes],
         progress: Callable[[int], None],
         previous: Previous | None = None,
-    ) -> Vote:
+    ) -> WriteResult:
         """Write everything below the unpublished `folder`, then the index of it.
 
         Args:
@@ -220,15 +220,15 @@ class Share:
 class _Writing:
     """One save of a share."""
 
-    def __init__(self, share: Share, writer: Writer, slivers: Mapping[int, bytes]) -> None:
+    def __init__(self, share: RankWritePlan, writer: Writer, slivers: Mapping[int, bytes]) -> None:
         self._share = share
         self._writer = writer
         self._slivers = slivers
         self._index = Index(share.rank)
-        self._vote = Vote()
+        self._vote = WriteResult()
         self._described: list[ArraySpec] = list(share.described)
 
-    def write(self, plain: PlainFiles, staged: Iterable[Staged]) -> Vote:
+    def write(self, plain: PlainFiles, staged: Iterable[Staged]) -> WriteResult:
         self._expect()
         for number, hosts, digests in staged:
             item = self._share.items[number]
@@ -244,11 +244,11 @@ class _Writing:
         self._writer.make_durable()
         return self._vote
 
-    @collector_paused()
+    @gc_paused()
     def _expect(self) -> None:
         self._writer.expect(self._share.expected())
 
-    @collector_paused()
+    @gc_paused()
     def _add_written(self, written: Written) -> None:
         self._index.files.update(written.files)
         for (path, number), extent in written.chunks.items():
@@ -300,12 +300,12 @@ class _Writing:
             self._writer.write(self._described[-1], 0, host, None if digests is None else digests[0])
             self._count(pack.tasks[0].name, host)
 
-    @collector_paused()
+    @gc_paused()
     def _note_pieces(self, pack: Pack) -> None:
         first = 0
         for name, box in pack.tasks:
             self._index.pieces.setdefault(name, []).append(
-                Piece(pack.path, self._share.packed_shapes[name], box, first)
+                PackedPiece(pack.path, self._share.packed_shapes[name], box, first)
             )
             first += box.num_elements
         self._index.packed[pack.path] = first
@@ -326,7 +326,7 @@ class _Writing:
             self._vote.index = [len(data), digest_of(data)]
             self._vote.total_bytes += len(data)
 
-    @collector_paused()
+    @gc_paused()
     def _add_checksums(self) -> None:
         plain = {path: digest for path, (_, digest) in self._vote.plain_files.items()}
         self._vote.checksums = checksums_of(self._index, plain, self._vote.sizes)

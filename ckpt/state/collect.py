@@ -13,7 +13,7 @@ import torch
 
 from ckpt.errors import ConfigurationError, ReplicationError, ShardingError, describe, rebuild, sentence
 from ckpt.format.box import Box
-from ckpt.format.collector import collector_paused
+from ckpt.format.collector import gc_paused
 from ckpt.format.manifest import digest_of
 from ckpt.memory.device import wait_for_all
 from ckpt.planning.tables import Table, TablePart, piece_from_json, table_of_pieces, table_to_json
@@ -63,7 +63,7 @@ class Copies:
 
 
 @dataclass(slots=True)
-class Contribution:
+class RankState:
     """One rank's state, before anybody else's is known.
 
     Attributes:
@@ -114,7 +114,7 @@ class Contribution:
 
 
 @torch.no_grad()
-@collector_paused()
+@gc_paused()
 def collect(
     components: Sequence[StateComponent],
     topology: Topology,
@@ -122,7 +122,7 @@ def collect(
     without: Collection[str] = (),
     compare_all: bool = False,
     look: bool = False,
-) -> Contribution:
+) -> RankState:
     """Ask every component for its state and give every tensor its address. No communication.
 
     Args:
@@ -133,7 +133,7 @@ def collect(
     Raises:
         CheckpointError: a required component failed; `.component` names it.
     """
-    mine = Contribution()
+    mine = RankState()
     parts: list[TablePart] = []
     aliases: list[tuple[str, str]] = []
     for component in components:
@@ -175,7 +175,7 @@ def _memory_of(leaves: Leaves) -> Iterator[torch.Tensor]:
 
 
 def settle_plain(
-    mine: Contribution,
+    mine: RankState,
     summaries: Sequence[Mapping[str, Any]],
     topology: Topology,
     known: MergedRows | None = None,
@@ -318,7 +318,7 @@ class _Merge:
     """
 
     def __init__(
-        self, mine: Contribution, component: str, summaries: Sequence[Mapping[str, Any]], known: MergedRows
+        self, mine: RankState, component: str, summaries: Sequence[Mapping[str, Any]], known: MergedRows
     ) -> None:
         self._component = component
         self._own = mine.plain.get(component, {})
@@ -436,7 +436,7 @@ def _speaks(component: StateComponent, topology: Topology) -> bool:
 
 
 def _add_fingerprints(
-    mine: Contribution,
+    mine: RankState,
     component: StateComponent,
     leaves: Leaves,
     compare_all: bool,
@@ -469,7 +469,7 @@ def _fingerprint_of(row: Any) -> Fingerprint:
     return Fingerprint("", (len(data),), digest_of(data))
 
 
-def _unequal_tensors(key: str, mine: Contribution, said: Sequence[Any], topology: Topology) -> ReplicationError | None:
+def _unequal_tensors(key: str, mine: RankState, said: Sequence[Any], topology: Topology) -> ReplicationError | None:
     """What there is to say of tensors that differ; at the level "full" with how far they are apart. Collective.
 
     Args:

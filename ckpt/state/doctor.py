@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ckpt.format.collector import collector_paused
+from ckpt.format.collector import gc_paused
 from ckpt.state.replication import Difference, Fingerprint, differences
 from ckpt.state.sharing import SharingPattern
 
@@ -27,7 +27,7 @@ Sets = tuple[tuple[int, ...], ...]
 _MAX_SETS = 4
 
 
-class Verdict(Enum):
+class PatternVerdict(Enum):
     """What a declaration would do to the state that was seen."""
 
     OK = "ok"
@@ -98,7 +98,7 @@ class Diagnosis:
     component: str
     declared: Sharing
     found: tuple[Sharing, ...]
-    verdict: Verdict
+    verdict: PatternVerdict
     sentence: str = ""
     leaf: str | None = None
     ranks: tuple[int, ...] = ()
@@ -115,7 +115,7 @@ class Diagnosis:
         }
 
 
-@collector_paused()
+@gc_paused()
 def diagnose(component: str, declared: Sharing, seen: Sequence[Seen], ranks: Ranks) -> Diagnosis:
     """Say what a component truly is, as far as one look can tell, and what its declaration would make of it.
 
@@ -126,12 +126,12 @@ def diagnose(component: str, declared: Sharing, seen: Sequence[Seen], ranks: Ran
     conflicts = _conflicts(declared, seen, ranks)
     if not conflicts:
         remark = _remark(component, declared, found, seen, ranks)
-        return Diagnosis(component, declared, found, Verdict.WASTEFUL if remark else Verdict.OK, remark)
+        return Diagnosis(component, declared, found, PatternVerdict.WASTEFUL if remark else PatternVerdict.OK, remark)
     first = conflicts[0]
     both = (first.reference, first.rank)
-    verdict = Verdict.LOSES_STATE
+    verdict = PatternVerdict.LOSES_STATE
     if declared.pattern is SharingPattern.GLOBAL and not any(_is_tensor(one.key, seen) for one in conflicts):
-        verdict = Verdict.SUSPICIOUS
+        verdict = PatternVerdict.SUSPICIOUS
     sentence = f"{_accusation(component, declared, conflicts, seen)}; {_truth(component, found, conflicts, seen)}"
     return Diagnosis(component, declared, found, verdict, sentence, first.key, both)
 

@@ -11,7 +11,7 @@ from typing import Any
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.format.manifest import digest_of
 from ckpt.ranks.topology import Topology
-from ckpt.state.doctor import Diagnosis, Ranks, Sharing, Verdict, diagnose
+from ckpt.state.doctor import Diagnosis, PatternVerdict, Ranks, Sharing, diagnose
 from ckpt.state.replication import Fingerprint
 from ckpt.state.sharing import SharingPattern, StateComponent
 
@@ -82,10 +82,10 @@ def act_on(
     """
     remarks = []
     for one in diagnoses:
-        if one.verdict is Verdict.OK:
+        if one.verdict is PatternVerdict.OK:
             continue
         excused = components[one.component].validation_level == "none"
-        if one.verdict is Verdict.LOSES_STATE and not excused:
+        if one.verdict is PatternVerdict.LOSES_STATE and not excused:
             raise ReplicationError(f"{one.sentence}. To save in spite of it, set pattern_check=off.")
         remarks.append(one)
     if not remarks:
@@ -142,4 +142,4 @@ def _to_json(one: Diagnosis) -> list[Any]:
 def _from_json(row: Sequence[Any], declared: Mapping[str, Sharing]) -> Diagnosis:
     component, found, verdict, sentence, leaf, ranks = row
     sharings = tuple(Sharing(SharingPattern(pattern), group) for pattern, group in found)
-    return Diagnosis(component, declared[component], sharings, Verdict(verdict), sentence, leaf, tuple(ranks))
+    return Diagnosis(component, declared[component], sharings, PatternVerdict(verdict), sentence, leaf, tuple(ranks))

@@ -6,7 +6,7 @@ buffer.
 
     parts -> spans (no large gap inside) -> slabs (whole blocks, 8 MiB) -> preadv -> digest -> strided copies
 
-Who gets bytes of a chunk in some other way, from another rank say, puts them in place with `Wanted`.
+Who gets bytes of a chunk in some other way, from another rank say, puts them in place with `WantedBytes`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import Box, overlap, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.collector import collector_paused
+from ckpt.format.collector import gc_paused
 from ckpt.format.dtypes import bits_of, raw_bytes
 from ckpt.format.held import NOTHING_HELD, HeldFiles
 from ckpt.format.records import ChunkExtent
-from ckpt.storage.runs import Run, find_runs
+from ckpt.storage.runs import TensorRun, find_runs
 
 SLAB_BYTES = 8 << 20
 """Bytes asked for at once, and the size of the scratch buffer (more only where one block of a chunk is larger), by default."""
@@ -56,7 +56,7 @@ _Array = np.ndarray[Any, Any]
 
 
 @dataclass(slots=True)
-class Part:
+class WantedBox:
     """One wanted piece of one chunk.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Span:
 
     start: int
     stop: int
-    part: Part
+    part: WantedBox
     box: Box
     out: Any
     memory: memoryview | torch.Tensor | None
@@ -98,7 +98,7 @@ ReadAt = Callable[[int, Sequence[memoryview], int], int]
 """Fills buffers, in turn, from a byte of an open file on, and returns how many bytes it got, as `os.preadv` does."""
 
 
-class Wanted:
+class WantedBytes:
     """What one rank wants of one chunk, ready to be put in place from any stretch of the chunk's bytes.
 
     Args:
@@ -108,10 +108,10 @@ class Wanted:
         CorruptCheckpointError: a part does not lie in the chunk.
     """
 
-    def __init__(self, chunk: ChunkExtent, parts: Sequence[Part]) -> None:
+    def __init__(self, chunk: ChunkExtent, parts: Sequence[WantedBox]) -> None:
         self._length = chunk.length
         self._spans = _spans_in(chunk, parts)
-        self._by_device: dict[torch.device, list[_Span | Run]] = defaultdict(list)
+        self._by_device: dict[torch.device, list[_Span | TensorRun]] = defaultdict(list)
         for span in self._spans:
             self._by_device[span.part.out.device].append(span)
 
@@ -148,7 +148,7 @@ class Wanted:
         """
         host: Any = memory.numpy() if _is_on_host(memory) else None
         for span in self._here(start, stop, device):
-            if isinstance(span, Run):
+            if isinstance(span, TensorRun):
                 span.place(start, stop, memory)
                 continue
             first, last = max(span.start, start), min(span.stop, stop)
@@ -163,7 +163,7 @@ class Wanted:
             else:
                 _scatter(span, host, start, stop)
 
-    def _here(self, start: int, stop: int, device: torch.device | None) -> list[_Span | Run]:
+    def _here(self, start: int, stop: int, device: torch.device | None) -> list[_Span | TensorRun]:
         spans = self._spans if device is None else self._by_device[device]
         return [span for span in spans if span.start < stop and span.stop > start]
 
@@ -174,7 +174,7 @@ class Landing(Protocol):
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return host memory to read into."""
 
-    def place(self, wanted: Wanted, start: int, stop: int, memory: torch.Tensor) -> None:
+    def place(self, wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
         """Put the bytes [start, stop) of a chunk, which are in that memory, where they are wanted."""
 
 
@@ -233,12 +233,12 @@ class ExtentReader:
         self._scratch = np.empty(0, np.uint8)
 
     def read(
-        self, chunk: ChunkExtent, parts: Sequence[Part], stretches: Sequence[tuple[int, int]] | None = None
+        self, chunk: ChunkExtent, parts: Sequence[WantedBox], stretches: Sequence[tuple[int, int]] | None = None
     ) -> None:
         """Fill the `out` of every part. Parts may overlap, in the chunk but not in memory.
 
         Args:
-            stretches: read these alone, of those that `Wanted.stretches` gives for `unit_of(chunk)`; None: all.
+            stretches: read these alone, of those that `WantedBytes.stretches` gives for `unit_of(chunk)`; None: all.
 
         Raises:
             CorruptCheckpointError: the file is missing or too short, a block is not what was saved, or the index and
@@ -248,7 +248,9 @@ class ExtentReader:
         assert chunk.raw, "an encoded chunk is read by its backend"
         self._or_disk(chunk, lambda: self._read(chunk, parts, stretches))
 
-    def _read(self, chunk: ChunkExtent, parts: Sequence[Part], stretches: Sequence[tuple[int, int]] | None) -> None:
+    def _read(
+        self, chunk: ChunkExtent, parts: Sequence[WantedBox], stretches: Sequence[tuple[int, int]] | None
+    ) -> None:
         if not all(_is_on_host(part.out) for part in parts):
             self._read_for_devices(chunk, parts, stretches)
             return
@@ -305,11 +307,11 @@ class ExtentReader:
             self._progress(len(piece))
 
     def _read_for_devices(
-        self, chunk: ChunkExtent, parts: Sequence[Part], stretches: Sequence[tuple[int, int]] | None
+        self, chunk: ChunkExtent, parts: Sequence[WantedBox], stretches: Sequence[tuple[int, int]] | None
     ) -> None:
         """Read for tensors on devices, which files cannot be read into: a slab is on its way there while the next one is read."""
         assert self._landing is not None, "a reader without a landing fills host tensors alone"
-        wanted = Wanted(chunk, parts)
+        wanted = WantedBytes(chunk, parts)
         unit = self.unit_of(chunk)
         for start, stop in _slabs(wanted.stretches(unit) if stretches is None else stretches, unit, self._slab_bytes):
             memory = self._landing.take(stop - start)
@@ -338,10 +340,12 @@ class ExtentReader:
                 self._check_blocks(chunk, start, pieces, lambda begin, end: name)
             self._progress(stop - start)
 
-    def _sweep(self, chunk: ChunkExtent, spans: Sequence[_Span | Run], stretches: Sequence[tuple[int, int]]) -> None:
+    def _sweep(
+        self, chunk: ChunkExtent, spans: Sequence[_Span | TensorRun], stretches: Sequence[tuple[int, int]]
+    ) -> None:
         """Read the slabs of some stretches, in ascending order, each with the spans that reach into it."""
         fd = self._open(chunk.file, spans[0].part.name)
-        active: list[_Span | Run] = []
+        active: list[_Span | TensorRun] = []
         coming = 0
         for start, stop in _slabs(stretches, self.unit_of(chunk), self._slab_bytes):
             while coming < len(spans) and spans[coming].start < stop:
@@ -353,13 +357,13 @@ class ExtentReader:
             if self._verify:
                 self._check_blocks(chunk, start, pieces, partial(_name_of, active or spans))
             for span in active:
-                if isinstance(span, Run):
+                if isinstance(span, TensorRun):
                     span.place(start, stop, torch.from_numpy(self._scratch[: stop - start]))
                 elif span.memory is None:
                     _scatter(span, self._scratch, start, stop)
             self._progress(stop - start)
 
-    def _pieces(self, start: int, stop: int, active: Sequence[_Span | Run]) -> list[memoryview]:
+    def _pieces(self, start: int, stop: int, active: Sequence[_Span | TensorRun]) -> list[memoryview]:
         """Return memory for the bytes [start, stop): tensors where they can take them, scratch in between."""
         scratch = _memory(self._scratch_of(stop - start))
         pieces = []
@@ -449,11 +453,11 @@ class ExtentReader:
         return fd
 
 
-@collector_paused()
-def _spans_in(chunk: ChunkExtent, parts: Sequence[Part]) -> list[_Span | Run]:
+@gc_paused()
+def _spans_in(chunk: ChunkExtent, parts: Sequence[WantedBox]) -> list[_Span | TensorRun]:
     """The spans of all parts, in the order of the chunk; small parts that lie end to end are one."""
     runs, others = find_runs(parts)
-    spans: list[_Span | Run] = []
+    spans: list[_Span | TensorRun] = []
     for run in runs:
         if run.start < 0 or run.stop > chunk.length or run.start % run.part.out.element_size():
             others += run.parts  # one of which is refused
@@ -463,7 +467,7 @@ def _spans_in(chunk: ChunkExtent, parts: Sequence[Part]) -> list[_Span | Run]:
     return sorted(spans, key=lambda span: span.start)
 
 
-def _spans_of(part: Part, chunk: ChunkExtent) -> Iterator[_Span]:
+def _spans_of(part: WantedBox, chunk: ChunkExtent) -> Iterator[_Span]:
     """Cut a part into spans: one for each long run that can be read in place, else one between any two large gaps."""
     item_bytes = part.out.element_size()
     _check_part(part, chunk, item_bytes)
@@ -490,7 +494,7 @@ def _spans_of(part: Part, chunk: ChunkExtent) -> Iterator[_Span]:
         yield span
 
 
-def _one_span(part: Part, box: Box, out: Any, strides: Sequence[int], item_bytes: int) -> _Span:
+def _one_span(part: WantedBox, box: Box, out: Any, strides: Sequence[int], item_bytes: int) -> _Span:
     """From the first byte of a box to its last, and what lies between them."""
     start = part.base + sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
     reach = item_bytes + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
@@ -501,7 +505,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _check_part(part: Part, chunk: ChunkExtent, item_bytes: int) -> None:
+def _check_part(part: WantedBox, chunk: ChunkExtent, item_bytes: int) -> None:
     """Refuse a part that does not lie in the chunk, before any byte of another piece is taken for it."""
     assert tuple(part.out.shape) == part.box.shape
     end = part.base + math.prod(part.region) * item_bytes
@@ -517,7 +521,7 @@ def _check_part(part: Part, chunk: ChunkExtent, item_bytes: int) -> None:
         )
 
 
-def _run(part: Part, item_bytes: int) -> tuple[int, int]:
+def _run(part: WantedBox, item_bytes: int) -> tuple[int, int]:
     """Return how many leading dimensions number the contiguous runs of the wanted box, and the bytes of one run."""
     dim = len(part.region)
     run_bytes = item_bytes
@@ -547,13 +551,13 @@ def _at(box: Box, out: _Array, index: tuple[int, ...]) -> tuple[Box, _Array]:
     return Box(offsets, (1,) * dims + box.shape[dims:]), out[tuple(slice(i, i + 1) for i in index)]
 
 
-def _name_of(active: Sequence[_Span | Run], begin: int, end: int) -> str:
+def _name_of(active: Sequence[_Span | TensorRun], begin: int, end: int) -> str:
     """Return the name of the first part that wants something of the bytes [begin, end) of the chunk; in a gap, just the first."""
     first = next((span for span in active if span.start < end and span.stop > begin), active[0])
-    return first.name_of(begin) if isinstance(first, Run) else first.part.name
+    return first.name_of(begin) if isinstance(first, TensorRun) else first.part.name
 
 
-def _read_shared_bytes_once(spans: Sequence[_Span | Run]) -> None:
+def _read_shared_bytes_once(spans: Sequence[_Span | TensorRun]) -> None:
     """Send spans that overlap another one through scratch: their bytes are needed in two places. `spans` are sorted."""
     furthest = spans[0]
     for span in spans[1:]:
@@ -571,7 +575,7 @@ def _slabs(stretches: Sequence[tuple[int, int]], unit: int, at_once: int) -> Ite
             yield at, min(at + slab_bytes, stop)
 
 
-def _stretches(spans: Sequence[_Span | Run], length: int, unit: int) -> Iterator[tuple[int, int]]:
+def _stretches(spans: Sequence[_Span | TensorRun], length: int, unit: int) -> Iterator[tuple[int, int]]:
     """Yield the union of the spans, rounded out to whole units, with small gaps filled."""
     start = stop = 0
     for span in spans:

@@ -81,7 +81,7 @@ def write_all(fd: int, piece: memoryview) -> None:
         piece = piece[os.write(fd, piece) :]
 
 
-class Folders:
+class FolderTree:
     """The folders one rank makes below `root`, each asked of the file system once. None of them is a link to another place."""
 
     def __init__(self, root: Path) -> None:

@@ -160,7 +160,7 @@ class Paged:
 class Direct:
     """A file whose bytes are gathered in aligned buffers, which a pump writes past the page cache."""
 
-    def __init__(self, pump: Pump, file: OpenFile) -> None:
+    def __init__(self, pump: WriterThreads, file: OpenFile) -> None:
         self._pump = pump
         self._file = file
         self._buffer: memoryview | None = None
@@ -211,7 +211,7 @@ class Direct:
 class Kept:
     """A file whose bytes are gathered in memory that is kept, from which a pump writes them past the page cache."""
 
-    def __init__(self, pump: Pump, file: OpenFile, memory: PoolFile) -> None:
+    def __init__(self, pump: WriterThreads, file: OpenFile, memory: PoolFile) -> None:
         self._pump = pump
         self._file = file
         self._memory = memory
@@ -281,7 +281,7 @@ class OpenFile:
                 os.close(self.fd)
 
 
-class Pump:
+class WriterThreads:
     """Aligned buffers, and a few threads that write them, or aligned memory that is kept.
 
     Attributes:

@@ -16,15 +16,15 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.names import is_inner_path
 from ckpt.format.records import Expected
-from ckpt.storage.files import Folders, make_durable, naming, write_all
-from ckpt.storage.growing import NEW, O_DIRECT, Buffers, Direct, Kept, NewFile, OpenFile, Paged, Pump
+from ckpt.storage.files import FolderTree, make_durable, naming, write_all
+from ckpt.storage.growing import NEW, O_DIRECT, Buffers, Direct, Kept, NewFile, OpenFile, Paged, WriterThreads
 from ckpt.storage.pool import PooledSave, PoolFile
 
 DIRECT_BYTES = 1 << 20
 """Smaller files go through the page cache: they are copied before a direct write has come back from the disk."""
 
 
-class Outlet:
+class FileSink:
     """Takes files one after another; the large ones may still be on their way when `write` returns. Used by one thread.
 
     Args:
@@ -49,10 +49,10 @@ class Outlet:
         self._tells = rank == 0
         self._progress = progress
         self._buffers = buffers
-        self._folders = Folders(root)
+        self._folders = FolderTree(root)
         self._sizes: dict[str, int] = {}
         self._growing: dict[str, Stream] = {}
-        self._pump: Pump | None = None
+        self._pump: WriterThreads | None = None
 
     def write(self, name: str, pieces: Iterable[memoryview], num_bytes: int) -> None:
         """Write a new file below the root, and make the folders above it. The pieces are copied, or written.
@@ -194,15 +194,15 @@ class Outlet:
             self._buffers.refuse(name.path, error, tell=self._tells)
             return None
         if self._pump is None:
-            self._pump = Pump(self._buffers, self._tells, self._progress)
+            self._pump = WriterThreads(self._buffers, self._tells, self._progress)
         file = OpenFile(name, fd, num_bytes)
         return Direct(self._pump, file) if memory is None else Kept(self._pump, file, memory)
 
 
-class OutletWriter:
+class FileSinkWriter:
     """What the writers of all formats do alike, because their files go through an outlet. See `ckpt.backends.base.Writer`."""
 
-    def __init__(self, outlet: Outlet) -> None:
+    def __init__(self, outlet: FileSink) -> None:
         self._outlet = outlet
 
     def expect(self, chunks: Iterable[Expected]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.format.held import Place
+from ckpt.format.held import MemoryFile
 
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
@@ -112,11 +112,11 @@ class PoolFile:
     def _lies_here(self, source: Bytes) -> bool:
         return 0 <= source.ctypes.data - self._memory.ctypes.data < len(self._memory)
 
-    def settle(self) -> Place:
+    def settle(self) -> MemoryFile:
         """Nothing more is appended for now: what is behind is let go of. Returns where others find it."""
         os.ftruncate(self._fd, self.size)
         self._end = self.size
-        return Place(os.getpid(), self._fd, self._inode, self.size, self._name)
+        return MemoryFile(os.getpid(), self._fd, self._inode, self.size, self._name)
 
     def close(self) -> None:
         """Let go of the memory, as soon as nobody has a view of it."""
@@ -168,7 +168,7 @@ class PooledSave:
         for name, data in files.items():
             self.file(name).append(memoryview(data))
 
-    def settle(self) -> dict[str, Place]:
+    def settle(self) -> dict[str, MemoryFile]:
         """Where the files are, now that all have been written."""
         return {name: file.settle() for name, file in self.files.items()}
 

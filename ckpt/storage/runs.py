@@ -19,10 +19,10 @@ FEW = 4
 
 
 AnyPart = TypeVar("AnyPart", bound=Any)
-"""`ckpt.storage.extents.Part`, which is made of what is here."""
+"""`ckpt.storage.extents.WantedBytesBox`, which is made of what is here."""
 
 
-class Run:
+class TensorRun:
     """Small whole regions of one chunk, one data type and one device, each of which ends where the next one begins.
 
     Args:
@@ -88,12 +88,12 @@ class Run:
             )
 
 
-def find_runs(parts: Iterable[AnyPart]) -> tuple[list[Run], list[AnyPart]]:
+def find_runs(parts: Iterable[AnyPart]) -> tuple[list[TensorRun], list[AnyPart]]:
     """Tell small parts that lie end to end from all others, which come in the order of the chunk.
 
     Whether the runs lie in the chunk at all is for the caller to check.
     """
-    runs: list[Run] = []
+    runs: list[TensorRun] = []
     others: list[AnyPart] = []
     run: list[AnyPart] = []
     dtype: torch.dtype | None = None
@@ -118,8 +118,8 @@ def _wants_all(part: Any) -> bool:
     return bool(part.box.shape == part.region) and not any(part.box.offsets)
 
 
-def _close(run: list[AnyPart], runs: list[Run], others: list[AnyPart]) -> None:
+def _close(run: list[AnyPart], runs: list[TensorRun], others: list[AnyPart]) -> None:
     if len(run) < FEW:
         others += run
     else:
-        runs.append(Run(run))
+        runs.append(TensorRun(run))

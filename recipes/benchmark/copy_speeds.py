@@ -23,7 +23,7 @@ from ckpt.memory.copies import Filling, Halves, Staging
 from ckpt.memory.device import Device, pinned
 from ckpt.ranks.topology import Topology
 from ckpt.save.writing import PACKED_BYTES
-from ckpt.storage.extents import SLAB_BYTES, Part, Wanted
+from ckpt.storage.extents import SLAB_BYTES, WantedBox, WantedBytes
 from recipes.benchmark.benchmarking import require_counts, typed_keys
 from recipes.benchmark.comparison import print_table
 from recipes.benchmark.measuring import timed
@@ -120,9 +120,9 @@ class Kind:
         self._there = torch.empty(len(self._plain[0]), dtype=torch.uint8, device=device.torch_device)
         parts, base = [], 0
         for tensor in tensors:
-            parts.append(Part(base, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor, "state"))
+            parts.append(WantedBox(base, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor, "state"))
             base += tensor.nbytes
-        self._wanted = Wanted(ChunkExtent("state", 0, base, ()), parts)
+        self._wanted = WantedBytes(ChunkExtent("state", 0, base, ()), parts)
 
     def stage(self) -> None:
         for _ in Staging(Halves(self._device.pinned_bytes)).ahead(self._groups, lambda group: group):

@@ -29,7 +29,7 @@ from ckpt.format.names import encode_key
 from ckpt.planning.plan import PlannedArray, SavePlan, plan_save
 from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Phase
-from ckpt.state.collect import Contribution, exchange_tables, settle_plain
+from ckpt.state.collect import RankState, exchange_tables, settle_plain
 from ckpt.state.sharing import StateComponent
 from recipes.benchmark.measuring import PeakMemory
 from recipes.support.local_ranks import start_forkserver
@@ -39,7 +39,7 @@ _PATTERNS = {"model": "sharded", "optimizer": "sharded", "scheduler": "replicate
 
 
 @dataclass
-class PlanKeys:
+class MadeUpKeys:
     """The keys of `recipes.benchmark.plan`."""
 
     tp: int = 8
@@ -166,7 +166,7 @@ def record(world_size: int, act: Callable[[Rehearsal], object], *, num_phases: i
     return recorded
 
 
-def benchmark(keys: PlanKeys) -> list[dict[str, Any]]:
+def benchmark(keys: MadeUpKeys) -> list[dict[str, Any]]:
     """Measure every case, each in a process of its own, and return the figures."""
     cases = [
         (optimizer, MadeUp(keys.tp, keys.pp, dp, keys.layers, keys.width, keys.vocab, optimizer == "sharded"))
@@ -235,14 +235,14 @@ def bytes_per_writer(plan: SavePlan, world_size: int) -> list[int]:
     return written
 
 
-def keys_of(cfg: DictConfig) -> PlanKeys:
+def keys_of(cfg: DictConfig) -> MadeUpKeys:
     """Return the config, its types checked.
 
     Raises:
         ConfigurationError: the numbers make no run.
     """
-    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PlanKeys), cfg))
-    assert isinstance(keys, PlanKeys)
+    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(MadeUpKeys), cfg))
+    assert isinstance(keys, MadeUpKeys)
     numbers = {"tp": keys.tp, "pp": keys.pp, "layers": keys.layers, "width": keys.width, "vocab": keys.vocab}
     wrong = [f"{name}={number}" for name, number in numbers.items() if number < 1]
     if wrong or not keys.dp or min(keys.dp) < 1:
@@ -294,8 +294,8 @@ class _Nothing:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def _contribution(table: Table) -> Contribution:
-    return Contribution(
+def _contribution(table: Table) -> RankState:
+    return RankState(
         components={key: StateComponent(key, _Nothing(), pattern) for key, pattern in _PATTERNS.items()},
         table=table,
         plain={key: {"step": [["step"], 1000]} for key in _PATTERNS},

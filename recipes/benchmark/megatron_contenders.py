@@ -32,7 +32,14 @@ from ckpt.state.sharded_tensor import ShardedTensor
 from recipes.benchmark.benchmarking import SCRATCH, require_counts, typed_keys
 from recipes.benchmark.comparison import print_table
 from recipes.benchmark.measuring import PeakMemory, forget_cache, make_durable, timed, together
-from recipes.benchmark.megatron_state import OPTIMIZERS, Held, Shard, data_parallel_ranks, sharded, shards_of
+from recipes.benchmark.megatron_state import (
+    OPTIMIZERS,
+    RankHoldings,
+    ShardArguments,
+    data_parallel_ranks,
+    sharded,
+    shards_of,
+)
 from recipes.support.config import made
 from recipes.training.gpt import SIZES
 
@@ -104,7 +111,7 @@ class Ours:
 
     def __init__(
         self,
-        shards: Mapping[str, Shard],
+        shards: Mapping[str, ShardArguments],
         data: Mapping[str, torch.Tensor],
         saving: SaveShardedStrategy,
         loading: LoadShardedStrategy,
@@ -171,7 +178,7 @@ class Peer:
         with topology.phase("start megatron-core"):
             self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def join(self, held: Held, store: Path, *, in_place: bool) -> None:
+    def join(self, held: RankHoldings, store: Path, *, in_place: bool) -> None:
         """Let the processes of all ranks find each other and make their state.
 
         Args:
@@ -323,7 +330,7 @@ def _interpreter(path: str | None) -> str:
     return str(Path(path).absolute())  # not resolved: by its own path an interpreter knows its environment
 
 
-def _held(cfg: Mapping[str, Any], topology: Topology) -> Held:
+def _held(cfg: Mapping[str, Any], topology: Topology) -> RankHoldings:
     layout = made(cfg["parallel"])
     sizes, place = layout.sizes(topology.world_size), layout.position(topology.rank, topology.world_size)
     if not set(sizes) <= {"dp", "tp"}:
@@ -335,7 +342,7 @@ def _held(cfg: Mapping[str, Any], topology: Topology) -> Held:
             f"model.size={cfg['model']['size']}: there is no such size; it is one of {', '.join(SIZES)}"
         )
     size = SIZES[cfg["model"]["size"]]
-    return Held(
+    return RankHoldings(
         vocabulary=size.vocabulary,
         context=size.context,
         layers=size.layers,
@@ -349,7 +356,7 @@ def _held(cfg: Mapping[str, Any], topology: Topology) -> Held:
 
 
 def _contenders(
-    held: Held, scratch: Path, keys: Mapping[str, Any], topology: Topology, started: ExitStack
+    held: RankHoldings, scratch: Path, keys: Mapping[str, Any], topology: Topology, started: ExitStack
 ) -> tuple[dict[str, Contender], Peer | None]:
     """Make all contenders. Those of one side share its tensors, and those of the other side its processes."""
     names = keys["contenders"]
@@ -383,7 +390,7 @@ def _two_stage(group: dist.ProcessGroup | None) -> LoadShardedStrategy:
     return strategy
 
 
-def _data_parallel_group(held: Held, topology: Topology) -> dist.ProcessGroup | None:
+def _data_parallel_group(held: RankHoldings, topology: Topology) -> dist.ProcessGroup | None:
     """Return the group of the ranks that hold what this one holds. Collective.
 
     Raises:
@@ -421,7 +428,7 @@ def _measure(contender: Contender, folder: Path, measured: Measured, topology: T
         shutil.rmtree(folder)
 
 
-def _state_bytes(held: Held, topology: Topology) -> int:
+def _state_bytes(held: RankHoldings, topology: Topology) -> int:
     """Of the whole state, replicas once."""
     mine = sum(4 * shard.num_elements for shard in shards_of(held).values() if not any(shard.replica_id))
     with topology.phase("bytes") as phase:

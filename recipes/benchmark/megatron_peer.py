@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from recipes.benchmark.measuring import PeakMemory, make_durable
-from recipes.benchmark.megatron_state import Held, data_parallel_ranks, sharded, shards_of
+from recipes.benchmark.megatron_state import RankHoldings, data_parallel_ranks, sharded, shards_of
 
 PACKAGES = ("megatron-core", "zarr", "tensorstore", "numpy", "torch")
 
@@ -49,7 +49,7 @@ class Peer:
         os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
         self._in_place = in_place
-        mine = Held(**held)
+        mine = RankHoldings(**held)
         groups = [dist.new_group(ranks) for ranks in data_parallel_ranks(mine)]
         self._data_parallel = groups[mine.tp_rank]
         self._shards = shards_of(mine)

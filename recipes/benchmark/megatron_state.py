@@ -19,7 +19,7 @@ VOCABULARY_MULTIPLE = 128  # Megatron pads the embedding to a multiple of this o
 
 
 @dataclass(frozen=True)
-class Held:
+class RankHoldings:
     """Whose part of which state.
 
     Attributes:
@@ -41,7 +41,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardArguments:
     """The arguments of a ShardedTensor, but for its data; `start` and `stop` are those of a flattened range."""
 
     key: str
@@ -84,7 +84,7 @@ class _Parameter:
     may_differ: bool = False
 
 
-def shards_of(held: Held) -> dict[str, Shard]:
+def shards_of(held: RankHoldings) -> dict[str, ShardArguments]:
     """Return all that one rank holds, by names that are equal on no two entries."""
     model = dict(_model(held))
     found = {f"model {name}": shard for name, shard in model.items()}
@@ -95,12 +95,14 @@ def shards_of(held: Held) -> dict[str, Shard]:
     return found
 
 
-def data_parallel_ranks(held: Held) -> list[list[int]]:
+def data_parallel_ranks(held: RankHoldings) -> list[list[int]]:
     """Return, by tensor-parallel rank, the ranks that hold the model alike: neighbours differ in their tensor-parallel rank."""
     return [[dp_rank * held.tp + tp_rank for dp_rank in range(held.dp)] for tp_rank in range(held.tp)]
 
 
-def sharded(shards: Mapping[str, Shard], data: Mapping[str, torch.Tensor], make: Callable[..., Any]) -> dict[str, Any]:
+def sharded(
+    shards: Mapping[str, ShardArguments], data: Mapping[str, torch.Tensor], make: Callable[..., Any]
+) -> dict[str, Any]:
     """Return a sharded state dict over `data`, with some common state. `make`: the ShardedTensor of either side."""
     state: dict[str, Any] = {"iteration": 7, "checkpoint_version": 3.0, "lr": 3e-4}
     for name, shard in shards.items():
@@ -120,13 +122,13 @@ def sharded(shards: Mapping[str, Shard], data: Mapping[str, torch.Tensor], make:
     return state
 
 
-def _model(held: Held) -> Iterator[tuple[str, Shard]]:
+def _model(held: RankHoldings) -> Iterator[tuple[str, ShardArguments]]:
     for parameter in _parameters(held):
         for layer in range(held.layers) if parameter.in_layers else [None]:
             yield f"{parameter.name} {layer}", _shard(parameter, layer, held)
 
 
-def _shard(parameter: _Parameter, layer: int | None, held: Held) -> Shard:
+def _shard(parameter: _Parameter, layer: int | None, held: RankHoldings) -> ShardArguments:
     local, offset, cuts = list(parameter.shape), [0] * len(parameter.shape), [1] * len(parameter.shape)
     if parameter.axis is not None:
         local[parameter.axis] //= held.tp
@@ -135,7 +137,7 @@ def _shard(parameter: _Parameter, layer: int | None, held: Held) -> Shard:
     whole = list(parameter.shape)
     if layer is not None:
         whole, offset, cuts = [held.layers, *whole], [layer, *offset], [held.layers, *cuts]
-    return Shard(
+    return ShardArguments(
         key=parameter.name,
         local_shape=tuple(local),
         global_shape=tuple(whole),
@@ -147,7 +149,7 @@ def _shard(parameter: _Parameter, layer: int | None, held: Held) -> Shard:
     )
 
 
-def _ranges(held: Held, model: Mapping[str, Shard]) -> Iterator[tuple[str, Shard]]:
+def _ranges(held: RankHoldings, model: Mapping[str, ShardArguments]) -> Iterator[tuple[str, ShardArguments]]:
     """What this rank holds of the flattened parameters when they lie behind each other, the last one first."""
     part = -(-sum(shard.num_elements for shard in model.values()) // held.dp)
     at = -held.dp_rank * part
@@ -158,7 +160,7 @@ def _ranges(held: Held, model: Mapping[str, Shard]) -> Iterator[tuple[str, Shard
         at += shard.num_elements
 
 
-def _parameters(held: Held) -> Iterator[_Parameter]:
+def _parameters(held: RankHoldings) -> Iterator[_Parameter]:
     width, multiple = held.width, VOCABULARY_MULTIPLE * held.tp
     vocabulary = -(-held.vocabulary // multiple) * multiple
     yield _Parameter("embedding.word_embeddings.weight", (vocabulary, width), 0, may_differ=True)

@@ -37,7 +37,7 @@ class Lying:
 
 
 @dataclass(frozen=True)
-class Run:
+class ByteRun:
     """Bytes that follow each other both where they were saved and where they are wanted."""
 
     saved_at: int
@@ -116,7 +116,7 @@ def by_name(layout: Mapping[Place, Lying]) -> dict[str, list[tuple[Box, Lying]]]
     return found
 
 
-def runs_of(saved: Box, wanted: Box, item_bytes: int) -> Iterator[Run]:
+def runs_of(saved: Box, wanted: Box, item_bytes: int) -> Iterator[ByteRun]:
     """Yield the runs that two row-major boxes share.
 
     Example:
@@ -134,7 +134,7 @@ def runs_of(saved: Box, wanted: Box, item_bytes: int) -> Iterator[Run]:
     num_bytes = math.prod(both.shape[dim:]) * item_bytes
     for index in product(*(range(side) for side in both.shape[:dim])):
         at = [offset + step for offset, step in zip(both.offsets, (*index, *[0] * len(both.shape)), strict=False)]
-        yield Run(_byte(saved, at, item_bytes), _byte(wanted, at, item_bytes), num_bytes)
+        yield ByteRun(_byte(saved, at, item_bytes), _byte(wanted, at, item_bytes), num_bytes)
 
 
 def _byte(box: Box, at: Sequence[int], item_bytes: int) -> int:

@@ -27,7 +27,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Ends:
+class UpdateEndpoints:
     """One rank's part in all updates, whoever brings them.
 
     Args:
@@ -61,7 +61,7 @@ class Contender(ABC):
     num_buckets: int | None = None
     sent_bytes: int | None = None
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, ends: UpdateEndpoints) -> None:
         self.ends = ends
 
     def get_ready(self) -> None:

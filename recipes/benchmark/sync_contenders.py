@@ -16,7 +16,7 @@ from ckpt.engine.wire.transfer import IN_FLIGHT
 from ckpt.format.dtypes import raw_bytes
 from ckpt.format.manifest import digest_of
 from ckpt.memory.device import wait_for
-from recipes.benchmark.sync_contender import Clock, Contender, Ends, Seconds
+from recipes.benchmark.sync_contender import Clock, Contender, Seconds, UpdateEndpoints
 from recipes.benchmark.sync_keys import OURS, PER_TENSOR, RAW, RAW_ALL, TUNED
 from recipes.training.roles import join_engine
 
@@ -24,7 +24,7 @@ from recipes.training.roles import join_engine
 class Ours(Contender):
     """One of our engines."""
 
-    def __init__(self, ends: Ends, name: str) -> None:
+    def __init__(self, ends: UpdateEndpoints, name: str) -> None:
         super().__init__(ends)
         engine_name, settings = OURS[name]
         make = partial(
@@ -60,7 +60,7 @@ class Raw(Contender):
         to_trainers: the others, too, receive every bucket, into memory that is used again.
     """
 
-    def __init__(self, ends: Ends, *, to_trainers: bool) -> None:
+    def __init__(self, ends: UpdateEndpoints, *, to_trainers: bool) -> None:
         super().__init__(ends)
         rank, device = ends.topology.rank, ends.device.torch_device
         self._layout = WeightLayout(ends.bucket_bytes, list(ends.trainers))
@@ -129,7 +129,7 @@ class Raw(Contender):
 class PerTensor(Contender):
     """One broadcast for each tensor, from the first trainer into the live models: no version, nothing staged, nothing verified."""
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, ends: UpdateEndpoints) -> None:
         super().__init__(ends)
         self._group = dist.new_group([ends.trainers[0], *ends.rollouts])
 
@@ -150,7 +150,7 @@ class PerTensor(Contender):
             dist.destroy_process_group(self._group)
 
 
-def contender_of(name: str, ends: Ends) -> Contender:
+def contender_of(name: str, ends: UpdateEndpoints) -> Contender:
     """Make a contender by its name. Collective."""
     if name in OURS:
         return Ours(ends, name)

@@ -34,7 +34,7 @@ _NEEDS_PACKAGE = ("kimi", "kimi/update", DELTA, REFERENCE, TUNED)
 
 
 @dataclass
-class RunKeys:
+class SyncRunKeys:
     run_name: str = MISSING
     output_dir: str = MISSING
     run_dir: str = MISSING
@@ -63,7 +63,7 @@ def checked_benchmark(cfg: DictConfig) -> dict[str, Any]:
     """
     with open_dict(cfg):
         wanted = OmegaConf.to_container(cfg.pop("benchmark"))
-    typed = OmegaConf.merge(OmegaConf.structured(RunKeys), cfg)
+    typed = OmegaConf.merge(OmegaConf.structured(SyncRunKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     make_absolute(run, "run_dir")
     check_roles(run)

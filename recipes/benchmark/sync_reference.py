@@ -19,7 +19,7 @@ import zmq
 from checkpoint_engine.worker import update_weights_from_ipc
 
 from ckpt.engine.parameter_server import use_host_memory
-from recipes.benchmark.sync_contender import Clock, Contender, Ends, Seconds
+from recipes.benchmark.sync_contender import Clock, Contender, Seconds, UpdateEndpoints
 from recipes.support.ranks import environment_with
 
 THREADS = 32
@@ -37,7 +37,7 @@ class Reference(Contender):
             update copies to new host tensors, from which the server copies to new memory of its own.
     """
 
-    def __init__(self, ends: Ends, *, is_tuned: bool) -> None:
+    def __init__(self, ends: UpdateEndpoints, *, is_tuned: bool) -> None:
         super().__init__(ends)
         self._is_tuned = is_tuned
         topology, device = ends.topology, ends.device.torch_device

@@ -21,7 +21,7 @@ from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.version import __version__
 from recipes.benchmark.measuring import together
-from recipes.benchmark.sync_contender import Clock, Contender, Ends, Seconds, slowest
+from recipes.benchmark.sync_contender import Clock, Contender, Seconds, UpdateEndpoints, slowest
 from recipes.benchmark.sync_contenders import contender_of
 from recipes.benchmark.sync_figures import compared, line
 from recipes.benchmark.sync_model import described, made_of, rows_of
@@ -74,7 +74,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     return result
 
 
-def _ends(cfg: Mapping[str, Any], topology: Topology) -> Ends:
+def _ends(cfg: Mapping[str, Any], topology: Topology) -> UpdateEndpoints:
     keys = cfg["benchmark"]
     roles = keys["roles"]
     trainers = range(roles["trainer"])
@@ -86,7 +86,7 @@ def _ends(cfg: Mapping[str, Any], topology: Topology) -> Ends:
     is_trainer = topology.rank in trainers
     with topology.phase("make the weights"), device.telling_of_room():
         weights = made_of(rows, device.torch_device, seed=0 if is_trainer else 1)
-    return Ends(
+    return UpdateEndpoints(
         topology=topology,
         device=device,
         source=weights if is_trainer else None,
@@ -116,7 +116,7 @@ def _turn(name: str, contender: Contender, step: int) -> Seconds:
     return slowest([parts for parts, _ in phase.payloads])
 
 
-def _require_equal(name: str, ends: Ends, held: list[dict[str, str]]) -> None:
+def _require_equal(name: str, ends: UpdateEndpoints, held: list[dict[str, str]]) -> None:
     sent = {what: digest for rank in ends.trainers for what, digest in held[rank].items()}
     for rank in [*ends.trainers, *ends.rollouts]:
         wrong = [what for what, digest in held[rank].items() if digest != sent.get(what)]
@@ -124,7 +124,7 @@ def _require_equal(name: str, ends: Ends, held: list[dict[str, str]]) -> None:
             raise CorruptCheckpointError(f"{name}: rank {rank} holds other bits than were sent")
 
 
-def _facts(cfg: Mapping[str, Any], ends: Ends) -> dict[str, Any]:
+def _facts(cfg: Mapping[str, Any], ends: UpdateEndpoints) -> dict[str, Any]:
     """What was measured, and where."""
     keys, weights = cfg["benchmark"], ends.source if ends.source is not None else ends.live
     assert weights is not None, "a rank is a trainer or a rollout"
@@ -178,7 +178,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _beginning(cfg: Mapping[str, Any], ends: Ends) -> str:
+def _beginning(cfg: Mapping[str, Any], ends: UpdateEndpoints) -> str:
     weights = ends.source if ends.source is not None else ends.live
     assert weights is not None, "a rank is a trainer or a rollout"
     return (

@@ -47,7 +47,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 @dataclass
-class LoadKeys:
+class ConvertLoadKeys:
     """How the old checkpoint may be read."""
 
     allow_pickle: bool = False
@@ -62,7 +62,7 @@ class ConvertKeys:
     to: str = "zarr"
     component: str | None = "model"
     max_shard_size: str | None = "5GB"
-    load: LoadKeys = field(default_factory=LoadKeys)
+    load: ConvertLoadKeys = field(default_factory=ConvertLoadKeys)
     leave_out_unknown: bool = False
     json: bool = False
 

@@ -16,7 +16,7 @@ import torch
 from rich.filesize import decimal
 
 from ckpt.catalog.verify import examine
-from ckpt.convert.appearing import appearing, require_free
+from ckpt.convert.appearing import atomic_directory, require_free
 from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import (
@@ -110,7 +110,7 @@ def convert_megatron(src: Path, dst: Path, to: str, *, allow_pickle: bool, leave
             "leave_out_unknown=true, which says which they were."
         )
     state = _state(common, objects, _tensors(stored))
-    with appearing(dst) as folder:
+    with atomic_directory(dst) as folder:
         with use_topology(Topology.alone()):
             save(state, folder, (to, 1))
         examined = examine(folder)

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
-from ckpt.state.doctor import Verdict
+from ckpt.state.doctor import PatternVerdict
 from recipes.commands.reading import add_row, console, full_line, table_of
 from recipes.support.sentences import in_config_words
 from recipes.training.training import set_up
@@ -63,7 +63,7 @@ def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
 
 def show(result: Mapping[str, Any], *, as_json: bool) -> int:
     """Print what was found, and return the exit code: 1 if a save would lose state."""
-    lost = [one["component"] for one in result["components"] if one["verdict"] == Verdict.LOSES_STATE.value]
+    lost = [one["component"] for one in result["components"] if one["verdict"] == PatternVerdict.LOSES_STATE.value]
     if as_json:
         print(json.dumps({"ok": not lost, **result}, indent=2))
         return 1 if lost else 0

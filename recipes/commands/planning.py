@@ -18,7 +18,7 @@ from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.names import local_path
 from ckpt.format.stored import read_manifest
-from ckpt.load.forecast import Forecast, Foreseen, Rank, forecast
+from ckpt.load.forecast import Forecast, LoadPreview, Rank, forecast
 from ckpt.load.report import Misfits, Status
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern, default_elastic
@@ -209,7 +209,7 @@ def as_json(found: Plan) -> dict[str, Any]:
     }
 
 
-def what(one: Foreseen, found: Plan) -> tuple[str, str]:
+def what(one: LoadPreview, found: Plan) -> tuple[str, str]:
     """What will happen to a component, as one word for programs and a few for people."""
     report = one.report
     if report is None:
@@ -224,7 +224,7 @@ def what(one: Foreseen, found: Plan) -> tuple[str, str]:
     return verb, text
 
 
-def _how(one: Foreseen, found: Plan) -> tuple[str, str]:
+def _how(one: LoadPreview, found: Plan) -> tuple[str, str]:
     report, component = one.report, one.component
     assert report is not None
     if report.changed or (one.moved and component.elastic == "repartition"):
@@ -243,7 +243,7 @@ def _how(one: Foreseen, found: Plan) -> tuple[str, str]:
     return "loaded", "loaded as it is"
 
 
-def _by_object(one: Foreseen) -> tuple[str, str]:
+def _by_object(one: LoadPreview) -> tuple[str, str]:
     first = one.plain[0] if one.plain else {}
     if one.component.elastic == "derive":
         known = "seed" in first and "step" in first
@@ -273,7 +273,7 @@ def _saved_by(found: Plan) -> str:
     return "an old checkpoint" if found.manifest is None else f"saved by {_count(found.manifest.world_size)}"
 
 
-def _saved_as(one: Foreseen, found: Plan) -> str:
+def _saved_as(one: LoadPreview, found: Plan) -> str:
     if found.manifest is None:
         return "pickled files"
     saved = found.manifest.components.get(one.key)
@@ -282,14 +282,14 @@ def _saved_as(one: Foreseen, found: Plan) -> str:
     return saved.sharing_pattern + (f" of {saved.group_name}" if saved.group_name else "")
 
 
-def _wanted_as(one: Foreseen) -> str:
+def _wanted_as(one: LoadPreview) -> str:
     component = one.component
     group = f" of {component.process_group_name}" if component.process_group_name else ""
     optional = "" if component.required else ", optional"
     return f"{component.pattern.value}{group}, {component.elastic or default_elastic(component.pattern)}{optional}"
 
 
-def _to_read(one: Foreseen, found: Plan) -> str:
+def _to_read(one: LoadPreview, found: Plan) -> str:
     if not any(one.bytes_by_rank):
         return ""
     if one.key not in found.bytes_are_exact:
@@ -297,7 +297,7 @@ def _to_read(one: Foreseen, found: Plan) -> str:
     return f"{decimal(max(one.bytes_by_rank))} a rank"
 
 
-def _component_as_json(one: Foreseen, found: Plan) -> dict[str, Any]:
+def _component_as_json(one: LoadPreview, found: Plan) -> dict[str, Any]:
     verdict, text = what(one, found)
     exact = one.key in found.bytes_are_exact
     return {

@@ -193,7 +193,7 @@ class _Refused(BaseException):
     """A callback refuses to go on, for its cause. Hydra would turn an Exception of a callback into a warning."""
 
 
-class Folders(Callback):
+class FolderCallback(Callback):
     """A Hydra callback that tells the command under way where Hydra is about to write."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ckpt.errors import ConfigurationError, RankAbsentError
 from ckpt.ranks.addresses import LOOPBACK
-from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.mailbox import StoreClient
 from ckpt.ranks.stores import StoreGoneError, reach, serve
 from ckpt.ranks.topology import Topology
 from recipes.support.ranks import Environment, Job, listening_on, number_of, ranks_exist, run_job, tracebacks_of_bugs
@@ -55,7 +55,7 @@ def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> d
     try:
         store = _store_of(environment)
         # One prefix per job: the second job of a sweep must not meet the first one's addresses. The store itself counts.
-        jobs = Mailbox(store, writer=environment.rank, timeout_s=_STORE_S)
+        jobs = StoreClient(store, writer=environment.rank, timeout_s=_STORE_S)
         number = jobs.add(f"jobs/{environment.attempt}/{environment.rank}", 1)
     except StoreGoneError as error:
         raise _unreached(environment) from error
@@ -97,7 +97,7 @@ def _let_go(store: dist.PrefixStore, environment: Environment) -> None:
     """Rank 0 holds the store: it stays until the others are done with it, or have had the time."""
     deadline = time.monotonic() + _PATIENCE_S
     try:
-        mailbox = Mailbox(store, writer=environment.rank, timeout_s=_PATIENCE_S)
+        mailbox = StoreClient(store, writer=environment.rank, timeout_s=_PATIENCE_S)
         gone = mailbox.add("gone", 1)
         while environment.rank == 0 and gone < environment.world_size and time.monotonic() < deadline:
             time.sleep(0.02)

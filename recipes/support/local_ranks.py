@@ -33,12 +33,12 @@ import torch.distributed as dist
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sentence
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.heartbeat import Beat, beat_key
-from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.mailbox import StoreClient
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.stores import reach, serve
 from ckpt.ranks.topology import Topology
 from recipes.support.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, environment_with, grace_s, run_job
-from recipes.support.run_folder import Held
+from recipes.support.run_folder import InheritedLock
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT stays Python's: KeyboardInterrupt
 _LINGER_S = 1.0
@@ -63,7 +63,7 @@ class _Start:
     environment: dict[str, str]
     folder: str
     num_threads: int | None
-    held: Held | None
+    held: InheritedLock | None
 
 
 class _Failure(NamedTuple):
@@ -81,7 +81,9 @@ class _AskedToEnd(BaseException):
         self.number = number
 
 
-def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int, held: Held | None = None) -> dict[str, Any] | None:
+def run_local_ranks(
+    job: Job, cfg: dict[str, Any], num_ranks: int, held: InheritedLock | None = None
+) -> dict[str, Any] | None:
     """Run the job on `num_ranks` new processes and return rank 0's result. Nothing of them is left afterwards.
 
     Only the forkserver stays, for the next job of this process, and ends with it.
@@ -397,7 +399,7 @@ def _last_beats(store: dist.TCPStore, rank: int) -> Iterator[Beat]:
     own = beat_key(rank)
     parts = [key.removesuffix(f"/{own}") for key in store.list_keys() if key.endswith(f"/{own}")]
     for part in sorted(parts, key=len):
-        data = Mailbox(dist.PrefixStore(part, store), writer=rank).peek(own)
+        data = StoreClient(dist.PrefixStore(part, store), writer=rank).peek(own)
         if data is not None:
             yield Beat.decode(data)
 

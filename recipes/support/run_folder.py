@@ -52,7 +52,7 @@ def writing(what: str, folder: Path) -> Iterator[None]:
         ) from error
 
 
-class Held:
+class InheritedLock:
     """The descriptor of a lock. A process that receives it by multiprocessing keeps it to its end, and the lock with it.
 
     So ranks that outlive their launcher for a moment keep the next run out until the last one has ended.
@@ -65,8 +65,8 @@ class Held:
         return _received, (reduction.DupFd(self.descriptor),)
 
 
-def _received(sent: Any) -> Held:
-    return Held(sent.detach())
+def _received(sent: Any) -> InheritedLock:
+    return InheritedLock(sent.detach())
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Opened:
     """
 
     cfg: dict[str, Any]
-    held: Held | None
+    held: InheritedLock | None
 
 
 class RunFolder:
@@ -124,7 +124,7 @@ class RunFolder:
             with writing(what, run_dir):
                 self._leave_config(run_dir)
             try:
-                yield Opened(cfg, Held(lock.fileno()))
+                yield Opened(cfg, InheritedLock(lock.fileno()))
             finally:
                 if self._temporary is not None:
                     shutil.rmtree(run_dir / self._temporary, ignore_errors=True)

@@ -12,7 +12,7 @@ import torch
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.megatron_contenders import benchmark, check_benchmark, show
-from recipes.benchmark.megatron_state import OPTIMIZERS, Held, Shard, data_parallel_ranks, shards_of
+from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, ShardArguments, data_parallel_ranks, shards_of
 from tests.conf.configs import config
 from tests.ranks import run_ranks
 
@@ -34,12 +34,12 @@ for number, line in enumerate(sys.stdin):
 """
 
 
-def held(optimizer: str, tp: int, dp: int) -> list[Held]:
+def held(optimizer: str, tp: int, dp: int) -> list[RankHoldings]:
     numbers = {"vocabulary": 300, "context": 4, "layers": 2, "width": 8, "optimizer": optimizer, "tp": tp, "dp": dp}
-    return [Held(**numbers, tp_rank=rank % tp, dp_rank=rank // tp) for rank in range(tp * dp)]
+    return [RankHoldings(**numbers, tp_rank=rank % tp, dp_rank=rank // tp) for rank in range(tp * dp)]
 
 
-def element_numbers(shard: Shard) -> torch.Tensor:
+def element_numbers(shard: ShardArguments) -> torch.Tensor:
     """The row-major numbers, in the global tensor, of the elements that a shard stands for."""
     whole = torch.arange(torch.Size(shard.global_shape).numel()).reshape(shard.global_shape)
     sides = (1,) * shard.prepended + shard.local_shape

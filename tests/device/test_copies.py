@@ -24,7 +24,7 @@ from ckpt.memory.copies import BUCKET_MIN_BYTES, Filling, Halves, Staging
 from ckpt.memory.device import SideStream
 from ckpt.ranks.topology import Topology
 from ckpt.storage import extents
-from ckpt.storage.extents import ExtentReader, Part, Wanted
+from ckpt.storage.extents import ExtentReader, WantedBox, WantedBytes
 from tests.device.devices import ADVERSARY
 from tests.device.memory import Filled, Heard
 from tests.ranks import run_ranks
@@ -177,7 +177,7 @@ def fill_any(topology: Topology) -> None:
         for base, region, box, out in asked:
             device = data.draw(st.sampled_from(devices))
             there = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=device)
-            parts.append(Part(base, region, box, there, "model: w"))
+            parts.append(WantedBox(base, region, box, there, "model: w"))
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
             patch.setattr(extents, "GAP_BYTES", 96)
             extent = store(Path(folder), chunk.tobytes(), block_bytes=block_bytes)
@@ -199,7 +199,7 @@ def test_every_box_comes_to_every_device_as_numpy_slices_it() -> None:
     run_late(fill_any)
 
 
-def wanted_of(*outs: torch.Tensor) -> tuple[ChunkExtent, Wanted, torch.Tensor]:
+def wanted_of(*outs: torch.Tensor) -> tuple[ChunkExtent, WantedBytes, torch.Tensor]:
     """A chunk of random bytes that holds one tensor after the other, all wanted."""
     data = random_tensor(sum(out.nbytes for out in outs), dtype=torch.uint8)
     stream = BlockDigests(MIB)
@@ -207,9 +207,9 @@ def wanted_of(*outs: torch.Tensor) -> tuple[ChunkExtent, Wanted, torch.Tensor]:
     extent = ChunkExtent("c", 0, len(data), stream.close(), MIB)
     parts, base = [], 0
     for out in outs:
-        parts.append(Part(base, tuple(out.shape), whole(tuple(out.shape)), out, "model: w"))
+        parts.append(WantedBox(base, tuple(out.shape), whole(tuple(out.shape)), out, "model: w"))
         base += out.nbytes
-    return extent, Wanted(extent, parts), data
+    return extent, WantedBytes(extent, parts), data
 
 
 def fill_in_turn(topology: Topology) -> None:

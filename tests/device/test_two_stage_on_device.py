@@ -14,7 +14,7 @@ import ckpt.memory.device
 from ckpt import ShardedTensor
 from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from ckpt.errors import ConfigurationError
-from ckpt.load.two_stage.courier import Courier
+from ckpt.load.two_stage.courier import SpreadWorker
 from ckpt.load.two_stage.slots import DeviceSlots
 from ckpt.load.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
@@ -38,17 +38,17 @@ def _load_and_watch(topology: Topology, path: Path, cpu_transfer: bool) -> None:
     memory = Memory(AWKWARD, 1, torch_device("npu", topology))
     strategy = TwoStageLoad(cpu_transfer=cpu_transfer, max_in_flight_mib=8)
     loader = coordinator(topology, path.parent, Held(memory.tensors()), device="npu", strategy=strategy)
-    run, wait_for = Courier.run, ckpt.memory.device.wait_for
+    run, wait_for = SpreadWorker.run, ckpt.memory.device.wait_for
     waited: list[torch.device] = []
 
-    def watched(courier: Courier) -> None:
+    def watched(courier: SpreadWorker) -> None:
         ckpt.memory.device.wait_for = waited.append
         try:
             run(courier)
         finally:
             ckpt.memory.device.wait_for = wait_for
 
-    Courier.run = watched  # type: ignore[method-assign]
+    SpreadWorker.run = watched  # type: ignore[method-assign]
     for _ in range(2):
         loader.load_checkpoint(path)
         assert waited == []

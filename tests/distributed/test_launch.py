@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.addresses import LOOPBACK
-from ckpt.ranks.heartbeat import At, Heartbeat
-from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.heartbeat import Heartbeat, PhaseIndex
+from ckpt.ranks.mailbox import StoreClient
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.stores import serve
 from recipes.support.launch import launch
@@ -375,7 +375,7 @@ def _check_joined(outcomes: list[Any], errors: str) -> None:
 
 
 def _beat(store: dist.Store, part: str) -> Heartbeat:
-    return Heartbeat(Mailbox(dist.PrefixStore(part, store), writer=1), 1, host="here", interval_s=60.0)
+    return Heartbeat(StoreClient(dist.PrefixStore(part, store), writer=1), 1, host="here", interval_s=60.0)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_a_death_is_placed_by_the_last_heartbeats_of_the_rank(
     assert str(_death(store, 1, 3)) == "rank 1 ended with exit code 3 before it had joined the other ranks"
     for part, what in (("topology", own), ("topology/branch 1/1", beside)):
         beat = _beat(store, part)
-        beat.enter(At(1, 0), what, "write" if what else None)
+        beat.enter(PhaseIndex(1, 0), what, "write" if what else None)
         if has_left:
             beat.stop()
     if has_left:  # then it has ended its saves, too, and its own last place is told

@@ -33,7 +33,7 @@ from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.job import use_topology
 from ckpt.ranks.topology import Topology
-from recipes.commands.converting import ConvertKeys, LoadKeys, convert
+from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert
 from tests.cuts import (
     CUTS,
     Cut,
@@ -216,7 +216,7 @@ def test_what_was_converted_loads_under_other_cuts_with_either_library(tmp_path:
     for name in GOLDEN:
         for to in ("zarr", "tensorstore"):
             dst = tmp_path / f"{name} {to}"
-            src, keys = str(truth(name).path), LoadKeys(allow_pickle=True)
+            src, keys = str(truth(name).path), ConvertLoadKeys(allow_pickle=True)
             convert(ConvertKeys(src=src, dst=str(dst), to=to, load=keys, leave_out_unknown=True))
             assert examine(dst).problems == []
             paths.append((name, dst))

@@ -21,9 +21,9 @@ from ckpt.format.manifest import CheckpointManifest, Index
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.load.report import Status
 from ckpt.load.two_stage import two_stage
-from ckpt.load.two_stage.ends import RankEnds
+from ckpt.load.two_stage.ends import RankEndpoints
 from ckpt.load.two_stage.host import HostLink
-from ckpt.load.two_stage.parcels import Piece
+from ckpt.load.two_stage.parcels import ChunkRange
 from ckpt.load.two_stage.two_stage import MAX_SLOTS, TwoStageLoad
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
@@ -351,10 +351,10 @@ def _one_cannot_place(topology: Topology, root: Path, options: dict[str, Any]) -
     path = made.save_checkpoint(checkpoint_id="1")
     if topology.rank == 1:
 
-        def place(self: RankEnds, piece: Piece, memory: torch.Tensor) -> None:
+        def place(self: RankEndpoints, piece: ChunkRange, memory: torch.Tensor) -> None:
             raise RuntimeError("the device is full")
 
-        RankEnds.place = place  # type: ignore[method-assign]
+        RankEndpoints.place = place  # type: ignore[method-assign]
     started = time.monotonic()
     with pytest.raises(CheckpointError) as caught:
         made.load_checkpoint(path)

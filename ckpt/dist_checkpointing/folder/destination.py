@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckpt.backends.base import DATABASE
 from ckpt.backends.zarr_format import DOCUMENT
-from ckpt.dist_checkpointing.folder.mark import MARK, Mark
+from ckpt.dist_checkpointing.folder.mark import MARK, SaveMarker
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
@@ -27,13 +27,13 @@ BESIDE_FILES = (f".{MANIFEST_NAME}.*", f".{CONFIG_FNAME}.*", f"{MARK}*")
 _MOST_DOCUMENT_BYTES = 1 << 20
 
 
-def take(folder: Path) -> Mark:
+def take(folder: Path) -> SaveMarker:
     """Refuse a folder that is missing or holds a checkpoint, or files of others where a save puts its own, or that another save
     writes into; mark it, and remove what an interrupted save has left in it."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointExistsError(f"{folder} is a file, where a folder to save into should be")
     _require_without(folder, CONFIG_FNAME)
-    mark = Mark(folder)
+    mark = SaveMarker(folder)
     try:
         _make_free(folder, mark)
     except BaseException:
@@ -42,7 +42,7 @@ def take(folder: Path) -> Mark:
     return mark
 
 
-def _make_free(folder: Path, mark: Mark) -> None:
+def _make_free(folder: Path, mark: SaveMarker) -> None:
     left = [path for path in _leftovers(folder) if path != mark.path]
     if left:
         _log.warning("%s holds what an interrupted save has left, which is removed now: %s", folder, left[0].name)

@@ -15,7 +15,7 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.folder.destination import require_free
-from ckpt.dist_checkpointing.folder.mark import Mark, given_mark
+from ckpt.dist_checkpointing.folder.mark import SaveMarker, given_mark
 from ckpt.dist_checkpointing.mapping import is_main_replica
 from ckpt.errors import (
     ConfigurationError,
@@ -30,12 +30,12 @@ from ckpt.planning.plan import PACK_BELOW_BYTES
 from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Topology, first_difference
 from ckpt.save.background.snapshot import Snapshot, arena_bytes
-from ckpt.save.gathering import LiveTensors, Source
+from ckpt.save.gathering import ByteSource, LiveTensors
 from ckpt.save.planner import agreed_plan
-from ckpt.save.recording import Record
+from ckpt.save.recording import ManifestWriter
 from ckpt.save.saving import require_reachable
-from ckpt.save.writing import Share, Vote, plain_files
-from ckpt.state.collect import Contribution, collect, settle_plain
+from ckpt.save.writing import RankWritePlan, WriteResult, plain_files
+from ckpt.state.collect import RankState, collect, settle_plain
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 
@@ -54,7 +54,7 @@ class FolderSave:
     def __init__(
         self,
         folder: Path,
-        mine: Contribution,
+        mine: RankState,
         *,
         topology: Topology,
         backend: Backend,
@@ -64,7 +64,7 @@ class FolderSave:
         arena: Arena | None = None,
     ) -> None:
         self._arena = arena
-        self._source: Source | None = None
+        self._source: ByteSource | None = None
         self._folder = folder
         self._takes_folder = takes_folder
         self._mine = mine
@@ -74,9 +74,9 @@ class FolderSave:
         self._pack_below_bytes = pack_below_bytes
         self._plain: Mapping[str, Mapping[str, Any]] = {}
         self._slivers: dict[int, bytes] = {}
-        self._vote: Vote | None = None
-        self._mark: Mark | None = None
-        self._own_mark: Mark | None = None
+        self._vote: WriteResult | None = None
+        self._mark: SaveMarker | None = None
+        self._own_mark: SaveMarker | None = None
 
     def prepare(self) -> None:
         """Agree on who writes what, and exchange the slivers. Collective.
@@ -92,7 +92,7 @@ class FolderSave:
                 if self._takes_folder:
                     self._mark = given_mark(self._folder)
                     if self._mark is None:
-                        self._mark = self._own_mark = Mark(self._folder)
+                        self._mark = self._own_mark = SaveMarker(self._folder)
         with topology.phase("reach"):
             require_reachable(self._folder, topology)
         with topology.phase("collect") as phase:
@@ -100,7 +100,7 @@ class FolderSave:
         self._plain = settle_plain(self._mine, phase.payloads, topology)
         digests = [said["table"] for said in phase.payloads]
         self._plan, tasks = agreed_plan(self._mine, digests, topology, pack_below_bytes=self._pack_below_bytes)
-        self._share = Share(self._plan, tasks, self._mine.components, topology, store=self._backend.store)
+        self._share = RankWritePlan(self._plan, tasks, self._mine.components, topology, store=self._backend.store)
         self._files = plain_files(self._plain, self._mine.components, topology)
         self._source = source = self._gathered()
         if self._share.sends_slivers:
@@ -114,7 +114,7 @@ class FolderSave:
             self._folder, self._backend, self._files, items, self._slivers, self._topology.progress
         )
 
-    def _gathered(self) -> Source:
+    def _gathered(self) -> ByteSource:
         """The tensors, or a copy of them."""
         if self._arena is None:
             return LiveTensors(self._share, self._plan, self._mine, self._device.pinned_bytes)
@@ -133,12 +133,12 @@ class FolderSave:
         with self._topology.phase("votes") as phase:
             assert self._vote is not None, "finish comes after write"
             phase.payload = self._vote.to_json()
-        votes = [Vote(**tree) for tree in phase.payloads]
+        votes = [WriteResult(**tree) for tree in phase.payloads]
         with self._topology.phase("record"):
             if self._topology.is_lead:
                 if self._mark is not None:
                     self._mark.require()
-                record = Record(
+                record = ManifestWriter(
                     self._folder,
                     self._plan,
                     self._mine.components,
@@ -208,7 +208,7 @@ def save_state(
     FolderSave(folder, mine, topology=topology, backend=backend, device=device, takes_folder=False).run()
 
 
-def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) -> Contribution:
+def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) -> RankState:
     """What this rank gives of a sharded state dict's tensors.
 
     Args:
@@ -232,7 +232,7 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) 
             addresses.append(Address(name, zarr_name(tensor.dtype), tuple(tensor.global_shape), box))
             held.setdefault(name, []).append((box, values.detach()))
     component = StateComponent(SHARDED, Given({}), SharingPattern.SHARDED)
-    return Contribution(
+    return RankState(
         components={SHARDED: component},
         held={name: tuple(boxes) for name, boxes in held.items()},
         table=Table((TablePart.of(addresses),)),

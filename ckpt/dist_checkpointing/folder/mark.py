@@ -17,7 +17,7 @@ from ckpt.format.checkpoint_files import CheckpointFolder
 MARK = ".saving-"
 
 
-class Mark:
+class SaveMarker:
     """A file in the folder, locked for as long as this object, and this process, live. Lead rank only.
 
     Raises:
@@ -64,11 +64,11 @@ class Mark:
         self._close()
 
 
-_given: ContextVar[Mark | None] = ContextVar("the mark of the save that is under way", default=None)
+_given: ContextVar[SaveMarker | None] = ContextVar("the mark of the save that is under way", default=None)
 
 
 @contextmanager
-def marked(mark: Mark | None) -> Iterator[None]:
+def marked(mark: SaveMarker | None) -> Iterator[None]:
     """Let what is called inside the block save under this mark, where it would make one of its own."""
     token = _given.set(mark)
     try:
@@ -77,7 +77,7 @@ def marked(mark: Mark | None) -> Iterator[None]:
         _given.reset(token)
 
 
-def given_mark(folder: Path) -> Mark | None:
+def given_mark(folder: Path) -> SaveMarker | None:
     """The mark that the caller has made for this folder, if it has."""
     mark = _given.get()
     return mark if mark is not None and mark.folder == folder else None

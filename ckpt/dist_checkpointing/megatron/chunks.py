@@ -12,7 +12,7 @@ from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.load.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
-from ckpt.storage.extents import Part
+from ckpt.storage.extents import WantedBox
 
 
 class MegatronChunks:
@@ -35,7 +35,7 @@ class MegatronChunks:
             file = self._arrays.require_chunk(array, number)
             chunk = ChunkExtent(file.relative_to(self.root).as_posix(), 0, file.stat().st_size, (), raw=array.is_raw)
             out = request.out[wanted.relative_to(request.box).slices]
-            part = Part(0, array.grid, wanted.relative_to(chunk_box), out, request.label)
+            part = WantedBox(0, array.grid, wanted.relative_to(chunk_box), out, request.label)
             yield StoredPart(chunk, part, spec, "megatron", wanted)
 
     def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:

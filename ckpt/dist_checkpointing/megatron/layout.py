@@ -97,7 +97,7 @@ def require_version(checkpoint_dir: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MegatronFolder:
     """What lies in a checkpoint, by paths below it, in order.
 
     Attributes:
@@ -113,13 +113,13 @@ class Layout:
     others: list[str] = field(default_factory=list)
 
 
-def layout_of(checkpoint_dir: Path) -> Layout:
+def layout_of(checkpoint_dir: Path) -> MegatronFolder:
     """Look through a folder. Chunks are not looked at.
 
     Raises:
         CorruptCheckpointError: a folder in it is a symbolic link: what it leads to is no part of the checkpoint.
     """
-    found = Layout()
+    found = MegatronFolder()
     for folder, files in _folders(checkpoint_dir):
         path = folder.relative_to(checkpoint_dir).as_posix()
         if ARRAY_FILE in files:

@@ -51,7 +51,7 @@ class Form(NamedTuple):
         return (1,) * self.prepend_axis_num + self.local_shape
 
 
-class Place(NamedTuple):
+class PiecePlace(NamedTuple):
     """Where a piece is: the offset of its chunk, and which run of the chunk's elements it is."""
 
     offset: tuple[int, ...]
@@ -59,7 +59,7 @@ class Place(NamedTuple):
     stop: int
 
     @classmethod
-    def of(cls, one: Sharded) -> Place:
+    def of(cls, one: Sharded) -> PiecePlace:
         if isinstance(one, ShardedObject):
             return cls(_ints(one.global_offset), 0, 1)
         if one.flattened_range is None:
@@ -85,7 +85,7 @@ class Columns(NamedTuple):
         return cls(
             _column(one.key for one in pieces),
             _column(map(Form.of, pieces)),
-            _column(map(Place.of, pieces)),
+            _column(map(PiecePlace.of, pieces)),
             _column(
                 _ints(one.replica_id) if isinstance(one.replica_id, tuple) else int(one.replica_id) for one in pieces
             ),
@@ -94,7 +94,7 @@ class Columns(NamedTuple):
 
 def column_of_json(tree: Any, number: int) -> Column:
     """Column `number` of `Columns`, from what JSON has made of it."""
-    make: Callable[..., Any] = (str, Form._make, Place._make, lambda value: value)[number]
+    make: Callable[..., Any] = (str, Form._make, PiecePlace._make, lambda value: value)[number]
     values, rows = tree
     return tuple(make(_hashable(value)) for value in values), tuple(rows)
 
@@ -159,7 +159,7 @@ def _column(rows: Iterable[Hashable]) -> Column:
     return tuple(numbers), at
 
 
-def _made(key: str, form: Form, place: Place, replica_id: ReplicaId) -> Sharded:
+def _made(key: str, form: Form, place: PiecePlace, replica_id: ReplicaId) -> Sharded:
     """The piece that a row says."""
     if not form.dtype:
         return ShardedObject(key, None, form.global_shape, place.offset, replica_id)

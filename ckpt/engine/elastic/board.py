@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ckpt.engine.elastic.membership import Call, Epoch, News
 from ckpt.engine.joined import TOPOLOGY
 from ckpt.errors import RankAbsentError
-from ckpt.ranks.heartbeat import At, Beat, Heartbeat, Lookout, beat_key
-from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.heartbeat import Beat, FailureDetector, Heartbeat, PhaseIndex, beat_key
+from ckpt.ranks.mailbox import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 
 READY, LEAVING = "ready", "leaving"
@@ -36,7 +36,7 @@ def reserve(store: Store, count: int) -> None:
     PrefixStore(_PREFIX, store).add(_NUMBERS, count)
 
 
-class Board:
+class MembershipStore:
     """One process's access to the words. One thread at a time, but for `say`.
 
     It makes one connection of its own: to make one may take long where names of hosts are looked up, and others wait meanwhile.
@@ -55,7 +55,7 @@ class Board:
         self._who = who
         self._timeout_s = timeout_s
         with self._reached():
-            self._mailbox = Mailbox(self._store, writer=0, timeout_s=timeout_s)
+            self._mailbox = StoreClient(self._store, writer=0, timeout_s=timeout_s)
         self._layout: str | None = None  # the digest of the one that is told
 
     # Calls
@@ -117,7 +117,7 @@ class Board:
         """Begin to say that a rollout lives, over a connection of its own."""
         with self._reached():
             beat = Heartbeat(
-                Mailbox(self._store, writer=number, timeout_s=self._timeout_s), number, host=host, interval_s=1.0
+                StoreClient(self._store, writer=number, timeout_s=self._timeout_s), number, host=host, interval_s=1.0
             )
             beat.start()
         return beat
@@ -128,7 +128,9 @@ class Board:
         if not numbers:
             return set()
         with self._reached():
-            return set(Lookout(self._mailbox, At(0, -1), "", float("inf")).absent(numbers, hinted=False))
+            return set(
+                FailureDetector(self._mailbox, PhaseIndex(0, -1), "", float("inf")).absent(numbers, hinted=False)
+            )
 
     def ask(self, numbers: Iterable[int]) -> None:
         """Ask rollouts that have said that they are ready whether they still are."""
@@ -179,7 +181,7 @@ class Board:
             for number in epoch.rollouts:
                 if (found := self._mailbox.peek(beat_key(number))) is not None:
                     beat = Beat.decode(found)
-                    beat.rank, beat.number, beat.moves, beat.at = epoch.rank_of(number), 0, 0, At(0, -1)
+                    beat.rank, beat.number, beat.moves, beat.at = epoch.rank_of(number), 0, 0, PhaseIndex(0, -1)
                     self._mailbox.put(f"{_epoch_prefix(epoch)}/{TOPOLOGY}/{beat_key(beat.rank)}", beat.encode())
 
     # News

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
 from ckpt.engine.base import NamedTensor
-from ckpt.engine.elastic.board import LEAVING, READY, Board, reserve
+from ckpt.engine.elastic.board import LEAVING, READY, MembershipStore, reserve
 from ckpt.engine.elastic.membership import Call, Epoch, News, Rendezvous, culprit, goes_on_after, next_epoch
 from ckpt.engine.engine_thread import EngineThread
 from ckpt.engine.joined import done, own_store
@@ -105,7 +105,7 @@ class ElasticEngine:
         self._host = host or socket.gethostname()
         self._is_rollout = epoch is None or number >= epoch.num_trainers
         self._who = f"rollout {number}" if self._is_rollout else f"trainer {number}"
-        self._board = Board(store, self._who, timeout_s=engine.timeout_s)
+        self._board = MembershipStore(store, self._who, timeout_s=engine.timeout_s)
         self._beat: Heartbeat | None = None
         self._thread = EngineThread()
         self._given_up = threading.Event()
@@ -166,7 +166,7 @@ class ElasticEngine:
             RankAbsentError: the job has ended.
         """
         store = reached_store(rendezvous)
-        number = Board(store, "a new rollout", timeout_s=engine.timeout_s).new_number()
+        number = MembershipStore(store, "a new rollout", timeout_s=engine.timeout_s).new_number()
         member = cls(engine, store, number, None, host=host)
         member._live()
         return member

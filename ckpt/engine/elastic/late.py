@@ -16,7 +16,7 @@ from ckpt.engine.base import WeightVersion
 from ckpt.engine.elastic.membership import News
 from ckpt.engine.versioned import Sink
 from ckpt.engine.wire.layout import WeightLayout
-from ckpt.engine.wire.pool import Landing
+from ckpt.engine.wire.pool import ReceivedStream
 from ckpt.errors import CorruptCheckpointError, MissingStateError
 from ckpt.format.dtypes import as_integers
 
@@ -84,8 +84,8 @@ def load_from_checkpoint(
     return version
 
 
-def _room_for(layout: WeightLayout) -> Landing:
-    landing = Landing()
+def _room_for(layout: WeightLayout) -> ReceivedStream:
+    landing = ReceivedStream()
     landing.make_room(layout)
     for number in range(layout.num_buckets):
         landing.bucket(number).zero_()  # what lies between weights is part of the digests

@@ -45,7 +45,7 @@ class Weight(NamedTuple):
         return self.start + aligned(self.num_bytes)
 
 
-class Part(NamedTuple):
+class BucketPart(NamedTuple):
     """The bytes of a weight that lie in one bucket.
 
     Attributes:
@@ -135,14 +135,14 @@ class WeightLayout:
         start = bucket * self.bucket_bytes
         return start, min(start + self.bucket_bytes, self.num_bytes)
 
-    def parts(self, weight: Weight, owner: int | None = None) -> Iterator[Part]:
+    def parts(self, weight: Weight, owner: int | None = None) -> Iterator[BucketPart]:
         """The parts of a weight in order, or those of one owner."""
         start = weight.start
         while start < weight.start + weight.num_bytes:
             bucket, at = divmod(start, self.bucket_bytes)
             stop = min((bucket + 1) * self.bucket_bytes, weight.start + weight.num_bytes)
             if owner is None or self.owner(bucket) == owner:
-                yield Part(bucket, start - weight.start, stop - weight.start, at)
+                yield BucketPart(bucket, start - weight.start, stop - weight.start, at)
             start = stop
 
     def weights_in(self, bucket: int) -> list[str]:

@@ -106,7 +106,7 @@ class HostPool:
         return self._segments[bucket]
 
 
-class Landing:
+class ReceivedStream:
     """The whole stream at one rollout, in the order of the stream.
 
     Attributes:

@@ -24,7 +24,7 @@ from ckpt.engine.wire.delta import Changes, Runs, bytes_of, without
 from ckpt.engine.wire.group import OwnGroup
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.parts import Messages, copy_parts, gather, scatter
-from ckpt.engine.wire.pool import HostPool, Landing, digest_of_bucket
+from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, RankLeftError, sentence
 from ckpt.memory.device import SideStream, device_memory, same_device
 from ckpt.ranks.topology import Topology
@@ -121,7 +121,7 @@ class Transfer:
     topology: Topology
     layout: WeightLayout
     pool: HostPool | None
-    landing: Landing | None
+    landing: ReceivedStream | None
     groups: Callable[[], Mapping[int, OwnGroup]]
     receivers: Sequence[int]
     digests: Mapping[int, str]
@@ -130,7 +130,7 @@ class Transfer:
     timeout_s: float
     block_bytes: int | None = None
     changes: Changes | None = None
-    before: Landing | None = None
+    before: ReceivedStream | None = None
 
     def start(self) -> Network:
         """Begin to carry everything that this rank sends or receives. All owners and rollouts call it, then `finish`."""

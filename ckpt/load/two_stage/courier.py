@@ -28,7 +28,7 @@ import torch
 from ckpt.errors import RankLeftError, sentence
 from ckpt.load.two_stage.host import DONE, READY, HostLink
 from ckpt.load.two_stage.network import Transport
-from ckpt.load.two_stage.parcels import Parcel, Piece, Spread
+from ckpt.load.two_stage.parcels import ChunkRange, Spread, SpreadBlock
 from ckpt.load.two_stage.slots import Slots
 from ckpt.memory.device import same_device
 from ckpt.ranks.topology import Topology
@@ -37,16 +37,16 @@ IN_FLIGHT = 2
 """Parcels that are on the network at a time."""
 
 
-class Ends(Protocol):
+class Endpoints(Protocol):
     """Where a rank's bytes come from, and where they go."""
 
-    def fetch(self, piece: Piece, memory: torch.Tensor) -> None:
+    def fetch(self, piece: ChunkRange, memory: torch.Tensor) -> None:
         """Read a piece from storage, checked, into host memory. The reader thread calls it."""
 
-    def place(self, piece: Piece, memory: torch.Tensor) -> None:
+    def place(self, piece: ChunkRange, memory: torch.Tensor) -> None:
         """Put a piece where this rank wants it."""
 
-    def read_own(self, pieces: Sequence[Piece]) -> None:
+    def read_own(self, pieces: Sequence[ChunkRange]) -> None:
         """Read what this rank alone wants of one chunk straight to where it belongs. The reader thread calls it."""
 
 
@@ -65,13 +65,13 @@ class Hosts:
         """The ranks on its host, itself included."""
         return self._hosts[self._at[rank][0]]
 
-    def source(self, parcel: Parcel, rank: int) -> int:
+    def source(self, parcel: SpreadBlock, rank: int) -> int:
         """The rank on this rank's host that the others there take the parcel from."""
         host, index = self._at[parcel.reader]
         here = self._at[rank][0]
         return parcel.reader if here == host else self._hosts[here][index % len(self._hosts[here])]
 
-    def landing(self, parcel: Parcel) -> list[int]:
+    def landing(self, parcel: SpreadBlock) -> list[int]:
         """The ranks on other hosts that take the parcel from the network."""
         return sorted({self.source(parcel, rank) for rank in parcel.wanters} - {parcel.reader})
 
@@ -101,7 +101,7 @@ class _Open:
 
 
 @dataclass
-class Courier:
+class SpreadWorker:
     """Everything of one rank for one load.
 
     Args:
@@ -114,7 +114,7 @@ class Courier:
     spread: Spread
     hosts: Hosts
     slots: Slots
-    ends: Ends
+    ends: Endpoints
     link: HostLink | None
     transport: Transport | None
     topology: Topology
@@ -205,12 +205,12 @@ class Courier:
             self._selector.register(made, selectors.EVENT_READ, neighbour)
         self._heard = time.monotonic()
 
-    def _is_here(self, parcel: Parcel) -> bool:
+    def _is_here(self, parcel: SpreadBlock) -> bool:
         """Is it read on this host, or wanted here?"""
         neighbours = self.hosts.neighbours(self.rank)
         return parcel.reader in neighbours or any(rank in neighbours for rank in parcel.wanters)
 
-    def _takers(self, parcel: Parcel) -> set[int]:
+    def _takers(self, parcel: SpreadBlock) -> set[int]:
         """The neighbours that take a parcel of ours."""
         return set(parcel.wanters) & set(self.hosts.neighbours(self.rank)) - {self.rank}
 
@@ -276,7 +276,7 @@ class Courier:
         except OSError as error:
             raise _left(neighbour) from error
 
-    def _is_there(self, parcel: Parcel, slot: int) -> None:
+    def _is_there(self, parcel: SpreadBlock, slot: int) -> None:
         """A parcel is in a slot of ours: tell the neighbours that want it, and take what we want of it."""
         takers = self._takers(parcel)
         to_send = parcel.reader == self.rank and parcel.number in self._on_network
@@ -289,7 +289,7 @@ class Courier:
             self._take(parcel, self.slots.memory(slot))
         self._free_if_taken(parcel.number)
 
-    def _take(self, parcel: Parcel, memory: torch.Tensor) -> None:
+    def _take(self, parcel: SpreadBlock, memory: torch.Tensor) -> None:
         started = time.perf_counter()
         if self._failure is None:
             try:
@@ -341,7 +341,7 @@ class Courier:
             self._attempt(partial(self.ends.read_own, list(pieces)))
         self._tell(self._finish_own)
 
-    def _fetch(self, parcel: Parcel, slot: int) -> None:
+    def _fetch(self, parcel: SpreadBlock, slot: int) -> None:
         memory = self.slots.read_into(slot)
         for at, piece in parcel.places():
             self.ends.fetch(piece, memory[at : at + piece.num_bytes])
@@ -358,7 +358,7 @@ class Courier:
 
     def _carry(self, begin: Callable[[], None]) -> None:
         """The network thread. Two parcels are on their way at a time: one is sent while the next is being met."""
-        coming: deque[tuple[Parcel, int, Callable[[], None]]] = deque()
+        coming: deque[tuple[SpreadBlock, int, Callable[[], None]]] = deque()
         try:
             begin()
             for number, to in self._on_network.items():
@@ -377,7 +377,7 @@ class Courier:
         except BaseException as error:  # as above
             self._tell(self._raise, error)
 
-    def _begin(self, parcel: Parcel, slot: int, to: Sequence[int]) -> Callable[[], None]:
+    def _begin(self, parcel: SpreadBlock, slot: int, to: Sequence[int]) -> Callable[[], None]:
         """Put a parcel on its way; return what waits for the end of that."""
         assert self.transport is not None
         started = time.perf_counter()
@@ -386,7 +386,7 @@ class Courier:
         self.times.network += time.perf_counter() - started
         return wait
 
-    def _finish(self, parcel: Parcel, slot: int, wait: Callable[[], None]) -> None:
+    def _finish(self, parcel: SpreadBlock, slot: int, wait: Callable[[], None]) -> None:
         """Wait until a parcel has gone, or has come."""
         started = time.perf_counter()
         wait()

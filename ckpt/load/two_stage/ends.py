@@ -9,25 +9,25 @@ from typing import Any
 import torch
 
 from ckpt.format.box import Box, chunk_box, num_chunks
-from ckpt.format.collector import collector_paused
+from ckpt.format.collector import gc_paused
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.records import ChunkExtent
 from ckpt.load.direct import bytes_of, read_chunk
 from ckpt.load.strategy import ReadRequest, Stored, StoredPart, by_chunk
-from ckpt.load.two_stage.parcels import ChunkKey, Piece, Want
+from ckpt.load.two_stage.parcels import ChunkKey, ChunkRange, Want
 from ckpt.memory.copies import Filling
 from ckpt.ranks.topology import Topology
-from ckpt.storage.extents import ALIGNMENT, ExtentReader, Part, ReadAt, Wanted
+from ckpt.storage.extents import ALIGNMENT, ExtentReader, ReadAt, WantedBox, WantedBytes
 
 
-class RankEnds:
-    """What one rank wants, chunk by chunk, and how it gets it from storage. See `ckpt.load.two_stage.courier.Ends`.
+class RankEndpoints:
+    """What one rank wants, chunk by chunk, and how it gets it from storage. See `ckpt.load.two_stage.courier.Endpoints`.
 
     Args:
         slab_bytes: memory for what this rank alone wants, where that cannot be read into tensors as it is.
     """
 
-    @collector_paused()
+    @gc_paused()
     def __init__(
         self,
         requests: Sequence[ReadRequest],
@@ -55,7 +55,7 @@ class RankEnds:
         self._held = [parts for parts in chunks if parts[0].chunk.file in checkpoint.held]
         chunks = [parts for parts in chunks if parts[0].chunk.file not in checkpoint.held]
         self._stored = {_key_of(parts[0].chunk): parts for parts in chunks}
-        self._wanted = {key: Wanted(_delivered(parts[0]), _parts_of(parts)) for key, parts in self._stored.items()}
+        self._wanted = {key: WantedBytes(_delivered(parts[0]), _parts_of(parts)) for key, parts in self._stored.items()}
         self._decoded: tuple[ChunkKey, torch.Tensor] | None = None
         self._bytes_unchecked = 0  # read by a library alone
 
@@ -86,7 +86,7 @@ class RankEnds:
         for parts in self._held:
             read_chunk(parts, self._reader, self._checkpoint, self._own_filling)
 
-    def fetch(self, piece: Piece, memory: torch.Tensor) -> None:
+    def fetch(self, piece: ChunkRange, memory: torch.Tensor) -> None:
         """See `Ends.fetch`."""
         stored = self._stored[piece.key][0]
         if stored.chunk.raw:
@@ -96,12 +96,12 @@ class RankEnds:
             self._decoded = piece.key, self._decode(stored)
         memory.copy_(self._decoded[1][piece.start : piece.stop])
 
-    def place(self, piece: Piece, memory: torch.Tensor) -> None:
+    def place(self, piece: ChunkRange, memory: torch.Tensor) -> None:
         """See `Ends.place`."""
         place = self._filling.place if memory.device.type == "cpu" else self._filling.place_within
         place(self._wanted[piece.key], piece.start, piece.stop, memory)
 
-    def read_own(self, pieces: Sequence[Piece]) -> None:
+    def read_own(self, pieces: Sequence[ChunkRange]) -> None:
         """See `Ends.read_own`."""
         stored = self._stored[pieces[0].key]
         chunk = stored[0].chunk
@@ -137,7 +137,7 @@ def _key_of(chunk: ChunkExtent) -> ChunkKey:
     return chunk.file, chunk.offset
 
 
-def _parts_of(stored: Sequence[StoredPart]) -> list[Part]:
+def _parts_of(stored: Sequence[StoredPart]) -> list[WantedBox]:
     return [one.part for one in stored]
 
 

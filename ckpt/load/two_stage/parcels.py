@@ -53,7 +53,7 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChunkRange:
     """The bytes [start, stop) of one chunk."""
 
     key: ChunkKey
@@ -66,7 +66,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class SpreadBlock:
     """Bytes that travel together.
 
     Attributes:
@@ -78,9 +78,9 @@ class Parcel:
     number: int
     reader: int
     wanters: Ranks
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkRange, ...]
 
-    def places(self) -> Iterator[tuple[int, Piece]]:
+    def places(self) -> Iterator[tuple[int, ChunkRange]]:
         """Each piece, and where it begins in the memory that the parcel travels in."""
         at = 0
         for piece in self.pieces:
@@ -103,8 +103,8 @@ class Spread:
             storage.
     """
 
-    own: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
-    parcels: list[Parcel] = field(default_factory=list)
+    own: dict[int, list[ChunkRange]] = field(default_factory=lambda: defaultdict(list))
+    parcels: list[SpreadBlock] = field(default_factory=list)
 
 
 def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], parcel_bytes: int) -> Spread:
@@ -121,10 +121,10 @@ def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], parcel_bytes: int
         anybody = tuple(sorted({rank for ranks, _, _ in segments for rank in ranks}))
         for ranks, start, stop in segments:
             if len(ranks) == 1 and (not whole or len(anybody) == 1):
-                spread.own[ranks[0]].append(Piece(key, start, stop))
+                spread.own[ranks[0]].append(ChunkRange(key, start, stop))
                 load[ranks[0]] += stop - start
             else:
-                shared.append((_Unread(anybody if whole else (), ranks, [Piece(key, start, stop)]), unit))
+                shared.append((_Unread(anybody if whole else (), ranks, [ChunkRange(key, start, stop)]), unit))
     parcels = sorted(_packed(shared, parcel_bytes), key=lambda one: (one.pieces[0].key, one.pieces[0].start))
     readers = _in_one_stretch(parcels, _dealt(parcels, load))
     turn: Counter[int] = Counter()
@@ -134,7 +134,7 @@ def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], parcel_bytes: int
         turn[reader] += 1
     travel.sort(key=lambda one: one[:2])
     spread.parcels = [
-        Parcel(number, reader, parcel.wanters, tuple(parcel.pieces))
+        SpreadBlock(number, reader, parcel.wanters, tuple(parcel.pieces))
         for number, (_, reader, parcel) in enumerate(travel)
     ]
     return spread
@@ -149,7 +149,7 @@ class _Unread(NamedTuple):
 
     decoders: Ranks
     wanters: Ranks
-    pieces: list[Piece]
+    pieces: list[ChunkRange]
 
     @property
     def num_bytes(self) -> int:
@@ -245,7 +245,7 @@ def _packed(shared: Sequence[tuple[_Unread, int]], parcel_bytes: int) -> Iterato
             missing = whole_piece.stop - at
             fits = missing if missing <= room[kind] else room[kind] // unit * unit
             if fits:
-                filling[kind].pieces.append(Piece(whole_piece.key, at, at + fits))
+                filling[kind].pieces.append(ChunkRange(whole_piece.key, at, at + fits))
                 room[kind] -= _room(fits)
                 at += fits
                 continue

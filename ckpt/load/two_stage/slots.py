@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt.memory.device import Mark, SideStream
+from ckpt.memory.device import SideStream, StreamEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class DeviceSlots:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self._reading, self._network = SideStream(memory.device, "reading"), SideStream(memory.device, "network")
-        self._there: dict[int, Mark] = {}
+        self._there: dict[int, StreamEvent] = {}
 
     def bring(self, slot: int, host: torch.Tensor, there: torch.Tensor) -> None:
         """Queue the copy of a slot to the device."""

@@ -29,8 +29,8 @@ import xxhash
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
 from ckpt.load.strategy import ReadRequest, ReadStats, Stored, in_flight_bytes
-from ckpt.load.two_stage.courier import Courier, Hosts
-from ckpt.load.two_stage.ends import RankEnds
+from ckpt.load.two_stage.courier import Hosts, SpreadWorker
+from ckpt.load.two_stage.ends import RankEndpoints
 from ckpt.load.two_stage.host import HostLink, has_shared_memory
 from ckpt.load.two_stage.network import TorchTransport, Transport, make_groups
 from ckpt.load.two_stage.parcels import PIECE_ALIGNMENT, Want, plan_spread
@@ -111,7 +111,7 @@ class TwoStageLoad:
         with ExitStack() as unless_prepared:
             with topology.phase("say what is wanted") as phase:
                 verify = verify and checkpoint.has_digests
-                mine = RankEnds(requests, checkpoint, topology, verify, self._read_at, SLOT_BYTES)
+                mine = RankEndpoints(requests, checkpoint, topology, verify, self._read_at, SLOT_BYTES)
                 rows = [want.to_json() for want in mine.wants()]
                 members = self._members(topology)
                 link = self._link_for(topology, members)
@@ -141,7 +141,7 @@ class TwoStageLoad:
             with topology.phase("plan the read"):
                 shared = link if len(here) < len(mates) else None
                 slots = self._slots(shared, wants, between_hosts=len(here) > 1, alone=len(mates) == 1, device=device)
-                courier = Courier(
+                courier = SpreadWorker(
                     rank=topology.rank,
                     spread=plan_spread(wants, slots.slot_bytes),
                     hosts=Hosts(here),
@@ -334,8 +334,8 @@ class TwoStageReading:
         failed: called when this rank's part has failed, and nobody knows what is still on the network.
     """
 
-    courier: Courier | None
-    ends: RankEnds
+    courier: SpreadWorker | None
+    ends: RankEndpoints
     link: HostLink | None
     timers: Timers
     failed: Callable[[], None]

@@ -26,7 +26,7 @@ from ckpt.memory.arena import Arena
 from ckpt.memory.device import Device
 from ckpt.memory.memory import staging_memory
 from ckpt.memory.shared_memory import shared_memory
-from ckpt.ranks.sigterm import Epilogue
+from ckpt.ranks.sigterm import SigtermDeferral
 from ckpt.ranks.topology import Topology
 from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.save.background.priority import Throttle, in_background, write_throttled
@@ -34,7 +34,7 @@ from ckpt.save.background.snapshot import Snapshot, arena_bytes
 from ckpt.save.background.writer_process import WriterProcess
 from ckpt.save.save_settings import SaveSettings
 from ckpt.save.saving import PreparedSave, SaveReport
-from ckpt.save.writing import PlainFiles, Share, Staged, Vote
+from ckpt.save.writing import PlainFiles, RankWritePlan, Staged, WriteResult
 from ckpt.state.overlap import Watched
 
 _log = logging.getLogger("ckpt")
@@ -81,7 +81,9 @@ class Background:
         self._given_up = threading.Event()
         self._has_told = False
         self._throttle = None if settings.writer_mib_s is None else Throttle(settings.writer_mib_s)
-        self._epilogue = Epilogue(settings.grace_s, is_over=self._is_over, hurry=self.hurry, give_up=self.give_up)
+        self._epilogue = SigtermDeferral(
+            settings.grace_s, is_over=self._is_over, hurry=self.hurry, give_up=self.give_up
+        )
         if settings.writer == "process":
             self._process = WriterProcess(
                 num_cores=settings.writer_cores, mib_s=settings.writer_mib_s, local_rank=topology.local_rank
@@ -263,7 +265,7 @@ class Background:
 
     def _write(
         self,
-        share: Share,
+        share: RankWritePlan,
         folder: Path,
         backend: Backend,
         plain: PlainFiles,
@@ -271,7 +273,7 @@ class Background:
         slivers: Mapping[int, bytes],
         progress: Callable[[int], None],
         previous: Previous | None,
-    ) -> Vote:
+    ) -> WriteResult:
         """Write a share as the settings say, and no longer than this process may go on."""
 
         def go_on(num_bytes: int) -> None:

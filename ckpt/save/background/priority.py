@@ -23,7 +23,7 @@ from ckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ckpt.backends.base import Backend, Previous
-    from ckpt.save.writing import PlainFiles, Share, Staged, Vote
+    from ckpt.save.writing import PlainFiles, RankWritePlan, Staged, WriteResult
 
 NICE = 5
 
@@ -137,7 +137,7 @@ class Throttled:
 def write_throttled(
     throttle: Throttle | None,
     given_up: threading.Event,
-    share: Share,
+    share: RankWritePlan,
     folder: Path,
     backend: Backend,
     plain: PlainFiles,
@@ -145,11 +145,11 @@ def write_throttled(
     slivers: Mapping[int, bytes],
     progress: Callable[[int], None],
     previous: Previous | None,
-) -> Vote:
+) -> WriteResult:
     """Write a share in this thread, no faster than the throttle allows; None: as fast as it goes.
 
     Args:
-        given_up: see `Throttle.wrap`; what follows those is as in `Share.write`.
+        given_up: see `Throttle.wrap`; what follows those is as in `RankWritePlan.write`.
     """
     if throttle is None:
         return share.write(folder, backend, plain, staged, slivers, progress, previous)

@@ -28,8 +28,8 @@ from ckpt.memory.copies import Halves, Staging, Streams
 from ckpt.memory.device import same_device, uses_accelerator, wait_for_accelerator
 from ckpt.planning.plan import ChunkTask, SavePlan
 from ckpt.save.gathering import Regions, laid_end_to_end, sent
-from ckpt.save.writing import Item, Pack, Share, Staged
-from ckpt.state.collect import Contribution
+from ckpt.save.writing import Item, Pack, RankWritePlan, Staged
+from ckpt.state.collect import RankState
 from ckpt.state.overlap import Watched
 
 _ALIGNED = 64
@@ -49,9 +49,9 @@ class Snapshot:
 
     def __init__(
         self,
-        share: Share,
+        share: RankWritePlan,
         plan: SavePlan,
-        contribution: Contribution,
+        contribution: RankState,
         arena: Arena,
         *,
         watched: Watched | None,
@@ -60,7 +60,7 @@ class Snapshot:
     ) -> None:
         self._placed = placed or {}
         self._share = share
-        self._contribution: Contribution | None = contribution
+        self._contribution: RankState | None = contribution
         self._regions: Regions | None = Regions(plan, contribution)
         self._arena = arena
         self._watched = watched
@@ -282,7 +282,7 @@ class Snapshot:
         return self._regions
 
 
-def arena_bytes(share: Share, *, is_pinned: bool, placed: Collection[int] = ()) -> tuple[int, int]:
+def arena_bytes(share: RankWritePlan, *, is_pinned: bool, placed: Collection[int] = ()) -> tuple[int, int]:
     """The bytes of an arena that a share needs at least, and those with which nothing of it has to wait.
 
     Args:
@@ -300,7 +300,7 @@ def arena_bytes(share: Share, *, is_pinned: bool, placed: Collection[int] = ()) 
     return largest * (3 if is_pinned else 1), max(sum(sizes), largest * (3 if is_pinned else 1))
 
 
-def _bytes_of(share: Share, item: Item) -> list[int]:
+def _bytes_of(share: RankWritePlan, item: Item) -> list[int]:
     if isinstance(item, Pack):
         return [share.item_bytes(item)]
     itemsize = torch_dtype(share.arrays[item.name].dtype).itemsize

@@ -9,8 +9,8 @@ from typing import Any
 from ckpt.errors import CheckpointError, describe, rebuild, sentence
 
 
-def told(error: BaseException, who: str) -> dict[str, Any]:
-    """Return what `heard` makes the same error of. It can be pickled, whatever the error is.
+def serialize_error(error: BaseException, who: str) -> dict[str, Any]:
+    """Return what `deserialize_error` makes the same error of. It can be pickled, whatever the error is.
 
     Args:
         who: the process that met it, for the traceback of an error that nobody foresaw.
@@ -21,15 +21,15 @@ def told(error: BaseException, who: str) -> dict[str, Any]:
         "pickled": None if isinstance(error, CheckpointError) else _pickled(error),
         "sentence": sentence(error),
         "trace": None if foreseen else f"in {who}:\n" + "".join(traceback.format_exception(error, chain=False)),
-        "cause": None if error.__cause__ is None else told(error.__cause__, who),
+        "cause": None if error.__cause__ is None else serialize_error(error.__cause__, who),
     }
 
 
-def heard(message: dict[str, Any]) -> BaseException:
-    """Return the error that `told` was given. One of a class that does not travel becomes a `CheckpointError`."""
+def deserialize_error(message: dict[str, Any]) -> BaseException:
+    """Return the error that `serialize_error` was given. One of a class that does not travel becomes a `CheckpointError`."""
     error = _error_of(message)
     if message["cause"] is not None:
-        error.__cause__ = heard(message["cause"])
+        error.__cause__ = deserialize_error(message["cause"])
     if message["trace"] is not None:
         error.add_note(message["trace"])
     return error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import CheckpointError, ConfigurationError, sentence
 from ckpt.save.background.channel import Channel, Gone
 from ckpt.save.background.priority import Throttle, in_background, write_throttled
-from ckpt.save.background.told_errors import told
+from ckpt.save.background.told_errors import serialize_error
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +157,7 @@ class _Server:
         try:
             answer = "done", self._write(save, progress)
         except BaseException as error:  # told to the trainer
-            answer = "failed", told(error, f"the writer process (pid {os.getpid()})")
+            answer = "failed", serialize_error(error, f"the writer process (pid {os.getpid()})")
         progress.tell()
         return answer
 

@@ -34,11 +34,11 @@ from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sente
 from ckpt.format.dtypes import contiguous, raw_bytes
 from ckpt.memory.shared_memory import segment_of
 from ckpt.save.background.channel import Channel, Gone
-from ckpt.save.background.told_errors import heard
+from ckpt.save.background.told_errors import deserialize_error
 
 if TYPE_CHECKING:
     from ckpt.backends.base import Backend, Previous
-    from ckpt.save.writing import PlainFiles, Share, Staged, Vote
+    from ckpt.save.writing import PlainFiles, RankWritePlan, Staged, WriteResult
 
 START_TIMEOUT_S = 180.0
 """It takes 1.5 s on a machine with nothing else to do, and minutes where a thousand ranks read one file server."""
@@ -101,7 +101,7 @@ class WriterProcess:
 
     def write(
         self,
-        share: Share,
+        share: RankWritePlan,
         folder: Path,
         backend: Backend,
         plain: PlainFiles,
@@ -109,8 +109,8 @@ class WriterProcess:
         slivers: Mapping[int, bytes],
         progress: Callable[[int], None],
         previous: Previous | None = None,
-    ) -> Vote:
-        """Have a share written, and return its vote when it is durable. As `Share.write`, of which it says more.
+    ) -> WriteResult:
+        """Have a share written, and return its vote when it is durable. As `RankWritePlan.write`, of which it says more.
 
         Tensors that lie in `shared_memory` are read there; others are sent. A share and a backend are sent once, however often
         they are used: they must not change.
@@ -161,7 +161,7 @@ class _Child:
         self._is_up = False
         self._how: str | None = None
         self._what = "before it was up"
-        self._share: Share | None = None
+        self._share: RankWritePlan | None = None
         self._backend: Backend | None = None
         self._known: set[int] = set()
         self._errors = os.memfd_create("ckpt-writer-stderr", os.MFD_CLOEXEC)
@@ -222,7 +222,7 @@ class _Child:
 
     def write(
         self,
-        share: Share,
+        share: RankWritePlan,
         folder: Path,
         backend: Backend,
         plain: PlainFiles,
@@ -230,7 +230,7 @@ class _Child:
         slivers: Mapping[int, bytes],
         progress: Callable[[int], None],
         previous: Previous | None,
-    ) -> Vote:
+    ) -> WriteResult:
         def look() -> None:
             progress(0)
             self._require_alive()
@@ -262,7 +262,7 @@ class _Child:
                 items.close()
         self._what = _IDLE
         if error is not None:
-            raise heard(error)
+            raise deserialize_error(error)
         assert vote is not None
         self._share, self._backend = share, backend
         return vote
@@ -270,11 +270,11 @@ class _Child:
     def _converse(
         self,
         items: Iterator[Staged],
-        share: Share,
+        share: RankWritePlan,
         folder: Path,
         progress: Callable[[int], None],
         look: Callable[[], None],
-    ) -> tuple[dict[str, Any] | None, Vote | None]:
+    ) -> tuple[dict[str, Any] | None, WriteResult | None]:
         """Hand over item after item as they are asked for, until there is an error or a vote."""
         while True:
             kind, content = self._hear(look)
@@ -416,7 +416,7 @@ def _pickled(thing: Any, what: str) -> bytes:
         ) from error
 
 
-def _name(share: Share, number: int) -> str:
+def _name(share: RankWritePlan, number: int) -> str:
     """What an item is called: a chunk by its array, a pack by its path."""
     item = share.items[number]
     return str(getattr(item, "name", None) or getattr(item, "path", None) or f"item {number}")

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import pytest
 
-from ckpt.engine.elastic.board import Board
+from ckpt.engine.elastic.board import MembershipStore
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.stores import serve
 
 
 def test_a_rollout_that_answers_and_leaves_in_the_same_moment_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = Board(serve(LOOPBACK, timeout_s=300.0), "trainer 0")
+    board = MembershipStore(serve(LOOPBACK, timeout_s=300.0), "trainer 0")
 
     def dead(numbers: Iterable[int]) -> set[int]:
         board.reply(1, [3, 4, 5])

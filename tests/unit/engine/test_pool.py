@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt.engine.wire.layout import ALIGNED, WeightLayout
-from ckpt.engine.wire.pool import HostPool, Landing, digest_of_bucket
+from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
 from ckpt.errors import ConfigurationError
 from ckpt.format.dtypes import as_integers
 from ckpt.memory.memory import staging_memory
@@ -69,7 +69,7 @@ def sent(
     return layout, digests
 
 
-def landed(pools: Sequence[HostPool], layout: WeightLayout, landing: Landing) -> dict[str, torch.Tensor]:
+def landed(pools: Sequence[HostPool], layout: WeightLayout, landing: ReceivedStream) -> dict[str, torch.Tensor]:
     landing.make_room(layout)
     for pool in pools:
         for bucket, host in pool.buckets(layout).items():
@@ -93,7 +93,7 @@ def test_what_all_owners_send_gives_back_every_bit_and_again_with_other_tensors_
     owners: list[int],
 ) -> None:
     pools = [HostPool(rank, bucket_bytes) for rank in owners]
-    landing = Landing()
+    landing = ReceivedStream()
     for seed, some in enumerate((kinds, others, kinds), start=1):
         tensors = tensors_of(some, seed)
         layout, digests = sent(pools, tensors, bucket_bytes, owners)
@@ -122,7 +122,7 @@ def test_a_cast_is_that_of_torch_also_where_a_bucket_ends_within_the_tensor(num_
         layout = WeightLayout(512, owners)
         pool.put(layout, layout.add("w", torch.bfloat16, tensor.shape), tensor)
         pool.seal(layout)
-    assert same_bits(landed(pools, layout, Landing())["w"], tensor.to(torch.bfloat16))
+    assert same_bits(landed(pools, layout, ReceivedStream())["w"], tensor.to(torch.bfloat16))
 
 
 def test_lazy_conjugates_and_negatives_are_sent_as_what_they_are() -> None:
@@ -131,7 +131,7 @@ def test_lazy_conjugates_and_negatives_are_sent_as_what_they_are() -> None:
     assert tensors["conj"].is_conj() and tensors["negative"].is_neg()
     pools = [HostPool(rank, 256) for rank in (0, 1)]
     layout, _ = sent(pools, tensors, 256, (0, 1))
-    found = landed(pools, layout, Landing())
+    found = landed(pools, layout, ReceivedStream())
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor.resolve_conj().resolve_neg()), name
 
@@ -141,7 +141,8 @@ def test_a_tensor_that_needs_a_gradient_and_one_that_is_expanded_are_sent() -> N
     pool = HostPool(0, 256)
     layout, _ = sent([pool], tensors, 256, [0])
     require_equal(
-        landed([pool], layout, Landing()), {"learned": tensors["learned"].detach(), "expanded": tensors["expanded"]}
+        landed([pool], layout, ReceivedStream()),
+        {"learned": tensors["learned"].detach(), "expanded": tensors["expanded"]},
     )
 
 
@@ -180,7 +181,7 @@ class _NewMemory(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_has_gaps_or_is_cast_is_never_copied_as_a_whole(dtype: torch.dtype) -> None:
     tensor = torch.randn(64, 96).t()
-    pool, landing = HostPool(0, 2048), Landing()
+    pool, landing = HostPool(0, 2048), ReceivedStream()
     layout = WeightLayout(2048, [0])
     with _NewMemory() as noted:
         pool.put(layout, layout.add("w", dtype, tensor.shape), tensor)
@@ -216,7 +217,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_landing_keeps_its_memory_while_the_weights_fit_and_nobody_reads(made: list[int]) -> None:
-    pool, landing = HostPool(0, 256), Landing()
+    pool, landing = HostPool(0, 256), ReceivedStream()
     for size in (1000, 1000, 10, 1000, 2000):
         layout, _ = sent([pool], {"w": torch.ones(size)}, 256, [0])
         landed([pool], layout, landing)
@@ -224,7 +225,7 @@ def test_the_landing_keeps_its_memory_while_the_weights_fit_and_nobody_reads(mad
 
 
 def test_who_reads_a_landing_keeps_what_it_reads_while_the_next_weights_land(made: list[int]) -> None:
-    pool, landing = HostPool(0, 256), Landing()
+    pool, landing = HostPool(0, 256), ReceivedStream()
     old = {"a": torch.randn(100), "b": torch.randn(100)}
     layout, _ = sent([pool], old, 256, [0], {"tied": "a"})
     landed([pool], layout, landing)
@@ -241,7 +242,7 @@ def test_who_reads_a_landing_keeps_what_it_reads_while_the_next_weights_land(mad
 
 
 def test_a_reader_that_ends_early_reads_no_more(made: list[int]) -> None:
-    pool, landing = HostPool(0, 256), Landing()
+    pool, landing = HostPool(0, 256), ReceivedStream()
     layout, _ = sent([pool], {"a": torch.randn(100), "b": torch.randn(100)}, 256, [0])
     landed([pool], layout, landing)
     reader: Iterator[tuple[str, torch.Tensor]] = landing.weights()
@@ -258,7 +259,7 @@ def test_a_reader_that_ends_early_reads_no_more(made: list[int]) -> None:
 def test_a_landing_without_room_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     import ckpt.engine.wire.pool as module
 
-    pool, landing = HostPool(0, 256), Landing()
+    pool, landing = HostPool(0, 256), ReceivedStream()
     layout, _ = sent([pool], {"a": torch.randn(100)}, 256, [0])
     landed([pool], layout, landing)
     large, _ = sent([pool], {"a": torch.randn(10_000)}, 256, [0])
@@ -279,7 +280,7 @@ def test_an_alias_without_its_weight_is_refused_when_the_pool_is_sealed() -> Non
 
 
 def test_no_weights_at_all_are_no_buckets() -> None:
-    pool, landing = HostPool(0, 256), Landing()
+    pool, landing = HostPool(0, 256), ReceivedStream()
     for tensors in ({}, {"empty": torch.empty(0, 3), "empty too": torch.empty(5, 0, dtype=torch.int8)}):
         layout, digests = sent([pool], tensors, 256, [0])
         assert digests == {}

@@ -32,7 +32,7 @@ from ckpt.load.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.job import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.storage.growing import Buffers
-from ckpt.storage.outlet import Outlet
+from ckpt.storage.outlet import FileSink
 from recipes.commands.reading import ReadingKeys, show
 from tests.crafts import MANIFEST, edit_index, edit_manifest, index_path, manifest_tree, resign, write_manifest
 from tests.ranks import run_threads
@@ -497,7 +497,7 @@ def test_an_incremental_save_links_nothing_that_lies_outside(
     (folder / "model" / "w" / "c").rename(outside.folder / "c")
     (folder / "model" / "w" / "c").symlink_to(outside.folder / "c")
     (tmp_path / "new").mkdir()
-    out = Outlet(tmp_path / "new", 0, lambda _: None, Buffers(buffer_mib=1, direct_io=False))
+    out = FileSink(tmp_path / "new", 0, lambda _: None, Buffers(buffer_mib=1, direct_io=False))
     assert not out.link(W, folder, os.stat(outside.folder / "c" / "0" / "0").st_size)
     with pytest.raises(CorruptCheckpointError, match="not a path inside of"):
         out.write("../outside/y", [memoryview(b"x")], 1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpt import StateComponent
-from ckpt.format.collector import collector_paused
+from ckpt.format.collector import gc_paused
 from ckpt.ranks.topology import Topology
 from tests.async_runs import Troubled, has_come, let_go, settings, until
 from tests.states import Held, coordinator
@@ -47,8 +47,8 @@ def num_collections() -> int:
 
 
 def test_nothing_is_collected_in_a_block_or_in_a_decorated_function_and_afterwards_again() -> None:
-    assert collector_paused()(num_collections)() == 0
-    with collector_paused():
+    assert gc_paused()(num_collections)() == 0
+    with gc_paused():
         assert num_collections() == 0
     assert num_collections() > 0
 
@@ -59,8 +59,8 @@ def is_paused() -> bool:
 
 
 def test_blocks_nest_and_an_error_ends_one_like_any_other() -> None:
-    with pytest.raises(KeyError), collector_paused():
-        with collector_paused():
+    with pytest.raises(KeyError), gc_paused():
+        with gc_paused():
             pass
         assert is_paused()
         raise KeyError
@@ -68,7 +68,7 @@ def test_blocks_nest_and_an_error_ends_one_like_any_other() -> None:
 
 
 def test_a_function_that_calls_itself_leaves_the_collector_as_it_was() -> None:
-    @collector_paused()
+    @gc_paused()
     def down(steps: int) -> bool:
         return down(steps - 1) if steps else is_paused()
 
@@ -78,21 +78,21 @@ def test_a_function_that_calls_itself_leaves_the_collector_as_it_was() -> None:
 
 def test_who_has_turned_the_collector_off_finds_it_off() -> None:
     gc.disable()
-    with collector_paused():
+    with gc_paused():
         pass
     assert not gc.isenabled()
 
 
 def test_what_the_program_sets_inside_of_a_block_stays_set() -> None:
-    with collector_paused():
+    with gc_paused():
         assert gc.isenabled()
         gc.disable()
     assert not gc.isenabled()
-    with collector_paused():
+    with gc_paused():
         gc.enable()
         assert is_paused()
     assert gc.isenabled()
-    with collector_paused():
+    with gc_paused():
         gc.set_threshold(123, 4, 5)
     assert gc.get_threshold() == (123, 4, 5)
 
@@ -117,7 +117,7 @@ def paused_elsewhere() -> Iterator[None]:
     begun, done = threading.Event(), threading.Event()
 
     def work() -> None:
-        with collector_paused():
+        with gc_paused():
             begun.set()
             done.wait()
 
@@ -133,10 +133,10 @@ def paused_elsewhere() -> Iterator[None]:
 
 def test_threads_may_pause_at_the_same_time_and_the_last_one_to_end_goes_back_to_what_was() -> None:
     with paused_elsewhere():
-        with collector_paused():
+        with gc_paused():
             assert is_paused()
         assert is_paused()
-        own = collector_paused()
+        own = gc_paused()
         own.__enter__()
     assert is_paused()
     own.__exit__(None, None, None)
@@ -149,7 +149,7 @@ def test_many_threads_that_come_and_go_leave_the_collector_on_and_meet_it_off() 
 
     def work() -> None:
         for _ in range(2000):
-            with collector_paused():
+            with gc_paused():
                 met.append(gc.get_threshold() == usual)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -171,7 +171,7 @@ def paused_in_a_child() -> bool:
 def test_a_child_of_a_fork_keeps_the_pause_of_the_thread_that_it_comes_from_alone() -> None:
     with paused_elsewhere():
         assert not paused_in_a_child()
-        with collector_paused():
+        with gc_paused():
             assert paused_in_a_child()
         assert is_paused()
     gc.disable()

@@ -19,7 +19,7 @@ from ckpt.format.manifest import (
     CheckpointManifest,
     ComponentManifest,
     Index,
-    Piece,
+    PackedPiece,
     digest_of,
 )
 from ckpt.format.manifest_parsing import parse_index, parse_manifest
@@ -94,7 +94,7 @@ def test_an_index_comes_back_from_its_bytes_and_is_checked_against_the_manifest(
         chunks={"model/w": {0: ChunkExtent("model/w/c/0/0", 0, 24, (1, 2**64 - 1), 16, True)},
                 packed: {0: ChunkExtent("x y", 7, 3, (9,), 4, False)}},
         packed={packed: 10},
-        pieces={"model/ä/b": [Piece(packed, (), Box((), ()), 4)]},
+        pieces={"model/ä/b": [PackedPiece(packed, (), Box((), ()), 4)]},
     )  # fmt: skip
     data = index.to_bytes()
     assert parse_index(data) == index
@@ -186,12 +186,12 @@ def test_an_index_keeps_every_piece_of_every_tensor() -> None:
         packed={"m/packed-int8-00003": 40, "m/packed-int8-00003-00001": 9},
         pieces={
             "m/\u2028'\"\n": [
-                Piece("m/packed-int8-00003", (6, 4), Box((0, 0), (3, 4)), 0),
-                Piece("m/packed-int8-00003-00001", (6, 4), Box((5, 1), (1, 3)), 6),
+                PackedPiece("m/packed-int8-00003", (6, 4), Box((0, 0), (3, 4)), 0),
+                PackedPiece("m/packed-int8-00003-00001", (6, 4), Box((5, 1), (1, 3)), 6),
             ],
-            "m/same": [Piece("m/packed-int8-00003", (6, 4), Box((0, 0), (3, 4)), 12)],
-            "m/one": [Piece("m/packed-int8-00003", (3,), Box((0,), (3,)), 24)],
-            "m/scalar": [Piece("m/packed-int8-00003", (), Box((), ()), 27)],
+            "m/same": [PackedPiece("m/packed-int8-00003", (6, 4), Box((0, 0), (3, 4)), 12)],
+            "m/one": [PackedPiece("m/packed-int8-00003", (3,), Box((0,), (3,)), 24)],
+            "m/scalar": [PackedPiece("m/packed-int8-00003", (), Box((), ()), 27)],
         },
     )
     back = parse_index(index.to_bytes())

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.load.two_stage.courier import Courier, Hosts
-from ckpt.load.two_stage.parcels import Parcel, Piece, Spread
+from ckpt.load.two_stage.courier import Hosts, SpreadWorker
+from ckpt.load.two_stage.parcels import ChunkRange, Spread, SpreadBlock
 from ckpt.load.two_stage.slots import Slots
 from ckpt.ranks.topology import Topology
 
@@ -25,30 +25,32 @@ class Ends:
 
     def __init__(self) -> None:
         self.placed: dict[int, int] = {}
-        self.own: list[Piece] = []
+        self.own: list[ChunkRange] = []
         self.begun = [threading.Event() for _ in range(1000)]
         self.fails_at: int | None = None
 
-    def fetch(self, piece: Piece, memory: torch.Tensor) -> None:
+    def fetch(self, piece: ChunkRange, memory: torch.Tensor) -> None:
         number = piece.start // SLOT
         self.begun[number].set()
         if number == self.fails_at:
             raise CorruptCheckpointError(f"piece {number} is damaged")
         memory.fill_(number % 256)
 
-    def place(self, piece: Piece, memory: torch.Tensor) -> None:
+    def place(self, piece: ChunkRange, memory: torch.Tensor) -> None:
         assert memory.unique().numel() == 1
         self.placed[piece.start // SLOT] = int(memory[0])
 
-    def read_own(self, pieces: Sequence[Piece]) -> None:
+    def read_own(self, pieces: Sequence[ChunkRange]) -> None:
         self.own += pieces
 
 
-def courier(ends: Ends, parcels: int, slots: int) -> Courier:
+def courier(ends: Ends, parcels: int, slots: int) -> SpreadWorker:
     spread = Spread()
-    spread.parcels = [Parcel(n, 0, (0,), (Piece(("f", 0), n * SLOT, (n + 1) * SLOT),)) for n in range(parcels)]
-    spread.own[0] = [Piece(("a", 0), 0, 10), Piece(("a", 0), 20, 30), Piece(("b", 0), 0, 5)]
-    return Courier(
+    spread.parcels = [
+        SpreadBlock(n, 0, (0,), (ChunkRange(("f", 0), n * SLOT, (n + 1) * SLOT),)) for n in range(parcels)
+    ]
+    spread.own[0] = [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
+    return SpreadWorker(
         rank=0,
         spread=spread,
         hosts=Hosts([[0]]),
@@ -65,7 +67,7 @@ def test_the_next_parcel_is_read_while_one_is_put_in_place() -> None:
     ends = Ends()
     place = ends.place
 
-    def place_slowly(piece: Piece, memory: torch.Tensor) -> None:
+    def place_slowly(piece: ChunkRange, memory: torch.Tensor) -> None:
         if piece.start == 0:
             assert ends.begun[1].wait(PATIENCE_S), "nothing is read as long as a parcel is put in place"
         place(piece, memory)
@@ -80,7 +82,7 @@ def test_no_more_parcels_are_under_way_than_there_are_slots() -> None:
     place = ends.place
     begun_too_early = []
 
-    def place_slowly(piece: Piece, memory: torch.Tensor) -> None:
+    def place_slowly(piece: ChunkRange, memory: torch.Tensor) -> None:
         number = piece.start // SLOT
         begun_too_early.append(ends.begun[number + 2].wait(0.02))
         place(piece, memory)
@@ -94,7 +96,7 @@ def test_no_more_parcels_are_under_way_than_there_are_slots() -> None:
 def test_what_one_rank_alone_wants_is_read_chunk_by_chunk_after_the_parcels() -> None:
     ends = Ends()
     courier(ends, parcels=1, slots=1).run()
-    assert ends.own == [Piece(("a", 0), 0, 10), Piece(("a", 0), 20, 30), Piece(("b", 0), 0, 5)]
+    assert ends.own == [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
 
 
 def test_damage_is_raised_when_all_parcels_have_gone_their_way() -> None:
@@ -113,7 +115,7 @@ def test_whatever_ends_the_reader_is_raised_by_the_calling_thread() -> None:
     """Which would wait for it for ever, and say all the time that it moves."""
     ends = Ends()
 
-    def ended(pieces: Sequence[Piece]) -> None:
+    def ended(pieces: Sequence[ChunkRange]) -> None:
         raise SystemExit("enough")
 
     ends.read_own = ended  # type: ignore[method-assign]
@@ -124,7 +126,7 @@ def test_whatever_ends_the_reader_is_raised_by_the_calling_thread() -> None:
 def test_an_interrupt_ends_both_threads() -> None:
     ends = Ends()
 
-    def interrupted(piece: Piece, memory: torch.Tensor) -> None:
+    def interrupted(piece: ChunkRange, memory: torch.Tensor) -> None:
         raise KeyboardInterrupt
 
     ends.place = interrupted  # type: ignore[method-assign]
@@ -138,7 +140,7 @@ def test_an_interrupt_ends_a_reader_that_is_far_ahead() -> None:
     """It has more to say than a socket takes, and nobody listens any more."""
     ends = Ends()
 
-    def interrupted(piece: Piece, memory: torch.Tensor) -> None:
+    def interrupted(piece: ChunkRange, memory: torch.Tensor) -> None:
         ends.begun[600].wait(1.0)
         raise KeyboardInterrupt
 

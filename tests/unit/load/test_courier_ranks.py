@@ -29,15 +29,15 @@ from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.load.strategy import ReadRequest, StoredPart
-from ckpt.load.two_stage.courier import Courier, Hosts
-from ckpt.load.two_stage.ends import RankEnds
+from ckpt.load.two_stage.courier import Hosts, SpreadWorker
+from ckpt.load.two_stage.ends import RankEndpoints
 from ckpt.load.two_stage.host import DONE, READY, HostLink
 from ckpt.load.two_stage.parcels import PIECE_ALIGNMENT, plan_spread
 from ckpt.load.two_stage.slots import Slots
 from ckpt.load.two_stage.two_stage import MAX_SLOTS, TwoStageReading
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
-from ckpt.storage.extents import ALIGNMENT, Part
+from ckpt.storage.extents import ALIGNMENT, WantedBox
 from tests.states import random_bits, same_bits
 
 pytestmark = pytest.mark.usefixtures("collected")
@@ -101,14 +101,14 @@ class Stock:
             return
         if one.packed is not None:
             count = math.prod(one.shape)
-            part = Part(one.packed * item_bytes(one.dtype), one.shape, request.box, request.out, request.label)
+            part = WantedBox(one.packed * item_bytes(one.dtype), one.shape, request.box, request.out, request.label)
             spec = ArraySpec(request.name, one.dtype, (count + 2 * one.packed,), (count + 2 * one.packed,))
             yield StoredPart(self._chunks[n, 0], part, spec, "stock", Box((one.packed,), (count,)))
             return
         spec = ArraySpec(request.name, one.dtype, one.shape, one.grid)
         for number, box, wanted in needed_chunks(one.shape, one.grid, request.box):
             out = request.out[wanted.relative_to(request.box).slices]
-            part = Part(0, one.grid, wanted.relative_to(box), out, request.label)
+            part = WantedBox(0, one.grid, wanted.relative_to(box), out, request.label)
             yield StoredPart(self._chunks[n, number], part, spec, "stock", wanted)
 
     def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
@@ -176,7 +176,7 @@ class Case:
     block_bytes: int
     verify: bool
     slots: int
-    spoil: Callable[[int, RankEnds], None] = field(default=lambda rank, ends: None)
+    spoil: Callable[[int, RankEndpoints], None] = field(default=lambda rank, ends: None)
     patience_s: float = PATIENCE_S
 
 
@@ -195,7 +195,7 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
     world_size = len(requests)
     topology = Topology.alone()
     topology.timeout_s = case.patience_s
-    ends = [RankEnds(mine, stock, topology, case.verify, stock.read_at, 64) for mine in requests]
+    ends = [RankEndpoints(mine, stock, topology, case.verify, stock.read_at, 64) for mine in requests]
     wants = [(one.wants(), (rank,)) for rank, one in enumerate(ends)]
     unit = max((want.unit for rows, _ in wants for want in rows), default=ALIGNMENT)
     slot_bytes = -(-unit // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
@@ -211,7 +211,7 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
             assert link.reach([(other, made.address) for other in neighbours[rank] if (made := links[other])])
         host = torch.zeros(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[rank]
         case.spoil(rank, ends[rank])
-        courier = Courier(
+        courier = SpreadWorker(
             rank=rank,
             spread=spread,
             hosts=Hosts(case.hosts),
@@ -299,7 +299,7 @@ def test_what_fails_on_one_rank_is_raised_there_and_keeps_nobody_waiting(
     """Whatever a rank cannot read or place, it goes on for the others, who may learn of it only when all is carried."""
     failed = []
 
-    def spoil(rank: int, ends: RankEnds) -> None:
+    def spoil(rank: int, ends: RankEndpoints) -> None:
         if rank == who % len(case.wanted):
             _spoil(ends, what, nth, lambda: failed.append(rank), ValueError("as it was to be"))
 
@@ -314,7 +314,7 @@ def test_what_fails_on_one_rank_is_raised_there_and_keeps_nobody_waiting(
     assert _held() == before
 
 
-def _spoil(ends: RankEnds, what: str, nth: int, note: Callable[[], None], error: BaseException) -> None:
+def _spoil(ends: RankEndpoints, what: str, nth: int, note: Callable[[], None], error: BaseException) -> None:
     """Let the nth call of this method raise."""
     calls = iter(range(1000))
     as_ever = getattr(ends, what)
@@ -340,7 +340,7 @@ def test_a_rank_that_waits_for_one_that_fails_because_of_a_third_hears_of_it_at_
     """Rank 0 and 1 share an array, rank 1 and 2 another; rank 0 is interrupted, and rank 2 has nothing to do with it."""
     gone = threading.Event()
 
-    def spoil(rank: int, ends: RankEnds) -> None:
+    def spoil(rank: int, ends: RankEndpoints) -> None:
         if rank == 0:
             _spoil(ends, "place", 0, gone.set, KeyboardInterrupt())
         elif rank == 1:
@@ -359,7 +359,7 @@ def test_a_rank_that_waits_for_one_that_fails_because_of_a_third_hears_of_it_at_
 def test_damage_that_a_rank_has_met_is_told_even_if_its_neighbour_goes(tmp_path: Path) -> None:
     damaged = threading.Event()
 
-    def spoil(rank: int, ends: RankEnds) -> None:
+    def spoil(rank: int, ends: RankEndpoints) -> None:
         if rank == 0:
             _spoil(ends, "fetch", 0, damaged.set, CorruptCheckpointError("piece 0 is damaged"))
         else:
@@ -376,7 +376,7 @@ def test_what_a_rank_reads_for_itself_may_take_longer_than_the_patience_with_oth
 ) -> None:
     """Nobody is silent then: all that was to come from others is there."""
 
-    def spoil(rank: int, ends: RankEnds) -> None:
+    def spoil(rank: int, ends: RankEndpoints) -> None:
         read_own = ends.read_own
         ends.read_own = lambda pieces: (time.sleep(1.0), read_own(pieces))[1]  # type: ignore[method-assign]
 

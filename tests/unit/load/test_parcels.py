@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.load.two_stage.parcels import PIECE_ALIGNMENT, Piece, Spread, Want, plan_spread
+from ckpt.load.two_stage.parcels import PIECE_ALIGNMENT, ChunkRange, Spread, Want, plan_spread
 
 UNIT = 16
 PARCEL_BYTES = 4 * PIECE_ALIGNMENT
@@ -44,8 +44,8 @@ def _wants(draw: st.DrawFn) -> list[tuple[list[Want], tuple[int, ...]]]:
     return tables
 
 
-def _pieces_by_rank(spread: Spread) -> dict[int, list[Piece]]:
-    got: dict[int, list[Piece]] = defaultdict(list)
+def _pieces_by_rank(spread: Spread) -> dict[int, list[ChunkRange]]:
+    got: dict[int, list[ChunkRange]] = defaultdict(list)
     for rank, pieces in spread.own.items():
         got[rank] += pieces
     for parcel in spread.parcels:
@@ -54,7 +54,7 @@ def _pieces_by_rank(spread: Spread) -> dict[int, list[Piece]]:
     return got
 
 
-def _bytes_of(pieces: list[Piece]) -> Counter[tuple[tuple[str, int], int]]:
+def _bytes_of(pieces: list[ChunkRange]) -> Counter[tuple[tuple[str, int], int]]:
     return Counter((piece.key, byte) for piece in pieces for byte in range(piece.start, piece.stop))
 
 
@@ -64,7 +64,7 @@ def _bytes_of(pieces: list[Piece]) -> Counter[tuple[tuple[str, int], int]]:
 def test_every_rank_gets_each_byte_it_wants_once_and_no_other(wants: list[tuple[list[Want], tuple[int, ...]]]) -> None:
     got = _pieces_by_rank(plan_spread(wants, PARCEL_BYTES))
     for rows, ranks in wants:
-        wanted = [Piece(want.key, start, stop) for want in rows for start, stop in want.stretches]
+        wanted = [ChunkRange(want.key, start, stop) for want in rows for start, stop in want.stretches]
         for rank in ranks:
             assert _bytes_of(got[rank]) == _bytes_of(wanted)
 
@@ -78,7 +78,7 @@ def test_every_wanted_byte_is_read_once_in_the_group(wants: list[tuple[list[Want
     read += [piece for parcel in spread.parcels for piece in parcel.pieces]
     counted = _bytes_of(read)
     assert set(counted.values()) <= {1}
-    wanted = [Piece(want.key, a, b) for rows, _ in wants for want in rows for a, b in want.stretches]
+    wanted = [ChunkRange(want.key, a, b) for rows, _ in wants for want in rows for a, b in want.stretches]
     assert set(counted) == set(_bytes_of(wanted))
 
 
@@ -135,7 +135,7 @@ def test_who_has_much_of_its_own_reads_less_for_others() -> None:
     mine = Want("mine", 0, UNIT, False, ((0, 2048),))
     spread = plan_spread([([shared, mine], (0,)), ([shared], (1,))], PARCEL_BYTES)
     read_by_0 = sum(piece.num_bytes for parcel in spread.parcels if parcel.reader == 0 for piece in parcel.pieces)
-    assert spread.own == {0: [Piece(("mine", 0), 0, 2048)]}
+    assert spread.own == {0: [ChunkRange(("mine", 0), 0, 2048)]}
     assert read_by_0 == 1024
 
 

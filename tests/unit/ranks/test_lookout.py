@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.ranks.addresses import machine
-from ckpt.ranks.heartbeat import Absence, At, Beat, Lookout, _born, beat_key
-from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.heartbeat import Absence, Beat, FailureDetector, PhaseIndex, _born, beat_key
+from ckpt.ranks.mailbox import StoreClient
 
 SAVE = "save of checkpoint-00000020"
-HERE = At(3, 1)
+HERE = PhaseIndex(3, 1)
 TIMEOUT_S = 20.0
 PATIENCE_S = 18.5
 """Word has to get around: 1.5 s of 20 are left for that."""
@@ -29,8 +29,10 @@ class Job:
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.now = 1000.0
-        self._mailbox = Mailbox(dist.HashStore(), writer=7)
-        self._lookout = Lookout(self._mailbox, HERE, f"phase write of {SAVE}", timeout_s, clock=lambda: self.now)
+        self._mailbox = StoreClient(dist.HashStore(), writer=7)
+        self._lookout = FailureDetector(
+            self._mailbox, HERE, f"phase write of {SAVE}", timeout_s, clock=lambda: self.now
+        )
         self.beat = Beat(7, os.getpid(), _born(os.getpid()) or "", "node-1", machine("pid"), 0, HERE, SAVE, "write")
 
     def says(self, *, moved: bool = False, **changes: Any) -> None:
@@ -96,7 +98,7 @@ def test_a_rank_that_beats_and_does_not_move_is_absent_when_patience_ends(job: J
 def test_a_rank_that_stays_at_an_earlier_place_is_told_where_it_was_wanted(
     job: Job, phase: str | None, seen: str
 ) -> None:
-    job.says(at=At(3, 0), phase=phase)
+    job.says(at=PhaseIndex(3, 0), phase=phase)
     assert job.cause_after(PATIENCE_S + 0.1, 0.1, job.says) == (
         f"{WHO} did not come to phase write of {SAVE} within 20 s and {seen}: every rank must make the same calls"
     )
@@ -135,7 +137,7 @@ def test_patience_is_a_tenth_shorter_than_the_time_and_at_most_a_second_and_a_ha
 
 
 def test_a_rank_that_has_left_or_is_past_this_place_is_absent_at_once(job: Job) -> None:
-    job.says(at=At(3, 2), phase="commit")
+    job.says(at=PhaseIndex(3, 2), phase="commit")
     found = job.absent()
     assert found is not None and found.elsewhere and found.cause == f"{WHO} is in phase commit of {SAVE}"
     job.says(left=True)

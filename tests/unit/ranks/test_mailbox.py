@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ckpt.ranks import stores
 from ckpt.ranks.addresses import LOOPBACK
-from ckpt.ranks.mailbox import Mailbox
+from ckpt.ranks.mailbox import StoreClient
 from ckpt.ranks.stores import StoreGoneError, connection, reach, serve
 from tests.frozen import Frozen
 
@@ -32,7 +32,7 @@ def test_bytes_of_any_size_arrive_as_they_were_and_leave_no_key(
 ) -> None:
     data = random.Random(size).randbytes(size)  # does not compress, so the pieces are really needed
     before = store.num_keys()
-    writer, reader = Mailbox(store, writer=0), Mailbox(store, writer=1)
+    writer, reader = StoreClient(store, writer=0), StoreClient(store, writer=1)
     writer.put("key", data, compress=compress)
     assert reader.take(["key", "key"]) == [data, data]
     assert reader.peek("key") == data
@@ -43,13 +43,13 @@ def test_bytes_of_any_size_arrive_as_they_were_and_leave_no_key(
 @pytest.mark.full
 def test_a_table_of_many_megabytes_is_compressed(store: dist.TCPStore) -> None:
     data = b'["h.0.attn.weight", [2304, 768], "float32"],' * 200_000
-    Mailbox(store, writer=0).put("key", data)
+    StoreClient(store, writer=0).put("key", data)
     assert len(store.get("key")) < len(data) / 20
-    assert Mailbox(store, writer=1).peek("key") == data
+    assert StoreClient(store, writer=1).peek("key") == data
 
 
 def test_values_that_look_like_ours_are_not_taken_for_them(store: dist.TCPStore) -> None:
-    mailbox = Mailbox(store, writer=0)
+    mailbox = StoreClient(store, writer=0)
     for data in (b"", b"?", b"z", b"s[]", b"=", b"\x00\xff"):
         mailbox.put("key", data)
         assert mailbox.peek("key") == data
@@ -58,7 +58,7 @@ def test_values_that_look_like_ours_are_not_taken_for_them(store: dist.TCPStore)
 @pytest.mark.parametrize("size", [3, 9 << 20])
 def test_the_first_to_put_wins_and_the_second_reads_it_and_leaves_nothing(store: dist.TCPStore, size: int) -> None:
     first, second = (random.Random(seed).randbytes(size) for seed in (1, 2))
-    mailboxes = [Mailbox(store, writer=rank) for rank in (0, 1)]
+    mailboxes = [StoreClient(store, writer=rank) for rank in (0, 1)]
     before = store.num_keys()
     assert mailboxes[0].put_first("key", first) == first
     keys = store.num_keys()
@@ -69,7 +69,7 @@ def test_the_first_to_put_wins_and_the_second_reads_it_and_leaves_nothing(store:
 
 
 def test_looking_for_what_is_not_there_neither_waits_nor_leaves_a_key(store: dist.TCPStore) -> None:
-    mailbox, before = Mailbox(store, writer=0), store.num_keys()
+    mailbox, before = StoreClient(store, writer=0), store.num_keys()
     assert mailbox.peek("key") is None
     assert not mailbox.has(["key"])
     mailbox.delete("key")
@@ -78,7 +78,7 @@ def test_looking_for_what_is_not_there_neither_waits_nor_leaves_a_key(store: dis
 
 def test_a_store_that_has_gone_is_one_error_of_ours_whatever_is_asked() -> None:
     server = serve(LOOPBACK, timeout_s=300.0)
-    mailbox = Mailbox(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False), writer=0)
+    mailbox = StoreClient(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False), writer=0)
     del server
     for ask in (lambda: mailbox.peek("key"), lambda: mailbox.has(["key"]), lambda: mailbox.take(["key"])):
         with pytest.raises(StoreGoneError):
@@ -87,7 +87,7 @@ def test_a_store_that_has_gone_is_one_error_of_ours_whatever_is_asked() -> None:
 
 # A store whose process is there and does not answer
 
-CALLS: dict[str, Callable[[Mailbox], object]] = {
+CALLS: dict[str, Callable[[StoreClient], object]] = {
     "set": lambda mailbox: [mailbox.put("key", b"x" * (4 << 20), compress=False) for _ in range(16)],
     "compare_set": lambda mailbox: mailbox.peek("key"),
     "check": lambda mailbox: mailbox.has(["key"]),
@@ -102,7 +102,7 @@ def test_every_call_to_a_store_that_hangs_ends_and_says_which_store_and_which_ca
     store: dist.TCPStore, call: str
 ) -> None:
     with Frozen(store.port) as between:
-        mailbox = Mailbox(reach("127.0.0.1", between.port, timeout_s=5.0), writer=1, timeout_s=0.2)
+        mailbox = StoreClient(reach("127.0.0.1", between.port, timeout_s=5.0), writer=1, timeout_s=0.2)
         mailbox.put("key", b"value")
         assert mailbox.peek("key") == b"value"
         between.freeze()
@@ -122,7 +122,7 @@ def test_a_connection_to_a_store_that_hangs_ends(store: dist.TCPStore, monkeypat
         base = reach("127.0.0.1", between.port, timeout_s=5.0)
         between.freeze()
         for connect in (
-            lambda: Mailbox(base, writer=0, timeout_s=0.2),
+            lambda: StoreClient(base, writer=0, timeout_s=0.2),
             lambda: connection(dist.PrefixStore("part", base), 0.2),
             lambda: reach("127.0.0.1", between.port, timeout_s=0.2),
         ):

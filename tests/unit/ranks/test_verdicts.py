@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RankLeftError, StorageError, describe, rebuild
-from ckpt.ranks.agreement import Result, Verdict, conclude
+from ckpt.ranks.agreement import PhaseOutcome, Result, conclude
 from ckpt.ranks.heartbeat import Absence
 
 SAVE = "save of checkpoint-00000020"
 
 
-def _failed(error: Exception, *, phase: str | None = "write", what: str | None = SAVE) -> Verdict:
-    return Verdict(what, phase, describe(error))
+def _failed(error: Exception, *, phase: str | None = "write", what: str | None = SAVE) -> PhaseOutcome:
+    return PhaseOutcome(what, phase, describe(error))
 
 
-def _ok(phase: str = "write", what: str | None = SAVE) -> Verdict:
-    return Verdict(what, phase)
+def _ok(phase: str = "write", what: str | None = SAVE) -> PhaseOutcome:
+    return PhaseOutcome(what, phase)
 
 
-def _message(verdicts: dict[int, Verdict], gone: dict[int, Absence] | None = None, world_size: int = 0) -> str:
+def _message(verdicts: dict[int, PhaseOutcome], gone: dict[int, Absence] | None = None, world_size: int = 0) -> str:
     error = conclude(verdicts, gone or {}, world_size or len(verdicts) + len(gone or {}))
     assert error is not None
     return str(rebuild(error))
@@ -38,7 +38,7 @@ def test_one_rank_that_raised_is_named_with_phase_and_cause() -> None:
     assert (error["kind"], error["rank"], error["phase"]) == (StorageError.__name__, 1, "write")
 
 
-def _missed(rank: int) -> Verdict:
+def _missed(rank: int) -> PhaseOutcome:
     return _failed(RankLeftError(f"rank {rank} left", rank=rank), phase="read")
 
 
@@ -79,7 +79,7 @@ def test_several_ranks_that_say_alike_are_one_part_of_the_sentence() -> None:
 
 
 def test_a_sentence_stays_short_when_a_thousand_ranks_fail_each_in_its_own_way() -> None:
-    verdicts: dict[int, Verdict] = {rank: _failed(ValueError(str(rank))) for rank in range(1000)}
+    verdicts: dict[int, PhaseOutcome] = {rank: _failed(ValueError(str(rank))) for rank in range(1000)}
     assert _message(verdicts).endswith("; on rank 3: ValueError: 3; and 996 more failures")
     assert len(_message({rank: _failed(ValueError("x")) for rank in range(999)} | {999: _ok()})) < 120
 
@@ -118,7 +118,7 @@ def test_a_failure_before_a_phase_of_another_call_is_not_put_down_to_that_phase(
 def test_one_rank_that_is_elsewhere_than_all_the_others_is_the_one_that_is_named() -> None:
     stray = _ok("open", "load of checkpoint-00000010")
     past = Absence("rank 2 (pid 7 on a) is in phase read of load of checkpoint-00000010", elsewhere=True)
-    verdict_lists: list[tuple[dict[int, Verdict], dict[int, Absence], int | None]] = [
+    verdict_lists: list[tuple[dict[int, PhaseOutcome], dict[int, Absence], int | None]] = [
         ({0: stray, 1: _ok(), 2: _ok()}, {}, 0),
         ({0: _ok(), 1: _ok(), 2: stray}, {}, 2),
         ({0: _ok(), 1: _ok()}, {2: past}, 2),
@@ -132,7 +132,7 @@ def test_one_rank_that_is_elsewhere_than_all_the_others_is_the_one_that_is_named
 
 
 def test_what_stands_whatever_failed_is_said_at_the_end() -> None:
-    done = Verdict(SAVE, "publish", stands="checkpoint-00000020 is committed")
+    done = PhaseOutcome(SAVE, "publish", stands="checkpoint-00000020 is committed")
     full = _failed(OSError(errno.ENOSPC, "No space left on device", "w"), phase="publish")
     assert _message({0: done, 1: full}) == (
         f"{SAVE} failed in phase publish on rank 1: No space left on device: 'w'; checkpoint-00000020 is committed all the same"
@@ -149,14 +149,16 @@ def test_a_phase_outside_of_any_operation_is_named_alone() -> None:
 
 
 VERDICTS = st.builds(
-    lambda phase, message: Verdict(SAVE, phase, None if message is None else describe(ValueError(message))),
+    lambda phase, message: PhaseOutcome(SAVE, phase, None if message is None else describe(ValueError(message))),
     phase=st.sampled_from(["write", "write", "write", "commit"]),
     message=st.none() | st.text(min_size=1),
 )
 
 
 @given(verdicts=st.lists(VERDICTS, min_size=1, max_size=6), lost=st.integers(0, 2))
-def test_all_is_well_exactly_if_all_are_there_in_one_phase_and_none_raised(verdicts: list[Verdict], lost: int) -> None:
+def test_all_is_well_exactly_if_all_are_there_in_one_phase_and_none_raised(
+    verdicts: list[PhaseOutcome], lost: int
+) -> None:
     given_verdicts = dict(enumerate(verdicts))
     gone = {len(verdicts) + number: Absence("gone") for number in range(lost)}
     well = not lost and len({verdict.phase for verdict in verdicts}) == 1 and not any(v.error for v in verdicts)
@@ -176,7 +178,7 @@ JSON = st.recursive(
 def test_verdicts_and_results_come_back_as_they_were_written(
     what: str | None, phase: str | None, payload: Any, stands: str | None
 ) -> None:
-    verdict = Verdict(what, phase, None, json.dumps(payload).encode(), stands)
-    assert Verdict.decode(verdict.encode()) == verdict
+    verdict = PhaseOutcome(what, phase, None, json.dumps(payload).encode(), stands)
+    assert PhaseOutcome.decode(verdict.encode()) == verdict
     result = Result(what, {"message": "two\nlines"}, b"[" + verdict.payload + b"]")
     assert Result.decode(result.encode()) == result

@@ -14,7 +14,7 @@ from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.agreement import _nap_s
 from ckpt.ranks.topology import Topology
-from ckpt.storage.outlet import Outlet
+from ckpt.storage.outlet import FileSink
 from tests.ranks import run_threads
 from tests.states import BACKENDS, Held, coordinator, global_index
 
@@ -65,13 +65,13 @@ def test_nothing_of_a_rank_is_written_after_its_one_sync(
     tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[tuple[str, set[str]]] = []
-    original = Outlet.make_durable
+    original = FileSink.make_durable
 
-    def make_durable(outlet: Outlet) -> None:
+    def make_durable(outlet: FileSink) -> None:
         original(outlet)
         synced.append((threading.current_thread().name, set(outlet._sizes)))
 
-    monkeypatch.setattr(Outlet, "make_durable", make_durable)
+    monkeypatch.setattr(FileSink, "make_durable", make_durable)
     run_threads(3, _save, tmp_path, backend)
     assert len(synced) == len({thread for thread, _ in synced}) == 3
     manifest = read_manifest(tmp_path / "checkpoint-1")

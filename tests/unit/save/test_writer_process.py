@@ -35,7 +35,7 @@ from ckpt.save.background.priority import NICE
 from ckpt.save.background.snapshot import Snapshot, arena_bytes
 from ckpt.save.background.writer_process import WriterProcess
 from ckpt.save.saving import PreparedSave, Saver, SaveTarget
-from ckpt.save.writing import Share, Staged
+from ckpt.save.writing import RankWritePlan, Staged
 from tests import writer_trainer
 from tests.pace import patience
 from tests.ranks import forkserver
@@ -130,7 +130,7 @@ def test_the_process_writes_what_the_thread_writes(writer: WriterProcess, tmp_pa
         prepared = _prepared(tmp_path, store, seed)
         by_thread, by_process = tmp_path / f"thread-{seed}", tmp_path / f"process-{seed}"
         votes = []
-        for folder, write in ((by_thread, Share.write), (by_process, writer.write)):
+        for folder, write in ((by_thread, RankWritePlan.write), (by_process, writer.write)):
             folder.mkdir()
             moved: list[int] = []
             items = _staged(prepared, arena).items()

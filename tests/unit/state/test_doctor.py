@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ckpt.state.doctor import Ranks, Seen, Sharing, Verdict, candidates, diagnose
+from ckpt.state.doctor import PatternVerdict, Ranks, Seen, Sharing, candidates, diagnose
 from ckpt.state.replication import Fingerprint
 from ckpt.state.sharing import SharingPattern
 
@@ -123,12 +123,12 @@ class Case:
     ranks: Ranks
     seen: list[Seen]
     declared: str
-    verdict: Verdict = Verdict.OK
+    verdict: PatternVerdict = PatternVerdict.OK
     says: tuple[str, ...] = ()
     found: str = ""
 
 
-LOSES, WASTES, SUSPECT = Verdict.LOSES_STATE, Verdict.WASTEFUL, Verdict.SUSPICIOUS
+LOSES, WASTES, SUSPECT = PatternVerdict.LOSES_STATE, PatternVerdict.WASTEFUL, PatternVerdict.SUSPICIOUS
 ATTN = "`state.h.0.attn.weight.exp_avg` and 1 more of 4 entries"
 
 WRONG = {
@@ -367,7 +367,7 @@ def test_a_wrong_declaration_is_caught_and_the_sentence_says_what_is_true(name: 
 def test_nothing_is_said_of_a_right_declaration(name: str) -> None:
     case = RIGHT[name]
     found = diagnose(component_of(case), sharing_of(case.declared), case.seen, case.ranks)
-    assert (found.verdict, found.sentence, found.leaf) == (Verdict.OK, "", None)
+    assert (found.verdict, found.sentence, found.leaf) == (PatternVerdict.OK, "", None)
 
 
 def test_the_set_is_as_large_as_was_asked_for() -> None:
@@ -379,7 +379,7 @@ def test_the_set_is_as_large_as_was_asked_for() -> None:
 def test_what_the_doctor_proposes_it_would_not_refuse(name: str) -> None:
     case = WRONG[name]
     for proposed in diagnose("x", sharing_of(case.declared), case.seen, case.ranks).found:
-        assert diagnose("x", proposed, case.seen, case.ranks).verdict is not Verdict.LOSES_STATE
+        assert diagnose("x", proposed, case.seen, case.ranks).verdict is not PatternVerdict.LOSES_STATE
 
 
 def test_candidates_come_with_the_fewest_copies_first() -> None:

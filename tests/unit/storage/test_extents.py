@@ -21,7 +21,7 @@ from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import raw_bytes
 from ckpt.format.records import ChunkExtent
 from ckpt.storage import extents
-from ckpt.storage.extents import ExtentReader, Part, Wanted, boxes_of_range
+from ckpt.storage.extents import ExtentReader, WantedBox, WantedBytes, boxes_of_range
 from tests.states import ALL_DTYPES
 
 
@@ -42,9 +42,9 @@ def numbers(*shape: int, dtype: type = np.int32) -> np.ndarray:
     return np.arange(math.prod(shape), dtype=dtype).reshape(shape)
 
 
-def part(array: np.ndarray, box: Box, *, base: int = 0, name: str = "model: w") -> Part:
+def part(array: np.ndarray, box: Box, *, base: int = 0, name: str = "model: w") -> WantedBox:
     """Want `box` of a region that holds `array`, into a fresh tensor in which an element nobody read stays -1."""
-    return Part(base, array.shape, box, torch.full(box.shape, -1, dtype=torch.from_numpy(array).dtype), name)
+    return WantedBox(base, array.shape, box, torch.full(box.shape, -1, dtype=torch.from_numpy(array).dtype), name)
 
 
 def flip(path: Path, at: int) -> None:
@@ -113,7 +113,7 @@ def test_every_box_of_every_region_arrives_as_numpy_slices_it(
         root = tmp_path_factory.mktemp("read")
         extent = store(root, chunk.tobytes(), before=b"0123456", block_bytes=block_bytes)
         with ExtentReader(root, verify=verify) as reader:
-            reader.read(extent, [Part(base, region, box, out, "model: w") for base, region, box, out in wanted])
+            reader.read(extent, [WantedBox(base, region, box, out, "model: w") for base, region, box, out in wanted])
     for base, region, box, out in wanted:
         start = base // 4
         source = chunk[start : start + math.prod(region)].reshape(region)[box.slices]
@@ -142,8 +142,8 @@ def test_every_data_type_survives_bit_for_bit_in_place_and_through_scratch(tmp_p
     rows = torch.zeros(5, 16, dtype=dtype)
     columns = torch.zeros(24, 3, dtype=dtype)
     with ExtentReader(tmp_path) as reader:
-        reader.read(extent, [Part(0, (24, 16), Box((7, 0), (5, 16)), rows, "rows")])
-        reader.read(extent, [Part(0, (24, 16), Box((0, 9), (24, 3)), columns, "columns")])
+        reader.read(extent, [WantedBox(0, (24, 16), Box((7, 0), (5, 16)), rows, "rows")])
+        reader.read(extent, [WantedBox(0, (24, 16), Box((0, 9), (24, 3)), columns, "columns")])
     assert torch.equal(raw_bytes(rows), raw_bytes(saved[7:12].contiguous()))
     assert torch.equal(raw_bytes(columns), raw_bytes(saved[:, 9:12].contiguous()))
 
@@ -152,7 +152,9 @@ def test_a_0_dim_value_and_an_empty_box_are_read(tmp_path: Path) -> None:
     extent = store(tmp_path, np.float64(2.5).tobytes())
     value, nothing = torch.zeros((), dtype=torch.float64), torch.zeros((0,), dtype=torch.float64)
     with ExtentReader(tmp_path) as reader:
-        reader.read(extent, [Part(0, (), Box((), ()), value, "step"), Part(0, (1,), Box((0,), (0,)), nothing, "none")])
+        reader.read(
+            extent, [WantedBox(0, (), Box((), ()), value, "step"), WantedBox(0, (1,), Box((0,), (0,)), nothing, "none")]
+        )
         assert reader.bytes_read == 8
     assert value.item() == 2.5
 
@@ -162,7 +164,7 @@ def test_a_parameter_that_requires_grad_is_filled_in_place(tmp_path: Path) -> No
     weight = torch.nn.Parameter(torch.zeros(6, 4))
     memory = weight.data_ptr()
     with ExtentReader(tmp_path) as reader:
-        reader.read(store(tmp_path, saved.tobytes()), [Part(0, (6, 4), whole((6, 4)), weight, "model: w")])
+        reader.read(store(tmp_path, saved.tobytes()), [WantedBox(0, (6, 4), whole((6, 4)), weight, "model: w")])
     assert weight.data_ptr() == memory
     np.testing.assert_array_equal(weight.detach().numpy(), saved)
 
@@ -183,7 +185,7 @@ def test_5000_tiny_parts_of_one_chunk_read_each_block_once(tmp_path: Path) -> No
     extent = store(tmp_path, saved.tobytes(), block_bytes=1 << 16)
     piece = (3, 4)
     parts = [
-        Part(48 * number, piece, whole(piece), torch.zeros(piece, dtype=torch.int32), f"model: {number}")
+        WantedBox(48 * number, piece, whole(piece), torch.zeros(piece, dtype=torch.int32), f"model: {number}")
         for number in range(5_000)
     ]
     moved: list[int] = []
@@ -228,7 +230,9 @@ def test_large_runs_are_read_into_the_tensor_itself(tmp_path: Path, monkeypatch:
 def test_a_run_longer_than_a_slab_arrives_slab_after_slab(tmp_path: Path, verify: bool) -> None:
     saved = numbers(20, 30)
     rows = part(saved, Box((3, 0), (15, 30)))  # one run
-    inner = Part(0, (20, 30), Box((0, 4), (20, 20)), torch.zeros(40, 20, dtype=torch.int32)[::2], "runs")  # 20 runs
+    inner = WantedBox(
+        0, (20, 30), Box((0, 4), (20, 20)), torch.zeros(40, 20, dtype=torch.int32)[::2], "runs"
+    )  # 20 runs
     with ExtentReader(tmp_path, verify=verify) as reader:
         for wanted in (rows, inner):
             reader.read(store(tmp_path, saved.tobytes(), before=b"odd"), [wanted])
@@ -240,7 +244,8 @@ def test_the_scratch_buffer_stays_small_however_large_a_row_is(tmp_path: Path) -
     out = torch.zeros(1 << 22, 2, dtype=torch.int32)[:, 0]
     with ExtentReader(tmp_path) as reader:
         reader.read(
-            store(tmp_path, saved.tobytes(), block_bytes=1 << 20), [Part(0, saved.shape, whole(saved.shape), out, "w")]
+            store(tmp_path, saved.tobytes(), block_bytes=1 << 20),
+            [WantedBox(0, saved.shape, whole(saved.shape), out, "w")],
         )
         assert reader._scratch.nbytes == extents.SLAB_BYTES
     np.testing.assert_array_equal(out.numpy(), saved)
@@ -264,14 +269,14 @@ def test_a_flipped_byte_in_a_block_that_is_read_is_named(
             match=rf"optimizer: step: bytes {8 + begin} to {8 + min(begin + 64, 1000)} of .*model/w/c/0",
         ),
     ):
-        reader.read(extent, [Part(0, (250,), whole((250,)), out, "optimizer: step")])
+        reader.read(extent, [WantedBox(0, (250,), whole((250,)), out, "optimizer: step")])
 
 
 def test_damage_is_blamed_on_the_part_that_wants_the_block(tmp_path: Path) -> None:
     saved = numbers(64)
     extent = store(tmp_path, saved.tobytes())
     flip(tmp_path / extent.file, 130)
-    first, second = Part(0, (32,), whole((32,)), torch.zeros(32, dtype=torch.int32), "first"), None
+    first, second = WantedBox(0, (32,), whole((32,)), torch.zeros(32, dtype=torch.int32), "first"), None
     second = replace(first, base=128, out=torch.zeros(32, dtype=torch.int32), name="second")
     with ExtentReader(tmp_path) as reader:
         reader.read(extent, [first])  # its blocks are whole
@@ -373,7 +378,9 @@ def test_bytes_that_came_another_way_are_placed_as_if_they_had_been_read(
             patch.setattr(extents, "_is_on_host", lambda tensor: False)
         root = tmp_path_factory.mktemp("place")
         extent = store(root, chunk.tobytes(), before=b"0123456", block_bytes=block_bytes)
-        wanted = Wanted(extent, [Part(base, region, box, out, "model: w") for base, region, box, out in asked])
+        wanted = WantedBytes(
+            extent, [WantedBox(base, region, box, out, "model: w") for base, region, box, out in asked]
+        )
         with ExtentReader(root, verify=verify) as reader:
             unit = reader.unit_of(extent)
             pieces = []
@@ -397,7 +404,7 @@ class AtOnce:
     def take(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def place(self, wanted: Wanted, start: int, stop: int, memory: torch.Tensor) -> None:
+    def place(self, wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
         wanted.place(start, stop, memory)
 
 
@@ -414,7 +421,7 @@ def test_a_reader_reads_just_the_stretches_it_is_told(
     chunk, asked, verify, block_bytes = case
     root = tmp_path_factory.mktemp("some")
     extent = store(root, chunk.tobytes(), block_bytes=block_bytes)
-    parts = [Part(base, region, box, out, "model: w") for base, region, box, out in asked]
+    parts = [WantedBox(base, region, box, out, "model: w") for base, region, box, out in asked]
     before = [out.clone() for _, _, _, out in asked]
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -422,7 +429,7 @@ def test_a_reader_reads_just_the_stretches_it_is_told(
     ):
         if not on_host:
             patch.setattr(extents, "_is_on_host", lambda tensor: False)
-        stretches = Wanted(extent, parts).stretches(reader.unit_of(extent))
+        stretches = WantedBytes(extent, parts).stretches(reader.unit_of(extent))
         mine = [stretch for stretch in stretches if data.draw(st.booleans())]
         reader.read(extent, parts, mine)
         assert reader.bytes_read == sum(stop - start for start, stop in mine)

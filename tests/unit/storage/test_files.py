@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.storage import files
-from ckpt.storage.files import Folders, make_durable, naming, padded_pieces, write_all
+from ckpt.storage.files import FolderTree, make_durable, naming, padded_pieces, write_all
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), st.integers(5, 40))
@@ -58,7 +58,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_folders_are_made_once_and_shared_with_other_ranks(tmp_path: Path) -> None:
-    first, second = Folders(tmp_path), Folders(tmp_path)
+    first, second = FolderTree(tmp_path), FolderTree(tmp_path)
     first.make(tmp_path / "a/b/c")
     second.make(tmp_path / "a/b/d")
     assert first.made == {tmp_path, tmp_path / "a", tmp_path / "a/b", tmp_path / "a/b/c"}
@@ -73,7 +73,7 @@ def synced(root: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[lis
         os, "fsync", lambda fd: one_by_one.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), root))
     )
     monkeypatch.setattr(files, "_syncfs", lambda folder: at_once.append(os.path.relpath(folder, root)))
-    folders = Folders(root)
+    folders = FolderTree(root)
     folders.make(root / "model")
     sizes = {f"model/{number}": (root / f"model/{number}").write_bytes(b"x") for number in range(count)}
     make_durable(root, sizes, folders.made, lambda num_bytes: None)

@@ -24,7 +24,7 @@ from ckpt.errors import ConfigurationError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.storage import growing
 from ckpt.storage.growing import ALIGNED, Buffers
-from ckpt.storage.outlet import DIRECT_BYTES, Outlet
+from ckpt.storage.outlet import DIRECT_BYTES, FileSink
 
 pytestmark = pytest.mark.usefixtures("collected")
 
@@ -35,8 +35,8 @@ def nothing(num_bytes: int) -> None:
     """Progress that nobody looks at."""
 
 
-def outlet(root: Path, buffers: Buffers | None = None, rank: int = 0) -> Outlet:
-    return Outlet(root, rank, nothing, buffers or Buffers(buffer_mib=1, direct_io=True))
+def outlet(root: Path, buffers: Buffers | None = None, rank: int = 0) -> FileSink:
+    return FileSink(root, rank, nothing, buffers or Buffers(buffer_mib=1, direct_io=True))
 
 
 def pieces_of(data: bytes, *cuts: int) -> list[memoryview]:
@@ -227,7 +227,7 @@ def test_a_copy_of_the_buffers_has_memory_of_its_own() -> None:
 
 def test_every_byte_counts_as_progress_when_it_is_written(tmp_path: Path) -> None:
     moved: list[int] = []
-    out = Outlet(tmp_path, 0, moved.append, Buffers(buffer_mib=1, direct_io=True))
+    out = FileSink(tmp_path, 0, moved.append, Buffers(buffer_mib=1, direct_io=True))
     out.write("large", [memoryview(DATA)], len(DATA))
     out.write("small", [memoryview(b"abc")], 3)
     out.flush()
@@ -245,7 +245,7 @@ def _blocks(path: Path) -> int:
 
 def test_no_room_stays_reserved_behind_a_file_of_unknown_size(tmp_path: Path) -> None:
     """Room is asked for in large steps; a file that ends within one gives the rest back."""
-    outlet = Outlet(tmp_path, 0, lambda _: None, Buffers(buffer_mib=4, direct_io=True))
+    outlet = FileSink(tmp_path, 0, lambda _: None, Buffers(buffer_mib=4, direct_io=True))
     stream = outlet.open("grows")
     data = np.random.default_rng(3).integers(0, 256, (3 << 20) + 777, dtype=np.uint8)
     stream.append([memoryview(data)])

@@ -14,7 +14,7 @@ import pytest
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.format.held import HeldFiles
 from ckpt.storage.growing import Buffers
-from ckpt.storage.outlet import Outlet
+from ckpt.storage.outlet import FileSink
 from ckpt.storage.pool import Pool, PooledSave, PoolFile, has_pool_memory
 
 pytestmark = pytest.mark.skipif(not has_pool_memory(), reason="needs memfd_create")
@@ -154,7 +154,7 @@ def test_an_outlet_writes_what_it_keeps_large_files_and_small(tmp_path: Path) ->
         save = Pool().begin()
         root = tmp_path / str(direct_io)
         root.mkdir()
-        out = Outlet(root, 0, lambda _: None, Buffers(buffer_mib=4, direct_io=direct_io), save)
+        out = FileSink(root, 0, lambda _: None, Buffers(buffer_mib=4, direct_io=direct_io), save)
         out.write("small", [memoryview(b"abc")], 3)
         streams = [out.open(f"x/{number}") for number in range(6)]  # more than there are buffers
         for at in range(0, len(DATA), 700_001):
@@ -177,20 +177,20 @@ def test_a_link_keeps_what_was_kept_of_the_checkpoint_before_and_of_no_other(tmp
     for number in ("0", "1", "2"):
         (tmp_path / number).mkdir()
     first = pool.begin()
-    out = Outlet(tmp_path / "0", 0, lambda _: None, buffers, first)
+    out = FileSink(tmp_path / "0", 0, lambda _: None, buffers, first)
     for name in "abc":
         out.write(name, [memoryview(DATA)], len(DATA))
     out.make_durable()
     pool.keep(first, tmp_path / "0")
     second = pool.begin()
-    out = Outlet(tmp_path / "1", 0, lambda _: None, buffers, second)
+    out = FileSink(tmp_path / "1", 0, lambda _: None, buffers, second)
     assert out.link("a", tmp_path / "0", len(DATA))
     assert out.link("b", tmp_path / "0", len(DATA))
     out.unlink("b")
     pool.keep(second, tmp_path / "1")
     assert list(second.files) == ["a"] and held(second).read("a") == DATA
     third = pool.begin()
-    out = Outlet(tmp_path / "2", 0, lambda _: None, buffers, third)
+    out = FileSink(tmp_path / "2", 0, lambda _: None, buffers, third)
     assert out.link("a", tmp_path / "0", len(DATA))  # not the one that is held
     assert not third.files
 

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import raw_bytes
-from ckpt.storage.extents import Part
-from ckpt.storage.runs import FEW, SMALL_BYTES, Run, find_runs
+from ckpt.storage.extents import WantedBox
+from ckpt.storage.runs import FEW, SMALL_BYTES, TensorRun, find_runs
 from tests.states import ALL_DTYPES, random_bits
 
 SHAPES = ((), (1,), (7,), (16,), (3, 5), (2, 1, 4))
 
 
-def parts_of(shapes: list[tuple[int, ...]], dtype: torch.dtype, base: int = 0) -> list[Part]:
+def parts_of(shapes: list[tuple[int, ...]], dtype: torch.dtype, base: int = 0) -> list[WantedBox]:
     """Parts that lie end to end, each with memory that holds something else."""
     found = []
     for number, shape in enumerate(shapes):
         out = random_bits(shape, dtype, number + 1000)
-        found.append(Part(base, shape, whole(shape), out, f"t{number}"))
+        found.append(WantedBox(base, shape, whole(shape), out, f"t{number}"))
         base += out.nbytes
     return found
 
@@ -64,7 +64,9 @@ def test_only_small_whole_tensors_without_gaps_between_them_or_in_them_make_a_ru
     assert [len(run.parts) for run in runs] == [FEW, FEW]
     assert {part.name for part in others} == {f"t{n}" for n in (FEW, *range(2 * FEW + 1, 3 * FEW))}
     large = parts_of([(SMALL_BYTES // 4 + 1,)] * FEW, torch.float32)
-    gaps = [Part(part.base * 2, part.region, part.box, part.out, part.name) for part in parts_of(shapes, torch.int8)]
+    gaps = [
+        WantedBox(part.base * 2, part.region, part.box, part.out, part.name) for part in parts_of(shapes, torch.int8)
+    ]
     types = [part for n in range(FEW) for part in parts_of([(4,)], (torch.int32, torch.float32)[n % 2], 16 * n)]
     for none in (large, gaps, types, parts_of(shapes, torch.int8)[: FEW - 1]):
         assert find_runs(none) == ([], none)
@@ -72,7 +74,7 @@ def test_only_small_whole_tensors_without_gaps_between_them_or_in_them_make_a_ru
 
 def test_two_tensors_that_want_the_same_bytes_are_in_no_run_together() -> None:
     parts = parts_of([(4,)] * FEW, torch.float32)
-    again = Part(parts[1].base, (4,), whole((4,)), torch.zeros(4), "again")
+    again = WantedBox(parts[1].base, (4,), whole((4,)), torch.zeros(4), "again")
     runs, others = find_runs([*parts, again])
     assert all(a.stop <= b.start for a, b in pairwise(runs))
     assert sum(len(run.parts) for run in runs) + len(others) == FEW + 1
@@ -80,4 +82,4 @@ def test_two_tensors_that_want_the_same_bytes_are_in_no_run_together() -> None:
 
 @pytest.mark.parametrize(("byte", "name"), [(0, "t0"), (15, "t0"), (16, "t1"), (47, "t2"), (63, "t3")])
 def test_a_run_names_the_tensor_that_a_byte_belongs_to(byte: int, name: str) -> None:
-    assert Run(parts_of([(4,)] * FEW, torch.float32)).name_of(byte) == name
+    assert TensorRun(parts_of([(4,)] * FEW, torch.float32)).name_of(byte) == name
