@@ -49,7 +49,7 @@ from ckpt.save.arguments import (
     check_text,
 )
 from ckpt.save.background.background import Background
-from ckpt.save.keeping import host_cache_of
+from ckpt.save.host_cache import host_cache_of
 from ckpt.save.publishing import Publisher, WeightSender
 from ckpt.save.save_settings import SaveSettings
 from ckpt.save.saving import Saver, SaveReport, SaveTarget

@@ -33,7 +33,7 @@ from ckpt.catalog.ledger import ROOT_OWNER
 from ckpt.errors import CheckpointError
 from ckpt.load.direct import DirectLoad
 from ckpt.load.two_stage.two_stage import TwoStageLoad
-from ckpt.ranks.mailbox import StoreClient
+from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.topology import Phase, Topology
 from tests.distributed.test_elastic import Queue
 from tests.distributed.test_elastic import component as elastic_component

@@ -17,8 +17,8 @@ from ckpt.backends.zarr_format import DOCUMENT, below, chunk_key, with_groups_ab
 from ckpt.format.blocks import EMPTY_DIGEST
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord, changed_in_memory
+from ckpt.storage.file_sink import FileSink, FileSinkWriter
 from ckpt.storage.files import padded_pieces
-from ckpt.storage.outlet import FileSink, FileSinkWriter
 from ckpt.storage.pieces import Pieces
 
 Describe = Callable[[ArraySpec | None], bytes]

@@ -37,9 +37,9 @@ from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.names import encode_key
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
+from ckpt.storage.direct_io import Buffers
+from ckpt.storage.file_sink import DIRECT_BYTES, FileSink, FileSinkWriter, Stream
 from ckpt.storage.files import make_durable, padded_pieces
-from ckpt.storage.growing import Buffers
-from ckpt.storage.outlet import DIRECT_BYTES, FileSink, FileSinkWriter, Stream
 from ckpt.storage.pieces import Pieces
 from ckpt.storage.pool import Memories, has_pool_memory
 

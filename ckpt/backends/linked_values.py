@@ -17,8 +17,8 @@ from ckpt.backends.base import Previous
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.records import ChunkExtent, FileRecord
+from ckpt.storage.file_sink import FileSink
 from ckpt.storage.files import PIECE_BYTES, naming
-from ckpt.storage.outlet import FileSink
 from ckpt.storage.pieces import Pieces
 
 MOST_FILES = 32

@@ -23,9 +23,9 @@ import msgspec
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.box import whole
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.collector import gc_paused
 from ckpt.format.consistency import checked_place, require_apart
 from ckpt.format.dtypes import item_bytes
+from ckpt.format.gc_pause import gc_paused
 from ckpt.format.names import encode_key
 from ckpt.format.records import Content
 from ckpt.format.strict_json import Count, Shape, fit, parse, read

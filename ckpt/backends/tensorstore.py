@@ -45,9 +45,9 @@ from ckpt.format.box import Box, chunk_box
 from ckpt.format.dtypes import bits_of
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import read
+from ckpt.storage.direct_io import Buffers
+from ckpt.storage.file_sink import FileSink, FileSinkWriter, Stream
 from ckpt.storage.files import make_durable, padded_pieces, remove_arrays
-from ckpt.storage.growing import Buffers
-from ckpt.storage.outlet import FileSink, FileSinkWriter, Stream
 from ckpt.storage.pieces import Pieces
 
 POLL_S = 0.05

@@ -36,9 +36,9 @@ from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import bits_of, item_bytes
 from ckpt.format.records import ArraySpec
 from ckpt.format.strict_json import parse
+from ckpt.storage.direct_io import Buffers
+from ckpt.storage.file_sink import FileSink
 from ckpt.storage.files import remove_arrays
-from ckpt.storage.growing import Buffers
-from ckpt.storage.outlet import FileSink
 
 
 class ZarrBackend:

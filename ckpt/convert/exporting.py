@@ -26,7 +26,7 @@ from ckpt.backends.safetensors_format import (
     index_bytes,
     name_of,
 )
-from ckpt.convert.appearing import atomic_directory
+from ckpt.convert.atomic_directory import atomic_directory
 from ckpt.dist_checkpointing.megatron.chunks import MegatronChunks
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr

@@ -18,7 +18,7 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.catalog.verify import Names, examine
-from ckpt.convert.appearing import atomic_directory
+from ckpt.convert.atomic_directory import atomic_directory
 from ckpt.dist_checkpointing.folder.folder import Given
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box, whole

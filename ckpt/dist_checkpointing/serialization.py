@@ -21,7 +21,7 @@ from pathlib import Path
 from ckpt.dist_checkpointing.dict_utils import extract_matching_values, merge
 from ckpt.dist_checkpointing.folder.destination import take
 from ckpt.dist_checkpointing.folder.folder import require_alike
-from ckpt.dist_checkpointing.folder.mark import SaveMarker, marked
+from ckpt.dist_checkpointing.folder.save_marker import SaveMarker, marked
 from ckpt.dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedObject,

@@ -22,8 +22,8 @@ import msgspec
 import xxhash
 
 from ckpt.format.box import Box
-from ckpt.format.collector import gc_paused
 from ckpt.format.dtypes import item_bytes
+from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.strict_json import (
     Count,

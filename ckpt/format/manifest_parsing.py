@@ -14,7 +14,6 @@ import msgspec
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import Box
-from ckpt.format.collector import gc_paused
 from ckpt.format.consistency import (
     check_extents,
     check_inner_paths,
@@ -23,6 +22,7 @@ from ckpt.format.consistency import (
     checked_place,
     hex_digits,
 )
+from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import (
     COMMON,
     FORMAT_VERSION,

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from ckpt.backends.base import Backend
-from ckpt.format.collector import gc_paused
+from ckpt.format.gc_pause import gc_paused
 from ckpt.load.strategy import ReadRequest, ReadStats, Stored, StoredPart, by_chunk, in_flight_bytes
 from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device

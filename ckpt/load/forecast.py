@@ -14,12 +14,12 @@ from typing import Any
 
 from ckpt.errors import CheckpointError, describe, rebuild, sentence
 from ckpt.format.stored import read_manifest
+from ckpt.load.compatibility import copies_for_object, fit, goes_on, prefixes_for_object, require_something
 from ckpt.load.direct import DirectLoad
-from ckpt.load.fitting import copies_for_object, fit, goes_on, prefixes_for_object, require_something
 from ckpt.load.legacy import OldSource, not_allowed, old_files
-from ckpt.load.matching import Match, match_changed, report_of_trouble, settle
 from ckpt.load.report import ComponentReport, Misfits, Status
 from ckpt.load.sources import CheckpointSource, CommittedSource
+from ckpt.load.state_matching import Match, match_changed, report_of_trouble, settle
 from ckpt.load.strategy import StoredCheckpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology

@@ -29,17 +29,17 @@ from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME, CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.stored import gone, identity_of, read_listed_file, read_manifest_bytes
 from ckpt.format.strict_json import refusing
-from ckpt.load.fitting import copies_for_object, fit, goes_on, prefixes_for_object, require_something
+from ckpt.load.compatibility import copies_for_object, fit, goes_on, prefixes_for_object, require_something
 from ckpt.load.legacy import OldSource, not_allowed, old_files
-from ckpt.load.matching import (
+from ckpt.load.report import ComponentReport, LoadReport, Status
+from ckpt.load.sources import CheckpointSource, CommittedSource, Rows
+from ckpt.load.state_matching import (
     Match,
     beside_own_memory,
     match_changed,
     report_of_trouble,
     settle,
 )
-from ckpt.load.report import ComponentReport, LoadReport, Status
-from ckpt.load.sources import CheckpointSource, CommittedSource, Rows
 from ckpt.load.strategy import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
 from ckpt.memory.device import Device, wait_for_all
 from ckpt.ranks.topology import Phase, Topology

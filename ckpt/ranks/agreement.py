@@ -19,7 +19,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointError, RankAbsentError, RankLeftError, describe
 from ckpt.ranks.heartbeat import Absence, FailureDetector, Heartbeat, PhaseIndex, place
-from ckpt.ranks.mailbox import StoreClient
+from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 
 _SHORTEST_NAP_S = 0.0002

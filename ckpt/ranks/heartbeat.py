@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt.ranks.addresses import machine
-from ckpt.ranks.mailbox import StoreClient
+from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 
 _HINTED_SILENCE_S = 3.0  # a launcher ends the other ranks because one is gone: three missed beats are enough then

@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.ranks.agreement import Agreement, PhaseOutcome, Result, conclude
 from ckpt.ranks.heartbeat import Heartbeat, PhaseIndex
-from ckpt.ranks.mailbox import StoreClient
 from ckpt.ranks.sigterm import Termination
+from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 
 if TYPE_CHECKING:

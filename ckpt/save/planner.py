@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt.format.collector import gc_paused
 from ckpt.format.dtypes import item_bytes
+from ckpt.format.gc_pause import gc_paused
 from ckpt.planning.plan import PACK_BELOW_BYTES, RankPlan, SavePlan, plan_save
 from ckpt.ranks.topology import Topology
 from ckpt.state.collect import RankState, exchange_tables

@@ -26,7 +26,7 @@ from ckpt.format.records import ChunkExtent
 from ckpt.load.strategy import ReadRequest, StoredCheckpoint
 from ckpt.memory.memory import Scratch
 from ckpt.ranks.topology import Topology
-from ckpt.save.keeping import HeldStep, HostCache
+from ckpt.save.host_cache import HeldStep, HostCache
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
 
 

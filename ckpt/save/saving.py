@@ -30,10 +30,10 @@ from ckpt.memory.device import Device
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
 from ckpt.save.gathering import ByteSource, LiveTensors
-from ckpt.save.keeping import HeldStep, HostCache, heard_places, said_places
+from ckpt.save.host_cache import HeldStep, HostCache, heard_places, said_places
+from ckpt.save.manifest_writer import ManifestWriter, entries_of
 from ckpt.save.planner import Planner
-from ckpt.save.recording import ManifestWriter, entries_of
-from ckpt.save.sameness import StaleStateCheck
+from ckpt.save.stale_state_check import StaleStateCheck
 from ckpt.save.writing import PACKED_BYTES, PlainFiles, RankWritePlan, WriteResult, plain_files
 from ckpt.state.collect import MergedRows, RankState, collect, settle_plain
 from ckpt.state.doctor import Diagnosis

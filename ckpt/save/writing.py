@@ -16,8 +16,8 @@ import xxhash
 
 from ckpt.backends.base import Backend, Previous, Writer, Written, staged_digests
 from ckpt.format.box import whole
-from ckpt.format.collector import gc_paused
 from ckpt.format.dtypes import contiguous, item_bytes, torch_dtype
+from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import Index, PackedPiece, digest_of, index_name
 from ckpt.format.names import PLAIN_NAME, encode_key
 from ckpt.format.records import ArraySpec, Content, Expected, FileRecord, changed_in_memory, stored_shape

@@ -13,7 +13,7 @@ import torch
 
 from ckpt.errors import ConfigurationError, ReplicationError, ShardingError, describe, rebuild, sentence
 from ckpt.format.box import Box
-from ckpt.format.collector import gc_paused
+from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import digest_of
 from ckpt.memory.device import wait_for_all
 from ckpt.planning.tables import Table, TablePart, piece_from_json, table_of_pieces, table_to_json

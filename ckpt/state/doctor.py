@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ckpt.format.collector import gc_paused
+from ckpt.format.gc_pause import gc_paused
 from ckpt.state.replication import Difference, Fingerprint, differences
 from ckpt.state.sharing import SharingPattern
 

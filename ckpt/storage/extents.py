@@ -29,8 +29,8 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import Box, overlap, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.collector import gc_paused
 from ckpt.format.dtypes import bits_of, raw_bytes
+from ckpt.format.gc_pause import gc_paused
 from ckpt.format.held import NOTHING_HELD, HeldFiles
 from ckpt.format.records import ChunkExtent
 from ckpt.storage.runs import TensorRun, find_runs

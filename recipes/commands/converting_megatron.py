@@ -16,7 +16,7 @@ import torch
 from rich.filesize import decimal
 
 from ckpt.catalog.verify import examine
-from ckpt.convert.appearing import atomic_directory, require_free
+from ckpt.convert.atomic_directory import atomic_directory, require_free
 from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import (

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ckpt.errors import ConfigurationError, RankAbsentError
 from ckpt.ranks.addresses import LOOPBACK
-from ckpt.ranks.mailbox import StoreClient
+from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError, reach, serve
 from ckpt.ranks.topology import Topology
 from recipes.support.ranks import Environment, Job, listening_on, number_of, ranks_exist, run_job, tracebacks_of_bugs

@@ -33,8 +33,8 @@ import torch.distributed as dist
 from ckpt.errors import CheckpointError, RankAbsentError, describe, rebuild, sentence
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.heartbeat import Beat, beat_key
-from ckpt.ranks.mailbox import StoreClient
 from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import reach, serve
 from ckpt.ranks.topology import Topology
 from recipes.support.ranks import RANK_VARIABLES, Environment, Job, bug_beneath, environment_with, grace_s, run_job

@@ -14,8 +14,8 @@ import ckpt.memory.device
 from ckpt import ShardedTensor
 from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from ckpt.errors import ConfigurationError
-from ckpt.load.two_stage.courier import SpreadWorker
 from ckpt.load.two_stage.slots import DeviceSlots
+from ckpt.load.two_stage.spread_worker import SpreadWorker
 from ckpt.load.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.heartbeat import Heartbeat, PhaseIndex
-from ckpt.ranks.mailbox import StoreClient
 from ckpt.ranks.sigterm import TOLD_TO_END
+from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import serve
 from recipes.support.launch import launch
 from recipes.support.local_ranks import _death

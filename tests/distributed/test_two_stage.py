@@ -21,9 +21,9 @@ from ckpt.format.manifest import CheckpointManifest, Index
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.load.report import Status
 from ckpt.load.two_stage import two_stage
-from ckpt.load.two_stage.ends import RankEndpoints
+from ckpt.load.two_stage.endpoints import RankEndpoints
 from ckpt.load.two_stage.host import HostLink
-from ckpt.load.two_stage.parcels import ChunkRange
+from ckpt.load.two_stage.spread_blocks import ChunkRange
 from ckpt.load.two_stage.two_stage import MAX_SLOTS, TwoStageLoad
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckpt.backends.base import DATABASE
 from ckpt.backends.zarr_format import DOCUMENT
-from ckpt.dist_checkpointing.folder.mark import MARK, SaveMarker
+from ckpt.dist_checkpointing.folder.save_marker import MARK, SaveMarker
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED

@@ -15,7 +15,7 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.folder.destination import require_free
-from ckpt.dist_checkpointing.folder.mark import SaveMarker, given_mark
+from ckpt.dist_checkpointing.folder.save_marker import SaveMarker, given_mark
 from ckpt.dist_checkpointing.mapping import is_main_replica
 from ckpt.errors import (
     ConfigurationError,
@@ -31,8 +31,8 @@ from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Topology, first_difference
 from ckpt.save.background.snapshot import Snapshot, arena_bytes
 from ckpt.save.gathering import ByteSource, LiveTensors
+from ckpt.save.manifest_writer import ManifestWriter
 from ckpt.save.planner import agreed_plan
-from ckpt.save.recording import ManifestWriter
 from ckpt.save.saving import require_reachable
 from ckpt.save.writing import RankWritePlan, WriteResult, plain_files
 from ckpt.state.collect import RankState, collect, settle_plain

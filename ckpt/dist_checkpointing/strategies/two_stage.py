@@ -112,7 +112,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
     def deduplicate_chunks(self, ten_metas: Sequence[ShardedTensorMetadata]) -> list[ShardedTensorMetadata]:
         """Of the shards that lie in one chunk keep that of the lowest rank of the group, in the order of the chunks' names.
 
-        The load itself lets every rank read as many bytes as the others (`ckpt.load.two_stage.parcels`).
+        The load itself lets every rank read as many bytes as the others (`ckpt.load.two_stage.spread_blocks`).
         """
         of_chunk: dict[tuple[str, tuple[int, ...]], ShardedTensorMetadata] = {}
         for meta in sorted(ten_metas, key=lambda meta: meta.dist_group_rank):

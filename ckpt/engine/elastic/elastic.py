@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
 from ckpt.engine.base import NamedTensor
-from ckpt.engine.elastic.board import LEAVING, READY, MembershipStore, reserve
 from ckpt.engine.elastic.membership import Call, Epoch, News, Rendezvous, culprit, goes_on_after, next_epoch
+from ckpt.engine.elastic.membership_store import LEAVING, READY, MembershipStore, reserve
 from ckpt.engine.engine_thread import EngineThread
 from ckpt.engine.joined import done, own_store
 from ckpt.engine.versioned import Sink, VersionedEngine

@@ -29,12 +29,12 @@ import xxhash
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
 from ckpt.load.strategy import ReadRequest, ReadStats, Stored, in_flight_bytes
-from ckpt.load.two_stage.courier import Hosts, SpreadWorker
-from ckpt.load.two_stage.ends import RankEndpoints
+from ckpt.load.two_stage.endpoints import RankEndpoints
 from ckpt.load.two_stage.host import HostLink, has_shared_memory
 from ckpt.load.two_stage.network import TorchTransport, Transport, make_groups
-from ckpt.load.two_stage.parcels import PIECE_ALIGNMENT, Want, plan_spread
 from ckpt.load.two_stage.slots import DeviceSlots, Slots
+from ckpt.load.two_stage.spread_blocks import PIECE_ALIGNMENT, Want, plan_spread
+from ckpt.load.two_stage.spread_worker import Hosts, SpreadWorker
 from ckpt.load.two_stage.timing import Timers, summarize, timed
 from ckpt.memory.device import Device, device_memory_within, pinned
 from ckpt.ranks.topology import Topology, first_difference, group_of

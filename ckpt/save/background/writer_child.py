@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import CheckpointError, ConfigurationError, sentence
 from ckpt.save.background.channel import Channel, Gone
 from ckpt.save.background.priority import Throttle, in_background, write_throttled
-from ckpt.save.background.told_errors import serialize_error
+from ckpt.save.background.serialized_errors import serialize_error
 
 if TYPE_CHECKING:
     import torch

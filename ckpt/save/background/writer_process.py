@@ -34,7 +34,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sente
 from ckpt.format.dtypes import contiguous, raw_bytes
 from ckpt.memory.shared_memory import segment_of
 from ckpt.save.background.channel import Channel, Gone
-from ckpt.save.background.told_errors import deserialize_error
+from ckpt.save.background.serialized_errors import deserialize_error
 
 if TYPE_CHECKING:
     from ckpt.backends.base import Backend, Previous

@@ -22,7 +22,7 @@ from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
 from ckpt.format.records import ArraySpec, Content, Expected
-from ckpt.storage import growing
+from ckpt.storage import direct_io
 from tests import plain_safetensors
 from tests.arrays import array, expected, save
 from tests.states import ALL_DTYPES, random_bits, same_bits
@@ -308,7 +308,7 @@ def test_room_on_the_disk_is_asked_for_once_for_a_large_file_and_not_at_all_for_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(growing, "reserve", lambda fd, offset, num_bytes: asked.append(num_bytes) is None)
+    monkeypatch.setattr(direct_io, "reserve", lambda fd, offset, num_bytes: asked.append(num_bytes) is None)
     small = [array(f"rng/rank-00000/{dtype}", random_bits((9,), dtype, 1)) for dtype in ALL_DTYPES]
     large = array("model/w", random_bits((600_000,), torch.float32, 1), 200_000)
     saved = save(KimiEngineBackend(pool=False), tmp_path, dict([*small, large]), ranks=(0,))

@@ -30,7 +30,7 @@ from ckpt.errors import (
 from ckpt.format.manifest import MANIFEST_NAME, digest_of
 from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
-from ckpt.save import recording
+from ckpt.save import manifest_writer
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator
 
@@ -67,7 +67,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[timedelta]:
         def now(cls, tz: Any = None) -> Self:
             return super().now(tz) + ahead[0]
 
-    for module in (ledger, recording):
+    for module in (ledger, manifest_writer):
         monkeypatch.setattr(module, "datetime", Changed)
     return ahead
 

@@ -31,8 +31,8 @@ from ckpt.format.stored import check_file
 from ckpt.load.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.job import use_topology
 from ckpt.ranks.topology import Topology
-from ckpt.storage.growing import Buffers
-from ckpt.storage.outlet import FileSink
+from ckpt.storage.direct_io import Buffers
+from ckpt.storage.file_sink import FileSink
 from recipes.commands.reading import ReadingKeys, show
 from tests.crafts import MANIFEST, edit_index, edit_manifest, index_path, manifest_tree, resign, write_manifest
 from tests.ranks import run_threads

@@ -14,7 +14,7 @@ from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.agreement import _nap_s
 from ckpt.ranks.topology import Topology
-from ckpt.storage.outlet import FileSink
+from ckpt.storage.file_sink import FileSink
 from tests.ranks import run_threads
 from tests.states import BACKENDS, Held, coordinator, global_index
 

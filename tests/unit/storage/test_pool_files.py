@@ -13,8 +13,8 @@ import pytest
 
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.format.held import HeldFiles
-from ckpt.storage.growing import Buffers
-from ckpt.storage.outlet import FileSink
+from ckpt.storage.direct_io import Buffers
+from ckpt.storage.file_sink import FileSink
 from ckpt.storage.pool import Pool, PooledSave, PoolFile, has_pool_memory
 
 pytestmark = pytest.mark.skipif(not has_pool_memory(), reason="needs memfd_create")

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from ckpt.errors import ConfigurationError
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.storage import growing
-from ckpt.storage.growing import ALIGNED, Buffers
-from ckpt.storage.outlet import DIRECT_BYTES, FileSink
+from ckpt.storage import direct_io
+from ckpt.storage.direct_io import ALIGNED, Buffers
+from ckpt.storage.file_sink import DIRECT_BYTES, FileSink
 
 pytestmark = pytest.mark.usefixtures("collected")
 
@@ -134,7 +134,7 @@ def test_a_file_system_that_refuses_direct_writes_gets_others_and_rank_0_says_so
 
     monkeypatch.setattr(CheckpointFolder if call == "open" else os, call, refuse)
     if call == "pwrite":
-        monkeypatch.setattr(growing, "O_DIRECT", 0)  # so that it is taken on a file system of any kind
+        monkeypatch.setattr(direct_io, "O_DIRECT", 0)  # so that it is taken on a file system of any kind
     buffers = Buffers(buffer_mib=4, direct_io=True)
     buffers.direct_io = True
     with caplog.at_level(logging.WARNING, logger="ckpt"):

@@ -29,11 +29,11 @@ from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.load.strategy import ReadRequest, StoredPart
-from ckpt.load.two_stage.courier import Hosts, SpreadWorker
-from ckpt.load.two_stage.ends import RankEndpoints
+from ckpt.load.two_stage.endpoints import RankEndpoints
 from ckpt.load.two_stage.host import DONE, READY, HostLink
-from ckpt.load.two_stage.parcels import PIECE_ALIGNMENT, plan_spread
 from ckpt.load.two_stage.slots import Slots
+from ckpt.load.two_stage.spread_blocks import PIECE_ALIGNMENT, plan_spread
+from ckpt.load.two_stage.spread_worker import Hosts, SpreadWorker
 from ckpt.load.two_stage.two_stage import MAX_SLOTS, TwoStageReading
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology

@@ -23,8 +23,8 @@ from ckpt.errors import (
     rebuild,
 )
 from ckpt.format.box import whole
-from ckpt.format.collector import gc_paused
 from ckpt.format.dtypes import torch_dtype
+from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import ArrayEntry
 from ckpt.format.names import PLAIN_NAME
 from ckpt.format.strict_json import corrupt

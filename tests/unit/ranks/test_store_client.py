@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ckpt.ranks import stores
 from ckpt.ranks.addresses import LOOPBACK
-from ckpt.ranks.mailbox import StoreClient
+from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError, connection, reach, serve
 from tests.frozen import Frozen
 

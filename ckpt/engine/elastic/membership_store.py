@@ -20,7 +20,7 @@ from ckpt.engine.elastic.membership import Call, Epoch, News
 from ckpt.engine.joined import TOPOLOGY
 from ckpt.errors import RankAbsentError
 from ckpt.ranks.heartbeat import Beat, FailureDetector, Heartbeat, PhaseIndex, beat_key
-from ckpt.ranks.mailbox import StoreClient
+from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 
 READY, LEAVING = "ready", "leaving"

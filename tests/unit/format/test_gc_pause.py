@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpt import StateComponent
-from ckpt.format.collector import gc_paused
+from ckpt.format.gc_pause import gc_paused
 from ckpt.ranks.topology import Topology
 from tests.async_runs import Troubled, has_come, let_go, settings, until
 from tests.states import Held, coordinator

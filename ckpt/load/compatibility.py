@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ckpt.errors import MissingStateError, WorldSizeError, describe, rebuild
-from ckpt.load.matching import MISMATCHES, Match, SavedCopy, match
 from ckpt.load.report import ComponentReport, Status, some_of
 from ckpt.load.sources import CheckpointSource, Rows
+from ckpt.load.state_matching import MISMATCHES, Match, SavedCopy, match
 from ckpt.state.sharing import DECIDED_BY_OBJECT, StateComponent
 from ckpt.state.statefuls import Elastic
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.load.two_stage.courier import Hosts, SpreadWorker
-from ckpt.load.two_stage.parcels import ChunkRange, Spread, SpreadBlock
 from ckpt.load.two_stage.slots import Slots
+from ckpt.load.two_stage.spread_blocks import ChunkRange, Spread, SpreadBlock
+from ckpt.load.two_stage.spread_worker import Hosts, SpreadWorker
 from ckpt.ranks.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("collected")

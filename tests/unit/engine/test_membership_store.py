@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from ckpt.engine.elastic.board import MembershipStore
+from ckpt.engine.elastic.membership_store import MembershipStore
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.stores import serve
 

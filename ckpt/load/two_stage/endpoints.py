@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from ckpt.format.box import Box, chunk_box, num_chunks
-from ckpt.format.collector import gc_paused
 from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
+from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import ChunkExtent
 from ckpt.load.direct import bytes_of, read_chunk
 from ckpt.load.strategy import ReadRequest, Stored, StoredPart, by_chunk
-from ckpt.load.two_stage.parcels import ChunkKey, ChunkRange, Want
+from ckpt.load.two_stage.spread_blocks import ChunkKey, ChunkRange, Want
 from ckpt.memory.copies import Filling
 from ckpt.ranks.topology import Topology
 from ckpt.storage.extents import ALIGNMENT, ExtentReader, ReadAt, WantedBox, WantedBytes
 
 
 class RankEndpoints:
-    """What one rank wants, chunk by chunk, and how it gets it from storage. See `ckpt.load.two_stage.courier.Endpoints`.
+    """What one rank wants, chunk by chunk, and how it gets it from storage. See `ckpt.load.two_stage.spread_worker.Endpoints`.
 
     Args:
         slab_bytes: memory for what this rank alone wants, where that cannot be read into tensors as it is.

@@ -28,8 +28,8 @@ import torch
 from ckpt.errors import RankLeftError, sentence
 from ckpt.load.two_stage.host import DONE, READY, HostLink
 from ckpt.load.two_stage.network import Transport
-from ckpt.load.two_stage.parcels import ChunkRange, Spread, SpreadBlock
 from ckpt.load.two_stage.slots import Slots
+from ckpt.load.two_stage.spread_blocks import ChunkRange, Spread, SpreadBlock
 from ckpt.memory.device import same_device
 from ckpt.ranks.topology import Topology
 

@@ -16,8 +16,8 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.names import is_inner_path
 from ckpt.format.records import Expected
+from ckpt.storage.direct_io import NEW, O_DIRECT, Buffers, Direct, Kept, NewFile, OpenFile, Paged, WriterThreads
 from ckpt.storage.files import FolderTree, make_durable, naming, write_all
-from ckpt.storage.growing import NEW, O_DIRECT, Buffers, Direct, Kept, NewFile, OpenFile, Paged, WriterThreads
 from ckpt.storage.pool import PooledSave, PoolFile
 
 DIRECT_BYTES = 1 << 20

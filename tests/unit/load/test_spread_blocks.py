@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.load.two_stage.parcels import PIECE_ALIGNMENT, ChunkRange, Spread, Want, plan_spread
+from ckpt.load.two_stage.spread_blocks import PIECE_ALIGNMENT, ChunkRange, Spread, Want, plan_spread
 
 UNIT = 16
 PARCEL_BYTES = 4 * PIECE_ALIGNMENT

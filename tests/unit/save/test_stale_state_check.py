@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt.save.sameness import StaleStateCheck
+from ckpt.save.stale_state_check import StaleStateCheck
 from ckpt.save.writing import WriteResult
 from ckpt.state.sharing import SharingPattern, StateComponent
 from ckpt.state.statefuls import ModelState, OptimizerState

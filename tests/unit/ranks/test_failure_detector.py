@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ckpt.ranks.addresses import machine
 from ckpt.ranks.heartbeat import Absence, Beat, FailureDetector, PhaseIndex, _born, beat_key
-from ckpt.ranks.mailbox import StoreClient
+from ckpt.ranks.store_client import StoreClient
 
 SAVE = "save of checkpoint-00000020"
 HERE = PhaseIndex(3, 1)
