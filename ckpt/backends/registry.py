@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 
 _STORES: dict[str, Callable[[], Backend]] = {}
 
+
+def _zarr() -> Backend:
+    from ckpt.backends.zarr import ZarrBackend
+
+    return ZarrBackend()
+
+
+def _tensorstore() -> Backend:
+    from ckpt.backends.tensorstore import TensorStoreBackend
+
+    return TensorStoreBackend()
+
+
+def _kimi_engine() -> Backend:
+    from ckpt.backends.kimi_engine import KimiEngineBackend
+
+    return KimiEngineBackend()
+
+
 BACKENDS: Mapping[str, Callable[[], Backend]] = {
-    "zarr": lambda: import_module("ckpt.backends.zarr").ZarrBackend(),
-    "tensorstore": lambda: import_module("ckpt.backends.tensorstore").TensorStoreBackend(),
-    "kimi-engine": lambda: import_module("ckpt.backends.kimi_engine").KimiEngineBackend(),
+    "zarr": _zarr,
+    "tensorstore": _tensorstore,
+    "kimi-engine": _kimi_engine,
 }
 """The backends of this package by the names that users know, each imported when it is made."""
 
