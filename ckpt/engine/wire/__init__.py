@@ -1,1 +1,9 @@
-"""ckpt/engine/wire"""
+"""How weights travel: cut into buckets, held in host memory, sent over groups of our own, and checked.
+
+Files, in the order in which data travels:
+
+    layout, delta           where each weight lies in the stream of buckets; which parts of a bucket have changed
+    pool                    host memory of both ends
+    group, ring, transfer, parts   process groups, and buckets on their way
+    transport               the same for two-stage loads
+"""
