@@ -26,13 +26,13 @@ from ckpt.errors import (
     CorruptCheckpointError,
     MissingStateError,
 )
-from ckpt.load.loading import Loader, committed_newest_first
-from ckpt.load.report import LoadReport, Status
-from ckpt.load.strategy import LoadingStrategy
+from ckpt.loading.loader import Loader, committed_newest_first
+from ckpt.loading.report import LoadReport, Status
+from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import sigterm_noted
 from ckpt.ranks.topology import Topology
-from ckpt.save.arguments import (
+from ckpt.saving.arguments import (
     as_backend,
     as_checkpoint_id,
     as_components,
@@ -48,12 +48,12 @@ from ckpt.save.arguments import (
     check_seconds,
     check_text,
 )
-from ckpt.save.background.background import Background
-from ckpt.save.host_cache import host_cache_of
-from ckpt.save.publishing import Publisher, WeightSender
-from ckpt.save.save_settings import SaveSettings
-from ckpt.save.saving import Saver, SaveReport, SaveTarget
-from ckpt.save.writing import PACKED_BYTES
+from ckpt.saving.background.background import Background
+from ckpt.saving.host_cache import host_cache_of
+from ckpt.saving.publishing import Publisher, WeightSender
+from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.saver import Saver, SaveReport, SaveTarget
+from ckpt.saving.writing import PACKED_BYTES
 from ckpt.state.doctor import Diagnosis
 from ckpt.state.overlap import Optimizers
 from ckpt.state.provider import Provider, components_of, groups_of
@@ -90,7 +90,7 @@ class CheckpointCoordinator:
             load of one of them, by its path, only the newer ones go, at once: they are renamed `.abandoned-<id>-<nonce>`.
         shared_root: several runs may save into the root at a time. Otherwise the first save claims it, until the coordinator is closed
             or its process ends, and another run's save is refused.
-        allow_pickle: a checkpoint without a manifest, named by its path, is read from its pickled files (ckpt/load/legacy.py): tensors
+        allow_pickle: a checkpoint without a manifest, named by its path, is read from its pickled files (ckpt/loading/legacy.py): tensors
             and plain values, and nothing else.
         pattern_check: what the first save of several ranks does about a sharing pattern that is not the true one, as far as one hash
             over all state can tell: "warn" refuses one that would lose state and tells of one that is wasteful or suspicious,

@@ -24,7 +24,7 @@ from ckpt.catalog.ledger import ROOT_OWNER, Ledger
 from ckpt.errors import CheckpointError
 from ckpt.format.records import ArraySpec
 from ckpt.ranks.topology import Topology
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from tests.pace import patience
 from tests.states import Held, backend_named, coordinator
 from tests.values import same_values

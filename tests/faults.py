@@ -31,8 +31,8 @@ from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.catalog.ledger import ROOT_OWNER
 from ckpt.errors import CheckpointError
-from ckpt.load.direct import DirectLoad
-from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.topology import Phase, Topology
 from tests.distributed.test_elastic import Queue
@@ -211,7 +211,7 @@ def run_jobs(topology: Topology, root: Path, jobs: Sequence[Callable[[Job], _T]]
 
 
 class ThroughStore:
-    """Carries parcels between ranks that are threads, and so have no process group. See `ckpt.load.two_stage.network.Transport`."""
+    """Carries parcels between ranks that are threads, and so have no process group. See `ckpt.loading.two_stage.network.Transport`."""
 
     def __init__(self, topology: Topology) -> None:
         self._rank = topology.rank

@@ -18,7 +18,7 @@ import torch
 
 from ckpt.errors import MissingStateError, StorageError
 from ckpt.format.dtypes import raw_bytes
-from ckpt.save.writing import Staged, WriteResult
+from ckpt.saving.writing import Staged, WriteResult
 
 
 @dataclass

@@ -14,8 +14,8 @@ from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.format.dtypes import raw_bytes
-from ckpt.load.direct import DirectLoad
-from ckpt.load.strategy import LoadingStrategy
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 

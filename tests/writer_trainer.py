@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from ckpt.memory.shared_memory import segment_of, shared_memory
-from ckpt.save.background.writer_process import WriterProcess
-from ckpt.save.writing import Staged
+from ckpt.saving.background.writer_process import WriterProcess
+from ckpt.saving.writing import Staged
 from tests.stand_in_shares import NoBackend, StandIn
 
 

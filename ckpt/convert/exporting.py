@@ -36,9 +36,9 @@ from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
 from ckpt.format.manifest import SHARDED, CheckpointManifest
 from ckpt.format.records import Content
 from ckpt.format.stored import read_manifest
-from ckpt.load.direct import DirectLoad
-from ckpt.load.report import some_of
-from ckpt.load.strategy import ReadRequest, Stored, StoredCheckpoint
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.report import some_of
+from ckpt.loading.strategy import ReadRequest, Stored, StoredCheckpoint
 from ckpt.memory.device import Device
 from ckpt.memory.memory import Scratch
 from ckpt.ranks.topology import Topology

@@ -44,11 +44,11 @@ from ckpt.format.metadata import CheckpointingConfig, maybe_load_config, save_co
 from ckpt.format.names import PLAIN_NAME, is_inner_path
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, stored_shape
 from ckpt.format.stored import read_index, read_listed_file, read_manifest, read_plain_file
-from ckpt.load.strategy import StoredCheckpoint
+from ckpt.loading.strategy import StoredCheckpoint
 from ckpt.memory.memory import Scratch
 from ckpt.planning.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan
 from ckpt.ranks.topology import Topology
-from ckpt.save.writing import Item, Pack, RankWritePlan, Staged, WriteResult, folders_of, joined_checksum
+from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, WriteResult, folders_of, joined_checksum
 from ckpt.state.sharing import StateComponent
 from ckpt.storage.extents import ExtentReader, WantedBox
 from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, write_all

@@ -56,7 +56,7 @@ from ckpt.format.metadata import CheckpointingConfig, maybe_load_config, save_co
 from ckpt.format.names import local_path
 from ckpt.ranks.job import current_topology, use_topology
 from ckpt.ranks.topology import Topology
-from ckpt.save.background.async_utils import AsyncRequest
+from ckpt.saving.background.async_utils import AsyncRequest
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def save(
         validate_access_integrity: make sure that every shard, and every object, has exactly one main replica, and warn where the
             ranks' common states differ.
         async_sharded_save: copy the tensors, and return the rest of the save as a request for the caller to schedule
-            (`ckpt.save.background.async_utils`). metadata.json is written by its last finalizer.
+            (`ckpt.saving.background.async_utils`). metadata.json is written by its last finalizer.
         preprocess_common_before_consistancy_check: returns what of the common state should be equal on all ranks; must not
             change it.
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
 from ckpt import CheckpointCoordinator
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from recipes.benchmark.async_keys import DCP, OURS, Way
 from recipes.benchmark.peers import Dcp
 from recipes.benchmark.workloads import Workload

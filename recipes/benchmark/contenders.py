@@ -15,7 +15,7 @@ from ckpt.backends.base import Backend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import ConfigurationError
-from ckpt.load.strategy import LoadingStrategy
+from ckpt.loading.strategy import LoadingStrategy
 from recipes.benchmark.contender import Contender
 from recipes.benchmark.keys import EXTRA, ours
 from recipes.benchmark.limits import Broadcast, Memcpy, Raw, RawDirect, takes_direct_writes
@@ -41,8 +41,8 @@ _OTHERS: dict[str, Callable[[Workload], Contender]] = {
     "broadcast": Broadcast,
 }
 _STRATEGIES = {
-    "direct": "ckpt.load.direct.DirectLoad",
-    "two-stage": "ckpt.load.two_stage.two_stage.TwoStageLoad",
+    "direct": "ckpt.loading.direct.DirectLoad",
+    "two-stage": "ckpt.loading.two_stage.two_stage.TwoStageLoad",
 }
 _ON_HOST = ("raw", "raw-direct", "memcpy")
 _OF_SAFETENSORS = ("safetensors", "kimi-engine")

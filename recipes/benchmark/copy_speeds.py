@@ -22,7 +22,7 @@ from ckpt.format.records import ChunkExtent
 from ckpt.memory.copies import Filling, Halves, Staging
 from ckpt.memory.device import Device, pinned
 from ckpt.ranks.topology import Topology
-from ckpt.save.writing import PACKED_BYTES
+from ckpt.saving.writing import PACKED_BYTES
 from ckpt.storage.extents import SLAB_BYTES, WantedBox, WantedBytes
 from recipes.benchmark.benchmarking import require_counts, typed_keys
 from recipes.benchmark.comparison import print_table

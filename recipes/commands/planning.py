@@ -18,8 +18,8 @@ from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.names import local_path
 from ckpt.format.stored import read_manifest
-from ckpt.load.forecast import Forecast, LoadPreview, Rank, forecast
-from ckpt.load.report import Misfits, Status
+from ckpt.loading.forecast import Forecast, LoadPreview, Rank, forecast
+from ckpt.loading.report import Misfits, Status
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern, default_elastic
 from ckpt.state.statefuls import RNGState, as_stateful

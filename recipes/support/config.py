@@ -24,8 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.names import local_path
-from ckpt.save.host_cache import memories_of
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.host_cache import memories_of
+from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.pattern_check import check_choice
 from ckpt.state.sharing import check_component
 from ckpt.storage.pool import Memories

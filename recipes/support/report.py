@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ckpt.errors import CorruptCheckpointError, StorageError, sentence
-from ckpt.load.loading import LoadReport
-from ckpt.save.saving import SaveReport
+from ckpt.loading.loader import LoadReport
+from ckpt.saving.saver import SaveReport
 from recipes.support.config import GIVEN, by_dotted_key, values_of
 
 SUMMARY_NAME = "summary.json"

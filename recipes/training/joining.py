@@ -21,8 +21,8 @@ from ckpt.engine.elastic.late import load_from_checkpoint, load_from_peers
 from ckpt.engine.elastic.membership import News, Rendezvous
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
-from ckpt.load.direct import DirectLoad
-from ckpt.load.loading import Loader, committed_newest_first
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.loader import Loader, committed_newest_first
 from ckpt.memory.device import Device
 from ckpt.ranks.addresses import address_towards
 from ckpt.ranks.topology import Topology

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.errors import ConfigurationError
-from ckpt.load.loading import LoadReport
-from ckpt.load.report import Status
+from ckpt.loading.loader import LoadReport
+from ckpt.loading.report import Status
 from recipes.support.config import GIVEN, values_of
 
 CHANGEABLE = ("lr", "weight_decay", "betas", "eps")

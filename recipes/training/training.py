@@ -21,7 +21,7 @@ from ckpt.errors import (
     StorageError,
     sentence,
 )
-from ckpt.load.loading import LoadReport, require_checkpoint
+from ckpt.loading.loader import LoadReport, require_checkpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology

@@ -28,13 +28,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError
-from ckpt.load.direct import DirectLoad
-from ckpt.load.strategy import LoadingStrategy
-from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.strategy import LoadingStrategy
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.addresses import LOOPBACK
 from ckpt.ranks.stores import serve
 from ckpt.ranks.topology import Topology
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from tests.adversarial import held_state, shim
 from tests.adversarial.driver import Case, Child, Ended, Outcome, in_child
 from tests.adversarial.shim import Action, Kind, Orders, named

@@ -21,7 +21,7 @@ from random import Random
 from ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from tests.adversarial import held_state
 from tests.adversarial.driver import Case, Outcome, in_child
 

@@ -15,7 +15,7 @@ from ckpt.catalog.ledger import Committed, Ledger
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CheckpointError
 from ckpt.format.dtypes import raw_bytes
-from ckpt.load.report import LoadReport
+from ckpt.loading.report import LoadReport
 from ckpt.ranks.topology import Topology
 from tests.states import Held, coordinator, random_bits
 

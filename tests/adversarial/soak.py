@@ -27,7 +27,7 @@ import psutil
 
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.ranks.topology import Topology
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from tests.adversarial import held_state
 from tests.e2e.processes import left_after, mark, marked
 from tests.e2e.runs import BACKENDS, Command, committed, root_of, start, summary_of

@@ -10,7 +10,7 @@ import torch
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
-from ckpt.save.writing import PACKED_BYTES
+from ckpt.saving.writing import PACKED_BYTES
 from recipes.benchmark import copy_speeds
 from recipes.benchmark.copy_speeds import benchmark, check_benchmark
 from tests.conf.configs import config

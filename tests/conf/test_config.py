@@ -128,7 +128,7 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path: Path, override: str, expec
             "+device.index=2",
             "device.index: ckpt.memory.device.Device takes no index; it takes type, collectives, plugin",
         ),
-        ("+strategy.group=dp", "strategy.group: ckpt.load.direct.DirectLoad takes no group; it takes "),
+        ("+strategy.group=dp", "strategy.group: ckpt.loading.direct.DirectLoad takes no group; it takes "),
         (
             "+coordinator.vrify=true",
             "coordinator.vrify: ckpt.coordinator.CheckpointCoordinator takes no vrify; it takes ",

@@ -15,7 +15,7 @@ from ckpt import StateComponent
 from ckpt.errors import CheckpointNotFoundError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.ranks.topology import Topology
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from recipes.commands import reading
 from recipes.commands.reading import committed_below
 from tests.states import Held, coordinator

@@ -10,8 +10,8 @@ import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.load.direct import DirectLoad
-from ckpt.load.strategy import LoadingStrategy
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.strategy import LoadingStrategy
 from ckpt.ranks.topology import Topology
 from tests.device.devices import made
 from tests.device.memory import Kind, require_same, state_of, values_of

@@ -15,7 +15,7 @@ import torch
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.errors import StateChangedError
-from ckpt.load.direct import DirectLoad
+from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from ckpt.state.statefuls import ModelState, OptimizerState
 from tests.async_runs import SETTINGS, WRITERS, Troubled, error_of, let_go, settings

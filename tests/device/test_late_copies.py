@@ -27,12 +27,12 @@ from ckpt.dist_checkpointing.strategies.tensorstore import (
 )
 from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from ckpt.errors import CorruptCheckpointError, ReplicationError
-from ckpt.load.direct import DirectLoad
-from ckpt.load.strategy import LoadingStrategy
-from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.strategy import LoadingStrategy
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.job import use_topology
 from ckpt.ranks.topology import Topology
-from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
+from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.state.digest import state_digest
 from tests.covering import covering
 from tests.device.devices import ADVERSARY, CUDA, NPU, why_too_many

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import DeviceMemoryError
-from ckpt.load.direct import DirectLoad
-from ckpt.load.strategy import LoadingStrategy
-from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.strategy import LoadingStrategy
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY
 from tests.device.memory import AWKWARD, Filled, Heard, Memory, values_of

@@ -8,9 +8,9 @@ import pytest
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.kimi_engine import KimiEngineBackend
-from ckpt.load.direct import DirectLoad
+from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from tests.device.devices import ADVERSARY, CUDA, NPU, made
 from tests.device.memory import AWKWARD, Memory, require_same, values_of
 from tests.device.saves import require_saved, torch_device

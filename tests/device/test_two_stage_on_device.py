@@ -14,9 +14,9 @@ import ckpt.memory.device
 from ckpt import ShardedTensor
 from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from ckpt.errors import ConfigurationError
-from ckpt.load.two_stage.slots import DeviceSlots
-from ckpt.load.two_stage.spread_worker import SpreadWorker
-from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.loading.two_stage.slots import DeviceSlots
+from ckpt.loading.two_stage.spread_worker import SpreadWorker
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
 from tests.device.devices import ADVERSARY
 from tests.device.memory import AWKWARD, Memory, values_of

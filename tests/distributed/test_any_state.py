@@ -22,7 +22,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import ckpt.save.planner
+import ckpt.saving.planner
 from ckpt import ShardedTensor, StateComponent
 from ckpt.errors import ReplicationError, ShardingError
 from ckpt.format.box import Box, num_chunks, whole
@@ -381,7 +381,7 @@ def _survives(example: Example) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        with patch.object(ckpt.save.planner, "plan_save", lowered):
+        with patch.object(ckpt.saving.planner, "plan_save", lowered):
             run_threads(example.saved_by, _save, root, example, agree_s=30.0, nodes=example.nodes)
         _require_well_stored(root / "checkpoint-1", example)
         nodes = example.nodes if example.loaded_by == example.saved_by else None
@@ -468,7 +468,9 @@ def _load_gpt(topology: Topology, root: Path, case: MadeUp) -> None:
 def test_a_gpt_moves_from_tensor_and_pipeline_parallel_ranks_with_a_sharded_optimizer_to_others(tmp_path: Path) -> None:
     saved = MadeUp(tp=2, pp=2, dp=2, layers=4, width=40, vocab=70, shard_optimizer=True)
     loaded = replace(saved, tp=1, pp=3, dp=1, shard_optimizer=False)
-    with patch.object(ckpt.save.planner, "plan_save", partial(plan_save, pack_below_bytes=4000, chunk_min_bytes=2000)):
+    with patch.object(
+        ckpt.saving.planner, "plan_save", partial(plan_save, pack_below_bytes=4000, chunk_min_bytes=2000)
+    ):
         run_threads(saved.world_size, _save_gpt, tmp_path, saved, agree_s=30.0)
     run_threads(loaded.world_size, _load_gpt, tmp_path, loaded, agree_s=30.0)
     manifest = read_manifest(tmp_path / "checkpoint-1")

@@ -26,8 +26,8 @@ from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CheckpointError, RankAbsentError, StorageError
 from ckpt.ranks.topology import Topology
-from ckpt.save.background import background
-from ckpt.save.saving import SaveReport
+from ckpt.saving.background import background
+from ckpt.saving.saver import SaveReport
 from tests.async_runs import (
     PATIENCE_S,
     SHAPE,

@@ -11,9 +11,9 @@ import torch
 from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.load.direct import DirectLoad
+from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from recipes.benchmark.measuring import PeakMemory
 from tests.async_runs import Troubled, committed, deadline, has_come, let_go, settings, until
 from tests.ranks import run_ranks

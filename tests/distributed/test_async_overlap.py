@@ -24,7 +24,7 @@ from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import StateChangedError, StorageError
 from ckpt.ranks.topology import Topology
-from ckpt.save.background.snapshot import Snapshot
+from ckpt.saving.background.snapshot import Snapshot
 from ckpt.state.statefuls import ModelState, OptimizerState
 from tests.async_runs import (
     PATIENCE_S,

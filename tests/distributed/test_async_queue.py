@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ckpt.errors import CheckpointError, RankAbsentError, StorageError
 from ckpt.ranks.job import current_topology, use_topology
 from ckpt.ranks.topology import Topology
-from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
+from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 from tests.ranks import Dead, run_ranks
 
 SAVE = "save of checkpoint-20"

@@ -41,7 +41,7 @@ from ckpt.errors import (
     MissingStateError,
 )
 from ckpt.format.stored import read_manifest
-from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
+from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 from tests.cuts import CUTS
 from tests.ranks import Topology, run_ranks
 from tests.sharded_saves import (

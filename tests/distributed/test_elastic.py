@@ -11,7 +11,7 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, MissingStateError, WorldSizeError
-from ckpt.load.report import Status
+from ckpt.loading.report import Status
 from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks, run_threads
 from tests.states import Held, coordinator, global_index, same_bits

@@ -16,7 +16,7 @@ from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.engine.wire.transport import EngineTransport
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator, cpu, random_bits, same_bits

@@ -14,8 +14,8 @@ import torch
 
 from ckpt import ShardedTensor, StateComponent
 from ckpt.errors import CheckpointError
-from ckpt.load.forecast import Forecast, Rank, forecast
-from ckpt.load.report import Status
+from ckpt.loading.forecast import Forecast, Rank, forecast
+from ckpt.loading.report import Status
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern, elastic_choices
 from tests.ranks import run_threads

@@ -21,7 +21,7 @@ from ckpt.catalog.verify import verify_checkpoint
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.topology import Topology
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from tests import plain_safetensors
 from tests.incremental_saves import bytes_on_disk
 from tests.ranks import run_ranks

@@ -19,11 +19,11 @@ from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
-from ckpt.load.direct import DirectLoad
-from ckpt.load.strategy import LoadingStrategy
-from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.strategy import LoadingStrategy
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from ckpt.storage.pool import PoolFile
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator, random_bits, same_bits

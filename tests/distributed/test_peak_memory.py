@@ -13,7 +13,7 @@ from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.load.direct import DirectLoad
+from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.measuring import PeakMemory
 from tests.ranks import run_ranks

@@ -21,7 +21,7 @@ from ckpt.engine import WholeWeights
 from ckpt.engine.base import NamedTensor
 from ckpt.errors import CorruptCheckpointError, MissingStateError, RankAbsentError, StorageError
 from ckpt.ranks.topology import Topology
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.statefuls import ModelState
 from tests.engines import MixedModel, joined, live_model, put, receive, require_holds
 from tests.ranks import run_ranks

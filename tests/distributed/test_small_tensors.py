@@ -15,7 +15,7 @@ import torch
 
 from ckpt import StateComponent
 from ckpt.ranks.topology import Phase, Topology
-from ckpt.save import planner
+from ckpt.saving import planner
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator
 

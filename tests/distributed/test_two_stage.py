@@ -19,12 +19,12 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.format.manifest import CheckpointManifest, Index
 from ckpt.format.stored import read_index, read_manifest
-from ckpt.load.report import Status
-from ckpt.load.two_stage import two_stage
-from ckpt.load.two_stage.endpoints import RankEndpoints
-from ckpt.load.two_stage.host import HostLink
-from ckpt.load.two_stage.spread_blocks import ChunkRange
-from ckpt.load.two_stage.two_stage import MAX_SLOTS, TwoStageLoad
+from ckpt.loading.report import Status
+from ckpt.loading.two_stage import two_stage
+from ckpt.loading.two_stage.endpoints import RankEndpoints
+from ckpt.loading.two_stage.host import HostLink
+from ckpt.loading.two_stage.spread_blocks import ChunkRange
+from ckpt.loading.two_stage.two_stage import MAX_SLOTS, TwoStageLoad
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.measuring import PeakMemory

@@ -22,7 +22,7 @@ from ckpt.dist_checkpointing.strategies.two_stage import (
     sharded_tensor_chunk_id,
 )
 from ckpt.errors import ConfigurationError, MissingStateError
-from ckpt.load.two_stage.timing import timed, timers
+from ckpt.loading.two_stage.timing import timed, timers
 from ckpt.ranks.job import use_topology
 from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks

@@ -24,9 +24,9 @@ from ckpt.dist_checkpointing.strategies.tensorstore import (
 )
 from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from ckpt.errors import CheckpointError, DeviceMemoryError
-from ckpt.load.direct import DirectLoad
-from ckpt.load.strategy import LoadingStrategy
-from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.strategy import LoadingStrategy
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.memory.device import Device, SideStream, device_memory, pinned, wait_for, wait_for_accelerator
 from ckpt.ranks.topology import Topology
 from ckpt.state.digest import state_digest

@@ -29,12 +29,12 @@ from ckpt.memory.device import Device, device_of
 from ckpt.planning.plan import PACK_BELOW_BYTES
 from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Topology, first_difference
-from ckpt.save.background.snapshot import Snapshot, arena_bytes
-from ckpt.save.gathering import ByteSource, LiveTensors
-from ckpt.save.manifest_writer import ManifestWriter
-from ckpt.save.planner import agreed_plan
-from ckpt.save.saving import require_reachable
-from ckpt.save.writing import RankWritePlan, WriteResult, plain_files
+from ckpt.saving.background.snapshot import Snapshot, arena_bytes
+from ckpt.saving.gathering import ByteSource, LiveTensors
+from ckpt.saving.manifest_writer import ManifestWriter
+from ckpt.saving.planner import agreed_plan
+from ckpt.saving.saver import require_reachable
+from ckpt.saving.writing import RankWritePlan, WriteResult, plain_files
 from ckpt.state.collect import RankState, collect, settle_plain
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent

@@ -26,9 +26,9 @@ from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.names import PLAIN_NAME
 from ckpt.format.stored import read_manifest, read_manifest_bytes
 from ckpt.format.strict_json import corrupt
-from ckpt.load.direct import DirectLoad
-from ckpt.load.sources import CommittedSource
-from ckpt.load.strategy import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.sources import CommittedSource
+from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
 from ckpt.memory.device import device_of, wait_for_all
 from ckpt.memory.memory import HostMemory
 from ckpt.ranks.topology import Topology

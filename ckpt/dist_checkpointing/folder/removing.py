@@ -29,7 +29,7 @@ from ckpt.format.manifest import (
 from ckpt.format.records import FileRecord
 from ckpt.format.stored import read_index, read_listed_file, read_manifest, rest_digest
 from ckpt.ranks.topology import Topology
-from ckpt.save.writing import checksums_of, joined_checksum
+from ckpt.saving.writing import checksums_of, joined_checksum
 
 _HEAD = f"{DATABASE}/manifest.ocdbt"
 _LOCK = ".__lock"

@@ -10,13 +10,13 @@ from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
 from ckpt.format.box import Box
 from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
-from ckpt.load.strategy import ReadRequest, StoredPart
+from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
 from ckpt.storage.extents import WantedBox
 
 
 class MegatronChunks:
-    """See `ckpt.load.strategy.Stored`. Chunks have no digests; one that is missing or cut off is found."""
+    """See `ckpt.loading.strategy.Stored`. Chunks have no digests; one that is missing or cut off is found."""
 
     has_digests = False
     held = NOTHING_HELD
@@ -39,5 +39,5 @@ class MegatronChunks:
             yield StoredPart(chunk, part, spec, "megatron", wanted)
 
     def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
-        """See `ckpt.load.strategy.Stored.decode`."""
+        """See `ckpt.loading.strategy.Stored.decode`."""
         self._arrays.read(stored.array.path, box, out)

@@ -18,7 +18,7 @@ from ckpt.dist_checkpointing.dict_utils import Path, path_name
 from ckpt.dist_checkpointing.mapping import CommonStateDict, StateDict
 from ckpt.dist_checkpointing.state.integrity import named_ranks
 from ckpt.format.manifest import digest_of
-from ckpt.load.report import some_of
+from ckpt.loading.report import some_of
 from ckpt.ranks.job import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.replication import fingerprints

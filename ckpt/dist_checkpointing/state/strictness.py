@@ -15,7 +15,7 @@ from ckpt.dist_checkpointing.mapping import ShardedBase, ShardedStateDict
 from ckpt.dist_checkpointing.state.global_metadata import GlobalMetadata, LocalMetadata
 from ckpt.dist_checkpointing.state.integrity import check_sharding, named_ranks
 from ckpt.errors import ConfigurationError, MissingStateError
-from ckpt.load.report import some_of
+from ckpt.loading.report import some_of
 from ckpt.ranks.job import current_topology
 
 CkptShardedMetadata = Mapping[str, ShardedBase]

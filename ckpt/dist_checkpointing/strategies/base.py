@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, overload
 
 from ckpt.errors import ConfigurationError
-from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
+from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 
 if TYPE_CHECKING:
     from ckpt.dist_checkpointing.mapping import ShardedStateDict, StateDict

@@ -17,14 +17,14 @@ from ckpt.dist_checkpointing.folder.loading import Library, load_tensors, open_t
 from ckpt.dist_checkpointing.folder.removing import remove_tensors
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
-from ckpt.load.direct import DirectLoad
-from ckpt.load.strategy import LoadingStrategy
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.arena import Arena
 from ckpt.memory.device import device_of
 from ckpt.memory.memory import staging_memory
 from ckpt.ranks.job import current_topology
 from ckpt.ranks.topology import Topology
-from ckpt.save.background.async_utils import AsyncRequest
+from ckpt.saving.background.async_utils import AsyncRequest
 from ckpt.state.sharded_tensor import ShardedTensor
 
 _log = logging.getLogger("ckpt")

@@ -1,4 +1,4 @@
-"""The first reference's two-stage strategy, under its name, on our engine (ckpt/load/two_stage/two_stage.py)."""
+"""The first reference's two-stage strategy, under its name, on our engine (ckpt/loading/two_stage/two_stage.py)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from ckpt.dist_checkpointing.folder.loading import load_tensors
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
-from ckpt.load.direct import DirectLoad
-from ckpt.load.strategy import LoadingStrategy
-from ckpt.load.two_stage.network import TorchTransport, make_groups
-from ckpt.load.two_stage.timing import Timers, summarize, timed, timers
-from ckpt.load.two_stage.two_stage import TwoStageLoad
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.strategy import LoadingStrategy
+from ckpt.loading.two_stage.network import TorchTransport, make_groups
+from ckpt.loading.two_stage.timing import Timers, summarize, timed, timers
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.job import current_topology
 from ckpt.ranks.topology import Topology, group_of
 from ckpt.state.sharded_tensor import ShardedTensor
@@ -112,7 +112,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
     def deduplicate_chunks(self, ten_metas: Sequence[ShardedTensorMetadata]) -> list[ShardedTensorMetadata]:
         """Of the shards that lie in one chunk keep that of the lowest rank of the group, in the order of the chunks' names.
 
-        The load itself lets every rank read as many bytes as the others (`ckpt.load.two_stage.spread_blocks`).
+        The load itself lets every rank read as many bytes as the others (`ckpt.loading.two_stage.spread_blocks`).
         """
         of_chunk: dict[tuple[str, tuple[int, ...]], ShardedTensorMetadata] = {}
         for meta in sorted(ten_metas, key=lambda meta: meta.dist_group_rank):

@@ -13,7 +13,7 @@ from ckpt.memory.device import Device
 
 
 class EngineTransport:
-    """One rank's end. See `ckpt.load.two_stage.network.Transport`; it may be used by one thread after another, for many loads.
+    """One rank's end. See `ckpt.loading.two_stage.network.Transport`; it may be used by one thread after another, for many loads.
 
     The ranks that take part in a parcel have a group, which they make when the first of its kind comes.
 

@@ -30,7 +30,7 @@ from ckpt.errors import (
 from ckpt.format.manifest import MANIFEST_NAME, digest_of
 from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
-from ckpt.save import manifest_writer
+from ckpt.saving import manifest_writer
 from tests.ranks import run_ranks
 from tests.states import Held, coordinator
 

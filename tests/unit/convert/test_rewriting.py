@@ -35,7 +35,7 @@ from ckpt.format.records import CLIPPED_STORES
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.job import use_topology
 from ckpt.ranks.topology import Topology
-from ckpt.save.save_settings import SaveSettings
+from ckpt.saving.save_settings import SaveSettings
 from ckpt.state.digest import state_digest
 from ckpt.storage.extents import ExtentReader
 from tests.crafts import edit_json

@@ -31,7 +31,7 @@ from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoa
 from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.dtypes import STORABLE
-from ckpt.save.background.async_utils import AsyncCallsQueue, AsyncRequest
+from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.state.sharded_tensor import ShardedTensor
 
 NOWHERE = Path("nowhere")

@@ -12,7 +12,7 @@ import torch
 from ckpt import CheckpointCoordinator, SharingPattern, StateComponent
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import ConfigurationError
-from ckpt.load.direct import DirectLoad
+from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from ckpt.state.provider import Provider, components_of, groups_of
 from ckpt.state.statefuls import OptimizerState, RNGState

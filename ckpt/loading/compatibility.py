@@ -1,0 +1,136 @@
+"""May a component be loaded here, and which of its saved copies? Decided before anything is read into it, one rank at a time.
+
+A load asks, and so does `recipes.plan` for ranks that do not exist yet: both get the answers of these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from ckpt.errors import MissingStateError, WorldSizeError, describe, rebuild
+from ckpt.loading.report import ComponentReport, Status, some_of
+from ckpt.loading.sources import CheckpointSource, Rows
+from ckpt.loading.state_matching import MISMATCHES, Match, SavedCopy, match
+from ckpt.state.sharing import DECIDED_BY_OBJECT, StateComponent
+from ckpt.state.statefuls import Elastic
+
+
+def fit(
+    source: CheckpointSource, component: StateComponent, *, strict: bool, damage: dict[str, Any] | None = None
+) -> Match:
+    """Compare a component with what was saved of it, for this rank. What the load may do without is noted in the match.
+
+    Args:
+        damage: `describe` of what is wrong with its files, if that is known.
+
+    Raises:
+        CheckpointError: it cannot be loaded, and this load does not do without it.
+    """
+    try:
+        if damage is not None:
+            raise rebuild(damage)
+        return _fit(source, component, strict)
+    except Exception as error:
+        if component.required and (strict or not isinstance(error, MISMATCHES)):
+            raise
+        return Match(component, rebuild(describe(error)))
+
+
+def prefixes_for_object(source: CheckpointSource, component: StateComponent) -> list[str]:
+    """The copies that an object gets to see when the ranks have changed."""
+    prefixes = source.prefixes(component)
+    return prefixes[:1] if component.elastic == "derive" else prefixes
+
+
+def copies_for_object(source: CheckpointSource, component: StateComponent, rows: Sequence[Rows]) -> list[SavedCopy]:
+    """Those copies, given the plain values of each."""
+    return [
+        SavedCopy.of(f"{component.key}/{prefix}", source.entries(component, prefix), of_copy)
+        for prefix, of_copy in zip(prefixes_for_object(source, component), rows, strict=True)
+    ]
+
+
+def goes_on(report: ComponentReport) -> bool:
+    """Whether the component is loaded, as far as has been decided."""
+    return report.status in (Status.RESTORED, Status.PARTLY)
+
+
+def require_something(reports: Mapping[str, ComponentReport]) -> None:
+    """A load that restored nothing at all, whatever it may do without, is no load."""
+    if reports and not any(goes_on(report) for report in reports.values()):
+        raise MissingStateError(
+            f"nothing could be restored: {'; '.join(map(str, reports.values()))}. Name a checkpoint that this run can go on from."
+        )
+
+
+def _fit(source: CheckpointSource, component: StateComponent, strict: bool) -> Match:
+    _require_present(source, component, strict)
+    decided_by_object = component.elastic in DECIDED_BY_OBJECT
+    if decided_by_object and not _belongs(source, component):
+        return Match(component, fits=False)
+    prefix = _prefix_of_copy(source, component)
+    if prefix is None:
+        return Match(component, WorldSizeError(f"rebuilt: {source.moved(component)}", component=component.key))
+    start = f"{component.key}/{prefix}"
+    saved = SavedCopy.of(start, source.entries(component, prefix), source.rows(component, prefix))
+    if decided_by_object and not cast(Elastic, component.stateful).fits(saved.nested_plain):
+        return Match(component, fits=False)
+    return match(component, saved, strict=strict)
+
+
+def _prefix_of_copy(source: CheckpointSource, component: StateComponent) -> str | None:
+    """Which saved copy this rank loads; None: none, for the ranks have changed, and the object keeps what it has built."""
+    try:
+        prefix = source.own_prefix(component)
+    except WorldSizeError as error:
+        if component.elastic == "rebuild":
+            return None
+        if component.elastic == "replica":
+            return _any_copy(source, component, error)
+        raise
+    if component.elastic not in ("rebuild", "refuse") or (moved := source.moved(component)) is None:
+        return prefix
+    if component.elastic == "rebuild":
+        return None
+    raise WorldSizeError(
+        f"component {component.key} has elastic=refuse: {moved}. Run on the ranks that saved it, "
+        f"declare component {component.key} with elastic=None, or leave component {component.key} out.",
+        component=component.key,
+    )
+
+
+def _any_copy(source: CheckpointSource, component: StateComponent, changed: WorldSizeError) -> str:
+    """The first of several copies that are all equal."""
+    differing = source.first_difference(component)
+    if differing is not None:
+        raise WorldSizeError(
+            f"component {component.key} has elastic=replica, which takes any copy where all are equal, but the saved ones differ in "
+            f"{differing}, and it was {source.moved(component)}. Run on the same ones, declare component {component.key} with "
+            f"elastic=repartition, derive or rebuild, or leave component {component.key} out.",
+            component=component.key,
+        ) from changed
+    return source.prefixes(component)[0]
+
+
+def _require_present(source: CheckpointSource, component: StateComponent, strict: bool) -> None:
+    if source.holds(component.key):
+        return
+    if not (component.required and strict):
+        raise MissingStateError("not in the checkpoint", component=component.key)
+    raise MissingStateError(
+        f"component {component.key} is not in the checkpoint, which has: {some_of(list(source.component_keys())) or 'none'}. "
+        f"Leave component {component.key} out, declare component {component.key} with required=False, or load with strict=False.",
+        component=component.key,
+    )
+
+
+def _belongs(source: CheckpointSource, component: StateComponent) -> bool:
+    """Whether the saved copies are those of the same ranks, nodes or groups, under the same pattern."""
+    if not source.same_pattern(component):
+        return False
+    try:
+        source.own_prefix(component)
+    except MISMATCHES:
+        return False
+    return True

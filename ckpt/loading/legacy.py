@@ -1,0 +1,271 @@
+"""Old checkpoints: a folder of `torch.save` files without a manifest, as the third reference wrote before it had one.
+
+| file | holds the state of |
+|---|---|
+| `<key>_state.pt` | all ranks (GLOBAL, REPLICATED) |
+| `<key>_state_rank_<r>.pt` | global rank r (PER_RANK) |
+| `<key>_state_group_<name>_grank_<g>_rank_<r>.pt` | that instance of group `name` which global rank r is in (PER_GROUP) |
+| `<key>_state_group_<name>_rank_<r>.pt` | the same |
+| `<key>_state_<name>_<n>.pt` | the n-th instance of group `name` |
+| `<key>_state_node_<n>_rank_<r>.pt`, `<key>_state_node_<n>.pt` | the n-th node (PER_NODE) |
+
+They are pickles, so they are read only where that is asked for (`allow_pickle`), and by torch's reader that builds tensors
+and plain values and refuses everything else. They hold no digests: damage shows only where it makes a file unreadable.
+Model weights that were saved in another form, such as safetensors, are not read here: leave the model out, or convert it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt.errors import CheckpointNotFoundError, MissingStateError, WorldSizeError
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.dtypes import raw_bytes, zarr_name
+from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry
+from ckpt.format.unpickling import unpickle_state_dict
+from ckpt.loading.sources import Rows, require_same_kind
+from ckpt.loading.strategy import ReadRequest, ReadStats
+from ckpt.ranks.topology import Topology
+from ckpt.state.flatten import Leaves, flatten, path_to_json, to_json
+from ckpt.state.sharing import OWN_COPIES, SharingPattern, StateComponent, find_aliases, holders_of
+
+_FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_[A-Za-z0-9_.-]+)?\.pt")
+_KINDS = {
+    SharingPattern.GLOBAL: (r"",),
+    SharingPattern.PER_RANK: (r"_rank_(?P<n>\d+)",),
+    SharingPattern.PER_NODE: (r"_node_(?P<n>\d+)(?:_rank_\d+)?",),
+    SharingPattern.PER_GROUP: (
+        r"_group_(?P<name>.+?)(?:_grank_\d+)?_rank_(?P<leader>\d+)",
+        r"_(?P<name>.+)_(?P<n>\d+)",
+    ),
+}
+"""What stands between `_state` and `.pt`; the first pattern that fits counts."""
+_LEADER = "leader-"
+
+
+def old_files(folder: Path) -> list[str]:
+    """The files of an old checkpoint in a folder; [] if it is none. A folder with a manifest is never an old one."""
+    if (folder / MANIFEST_NAME).exists() or not folder.is_dir():
+        return []
+    return sorted(name for name in os.listdir(folder) if _FILE.fullmatch(name))
+
+
+def not_allowed(folder: Path, files: Sequence[str]) -> CheckpointNotFoundError:
+    """What to raise for an old checkpoint where nobody has said that pickles may be read."""
+    return CheckpointNotFoundError(
+        f"{folder} has no {MANIFEST_NAME}; it looks like an old checkpoint of pickled files ({files[0]}, ...). To read tensors and "
+        "plain values from them, and nothing else, load with allow_pickle=True."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """See `ckpt.loading.strategy.Reading`."""
+
+    source: OldSource
+    requests: Sequence[ReadRequest]
+
+    def run(self) -> ReadStats:
+        return self.source.fill(self.requests)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class OldSource:
+    """A folder of pickled files, open for reading by one rank; answers what `ckpt.loading.sources.CheckpointSource` asks.
+
+    Args:
+        files: `old_files` of the folder, as the lead sees it.
+    """
+
+    run_id: str | None = None
+    config_text = ""
+
+    def __init__(self, folder: Path, files: Sequence[str], topology: Topology) -> None:
+        self.checkpoint_id = folder.name.removeprefix("checkpoint-")
+        self._folder = folder
+        self._files = files
+        self._topology = topology
+        self._copies: dict[str, tuple[SharingPattern, dict[str, str]]] = {}
+        self._leaves: dict[tuple[str, str], Leaves] = {}
+
+    def holds(self, key: str) -> bool:
+        return any(_read_name(name, key) is not None for name in self._files)
+
+    def component_keys(self) -> Collection[str]:
+        return list(dict.fromkeys(match["key"] for name in self._files if (match := _FILE.fullmatch(name))))
+
+    def same_pattern(self, component: StateComponent) -> bool:
+        was, _ = self._copies_of(component)
+        return was is component.pattern or not (was in OWN_COPIES or component.pattern in OWN_COPIES)
+
+    def own_prefix(self, component: StateComponent) -> str:
+        was, copies = self._copies_of(component)
+        require_same_kind(component, was)
+        moved = self.moved(component) if was in OWN_COPIES else None
+        if moved is not None:
+            raise WorldSizeError(
+                f"component {component.key} is {was.value}, and {moved}. Run on the ranks, nodes or groups that saved it, or "
+                f"leave component {component.key} out.",
+                component=component.key,
+            )
+        return self._prefixes_here(component, copies)[self._topology.rank]
+
+    def moved(self, component: StateComponent) -> str | None:
+        was, copies = self._copies_of(component)
+        if was not in OWN_COPIES:
+            return "the old checkpoint does not say how many ranks saved it"
+        here = set(self._prefixes_here(component, copies))
+        if set(copies) == here:
+            return None
+        return f"the old checkpoint holds {', '.join(sorted(copies.values()))}, where this run needs one for each of {len(here)}"
+
+    def first_difference(self, component: StateComponent) -> str | None:
+        first, *others = [self._load(component, prefix) for prefix in self.prefixes(component)]
+        for other in others:
+            for key in sorted({*first.paths, *other.paths}):
+                if not _equal_leaves(first, other, key):
+                    return key
+        return None
+
+    def prefixes(self, component: StateComponent) -> list[str]:
+        return list(self._copies_of(component)[1])
+
+    def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
+        leaves = self._load(component, prefix)
+        start = f"{component.key}/{prefix}"
+        aliases = find_aliases(leaves.tensors, {})
+        return {
+            key: ArrayEntry(
+                zarr_name(_plain_tensor(tensor).dtype),
+                tuple(_plain_tensor(tensor).shape),
+                alias_of=start + aliases[key] if key in aliases else None,
+            )
+            for key, tensor in leaves.tensors.items()
+        }
+
+    def rows(self, component: StateComponent, prefix: str) -> Rows:
+        leaves = self._load(component, prefix)
+        rows: dict[str, list[Any]] = {key: [path_to_json(leaves.paths[key])] for key in leaves.tensors}
+        for key, value in leaves.plain.items():
+            rows[key] = [path_to_json(leaves.paths[key]), to_json(value, key)]
+        return rows
+
+    def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Nothing can be checked: old files hold no digests."""
+        return {}
+
+    def prepare(self, requests: Sequence[ReadRequest]) -> _Copying:
+        """See `Source.prepare`."""
+        return _Copying(self, requests)
+
+    def fill(self, requests: Sequence[ReadRequest]) -> ReadStats:
+        """Copy every wanted box out of the files, which are mapped, not read whole."""
+        num_bytes = 0
+        for request in requests:
+            key, _, rest = request.name.partition("/")
+            prefix = next(p for k, p in self._leaves if k == key and rest.startswith(p))
+            saved = _plain_tensor(self._leaves[key, prefix].tensors[rest.removeprefix(prefix)])
+            request.out.copy_(saved[request.box.slices])
+            num_bytes += request.out.numel() * request.out.element_size()
+            self._topology.progress()
+        return ReadStats(num_bytes, num_bytes)
+
+    def _copies_of(self, component: StateComponent) -> tuple[SharingPattern, dict[str, str]]:
+        """How a component was saved, by its file names, and prefix -> file of each copy, in order.
+
+        Raises:
+            MissingStateError: the names do not say which files are meant.
+        """
+        if component.key not in self._copies:
+            found = _copies_by_kind(self._files, component)
+            declared = component.pattern if component.pattern in OWN_COPIES else SharingPattern.GLOBAL
+            if declared not in found and len(found) != 1:
+                raise MissingStateError(
+                    f"component {component.key} is declared {component.pattern.value}, and the old checkpoint has files of it for "
+                    f"{' and '.join(kind.value for kind in found) or 'other groups'}; declare what should count: "
+                    f"declare component {component.key} with sharing_pattern={' or '.join(kind.value for kind in found) or '...'}",
+                    component=component.key,
+                )
+            kind = declared if declared in found else next(iter(found))
+            self._copies[component.key] = kind, found[kind]
+        return self._copies[component.key]
+
+    def _prefixes_here(self, component: StateComponent, saved: Collection[str]) -> list[str]:
+        """The prefix of each rank's copy in this run; an instance goes by the rank that saved for it, if names give that."""
+        topology, kind = self._topology, component.pattern
+        sets = holders_of(component, topology) if kind in OWN_COPIES else [range(topology.world_size)]
+        here: dict[int, str] = {}
+        for number, ranks in enumerate(sets):
+            leaders = [prefix for rank in ranks if (prefix := f"{_LEADER}{rank:05d}/") in saved]
+            here |= dict.fromkeys(ranks, leaders[0] if leaders else _prefix(kind, number))
+        return [here[rank] for rank in range(topology.world_size)]
+
+    def _load(self, component: StateComponent, prefix: str) -> Leaves:
+        """The leaves of one file, kept: its tensors are views of the mapped file."""
+        at = component.key, prefix
+        if at not in self._leaves:
+            name = self._copies_of(component)[1][prefix]
+            with CheckpointFolder(self._folder) as folder:
+                folder.require_regular(name)
+            state = unpickle_state_dict(self._folder / name)
+            by_name = getattr(component.stateful, "named_from_positions", None)
+            if by_name is not None and isinstance(state.get("param_groups"), list):
+                state = by_name(state)
+            self._leaves[at] = flatten(state, f"{component.key}: {name}")
+        return self._leaves[at]
+
+
+def _read_name(name: str, key: str) -> tuple[SharingPattern, dict[str, str]] | None:
+    """What a file's name says: the pattern a component was saved under, and `n`, `name` and `leader`; None: not of it."""
+    start = f"{key}_state"
+    if not (name.startswith(start) and name.endswith(".pt")):
+        return None
+    between = name[len(start) : -len(".pt")]
+    for kind, patterns in _KINDS.items():
+        for pattern in patterns:
+            if (match := re.fullmatch(pattern, between)) is not None:
+                return kind, match.groupdict()
+    return None
+
+
+def _copies_by_kind(files: Sequence[str], component: StateComponent) -> dict[SharingPattern, dict[str, str]]:
+    """Kind -> prefix -> file of a component's copies, in the order of the ranks, nodes or instances that saved them."""
+    found: dict[SharingPattern, dict[str, str]] = {}
+    for name in files:
+        kind, parts = _read_name(name, component.key) or (None, {})
+        if kind is None or component.process_group_name not in (None, parts.get("name", component.process_group_name)):
+            continue
+        prefix = (
+            f"{_LEADER}{int(parts['leader']):05d}/" if "leader" in parts else _prefix(kind, int(parts.get("n") or 0))
+        )
+        found.setdefault(kind, {})[prefix] = name
+    return {kind: dict(sorted(copies.items())) for kind, copies in found.items()}
+
+
+def _prefix(kind: SharingPattern, number: int) -> str:
+    return f"{kind.value}-{number:05d}/" if kind in OWN_COPIES else ""
+
+
+def _equal_leaves(one: Leaves, other: Leaves, key: str) -> bool:
+    if key in one.tensors and key in other.tensors:
+        a, b = _plain_tensor(one.tensors[key]), _plain_tensor(other.tensors[key])
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(
+            raw_bytes(a.contiguous()), raw_bytes(b.contiguous())
+        )
+    if key not in one.plain or key not in other.plain:
+        return False
+    return bool(to_json(one.plain[key], key) == to_json(other.plain[key], key))
+
+
+def _plain_tensor(leaf: Any) -> torch.Tensor:
+    assert isinstance(leaf, torch.Tensor), "weights_only builds no ShardedTensor of ours"
+    return leaf.detach()

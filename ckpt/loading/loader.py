@@ -1,0 +1,358 @@
+"""The steps of a load, in order. Nothing is read before every rank has found that all it wants is there and fits.
+
+A component that does not match stops the load or is left out, on all ranks alike: fitting.py and matching.py decide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckpt.catalog.ledger import Ledger
+from ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingStateError,
+    RankAbsentError,
+    StorageError,
+    describe,
+    rebuild,
+)
+from ckpt.format.held import NOTHING_HELD, HeldFiles
+from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME, CheckpointManifest
+from ckpt.format.manifest_parsing import parse_manifest
+from ckpt.format.stored import gone, identity_of, read_listed_file, read_manifest_bytes
+from ckpt.format.strict_json import refusing
+from ckpt.loading.compatibility import copies_for_object, fit, goes_on, prefixes_for_object, require_something
+from ckpt.loading.legacy import OldSource, not_allowed, old_files
+from ckpt.loading.report import ComponentReport, LoadReport, Status
+from ckpt.loading.sources import CheckpointSource, CommittedSource, Rows
+from ckpt.loading.state_matching import (
+    Match,
+    beside_own_memory,
+    match_changed,
+    report_of_trouble,
+    settle,
+)
+from ckpt.loading.strategy import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
+from ckpt.memory.device import Device, wait_for_all
+from ckpt.ranks.topology import Phase, Topology
+from ckpt.state.sharing import StateComponent
+
+__all__ = ["LoadReport", "Loader", "committed_newest_first"]
+
+_MAY_COME_OF_REMOVAL = (CorruptCheckpointError, StorageError, CheckpointNotFoundError, MissingStateError)
+"""What a load raises whose checkpoint is removed meanwhile; the last one where all components are optional."""
+
+_log = logging.getLogger("ckpt")
+
+
+def require_checkpoint(path: Path, *, allow_pickle: bool) -> None:
+    """Make sure that a folder holds a checkpoint, before there are ranks to load it. Any process.
+
+    Raises:
+        CheckpointNotFoundError: it holds none, or an old one, and `allow_pickle` is false.
+    """
+    if not _old_files(path, allow_pickle):
+        read_manifest_bytes(path)
+
+
+def _old_files(path: Path, allow_pickle: bool) -> list[str]:
+    """The files of an old checkpoint; none if it is one with a manifest."""
+    files = old_files(path)
+    if files and not allow_pickle:
+        raise not_allowed(path, files)
+    return files
+
+
+class Loader:
+    """Loads one checkpoint into the objects of the components.
+
+    Args: those of `CheckpointCoordinator`, which makes one, and
+        files_of: says what this host has in memory of the checkpoint with the manifest given; None: nothing.
+    """
+
+    def __init__(
+        self,
+        components: Sequence[StateComponent],
+        topology: Topology,
+        strategy: LoadingStrategy,
+        device: Device,
+        *,
+        verify: bool,
+        allow_pickle: bool,
+        files_of: Callable[[bytes, Topology], HeldFiles] | None = None,
+    ) -> None:
+        self._files_of = files_of
+        self._components = list(components)
+        self._topology = topology
+        self._strategy = strategy
+        self._device = device
+        self._verify = verify
+        self._allow_pickle = allow_pickle
+
+    def load(self, path: Path, *, strict: bool, may_be_old: bool = False) -> LoadReport:
+        """Load once. See `CheckpointCoordinator.load_checkpoint`.
+
+        Args:
+            may_be_old: the user has named this folder, so it may be one without a manifest.
+
+        Raises:
+            CheckpointGoneError: it was removed meanwhile.
+        """
+        before = identity_of(path) if self._topology.is_lead else None
+        try:
+            report = self._load(path, strict=strict, may_be_old=may_be_old)
+        except _MAY_COME_OF_REMOVAL as error:
+            self._require_still_there(path, before, error)
+            raise
+        if any(one.status is Status.FAILED for one in report.components):
+            self._require_still_there(path, before, None)
+        self._tell(report)
+        return report
+
+    def _require_still_there(self, path: Path, before: tuple[int, ...] | None, cause: Exception | None) -> None:
+        """Look, by the lead, whether what was found damaged has been removed. Collective.
+
+        Args:
+            before: what was there when the load began.
+
+        Raises:
+            CheckpointGoneError: it has, on every rank.
+        """
+        with self._topology.operation(f"load of {path.name}"), self._topology.phase("look again") as phase:
+            if self._topology.is_lead:
+                phase.payload = before is not None and identity_of(path) != before
+        if phase.payloads[0]:
+            raise gone(path) from cause
+
+    def _load(self, path: Path, *, strict: bool, may_be_old: bool) -> LoadReport:
+        started = time.perf_counter()
+        with self._topology.operation(f"load of {path.name}"), _forgetting_unless_loaded() as matches:
+            source = self._open(path, may_be_old)
+            with self._topology.phase("check") as phase:
+                self._match(source, strict, phase, matches)
+                phase.payload = {key: one.to_json() for key, one in matches.items()}
+            with self._topology.phase("compare keys"):
+                reports = self._settle(matches, phase.payloads, strict)
+            self._gather_copies(source, matches, reports)
+            totals = self._read(source, matches, reports)
+            load_s = self._apply(matches, reports, started)
+            require_something(reports)
+        return LoadReport(
+            str(path),
+            source.checkpoint_id,
+            load_s,
+            *totals,
+            source.config_text,
+            components=tuple(reports.values()),
+            run_id=source.run_id,
+        )
+
+    def _open(self, path: Path, may_be_old: bool) -> CheckpointSource:
+        """The lead reads and checks the manifest once; all ranks parse the same bytes. Or it finds an old checkpoint."""
+        where = str(path / MANIFEST_NAME)
+        manifest: CheckpointManifest | None = None
+        with self._topology.phase("open") as phase:
+            if self._topology.is_lead:
+                files = _old_files(path, self._allow_pickle) if may_be_old else []
+                if files:
+                    phase.payload = files
+                else:
+                    data = read_manifest_bytes(path)
+                    manifest = parse_manifest(data, where)
+                    listed = CONFIG_NAME in manifest.files
+                    held = self._held(data)
+                    with refusing(CONFIG_NAME):
+                        config = read_listed_file(path, manifest, CONFIG_NAME, held).decode() if listed else ""
+                    phase.payload = {"manifest": data.decode(), "config": config}
+        said = phase.payloads[0]
+        if isinstance(said, list):
+            return OldSource(path, said, self._topology)
+        data = said["manifest"].encode()
+        stored = StoredCheckpoint(path, manifest or parse_manifest(data, where), self._held(data))
+        return CommittedSource(
+            stored, said["config"], self._topology, self._strategy, self._device, verify=self._verify
+        )
+
+    def _held(self, manifest: bytes) -> HeldFiles:
+        """What need not be read from the folder of the checkpoint with this manifest."""
+        return NOTHING_HELD if self._files_of is None else self._files_of(manifest, self._topology)
+
+    def _match(self, source: CheckpointSource, strict: bool, phase: Phase, matches: dict[str, Match]) -> None:
+        """Compare every component with what was saved of it; what this load may do without is noted, the rest raises."""
+        optional = {component.key for component in self._components if not component.required}
+        damaged = source.check(optional)
+        for component in self._components:
+            phase.component = component.key
+            matches[component.key] = Match(component)  # so that it is told, whatever happens now
+            matches[component.key] = fit(source, component, strict=strict, damage=damaged.get(component.key))
+        phase.component = None
+
+    def _settle(
+        self, matches: Mapping[str, Match], said: Sequence[Mapping[str, Any]], strict: bool
+    ) -> dict[str, ComponentReport]:
+        """Decide for every component, from what all ranks say, whether it is loaded; the same on all of them."""
+        reports = {
+            component.key: settle(
+                component, [one[component.key] for one in said], matches[component.key].saved_keys, strict=strict
+            )
+            for component in self._components
+        }
+        require_something(reports)
+        for key, report in reports.items():
+            if not goes_on(report) or report.changed:
+                matches[key].forget_prepared()
+        return reports
+
+    def _gather_copies(
+        self, source: CheckpointSource, matches: dict[str, Match], reports: dict[str, ComponentReport]
+    ) -> None:
+        """Where a component goes on from what other ranks saved, all get all copies; the lead reads the plain values."""
+        changed = [component for component in self._components if reports[component.key].changed]
+        if not changed:
+            return
+        with self._topology.phase("gather copies") as phase:
+            if self._topology.is_lead:
+                phase.payload = {one.key: _rows_of_copies(source, one, phase) for one in changed}
+                phase.component = None
+        for component in changed:
+            key = component.key
+            got = phase.payloads[0][key]
+            if isinstance(got, dict):
+                reports[key] = report_of_trouble(key, 0, rebuild(got), self._topology.world_size)
+                continue
+            matches[key] = match_changed(component, copies_for_object(source, component, got))
+            count = matches[key].restored * self._topology.world_size
+            reports[key] = dataclasses.replace(reports[key], restored=count, wanted=count)
+
+    def _read(
+        self, source: CheckpointSource, matches: Mapping[str, Match], reports: dict[str, ComponentReport]
+    ) -> tuple[int, int]:
+        """Fill the tensors; return the bytes read and needed, by all ranks.
+
+        An optional component is read beside its own memory, and so keeps its state if a part of it proves damaged.
+        """
+        going = [matches[key] for key, report in reports.items() if goes_on(report)]
+        wait_for_all(request.out for one in going for request in one.requests)
+        required = [request for one in going if one.component.required for request in one.requests]
+        optional = [(one, beside_own_memory(one)) for one in going if not one.component.required]
+        with ExitStack() as open_readings:
+            readings = []
+            for requests in [required, *(requests for _, requests in optional)]:
+                readings.append(source.prepare(requests))
+                open_readings.callback(readings[-1].close)
+            with self._topology.phase("read") as phase:
+                stats, failed = _run(readings, [None, *(one.key for one, _ in optional)])
+                phase.payload = [sum(s.bytes_read for s in stats), sum(s.bytes_needed for s in stats), failed]
+        _note_failures(reports, [rank[2] for rank in phase.payloads])
+        for one, requests in optional:
+            if goes_on(reports[one.key]):
+                for own, request in zip(one.requests, requests, strict=True):
+                    if own.out is not request.out:
+                        own.out.copy_(request.out)
+                wait_for_all(own.out for own in one.requests)
+        return sum(rank[0] for rank in phase.payloads), sum(rank[1] for rank in phase.payloads)
+
+    def _apply(self, matches: dict[str, Match], reports: dict[str, ComponentReport], started: float) -> float:
+        """Hand every object its state, random generators last; return the seconds of the slowest rank."""
+        with self._topology.phase("apply") as phase:
+            going = [one for key, one in matches.items() if goes_on(reports[key])]
+            failed: dict[str, Any] = {}
+            for one in sorted(going, key=lambda one: getattr(one.component.stateful, "restored_last", False)):
+                phase.component = one.key
+                try:
+                    one.apply()
+                except Exception as error:
+                    if one.component.required:
+                        raise
+                    failed[one.key] = describe(error)
+                else:
+                    del matches[one.key]
+            phase.component = None
+            phase.payload = [time.perf_counter() - started, failed]
+        _note_failures(reports, [rank[1] for rank in phase.payloads])
+        return float(max(rank[0] for rank in phase.payloads))
+
+    def _tell(self, report: LoadReport) -> None:
+        """One line of the lead for each component that is not just what it was."""
+        if self._topology.is_lead:
+            for component in report.components:
+                if component.status is not Status.RESTORED:
+                    _log.warning("component %s", component)
+                elif component.changed:
+                    _log.info("component %s", component)
+
+
+def committed_newest_first(root: Path) -> list[Path]:
+    """The committed checkpoints below a root, the newest commit first."""
+    return [one.path for one in reversed(Ledger(root, run_id="reader").committed())]
+
+
+def _run(readings: Sequence[Reading], optional: Sequence[str | None]) -> tuple[list[ReadStats], dict[str, Any]]:
+    """Run all of them, whatever fails, for other ranks may wait for this one in each; then raise what must be raised.
+
+    Args:
+        optional: for each, the component that the load can do without; None: what it cannot.
+
+    Returns:
+        what was read, and the optional components that failed: key -> `describe` of the error.
+    """
+    stats: list[ReadStats] = []
+    failed: dict[str, Any] = {}
+    fatal: Exception | None = None
+    for reading, key in zip(readings, optional, strict=True):
+        try:
+            stats.append(reading.run())
+        except RankAbsentError:
+            for one in readings:
+                one.close()  # ranks that wait for this one in the next of them hear of it now
+            raise
+        except Exception as error:
+            if key is not None and isinstance(error, (CorruptCheckpointError, OSError)):
+                failed[key] = describe(error)
+            else:
+                fatal = fatal or error
+    if fatal is not None:
+        raise fatal
+    return stats, failed
+
+
+@contextmanager
+def _forgetting_unless_loaded() -> Iterator[dict[str, Match]]:
+    """Tell the objects that are still in the dictionary at the end that the load they prepared for did not come."""
+    matches: dict[str, Match] = {}
+    try:
+        yield matches
+    finally:
+        for one in matches.values():
+            one.forget_prepared()
+
+
+def _rows_of_copies(source: CheckpointSource, component: StateComponent, phase: Phase) -> list[Rows] | dict[str, Any]:
+    """The plain values of those copies, or `describe` of the damage of an optional component."""
+    phase.component = component.key
+    try:
+        return [source.rows(component, prefix) for prefix in prefixes_for_object(source, component)]
+    except CorruptCheckpointError as error:
+        if component.required:
+            raise
+        return describe(error)
+
+
+def _note_failures(reports: dict[str, ComponentReport], failed: Sequence[Mapping[str, Any]]) -> None:
+    """Report an optional component as failed that failed on any rank; the lowest one's reason is given."""
+    for rank, by_key in reversed(list(enumerate(failed))):
+        for key, description in by_key.items():
+            reports[key] = dataclasses.replace(
+                reports[key],
+                status=Status.FAILED,
+                reason=f"{CheckpointError(description['message'])}" + (f" (rank {rank})" if len(failed) > 1 else ""),
+                restored=0,
+            )

@@ -1,0 +1,313 @@
+"""Where a load takes its components from: what every kind of checkpoint answers, and the committed checkpoint's answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ckpt.catalog.verify import Names
+from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeError, describe
+from ckpt.format.box import num_chunks, whole
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.dtypes import raw_bytes, torch_dtype
+from ckpt.format.manifest import ArrayEntry, CheckpointManifest, digest_of
+from ckpt.format.names import PLAIN_NAME
+from ckpt.format.stored import check_file, read_listed_file, read_plain_file
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, StoredCheckpoint
+from ckpt.memory.device import Device
+from ckpt.ranks.topology import Topology
+from ckpt.state.flatten import rows_from_json
+from ckpt.state.sharing import OWN_COPIES, SharingPattern, StateComponent, copy_prefix
+
+Rows = Mapping[str, Sequence[Any]]
+"""Joined key -> [path, value] of a plain value, [path] of a tensor, as JSON: what a plain.json holds."""
+
+
+class CheckpointSource(Protocol):
+    """A checkpoint, open for reading by one rank; the same questions for every kind. A *prefix* names one of the copies."""
+
+    checkpoint_id: str
+    run_id: str | None
+    config_text: str
+
+    def holds(self, key: str) -> bool:
+        """Whether it has this component."""
+
+    def component_keys(self) -> Collection[str]:
+        """The components it holds, for messages."""
+
+    def own_prefix(self, component: StateComponent) -> str:
+        """The prefix of this rank's copy.
+
+        Raises:
+            MissingStateError: it was saved under a pattern that does not say which copy is whose here.
+            WorldSizeError: the copies belong to other ranks, nodes or groups than these.
+        """
+
+    def moved(self, component: StateComponent) -> str | None:
+        """How the ranks, nodes or groups that hold its copies have changed since, such as "saved by 4 ranks, this run has 3".
+
+        A component that all ranks share has moved if their number has changed. None: nothing has, and each copy is whose it was.
+        """
+
+    def first_difference(self, component: StateComponent) -> str | None:
+        """The first key in which its copies differ, by the digests of their bytes; None: they are equal, so any will do."""
+
+    def same_pattern(self, component: StateComponent) -> bool:
+        """Whether it was saved under the pattern, and the process group, that is declared now."""
+
+    def prefixes(self, component: StateComponent) -> list[str]:
+        """Of all copies, in the order of the ranks, nodes or instances that saved them."""
+
+    def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
+        """Key -> array of one copy."""
+
+    def rows(self, component: StateComponent, prefix: str) -> Rows:
+        """The plain values of one copy."""
+
+    def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Check this rank's share of what reading does not check anyway.
+
+        Returns:
+            component -> `describe` of the damage, for the optional ones that are damaged.
+
+        Raises:
+            CorruptCheckpointError: anything else is damaged.
+        """
+
+    def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
+        """Work out how every request is filled. All ranks call it, outside of a phase, each with its own requests."""
+
+
+class CommittedSource:
+    """A checkpoint with a manifest."""
+
+    def __init__(
+        self,
+        checkpoint: StoredCheckpoint,
+        config_text: str,
+        topology: Topology,
+        strategy: LoadingStrategy,
+        device: Device,
+        *,
+        verify: bool,
+    ) -> None:
+        self.checkpoint_id = checkpoint.manifest.checkpoint_id
+        self.run_id = checkpoint.manifest.run_id
+        self.config_text = config_text
+        self._checkpoint = checkpoint
+        self._manifest = checkpoint.manifest
+        self._held = checkpoint.held
+        self._topology = topology
+        self._strategy = strategy
+        self._device = device
+        self._verify = verify
+
+    def holds(self, key: str) -> bool:
+        return key in self._manifest.components
+
+    def component_keys(self) -> Collection[str]:
+        return self._manifest.components
+
+    def same_pattern(self, component: StateComponent) -> bool:
+        saved = self._manifest.components[component.key]
+        now = component.pattern.value, component.process_group_name
+        return (saved.sharing_pattern, saved.group_name) == now
+
+    def own_prefix(self, component: StateComponent) -> str:
+        """See `CheckpointSource.own_prefix`; goes by the pattern it was *saved* under."""
+        saved = self._manifest.components[component.key]
+        was = SharingPattern(saved.sharing_pattern)
+        require_same_kind(component, was)
+        self._require_same_group(component, saved.group_name)
+        if was not in OWN_COPIES:
+            return ""
+        moved = self.moved(component)
+        if moved is not None:
+            raise WorldSizeError(
+                f"component {component.key} is {was.value} and was {moved}. {_same_ones(was, self._manifest.world_size)}, or leave "
+                f"component {component.key} out.",
+                component=component.key,
+            )
+        return _own_prefix(was, saved.group_name or "", self._topology)
+
+    def moved(self, component: StateComponent) -> str | None:
+        return moved(self._manifest, component.key, self._topology)
+
+    def first_difference(self, component: StateComponent) -> str | None:
+        first, *others = self.prefixes(component)
+        reference = self._contents(component, first)
+        for prefix in others:
+            contents = self._contents(component, prefix)
+            for key in sorted({*reference, *contents}):
+                if reference.get(key) != contents.get(key):
+                    return key
+        return None
+
+    def prefixes(self, component: StateComponent) -> list[str]:
+        saved = self._manifest.components[component.key]
+        pattern = SharingPattern(saved.sharing_pattern)
+        match pattern:
+            case SharingPattern.PER_RANK:
+                copies = self._manifest.world_size
+            case SharingPattern.PER_NODE:
+                copies = len(self._manifest.topology["nodes"])
+            case SharingPattern.PER_GROUP:
+                copies = len(self._manifest.topology["groups"][saved.group_name or ""])
+            case _:
+                return [""]
+        return [copy_prefix(pattern, number, saved.group_name or "") for number in range(copies)]
+
+    def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
+        start = f"{component.key}/{prefix}"
+        return {
+            name.removeprefix(start): entry for name, entry in self._manifest.arrays.items() if name.startswith(start)
+        }
+
+    def rows(self, component: StateComponent, prefix: str) -> Rows:
+        """Joined key -> row of the copy under `prefix`."""
+        saved = self._manifest.components[component.key]
+        writer = saved.plain_in.get(prefix)
+        if writer is None:
+            return {}
+        path = f"{component.key}/{prefix}{PLAIN_NAME}"
+        data = read_plain_file(
+            self._checkpoint.root,
+            self._manifest,
+            path,
+            lambda: self._checkpoint.index(writer),
+            self._held,
+            component=saved.key,
+        )
+        return rows_from_json(data, path)
+
+    def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Check size and loose bytes of the checkpoint's files, each file on one rank; arrays are checked when read.
+
+        Damage in a file of an optional component alone is that component's; in one that several share it is the checkpoint's.
+        """
+        damaged: dict[str, dict[str, Any]] = {}
+        if not self._verify:
+            return damaged
+        mine = slice(self._topology.rank, None, self._topology.world_size)
+        for path in list(self._manifest.files)[mine]:
+            try:
+                read_listed_file(self._checkpoint.root, self._manifest, path, self._held)
+            except CorruptCheckpointError as error:
+                _note_damage(damaged, path, error, optional)
+        for rank in self._manifest.index_ranks()[mine]:
+            self._check_files_of(rank, optional, damaged)
+            self._topology.progress()
+        return damaged
+
+    def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
+        return self._strategy.prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
+
+    def _contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
+        """Key -> what is equal exactly where two copies hold equal bits. Of large arrays only the digests are looked at."""
+        start = f"{component.key}/{prefix}"
+        found: dict[str, tuple[Any, ...]] = {key: tuple(row) for key, row in self.rows(component, prefix).items()}
+        small = []
+        for key, entry in self.entries(component, prefix).items():
+            form = (entry.dtype, entry.shape, entry.grid)
+            if entry.alias_of is not None:
+                found[key] = (*form, entry.alias_of.removeprefix(start))
+            elif entry.grid is None:
+                small.append((key, form, torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))))
+            else:
+                found[key] = (*form, tuple(self._chunk_digests(entry)))
+        requests = [
+            ReadRequest(start + key, f"{component.key}: {key}", whole(form[1]), out) for key, form, out in small
+        ]
+        # Not by the strategy of the load, which may want all ranks to take part.
+        reading = DirectLoad().prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
+        reading.run()
+        return found | {key: (*form, digest_of(raw_bytes(out).numpy().data)) for key, form, out in small}
+
+    def _chunk_digests(self, entry: ArrayEntry) -> Iterator[tuple[int, ...]]:
+        assert entry.grid is not None and entry.path is not None
+        for number in range(math.prod(num_chunks(entry.shape, entry.grid))):
+            index = self._checkpoint.index(entry.writer_of(number))
+            yield index.chunks[entry.path][number].digests
+
+    def _require_same_group(self, component: StateComponent, then: str | None) -> None:
+        """A group of another name will do if it has the same instances; else its members would get different states."""
+        now = component.process_group_name
+        here, there = (self._topology.groups.get(name or "") for name in (now, then))
+        if here is not None and there is not None and here.instances != there.instances:
+            raise MissingStateError(
+                f"component {component.key} was saved per_group of {then} and is now declared per_group of {now}, whose members are "
+                f"others: declare component {component.key} with process_group_name={then}, or leave component {component.key} out.",
+                component=component.key,
+            )
+
+    def _check_files_of(self, rank: int, optional: Collection[str], damaged: dict[str, dict[str, Any]]) -> None:
+        index = self._checkpoint.index(rank)
+        covered = index.covered()
+        with CheckpointFolder(self._checkpoint.root) as folder:
+            for path, record in index.files.items():
+                try:
+                    check_file(folder, path, record, covered.get(path, ()), self._held)
+                except CorruptCheckpointError as error:
+                    whose = Names(self._manifest, index).of_file(path)
+                    named = CorruptCheckpointError(f"{whose}: {error}" if whose else str(error), file=error.file)
+                    _note_damage(damaged, path, named, optional)
+
+
+def require_same_kind(component: StateComponent, was: SharingPattern) -> None:
+    """Shared state loads as shared state; a copy per rank, group or node only as the same."""
+    now = component.pattern
+    if was is not now and (was in OWN_COPIES or now in OWN_COPIES):
+        raise MissingStateError(
+            f"component {component.key} was saved as {was.value} and is now declared {now.value}, so "
+            "it is not clear whose state to load: "
+            f"declare component {component.key} with sharing_pattern={was.value}, or leave component {component.key} out.",
+            component=component.key,
+        )
+
+
+def moved(manifest: CheckpointManifest, key: str, topology: Topology) -> str | None:
+    """See `CheckpointSource.moved`. Pure: what the manifest says against the ranks, nodes and groups of this run."""
+    saved = manifest.components[key]
+    match SharingPattern(saved.sharing_pattern):
+        case SharingPattern.PER_NODE:
+            what, then, now = "nodes of ranks ", manifest.topology["nodes"], [list(ranks) for ranks in topology.nodes]
+        case SharingPattern.PER_GROUP:
+            name = saved.group_name or ""
+            group = topology.groups.get(name)
+            what, then = f"groups {name} = ", manifest.topology["groups"][name]
+            now = [list(ranks) for ranks in group.instances] if group else []
+        case _:
+            count = f"{manifest.world_size} rank{'' if manifest.world_size == 1 else 's'}"
+            has = topology.world_size
+            return None if manifest.world_size == has else f"saved by {count}, this run has {has}"
+    return None if then == now else f"saved by {what}{then}, this run has {now or 'no group of that name'}"
+
+
+def _same_ones(pattern: SharingPattern, world_size: int) -> str:
+    """What to run on, as advice, so that every copy is whose it was."""
+    if pattern is SharingPattern.PER_RANK:
+        return f"Run on {world_size} ranks"
+    return "Run on the same nodes" if pattern is SharingPattern.PER_NODE else "Run with the same groups"
+
+
+def _own_prefix(pattern: SharingPattern, group: str, topology: Topology) -> str:
+    if pattern is SharingPattern.PER_RANK:
+        return copy_prefix(pattern, topology.rank)
+    if pattern is SharingPattern.PER_NODE:
+        return copy_prefix(pattern, topology.node_rank)
+    return copy_prefix(pattern, topology.groups[group].instance, group)
+
+
+def _note_damage(
+    damaged: dict[str, dict[str, Any]], path: str, error: CorruptCheckpointError, optional: Collection[str]
+) -> None:
+    """Put damage down to the optional component whose folder the file lies in, or raise it."""
+    component = path.partition("/")[0]
+    if component not in optional or "/" not in path:
+        raise error
+    damaged.setdefault(component, describe(error))

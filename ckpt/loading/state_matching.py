@@ -1,0 +1,402 @@
+"""What a component wants against what a checkpoint holds of it: pure functions, on one rank and over what all ranks say.
+
+`strict` decides what counts as a mismatch, `required` what a mismatch does: a required component stops the load, an optional
+one is left out whole. One vocabulary: keys are *only in the checkpoint*, *only wanted*, or they do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+
+from ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    MissingStateError,
+    ShapeMismatchError,
+    WorldSizeError,
+    describe,
+    rebuild,
+)
+from ckpt.format.box import whole
+from ckpt.format.dtypes import torch_dtype
+from ckpt.format.gc_pause import gc_paused
+from ckpt.format.manifest import ArrayEntry
+from ckpt.format.names import PLAIN_NAME
+from ckpt.format.strict_json import corrupt
+from ckpt.loading.report import ComponentReport, Misfits, Status
+from ckpt.loading.strategy import ReadRequest
+from ckpt.memory.device import empty_beside
+from ckpt.state.address import DTensorBoxes, local_tensor, place_of
+from ckpt.state.flatten import Leaves, Path, flatten, from_json, path_from_json, unflatten
+from ckpt.state.sharing import SharingPattern, StateComponent, find_aliases
+from ckpt.state.statefuls import Elastic
+
+MISMATCHES = (MissingStateError, WorldSizeError, ShapeMismatchError)
+"""What `strict=False` forgives: the checkpoint is sound, and this run asks for something else."""
+
+
+@dataclass(slots=True)
+class SavedCopy:
+    """One copy of a component, as a checkpoint holds it.
+
+    Attributes:
+        start: what the names of its arrays begin with, `<component>/<prefix>`.
+        entries: key -> array; `alias_of` holds a whole name.
+        plain: joined key -> plain value.
+        paths: joined key -> the way to it in the nested state dict, where the checkpoint knows.
+    """
+
+    start: str
+    entries: Mapping[str, ArrayEntry]
+    plain: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, start: str, entries: Mapping[str, ArrayEntry], rows: Mapping[str, Sequence[Any]]) -> SavedCopy:
+        """Take rows as a plain.json holds them: joined key -> [path, value], or [path] of a tensor.
+
+        Raises:
+            CorruptCheckpointError: a value is none that was saved, or a tensor is not there.
+        """
+        copy = cls(start, entries)
+        for key, row in rows.items():
+            copy.paths[key] = path_from_json(row[0])
+            if len(row) == 2:
+                copy.plain[key] = _plain_value(start, key, row[1])
+            elif key not in entries:
+                raise corrupt(
+                    f"{start}{PLAIN_NAME}", f"{key!r:.80} should be a tensor, and the manifest has none of that name"
+                )
+        return copy
+
+    @property
+    def nested_plain(self) -> dict[Any, Any]:
+        """The plain values, nested as `state_dict` gave them."""
+        return unflatten(self.plain, self.paths)
+
+    def name_of(self, key: str) -> str:
+        """The array that holds a key's bytes; never an alias."""
+        return self.entries[key].alias_of or self.start + key
+
+
+def _plain_value(start: str, key: str, value: Any) -> Any:
+    """A saved plain value; what is wrong with it is told of the file that holds it."""
+    try:
+        return from_json(value)
+    except CorruptCheckpointError as error:
+        raise corrupt(f"{start}{PLAIN_NAME}", f"{key!r:.80}: {error}") from error
+
+
+@dataclass(slots=True)
+class Match:
+    """One component on one rank, compared with its saved copy; nothing has been read into it.
+
+    Attributes:
+        trouble: why the component as a whole cannot be loaded here; None if it can.
+        fits: whether this rank may go on with its copy; False only where the object decides (`elastic`).
+        leaves: of the object's own state dict: where the tensors go.
+        requests: the boxes to read, and the memory for them.
+        new: tensors the object does not hold, made for it because it takes whatever was saved.
+        plain: joined key -> saved value, and under `strict=False` own values that were not saved.
+        saved_keys: the tensors of the saved copy, in its order.
+        restored, wanted: elements on this rank; a plain value counts as one.
+        copies: what `load_changed` gets instead of all this, once another rank's verdict is known.
+    """
+
+    component: StateComponent
+    trouble: CheckpointError | None = None
+    fits: bool = True
+    leaves: Leaves = field(default_factory=lambda: Leaves({}, {}, {}))
+    requests: list[ReadRequest] = field(default_factory=list)
+    new: dict[str, torch.Tensor] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+    misfits: Misfits = field(default_factory=Misfits)
+    saved_keys: Sequence[str] = ()
+    restored: int = 0
+    wanted: int = 0
+    copies: list[Loaded] | None = None
+
+    @property
+    def key(self) -> str:
+        return self.component.key
+
+    def to_json(self) -> dict[str, Any]:
+        """What the other ranks need to know; small where all is well."""
+        said: dict[str, Any] = {"count": [self.restored, self.wanted]}
+        if self.trouble is not None:
+            said["trouble"] = describe(self.trouble)
+        if not self.fits:
+            said["fits"] = False
+        if self.misfits:
+            # Of a sharded component each rank leaves most keys to the others: it says which ones it does not.
+            is_sharded = self.component.pattern is SharingPattern.SHARDED
+            if is_sharded and self.misfits.only_saved:
+                said["claimed"] = _runs_without(self.misfits.only_saved, self.saved_keys)
+            only_saved = () if is_sharded else self.misfits.only_saved
+            said["misfits"] = [only_saved, self.misfits.only_wanted, dict(self.misfits.unfit)]
+        return said
+
+    def forget_prepared(self) -> None:
+        """Tell the object that the load it prepared for does not come."""
+        forget = getattr(self.component.stateful, "forget_prepared", None)
+        if forget is not None:
+            forget()
+
+    def apply(self) -> None:
+        """Hand the object its state: its own tensors, filled, and the plain values that were saved; or others' copies."""
+        if self.copies is not None:
+            cast(Elastic, self.component.stateful).load_changed([copy.nested() for copy in self.copies])
+            return
+        loaded: dict[str, Any] = {**self.leaves.tensors, **self.new, **self.plain}
+        self.component.stateful.load_state_dict(unflatten(loaded, self.leaves.paths))
+
+
+@dataclass(slots=True)
+class Loaded:
+    """Another rank's copy: its plain values, and new tensors that a read fills."""
+
+    plain: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    paths: dict[str, Path]
+
+    def nested(self) -> dict[Any, Any]:
+        return unflatten({**self.tensors, **self.plain}, self.paths)
+
+
+@gc_paused()
+def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match:
+    """Find, for each tensor of a component, the box to read, and what of either side is left over.
+
+    Raises:
+        ShapeMismatchError: a tensor does not fit what was saved, and the load is strict.
+    """
+    prepare = getattr(component.stateful, "prepare_to_load", None)
+    if prepare is not None:
+        prepare({key: entry for key, entry in saved.entries.items() if entry.alias_of is None})
+    leaves = flatten(component.stateful.state_dict(), component.key)
+    one = Match(component, leaves=leaves, saved_keys=tuple(saved.entries))
+    one.leaves.paths |= saved.paths
+    found = _Found()
+    tied = find_aliases(one.leaves.tensors, {})
+    _match_tensors(one, saved, tied, found, strict)
+    # Whoever knows what to want can do without; others may count on all the keys that their own state_dict() has.
+    _match_plain(one, saved, found, keep_own=prepare is None and not strict)
+    unclaimed = [k for k, entry in saved.entries.items() if k not in one.leaves.tensors and entry.alias_of is None]
+    unclaimed += [k for k, first in tied.items() if k in saved.entries and saved.entries[k].alias_of is None]
+    takes_all = prepare is None and component.pattern is not SharingPattern.SHARDED
+    for key in unclaimed:
+        if takes_all and not _inside_a_tensor(key, one.leaves):
+            one.new[key] = _new_tensor(one.requests, component.key, key, saved)
+            one.leaves.paths.setdefault(key, (key,))
+        else:
+            found.only_saved.append(key)
+    one.misfits = Misfits(tuple(found.only_saved), tuple(found.only_wanted), found.unfit)
+    one.restored = sum(request.out.numel() for request in one.requests) + sum(key in saved.plain for key in one.plain)
+    one.wanted = one.restored + found.elements_not_restored
+    return one
+
+
+def match_changed(component: StateComponent, copies: Sequence[SavedCopy]) -> Match:
+    """Make room for all of `copies`, for an object that makes its state from what others saved."""
+    one = Match(component, fits=False, copies=[])
+    assert one.copies is not None
+    for saved in copies:
+        tensors = {key: _new_tensor(one.requests, component.key, key, saved) for key in saved.entries}
+        paths = {key: (key,) for key in tensors} | saved.paths
+        one.copies.append(Loaded(dict(saved.plain), tensors, paths))
+        one.restored += sum(tensor.numel() for tensor in tensors.values()) + len(saved.plain)
+    one.wanted = one.restored
+    return one
+
+
+def beside_own_memory(one: Match) -> list[ReadRequest]:
+    """The requests of a component, but into new memory wherever they would fill the object's own.
+
+    It is on the same device; on the host, where the device has no room for it.
+    """
+    made = {id(tensor) for tensor in one.new.values()}
+    return [
+        request
+        if one.copies is not None or id(request.out) in made
+        else replace(request, out=empty_beside(request.out))
+        for request in one.requests
+    ]
+
+
+def settle(
+    component: StateComponent, said: Sequence[Mapping[str, Any]], saved_keys: Sequence[str], *, strict: bool
+) -> ComponentReport:
+    """Decide, from what every rank says of a component (`Match.to_json`), whether it is loaded; equal on all ranks.
+
+    Args:
+        saved_keys: those of any rank's match.
+
+    Raises:
+        MissingStateError: a required component does not match, and the load is strict, or nothing of it does.
+    """
+    key = component.key
+    for rank, one in enumerate(said):
+        if "trouble" in one:
+            return report_of_trouble(key, rank, rebuild(one["trouble"]), len(said))
+    if not all(one.get("fits", True) for one in said):
+        return ComponentReport(key, Status.RESTORED, changed=True)
+    misfits = _joined_misfits(component, said, saved_keys)
+    restored, wanted = (sum(one["count"][i] for one in said) for i in (0, 1))
+    if not misfits:
+        return ComponentReport(key, Status.RESTORED, "", restored, wanted)
+    nothing = restored == 0
+    if not strict and not nothing:
+        return ComponentReport(key, Status.PARTLY, "", restored, wanted, misfits)
+    what = f"nothing of it matches: {misfits}" if nothing and not strict else str(misfits)
+    if not component.required:
+        return ComponentReport(key, Status.SKIPPED, what, 0, wanted, misfits)
+    way_out = (
+        f"leave component {key} out" if nothing else "with strict=False to leave these out, which keep their values"
+    )
+    raise MissingStateError(
+        f"component {key}: {what}. Load into the model it was saved from, or {way_out}.", component=key
+    )
+
+
+def report_of_trouble(key: str, rank: int, error: CheckpointError, world_size: int) -> ComponentReport:
+    """The report of a component that cannot be loaded, by what one rank met."""
+    status = Status.SKIPPED if isinstance(error, MISMATCHES) else Status.FAILED
+    where = f" (rank {rank})" if world_size > 1 and status is Status.FAILED else ""
+    return ComponentReport(key, status, f"{error}{where}")
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a comparison leaves over."""
+
+    only_saved: list[str] = field(default_factory=list)
+    only_wanted: list[str] = field(default_factory=list)
+    unfit: dict[str, str] = field(default_factory=dict)
+    elements_not_restored: int = 0
+
+
+def _match_tensors(one: Match, saved: SavedCopy, tied: Mapping[str, str], found: _Found, strict: bool) -> None:
+    declared = getattr(one.component.stateful, "tied_names", {})
+    boxes = DTensorBoxes()
+    for key, leaf in one.leaves.tensors.items():
+        if key in tied:
+            continue
+        at = key if key in saved.entries or key not in declared else declared[key]
+        entry = saved.entries.get(at)
+        if entry is None:
+            found.elements_not_restored += local_tensor(leaf).numel()
+            if at in saved.plain:
+                found.unfit[key] = "found a plain value, expected a tensor"
+            else:
+                found.only_wanted.append(key)
+            continue
+        name = entry.alias_of or saved.start + at
+        label = f"{one.key}: {key}"
+        dtype, shape, box = place_of(leaf, name, boxes)
+        if entry.dtype == dtype and entry.shape == shape:
+            one.requests.append(ReadRequest(name, label, box, local_tensor(leaf)))
+        elif strict:
+            raise _unfit(label, dtype, shape, entry, one.key)
+        else:
+            found.unfit[key] = f"found {_form(entry.dtype, entry.shape)}, expected {_form(dtype, shape)}"
+            found.elements_not_restored += local_tensor(leaf).numel()
+
+
+def _match_plain(one: Match, saved: SavedCopy, found: _Found, *, keep_own: bool) -> None:
+    """Plain values that were saved are given to the object, whether it has them or not; one that was not is missing."""
+    one.plain = {
+        key: value
+        for key, value in saved.plain.items()
+        if key not in one.leaves.tensors and not _inside_a_tensor(key, one.leaves)
+    }
+    missing = {key: value for key, value in one.leaves.plain.items() if key not in saved.plain}
+    known = {way for key in (*saved.plain, *saved.entries) for way in _ways(key)} if missing else set()
+    for key, value in missing.items():
+        # A dictionary on one side may be a single value, such as None or {}, on the other: not a matter of keys.
+        if key in known or any(way in saved.plain for way in _ways(key)):
+            continue
+        found.only_wanted.append(key)
+        found.elements_not_restored += 1
+        if keep_own:
+            one.plain[key] = value
+
+
+def _new_tensor(requests: list[ReadRequest], component: str, key: str, saved: SavedCopy) -> torch.Tensor:
+    entry = saved.entries[key]
+    tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+    requests.append(ReadRequest(saved.name_of(key), f"{component}: {key}", whole(entry.shape), tensor))
+    return tensor
+
+
+def _joined_misfits(component: StateComponent, said: Sequence[Mapping[str, Any]], saved_keys: Sequence[str]) -> Misfits:
+    """Those of all ranks. What is saved of a SHARDED component and wanted by another rank is wanted."""
+    misfits = [one.get("misfits", ((), (), {})) for one in said]
+    if component.pattern is SharingPattern.SHARDED:
+        only_saved = _claimed_by_none([one.get("claimed") for one in said], saved_keys)
+    else:
+        only_saved = {key for one in misfits for key in one[0]}
+    unfit: dict[str, str] = {}
+    for one in misfits:
+        unfit |= one[2]
+    return Misfits(tuple(sorted(only_saved)), tuple(dict.fromkeys(key for one in misfits for key in one[1])), unfit)
+
+
+def _runs_without(left: Collection[str], keys: Sequence[str]) -> list[tuple[int, int]]:
+    """The keys that are not among `left`, as runs of their positions: (first, how many)."""
+    left = set(left)
+    runs = []
+    first = 0
+    for is_left, run in groupby(keys, key=left.__contains__):
+        count = sum(1 for _ in run)
+        if not is_left:
+            runs.append((first, count))
+        first += count
+    return runs
+
+
+def _claimed_by_none(claimed: Sequence[Sequence[tuple[int, int]] | None], keys: Sequence[str]) -> set[str]:
+    """The keys that are in nobody's runs; None: a rank claims all of them."""
+    open_ones = bytearray(b"\1" * len(keys))
+    for runs in claimed:
+        if runs is None:
+            return set()
+        for first, count in runs:
+            open_ones[first : first + count] = bytes(count)
+    return {key for key, is_open in zip(keys, open_ones, strict=True) if is_open}
+
+
+def _unfit(label: str, dtype: str, shape: tuple[int, ...], saved: ArrayEntry, component: str) -> ShapeMismatchError:
+    """The refusal of a tensor whose shape or data type is not the one that was saved."""
+    if saved.shape != shape:
+        return ShapeMismatchError(
+            f"{label}: the checkpoint holds global shape {list(saved.shape)}, this run asks for "
+            f"{list(shape)}. Restore with the model "
+            f"it was saved from, or leave component {component} out.",
+            component=component,
+        )
+    return ShapeMismatchError(
+        f"{label}: the checkpoint holds {saved.dtype}, this run asks for {dtype}. Restore with the data type it was saved in.",
+        component=component,
+    )
+
+
+def _form(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
+
+
+def _inside_a_tensor(key: str, leaves: Leaves) -> bool:
+    """Whether a saved key leads into what is a tensor here."""
+    return any(way in leaves.tensors for way in _ways(key) if way != key)
+
+
+def _ways(key: str) -> Iterator[str]:
+    """A joined key and all keys it goes through: `a.b.c`, `a.b`, `a`."""
+    yield key
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key

@@ -1,0 +1,185 @@
+"""What a caller of the library may give: names become objects, numbers become ids, and what cannot be is refused in one sentence."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ckpt.backends.base import Backend
+from ckpt.backends.registry import BACKENDS, backend_named
+from ckpt.errors import ConfigurationError
+from ckpt.format.names import local_path
+from ckpt.loading.direct import DirectLoad
+from ckpt.loading.strategy import LoadingStrategy
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
+from ckpt.memory.device import Device
+from ckpt.ranks.job import current_topology
+from ckpt.ranks.topology import Topology
+from ckpt.saving.save_settings import SaveSettings
+from ckpt.state.sharing import StateComponent
+
+Kind = TypeVar("Kind")
+_STRATEGIES = {"direct": DirectLoad, "two-stage": TwoStageLoad}
+_BACKEND = ("writer", "join", "read")
+_STRATEGY = ("prepare", "go_with", "close")
+"""Methods by which an object is taken for a backend, or for a strategy; it may hand them on to another."""
+_ID_DIGITS = 8
+
+
+def as_backend(given: Backend | str) -> Backend:
+    """The backend that is meant: an object, or one of `BACKENDS` with its defaults."""
+    if isinstance(given, str):
+        return backend_named(given)
+    _require_methods(given, "backend", _BACKEND, f"one of {', '.join(BACKENDS)}, or an object such as ZarrBackend()")
+    return given
+
+
+def as_strategy(given: LoadingStrategy | str) -> LoadingStrategy:
+    """The loading strategy that is meant: an object, or "direct" or "two-stage" with its defaults."""
+    expected = f"one of {', '.join(_STRATEGIES)}, or an object such as DirectLoad()"
+    if not isinstance(given, str):
+        _require_methods(given, "strategy", _STRATEGY, expected)
+        return given
+    if given not in _STRATEGIES:
+        raise _refused("strategy", given, expected)
+    made: LoadingStrategy = _STRATEGIES[given]()
+    return made
+
+
+def as_device(given: Device | str) -> Device:
+    """The device that is meant: an object, or the type of one that is known."""
+    if isinstance(given, str):
+        return Device.of_type(given)
+    return _object(given, Device, "device", "the type of a device, such as cpu, or a ckpt.memory.device.Device")
+
+
+def as_topology(given: Topology | None) -> Topology:
+    """The ranks that are meant; None: those of torch's default process group, or this process alone. Collective for None.
+
+    Raises:
+        ConfigurationError: None is given, and this process is one of several that have not met.
+    """
+    if given is not None:
+        return _object(
+            given, Topology, "topology", "a ckpt.ranks.topology.Topology, or None for the ranks of torch.distributed"
+        )
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if not (dist.is_available() and dist.is_initialized()) and world_size != "1":
+        raise ConfigurationError(
+            f"topology=None means the ranks of torch.distributed, which is not initialized, and WORLD_SIZE is {world_size}: call "
+            "torch.distributed.init_process_group first, or give Topology.join(...), or Topology.alone() for one process by itself"
+        )
+    return current_topology()
+
+
+def as_components(given: Iterable[StateComponent]) -> list[StateComponent]:
+    """The components, in order."""
+    expected = "a list of StateComponent"
+    if isinstance(given, StateComponent):
+        raise _refused("state_components", given, f"{expected}: put it in a list")
+    if isinstance(given, Mapping | str) or not isinstance(given, Iterable):
+        raise _refused("state_components", given, f"{expected}, each with its key, its object and its sharing pattern")
+    components = list(given)
+    for number, one in enumerate(components):
+        if not isinstance(one, StateComponent):
+            raise _refused(f"state_components[{number}]", one, "a StateComponent(key, object, sharing_pattern)")
+    return components
+
+
+def as_groups(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Process groups by name; None: there are none."""
+    expected = "a dictionary: name -> torch process group, or the global ranks of this rank's instance of it"
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise _refused("process_groups", given, expected)
+    for name, group in given.items():
+        are_ranks = isinstance(group, Collection) and all(isinstance(rank, int) for rank in group)
+        if not isinstance(name, str) or not (are_ranks or isinstance(group, dist.ProcessGroup)):
+            raise _refused(f"process_groups[{name!r}]", group, expected)
+    return given
+
+
+def as_saves(given: SaveSettings) -> SaveSettings:
+    """How saves go on beside training."""
+    return _object(given, SaveSettings, "saves", "a SaveSettings, such as SaveSettings(mode='async')")
+
+
+def as_folder(name: str, given: str | os.PathLike[str]) -> Path:
+    """A folder of a mounted file system that the argument `name` gives."""
+    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str) or not os.fspath(given):
+        raise _refused(name, given, "the path of a folder, as a string or a Path")
+    return local_path(given, name)
+
+
+def as_checkpoint_id(given: str | int) -> str:
+    """The name of a checkpoint: a string, or a number, such as a step, with zeros before it so that names sort as numbers do."""
+    expected = "a name, or a number from 0 on, such as the step"
+    if isinstance(given, bool):
+        raise _refused("checkpoint_id", given, expected)
+    if isinstance(given, str) and given:
+        return given
+    try:
+        number = operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise _refused("checkpoint_id", given, expected) from None
+    if number < 0:
+        raise _refused("checkpoint_id", given, expected)
+    return f"{number:0{_ID_DIGITS}d}"
+
+
+def check_flags(**given: object) -> None:
+    """Refuse what is neither True nor False; by argument."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise _refused(name, value, "True or False")
+
+
+def check_count(name: str, given: object, *, unit: str = "") -> None:
+    """Refuse what is no whole number of at least 1."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise _refused(name, given, f"a whole number of at least 1{unit}")
+
+
+def check_keep_last(given: object) -> None:
+    """Refuse what is no number of checkpoints to keep."""
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise _refused("keep_last", given, "a whole number of at least 1, or None to keep every checkpoint")
+
+
+def check_seconds(name: str, given: object) -> None:
+    """Refuse what is no time that one can wait, in seconds."""
+    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
+        raise _refused(name, given, "a number of seconds from 0 on")
+
+
+def check_text(name: str, given: object) -> None:
+    """Refuse what is neither a string nor None."""
+    if given is not None and not isinstance(given, str):
+        raise _refused(name, given, "a string, or None")
+
+
+def _object(given: Kind, kind: type[Any], name: str, expected: str) -> Kind:
+    if not isinstance(given, kind):
+        raise _refused(name, given, expected)
+    return given
+
+
+def _require_methods(given: object, name: str, methods: Iterable[str], expected: str) -> None:
+    if isinstance(given, type) or not all(callable(getattr(given, method, None)) for method in methods):
+        raise _refused(name, given, expected)
+
+
+def _refused(name: str, given: object, expected: str) -> ConfigurationError:
+    if isinstance(given, type):
+        shown = f"the class {given.__name__}"
+    elif given is None or isinstance(given, str | int | float):
+        shown = repr(given) if len(repr(given)) <= 60 else f"{given!r:.57}..."
+    else:
+        shown = f"a {type(given).__name__}"
+    return ConfigurationError(f"{name} is {shown}; expected {expected}")

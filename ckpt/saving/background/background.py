@@ -1,0 +1,334 @@
+"""The saves of one coordinator that go on beside training: copied while it waits, or beside it, and written by a thread of their own.
+
+The thread of a rank agrees with those of the others over a topology of its own, which makes no collectives; the lead's publishes. So a
+checkpoint becomes durable without another call. The calls of the thread that trains learn what has become of it, in one order on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from ckpt.backends.base import Backend, Previous
+from ckpt.catalog.ledger import delete_folder
+from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError
+from ckpt.memory.arena import Arena
+from ckpt.memory.device import Device
+from ckpt.memory.memory import staging_memory
+from ckpt.memory.shared_memory import shared_memory
+from ckpt.ranks.sigterm import SigtermDeferral
+from ckpt.ranks.topology import Topology
+from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
+from ckpt.saving.background.priority import Throttle, in_background, write_throttled
+from ckpt.saving.background.snapshot import Snapshot, arena_bytes
+from ckpt.saving.background.writer_process import WriterProcess
+from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.saver import PreparedSave, SaveReport
+from ckpt.saving.writing import PlainFiles, RankWritePlan, Staged, WriteResult
+from ckpt.state.overlap import Watched
+
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(eq=False)
+class _Pending:
+    """One save that is under way.
+
+    Attributes:
+        blocked_s: how long training has stood still for it on this rank.
+        over: nothing of it goes on any more.
+    """
+
+    snapshot: Snapshot
+    blocked_s: float
+    over: threading.Event
+    report: SaveReport | None = None
+
+
+class Background:
+    """Takes saves from the thread that trains, which makes all calls here, and sees that they end in one order.
+
+    Args:
+        topology: of that thread.
+        device: where the tensors live.
+        backend: that of all saves.
+    """
+
+    def __init__(self, topology: Topology, settings: SaveSettings, device: Device, backend: Backend) -> None:
+        self._topology = topology
+        self._settings = settings
+        self._device = device
+        self._queue = AsyncCallsQueue(lambda: topology, look=self._given_up_for)
+        self._branch: Topology | None = None
+        self._branch_name = topology.name_branch()
+        self._num_joins = 0
+        self._process: WriterProcess | None = None
+        self._arena = Arena(self._new_memory)
+        self._pending: list[_Pending] = []
+        self._last: _Pending | None = None
+        self._finalized: list[SaveReport] = []
+        self._deletions: list[threading.Thread] = []
+        self._given_up = threading.Event()
+        self._has_told = False
+        self._throttle = None if settings.writer_mib_s is None else Throttle(settings.writer_mib_s)
+        self._epilogue = SigtermDeferral(
+            settings.grace_s, is_over=self._is_over, hurry=self.hurry, give_up=self.give_up
+        )
+        if settings.writer == "process":
+            self._process = WriterProcess(
+                num_cores=settings.writer_cores, mib_s=settings.writer_mib_s, local_rank=topology.local_rank
+            )
+            self._process.start(backend)
+        # Before anything of the interpreter is shut down: what writes may have threads to start still.
+        threading._register_atexit(_call, weakref.WeakMethod(self._drain))  # type: ignore[attr-defined]
+
+    @property
+    def num_pending(self) -> int:
+        """Saves that have begun and whose end this thread has not learnt of. Equal on all ranks."""
+        return self._queue.get_num_unfinalized_calls()
+
+    def begin(self, prepared: PreparedSave, started: float, watched: Watched | None) -> None:
+        """Copy the state, or begin to, and have the rest done. What goes wrong from here on is told when the save is finalized.
+
+        Args:
+            started: when the save was called for, by `time.perf_counter`.
+            watched: what only steps of optimizers change, and may be copied beside training.
+        """
+        self._epilogue.arm()
+        self.wait_for_snapshots()  # or this one could take the room that the one before needs to be written
+        snapshot = self._snapshot(prepared, watched)
+        # The one before may have been given up, and its thread be there still.
+        before = None if self._last is None else self._last.over
+        self._last = pending = _Pending(snapshot, 0.0, threading.Event())
+        self._pending.append(pending)
+        self._queue.schedule_async_request(
+            AsyncRequest(
+                self._run,
+                (prepared, pending, started, before),
+                [partial(self._finish, pending)],
+                what=prepared.target.what,
+                abandon_fns=[partial(self._forget, pending)],
+            )
+        )
+        snapshot.take()
+        pending.blocked_s = time.perf_counter() - started
+
+    def delete(self, folder: Path) -> None:
+        """Delete what is out of sight, while other things go on: to free gigabytes takes file systems longer than to rename them."""
+        self._deletions = [thread for thread in self._deletions if thread.is_alive()]
+        self._deletions.append(threading.Thread(target=_delete, args=(folder,), name="deletion", daemon=True))
+        self._deletions[-1].start()
+
+    def wait_for_snapshots(self) -> None:
+        """Return when no state is being copied any more. Any thread; before what changes it."""
+        for pending in list(self._pending):
+            if not pending.snapshot.is_complete:
+                began = time.perf_counter()
+                pending.snapshot.wait()
+                pending.blocked_s += time.perf_counter() - began
+
+    def wait_until_over(self) -> None:
+        """Return when nothing is being written on this rank. Any thread; tells nothing of what has become of it."""
+        for pending in list(self._pending):
+            pending.over.wait()
+
+    def finalize(self, *, blocking: bool) -> list[SaveReport]:
+        """Learn, on all ranks alike, what has become of saves that are over, in the order in which they began. Collective.
+
+        Args:
+            blocking: wait for all.
+
+        Returns:
+            the reports of those that were committed.
+
+        Raises:
+            CheckpointError: a save failed, and the settings say raise; those behind it are left for the next call.
+        """
+        while before := self.num_pending:
+            try:
+                self._queue.maybe_finalize_async_calls(blocking)
+            except CheckpointError as error:
+                is_of_a_save = self.num_pending < before and not isinstance(error, RankAbsentError)
+                if self._settings.on_async_error == "raise" or not is_of_a_save:
+                    raise
+                if self._topology.is_lead:
+                    _log.warning("training goes on without a checkpoint: %s", error)
+                continue
+            break
+        if not self.num_pending:
+            self._epilogue.disarm()
+        reports, self._finalized = self._finalized, []
+        return reports
+
+    def hurry(self) -> None:
+        """Believe sooner that a rank is gone: this process has been asked to end. Any thread."""
+        if self._branch is not None:
+            self._branch.expect_absence()
+
+    def give_up(self) -> None:
+        """Have this rank's part of all saves that are under way fail. Any thread."""
+        self._given_up.set()
+
+    @contextmanager
+    def sigterm_left_to_others(self) -> Iterator[None]:
+        """Leave SIGTERM to the caller inside the block."""
+        self._epilogue.disarm()
+        try:
+            yield
+        finally:
+            if self.num_pending:
+                self._epilogue.arm()
+
+    def close(self) -> None:
+        """Let go of what is kept from save to save. Waits for what is still under way, and does not tell what becomes of it."""
+        self._drain()
+        self._epilogue.disarm()
+        if self._branch is not None:
+            self._branch.close()
+            self._branch = None
+        if self._process is not None:
+            self._process.close()
+        self._pending.clear()
+        self._last = None  # its snapshot holds views of kept memory, each with a descriptor
+        self._arena.let_go()
+
+    def _snapshot(self, prepared: PreparedSave, watched: Watched | None) -> Snapshot:
+        """A snapshot of the share, with room in the arena; if there is none to be had, that is what the save fails of."""
+        placed, error = _rooms_in(prepared)
+        is_pinned = self._device.type != "cpu" and self._process is None and not placed
+        snapshot = Snapshot(
+            prepared.share,
+            prepared.plan,
+            prepared.mine,
+            self._arena,
+            watched=watched,
+            pinned_bytes=None if is_pinned or self._device.type == "cpu" else self._device.pinned_bytes,
+            placed=placed,
+        )
+        least, whole = arena_bytes(prepared.share, is_pinned=is_pinned, placed=placed)
+        try:
+            if error is not None:
+                raise error
+            self._arena.grow(self._capacity(least, whole), lambda: None)
+        except Exception as reason:
+            snapshot.fail(reason)
+        return snapshot
+
+    def _capacity(self, least: int, whole: int) -> int:
+        """The bytes of the arena, by the settings and by what the host has."""
+        wanted = whole * (2 if self._settings.when_busy == "queue" else 1)
+        budget_mib = self._settings.staging_budget_mib
+        if budget_mib is None:
+            num_ranks = len(self._topology.nodes[self._topology.node_rank])
+            limit = self._arena.num_bytes + int(psutil.virtual_memory().available) // (2 * num_ranks)
+        else:
+            limit = budget_mib << 20
+        if limit < whole and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "the copy of rank %d's share takes %.0f MiB of host memory, of which it may take %.0f: training waits while what came "
+                "before is written. Give saves.staging_budget_mib more, or shard over more ranks.",
+                self._topology.rank,
+                whole / 2**20,
+                max(least, limit) / 2**20,
+            )
+        return max(least, min(wanted, limit))
+
+    def _new_memory(self, num_bytes: int) -> torch.Tensor:
+        return staging_memory(num_bytes) if self._process is None else shared_memory(num_bytes)
+
+    def _run(self, prepared: PreparedSave, pending: _Pending, started: float, before: threading.Event | None) -> None:
+        """Write and commit one save, after the one before it. In a thread of its own."""
+        try:
+            in_background(self._settings.writer_cores, local_rank=self._topology.local_rank)
+            if before is not None:
+                before.wait()
+            if self._branch is None:
+                self._num_joins += 1
+                self._branch = self._topology.branch(f"{self._branch_name}/{self._num_joins}")
+            pending.report = prepared.run(self._branch, pending.snapshot, self._write, started=started)
+        finally:
+            pending.snapshot.give_up()
+            if pending.report is None:
+                prepared.drop_memory(None, self._topology)
+            pending.over.set()
+
+    def _write(
+        self,
+        share: RankWritePlan,
+        folder: Path,
+        backend: Backend,
+        plain: PlainFiles,
+        staged: Iterable[Staged],
+        slivers: Mapping[int, bytes],
+        progress: Callable[[int], None],
+        previous: Previous | None,
+    ) -> WriteResult:
+        """Write a share as the settings say, and no longer than this process may go on."""
+
+        def go_on(num_bytes: int) -> None:
+            if self._given_up.is_set():
+                raise SaveAbandonedError(
+                    f"rank {self._topology.rank} was asked to end, and the save did not within saves.grace_s={self._settings.grace_s:g}"
+                )
+            progress(num_bytes)
+
+        write = (
+            partial(write_throttled, self._throttle, self._given_up) if self._process is None else self._process.write
+        )
+        return write(share, folder, backend, plain, staged, slivers, go_on, previous)
+
+    def _finish(self, pending: _Pending) -> None:
+        """The finalizer of a save that all ranks have committed: the report counts the rank that stood still the longest."""
+        with self._topology.phase("report") as phase:
+            phase.payload = pending.blocked_s
+        assert pending.report is not None
+        self._finalized.append(replace(pending.report, blocked_s=max(phase.payloads)))
+        self._forget(pending)
+
+    def _forget(self, pending: _Pending) -> None:
+        if pending in self._pending:
+            self._pending.remove(pending)
+
+    def _is_over(self) -> bool:
+        return all(pending.over.is_set() for pending in self._pending)
+
+    def _given_up_for(self) -> CheckpointError | None:
+        """What the others have agreed on without this rank's thread, which hangs, or is very late."""
+        return None if self._branch is None else self._branch.given_up_for()
+
+    def _drain(self) -> None:
+        """Wait for what is under way. Also called when the interpreter ends, and nobody has waited."""
+        for pending in list(self._pending):
+            pending.over.wait()
+        for thread in self._deletions:
+            thread.join()
+
+
+def _rooms_in(prepared: PreparedSave) -> tuple[Mapping[int, torch.Tensor], Exception | None]:
+    """Where items go that have a place in memory which is kept; or why there is no such memory."""
+    try:
+        return prepared.rooms(), None
+    except Exception as error:
+        return {}, error
+
+
+def _delete(folder: Path) -> None:
+    in_background()
+    delete_folder(folder)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call a method of an object that may be gone."""
+    if (bound := method()) is not None:
+        bound()

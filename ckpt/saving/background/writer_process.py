@@ -1,0 +1,429 @@
+"""A process beside one rank that writes its shares, from memory it shares with it; training has the interpreter to itself.
+
+    the rank, a thread in the background          its writer
+    a share, where it goes, plain values  ---->   opens the files
+    where an item lies in shared memory   ---->   digests and writes it
+    the next one, please                  <----   has copied or written all of it
+    bytes that moved, warnings            <----
+    the vote, or the error                <----   all is durable
+
+It is started once, from nothing (never a fork of a process with threads), imports torch and the storage library and no accelerator's,
+and ends when the rank does: it sees the socket close, or that it has another parent. It takes no signals but SIGKILL, for launchers
+send theirs to everybody, and it is the rank that decides what becomes of a save.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sentence
+from ckpt.format.dtypes import contiguous, raw_bytes
+from ckpt.memory.shared_memory import segment_of
+from ckpt.saving.background.channel import Channel, Gone
+from ckpt.saving.background.serialized_errors import deserialize_error
+
+if TYPE_CHECKING:
+    from ckpt.backends.base import Backend, Previous
+    from ckpt.saving.writing import PlainFiles, RankWritePlan, Staged, WriteResult
+
+START_TIMEOUT_S = 180.0
+"""It takes 1.5 s on a machine with nothing else to do, and minutes where a thousand ranks read one file server."""
+GIVE_UP_S = 10.0
+"""For the writer to let go of a save; one that cannot, as with a disk that does not answer, is killed."""
+END_S = 5.0
+
+# Nothing is imported before the trainer's path is there: by its own it could come from whatever lies in the current folder.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[2:]; import json; "
+    "from ckpt.saving.background.writer_child import serve; serve(**json.loads(sys.argv[1]))"
+)
+_TAIL_BYTES = 4096
+_IDLE = "while it had nothing to do"
+_log = logging.getLogger("ckpt")
+
+
+class WriterProcess:
+    """The writer of one rank. `write` in one thread at a time, everything else in any.
+
+    Args:
+        num_cores: how many cores it may use; None: all.
+        mib_s: how many MiB a second it may write; None: as many as there are.
+        local_rank: number of the rank on its host, so that the writers of several take different cores.
+        start_timeout_s: it must be up by then, in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_cores: int | None = None,
+        mib_s: float | None = None,
+        local_rank: int = 0,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        self._settings = {"num_cores": num_cores, "mib_s": mib_s, "local_rank": local_rank}
+        self._start_timeout_s = start_timeout_s
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._child: _Child | None = None
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None: there is none."""
+        child = self._child
+        return child.process.pid if child is not None and child.process.poll() is None else None
+
+    def start(self, backend: Backend) -> None:
+        """Start the process, unless it runs, and return at once; `write` waits until it is up.
+
+        Args:
+            backend: one that will be written with.
+
+        Raises:
+            StorageError: the system starts no process, or `close` was called.
+            ConfigurationError: nobody knows which program Python is here.
+        """
+        self._started(backend)
+
+    def write(
+        self,
+        share: RankWritePlan,
+        folder: Path,
+        backend: Backend,
+        plain: PlainFiles,
+        staged: Iterable[Staged],
+        slivers: Mapping[int, bytes],
+        progress: Callable[[int], None],
+        previous: Previous | None = None,
+    ) -> WriteResult:
+        """Have a share written, and return its vote when it is durable. As `RankWritePlan.write`, of which it says more.
+
+        Tensors that lie in `shared_memory` are read there; others are sent. A share and a backend are sent once, however often
+        they are used: they must not change.
+
+        Args:
+            progress: hears of bytes that moved, and of 0 now and then when none did; what it raises ends the save, as does what `staged`
+                raises. Nothing is written any more when this returns.
+
+        Raises:
+            StorageError: also if the process died, or was not up in time. The next save starts another.
+            ConfigurationError: what is to be written, or the backend, cannot be sent to a process.
+        """
+        with self._writing:
+            child = self._started(backend)
+            try:
+                child.await_up(progress, self._start_timeout_s)
+                return child.write(share, folder, backend, plain, staged, slivers, progress, previous)
+            except Gone:
+                error = child.obituary()
+                child.end()
+                raise error from None
+
+    def close(self) -> None:
+        """End the process, whatever it does, and wait until it is gone. Also done when this object goes, and when Python ends."""
+        with self._lock:
+            self._is_closed = True
+            child, self._child = self._child, None
+        if child is not None:
+            child.end("was closed")
+
+    def _started(self, backend: Backend) -> _Child:
+        with self._lock:
+            if self._is_closed:
+                raise StorageError("the writer process was closed; nothing more can be saved with it")
+            child = self._child
+            if child is not None and not child.has_ended and child.process.poll() is not None:
+                _log.warning("%s; another one is started", child.obituary())
+                child.end()
+            if child is None or child.has_ended:
+                child = self._child = _Child(self._settings, backend)
+            return child
+
+
+class _Child:
+    """One process, from its start to its end."""
+
+    def __init__(self, settings: Mapping[str, Any], backend: Backend) -> None:
+        self._is_up = False
+        self._how: str | None = None
+        self._what = "before it was up"
+        self._share: RankWritePlan | None = None
+        self._backend: Backend | None = None
+        self._known: set[int] = set()
+        self._errors = os.memfd_create("ckpt-writer-stderr", os.MFD_CLOEXEC)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self.process = self._popen({**settings, "fd": theirs.fileno()}, type(backend).__module__)
+            except BaseException as error:
+                ours.close()
+                os.close(self._errors)
+                if isinstance(error, OSError):
+                    raise StorageError(f"the writer process cannot be started: {sentence(error)}") from error
+                raise
+        self._channel = Channel(ours)
+        self._end = weakref.finalize(self, _end, os.getpid(), self.process, self._channel, self._errors)
+        self._end.atexit = False  # see _end_all
+        _children.add(self)
+
+    def _popen(self, given: dict[str, Any], module: str) -> subprocess.Popen[bytes]:
+        if not sys.executable:
+            raise ConfigurationError(
+                "saves.writer='process' needs sys.executable, which is empty here; give saves.writer='thread'"
+            )
+        given |= {
+            "parent": os.getpid(),
+            "modules": [] if module == "__main__" else [module],
+        }
+        environment = {
+            **os.environ,
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(given), *(entry or os.getcwd() for entry in sys.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._errors,
+            stderr=self._errors,
+            pass_fds=[given["fd"]],
+            env=environment,
+            # Not a session of its own: where the kernel groups sessions, a priority counts among those of one only.
+            process_group=0,
+        )
+
+    def await_up(self, progress: Callable[[int], None], timeout_s: float) -> None:
+        """Wait until it can write."""
+        deadline = time.monotonic() + timeout_s
+
+        def look() -> None:
+            progress(1)
+            self._require_alive()
+            if time.monotonic() > deadline:
+                self._how = f"was not up after {timeout_s:g} s, and has been ended"
+                raise Gone
+
+        while not self._is_up:
+            self._is_up = self._hear(look)[0] == "up"
+        self._what = _IDLE
+
+    def write(
+        self,
+        share: RankWritePlan,
+        folder: Path,
+        backend: Backend,
+        plain: PlainFiles,
+        staged: Iterable[Staged],
+        slivers: Mapping[int, bytes],
+        progress: Callable[[int], None],
+        previous: Previous | None,
+    ) -> WriteResult:
+        def look() -> None:
+            progress(0)
+            self._require_alive()
+
+        self._what = f"when it began to write {folder}"
+        save = {
+            "share": None if share is self._share else _pickled(share, "what is to be saved"),
+            "backend": None if backend is self._backend else _pickled(backend, "the backend"),
+            "folder": folder,
+            "below": None if folder.is_absolute() else os.getcwd(),
+            "plain": dict(plain),
+            "slivers": dict(slivers),
+            "previous": previous,
+            "level": _log.getEffectiveLevel(),
+        }
+        self._share = self._backend = None
+        self._known.clear()
+        items = iter(staged)
+        try:
+            self._say(("save", save), look=look)
+            error, vote = self._converse(items, share, folder, progress, look)
+        except Gone:
+            raise
+        except BaseException:
+            self._give_up()
+            raise
+        finally:  # nobody reads its memory any more
+            if isinstance(items, Generator):
+                items.close()
+        self._what = _IDLE
+        if error is not None:
+            raise deserialize_error(error)
+        assert vote is not None
+        self._share, self._backend = share, backend
+        return vote
+
+    def _converse(
+        self,
+        items: Iterator[Staged],
+        share: RankWritePlan,
+        folder: Path,
+        progress: Callable[[int], None],
+        look: Callable[[], None],
+    ) -> tuple[dict[str, Any] | None, WriteResult | None]:
+        """Hand over item after item as they are asked for, until there is an error or a vote."""
+        while True:
+            kind, content = self._hear(look)
+            if kind == "moved":
+                progress(content)
+            elif kind == "next":
+                staged = next(items, None)
+                if staged is None:
+                    self._what = f"while it wrote the rest of {folder}"
+                    self._say(("end", None), look=look)
+                else:
+                    self._what = f"while it wrote {_name(share, staged.number)} to {folder}"
+                    self._hand_over(staged, look)
+            elif kind == "failed":
+                return content, None
+            elif kind == "done":
+                return None, content
+
+    def _hand_over(self, staged: Staged, look: Callable[[], None]) -> None:
+        places, new = [], {}
+        for host in map(contiguous, staged.hosts):
+            found = segment_of(host)
+            if found is None:
+                where: tuple[int, int] | bytes = raw_bytes(host).numpy().tobytes()
+            else:
+                segment, offset = found
+                where = segment.number, offset
+                if segment.number not in self._known:
+                    new[segment.number] = segment.fd
+            places.append((where, tuple(host.shape), host.dtype))
+        self._say(("item", (staged.number, places, staged.digests, list(new))), list(new.values()), look)
+        self._known |= new.keys()
+
+    def _give_up(self) -> None:
+        """Have the writer let go of the save, and return when it has, or is dead."""
+        deadline = time.monotonic() + GIVE_UP_S
+
+        def look() -> None:
+            self._require_alive()
+            if time.monotonic() > deadline:
+                raise Gone
+
+        try:
+            self._say(("give up", None), look=look)
+            while self._hear(look)[0] not in ("failed", "done"):
+                look()
+            self._what = _IDLE
+        except Gone:
+            self.end()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._end.alive
+
+    def end(self, how: str | None = None) -> None:
+        """End the process, wait until it is gone, and let go of everything. Any thread, again and again.
+
+        Args:
+            how: what is said of it to who is still waiting for it.
+        """
+        self._how = self._how or how
+        self._end()
+
+    def obituary(self) -> StorageError:
+        """Say how it ended, what it was doing, and what it left on stderr."""
+        how, hint = self._how, ""
+        if how is None:
+            try:
+                code = self.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                how = "does not answer any more,"
+            else:
+                how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                hint = "; the kernel does that when memory runs out" if code == -signal.SIGKILL else ""
+            how = f"{how} {self._what}{hint}"
+        tail = " ".join(self._tail().split())
+        return StorageError(f"the writer process (pid {self.process.pid}) {how}{f'. It said: {tail}' if tail else ''}")
+
+    def _tail(self) -> str:
+        if self.has_ended:
+            return ""
+        size = os.fstat(self._errors).st_size
+        return os.pread(self._errors, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
+
+    def _say(self, message: Any, fds: Iterable[int] = (), look: Callable[[], None] = lambda: None) -> None:
+        self._channel.send(message, list(fds), look)
+
+    def _hear(self, look: Callable[[], None]) -> tuple[str, Any]:
+        """Return the next message; what the writer logs is logged here on the way."""
+        while True:
+            (kind, content), _ = self._channel.receive(look)
+            if kind != "log":
+                return kind, content
+            record = logging.makeLogRecord(content)
+            logger = logging.getLogger(record.name)
+            if logger.isEnabledFor(record.levelno):
+                logger.handle(record)
+
+    def _require_alive(self) -> None:
+        """The socket may outlive the process: whoever was forked meanwhile has an end of it too."""
+        if self.process.poll() is not None:
+            raise Gone
+
+
+def _end(owner: int, process: subprocess.Popen[bytes], channel: Channel, errors: int) -> None:
+    """End a process and wait for it; nothing of it stays."""
+    if os.getpid() != owner:  # a fork, to which it does not belong
+        return
+    channel.shut()
+    for _ in range(2):  # it ends when it sees that; if it cannot even see, it is ended
+        try:
+            process.wait(END_S)
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+    channel.close()
+    os.close(errors)
+
+
+_children: weakref.WeakSet[_Child] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End what is left when Python ends; after what was registered later, such as who waits for a save."""
+    for child in list(_children):
+        child.end("was ended, for this program ends")
+
+
+def _pickled(thing: Any, what: str) -> bytes:
+    try:
+        return pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # whatever a class of somebody's raises
+        if isinstance(error, CheckpointError):
+            raise
+        raise ConfigurationError(
+            f"{what} cannot be sent to a writer process: {sentence(error)}. Make it something that can be pickled, or give "
+            "saves.writer='thread'."
+        ) from error
+
+
+def _name(share: RankWritePlan, number: int) -> str:
+    """What an item is called: a chunk by its array, a pack by its path."""
+    item = share.items[number]
+    return str(getattr(item, "name", None) or getattr(item, "path", None) or f"item {number}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,208 @@
+"""Which checkpoint the ranks of a run hold in memory, each its own files of it, and where; one object of each rank's coordinator.
+
+All ranks learn of each other's files when the save is committed, in its last agreement. A load goes by that without another word: what a
+rank of the same host holds is read from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import psutil
+import torch
+
+from ckpt.backends.base import Backend
+from ckpt.errors import ConfigurationError
+from ckpt.format.held import NOTHING_HELD, HeldFiles, MemoryFile, places_from_json
+from ckpt.format.manifest import CheckpointManifest, digest_of
+from ckpt.format.records import Expected
+from ckpt.ranks.topology import Topology
+from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.writing import Pack, RankWritePlan
+from ckpt.storage.pool import Memories, Pool, PooledSave
+
+
+class PlacingBackend(Protocol):
+    """A backend whose writers put chunks where it says, if they come in the order in which they are expected, and none is linked."""
+
+    def places(self, rank: int, chunks: Iterable[Expected]) -> Mapping[tuple[str, int], tuple[str, int]]:
+        """Path of the array and number of the chunk -> file, and first byte in it."""
+
+
+class _Room(NamedTuple):
+    """Bytes of a file."""
+
+    file: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class HeldStep:
+    """A committed checkpoint that is in memory.
+
+    Attributes:
+        path: its folder.
+        manifest_digest: of its manifest's bytes.
+        manifest: makes what of it every rank knows without reading it: id, arrays, indexes.
+        places: rank -> its files.
+        save: this rank's memory.
+    """
+
+    checkpoint_id: str
+    path: Path
+    manifest_digest: str
+    manifest: Callable[[], CheckpointManifest]
+    places: Sequence[Mapping[str, MemoryFile]]
+    save: PooledSave
+
+    def files_on(self, ranks: Sequence[int]) -> HeldFiles:
+        """What these ranks hold of it."""
+        places = {file: place for rank in ranks for file, place in self.places[rank].items()}
+        return HeldFiles(places, {name: file.whole for name, file in self.save.files.items()})
+
+
+class HostCache:
+    """What one rank's saves leave in memory.
+
+    Args:
+        memories: where the backend's writers look.
+        budget_mib: that it may take; None: what the host has.
+        num_copies: saves that may be in memory at a time.
+    """
+
+    def __init__(self, memories: Memories, *, budget_mib: int | None = None, num_copies: int = 1) -> None:
+        self.pool = Pool()
+        self._memories = memories
+        self._budget_mib = budget_mib
+        self._num_copies = num_copies
+        self._places: tuple[RankWritePlan, dict[int, _Room]] | None = None
+        self._held: HeldStep | None = None
+
+    @property
+    def held(self) -> HeldStep | None:
+        """The newest checkpoint, if it is in memory still."""
+        held = self._held
+        return held if held is not None and held.save is self.pool.held else None
+
+    def begin(self) -> PooledSave:
+        """Memory for a new save; nothing is held until it is committed."""
+        return self.pool.begin()
+
+    def require_room(self, num_bytes: int, topology: Topology) -> None:
+        """See that what a rank writes in each save may be kept.
+
+        Raises:
+            ConfigurationError: it is too much.
+        """
+        neighbours = len(topology.nodes[topology.node_rank])
+        if self._budget_mib is not None:
+            room, what = self._budget_mib << 20, f"saves.staging_budget_mib={self._budget_mib}"
+        else:
+            room = self.pool.num_bytes + psutil.virtual_memory().available // neighbours
+            what = f"the {room >> 20} MiB that this host has free for each of its ranks"
+        wanted = self._num_copies * num_bytes
+        if wanted > room:
+            raise ConfigurationError(
+                f"KimiEngineBackend(pool=True) keeps what rank {topology.rank} writes in host memory, {wanted / 2**20:.0f} MiB, which is "
+                f"more than {what}: give it more, shard over more ranks, or take KimiEngineBackend(pool=False)"
+            )
+
+    def rooms(self, save: PooledSave, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
+        """Item of a share -> its place in the memory of a save that links nothing; of those that are this rank's alone."""
+        if self._places is None or self._places[0] is not share:
+            self._places = share, _places_of(share, backend)
+        ends: dict[str, int] = {}
+        for file, _, stop in self._places[1].values():
+            ends[file] = max(stop, ends.get(file, 0))
+        for file, end in ends.items():
+            save.file(file).make_room(end)
+        return {number: save.file(file).room(start, stop) for number, (file, start, stop) in self._places[1].items()}
+
+    def assign(self, folder: Path, rank: int, save: PooledSave) -> None:
+        """The bytes that this rank is about to write to a folder go to that memory."""
+        self._memories.assign(folder, rank, save)
+
+    def keep(self, step: HeldStep) -> None:
+        """A save has been committed on all ranks."""
+        self._held = step
+        self.pool.keep(step.save, step.path)
+
+    def drop(self, folder: Path | None, rank: int, save: PooledSave) -> None:
+        """A save has failed; nothing of it is written any more."""
+        if folder is not None:
+            self._memories.take(folder, rank)
+        self.pool.drop(save)
+
+    def files_of(self, manifest: bytes, topology: Topology) -> HeldFiles:
+        """What the ranks of this host hold of the checkpoint with this manifest."""
+        held = self.held
+        if held is None or held.manifest_digest != digest_of(manifest):
+            return NOTHING_HELD
+        return held.files_on(topology.nodes[topology.node_rank])
+
+    @contextmanager
+    def reading(self) -> Iterator[HeldStep | None]:
+        """What is held, whose memory stays as it is inside of the block, whatever is saved; None: nothing."""
+        with self.pool.reading() as save:
+            held = self._held
+            yield held if held is not None and held.save is save else None
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._held = None
+        self.pool.close()
+
+
+def memories_of(backend: Backend, saves: SaveSettings) -> Memories | None:
+    """The memory in which a backend keeps saves that go on as the settings say; None: nothing is kept.
+
+    What a process of its own writes (`save.writer=process`) is not: it would be that one's memory.
+
+    Raises:
+        ConfigurationError: there is a budget for host memory, and neither copies nor kept saves take any.
+    """
+    memories: Memories | None = getattr(backend, "memories", None)
+    if memories is None and not saves.is_async and saves.staging_budget_mib is not None:
+        raise saves.without_effect("staging_budget_mib")
+    return None if saves.writer == "process" else memories
+
+
+def host_cache_of(backend: Backend, saves: SaveSettings) -> HostCache | None:
+    """The keeper of saves through a backend; None: nothing is kept. Raises as `memories_of` does."""
+    memories = memories_of(backend, saves)
+    if memories is None:
+        return None
+    num_copies = 2 if saves.when_busy == "queue" else 1
+    if saves.is_async and saves.incremental:  # what is to be compared is copied elsewhere first
+        num_copies *= 2
+    return HostCache(memories, budget_mib=saves.staging_budget_mib, num_copies=num_copies)
+
+
+def _places_of(share: RankWritePlan, backend: Any) -> dict[int, _Room]:
+    """Item of a share -> where it is written, of those that this rank has whole."""
+    placing: PlacingBackend = backend
+    places = placing.places(share.rank, share.expected())
+    rooms = {}
+    for number, item in enumerate(share.items):
+        if isinstance(item, Pack):
+            place = places.get((item.path, 0))
+        else:
+            place = places.get((share.arrays[item.name].path, item.number)) if item.own == (item.box,) else None
+        if place is not None:
+            rooms[number] = _Room(place[0], place[1], place[1] + share.item_bytes(item))
+    return rooms
+
+
+def said_places(save: PooledSave | None) -> dict[str, Any] | None:
+    """What a rank tells the others of its memory, as JSON."""
+    return None if save is None else {name: list(place) for name, place in save.settle().items()}
+
+
+def heard_places(said: Sequence[Mapping[str, Any] | None]) -> list[dict[str, MemoryFile]]:
+    """What `said_places` gave on every rank."""
+    return [places_from_json(one or {}) for one in said]

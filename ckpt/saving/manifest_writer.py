@@ -1,0 +1,192 @@
+"""The lead's part of a save: what all ranks wrote is joined, described, and put on record in the manifest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt.backends.base import Backend
+from ckpt.catalog.ledger import Commit
+from ckpt.errors import StorageError
+from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.consistency import MAX_FILE_BYTES
+from ckpt.format.durable import replace_durably, write_durably
+from ckpt.format.manifest import (
+    CONFIG_NAME,
+    MANIFEST_NAME,
+    ArrayEntry,
+    CheckpointManifest,
+    ComponentManifest,
+    digest_of,
+    index_name,
+)
+from ckpt.format.names import PLAIN_NAME
+from ckpt.planning.plan import SavePlan
+from ckpt.ranks.topology import Topology
+from ckpt.saving.writing import WriteResult, joined_checksum, path_of
+from ckpt.state.sharing import EQUAL_COPIES, StateComponent, holders_of
+from ckpt.version import __version__
+
+
+class ManifestWriter:
+    """Puts one save on record, once every rank's bytes are durable. Lead rank only.
+
+    Args:
+        folder: what the ranks wrote into.
+        votes: of every rank, in order.
+        config_text: stored as config.yaml; None: there is none.
+        commit: its place in the order of commits; None: it is in no checkpoint root.
+        run_id: of the run's training history.
+        beside: files that lie in the folder already and belong to the checkpoint, relative to it.
+
+    Attributes:
+        manifest_digest: of the bytes of the manifest, once it is written.
+        made: the small files, beside the ranks' own, that the checkpoint has besides; by path.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: SavePlan,
+        components: Mapping[str, StateComponent],
+        votes: Sequence[WriteResult],
+        *,
+        topology: Topology,
+        backend: Backend,
+        config_text: str | None = None,
+        commit: Commit | None = None,
+        run_id: str | None = None,
+        beside: Sequence[str] = (),
+    ) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._components = components
+        self._votes = votes
+        self._topology = topology
+        self._backend = backend
+        self._config_text = config_text
+        self._commit = commit
+        self._run_id = run_id
+        self._beside = beside
+        self.manifest_digest = ""
+        self.made: dict[str, bytes] = {}
+
+    def write(self, checkpoint_id: str) -> int:
+        """Join the arrays, write the config and, last, the manifest; return the bytes that this adds.
+
+        Raises:
+            StorageError: what a rank wrote is not seen here.
+        """
+        _await_indexes(self._folder, self._votes, self._topology)
+        manifest = self._manifest(checkpoint_id)
+        added = self._write_lead_files(manifest)
+        data = manifest.to_bytes()
+        self.manifest_digest = digest_of(data)
+        self._topology.require_awaited()
+        replace_durably(self._folder / MANIFEST_NAME, data)
+        return added + len(data)
+
+    def _manifest(self, checkpoint_id: str) -> CheckpointManifest:
+        topology = self._topology
+        config = self._config_text
+        return CheckpointManifest(
+            checkpoint_id=checkpoint_id,
+            timestamp=self._commit.timestamp if self._commit is not None else datetime.now(UTC),
+            commit_number=self._commit.number if self._commit is not None else None,
+            run_id=self._run_id,
+            world_size=topology.world_size,
+            topology={
+                "nodes": [list(ranks) for ranks in topology.nodes],
+                "groups": {name: [list(ranks) for ranks in group.instances] for name, group in topology.groups.items()},
+            },
+            components={key: self._component(component) for key, component in self._components.items()},
+            arrays=entries_of(self._plan, self._components, self._backend.store),
+            files={},
+            training_args_hash=digest_of(config.encode()) if config is not None else None,
+            ckpt_version=__version__,
+            pytorch_version=torch.__version__,
+        )
+
+    def _component(self, component: StateComponent) -> ComponentManifest:
+        holders = holders_of(component, self._topology)
+        start = component.key + "/"
+        return ComponentManifest(
+            key=component.key,
+            sharing_pattern=component.pattern.value,
+            ranks=[rank for rank, vote in enumerate(self._votes) if component.key in vote.sizes],
+            replicated_across=sorted(r for ranks in holders for r in ranks)
+            if component.pattern in EQUAL_COPIES
+            else None,
+            group_name=component.process_group_name,
+            size_bytes=sum(vote.sizes.get(component.key, 0) for vote in self._votes),
+            checksum=joined_checksum(vote.checksums.get(component.key, "") for vote in self._votes),
+            plain_in={
+                path.removeprefix(start).removesuffix(PLAIN_NAME): rank
+                for rank, vote in enumerate(self._votes)
+                for path in vote.plain_files
+                if path.startswith(start)
+            },
+        )
+
+    def _write_lead_files(self, manifest: CheckpointManifest) -> int:
+        """Join the arrays and write the config, list every file of the lead's and every index; return the bytes added."""
+        writers = [rank for rank, vote in enumerate(self._votes) if vote.wrote_arrays]
+        made = self._backend.join(self._folder, writers, self._topology.progress)
+        if self._config_text is not None:
+            write_durably(self._folder / CONFIG_NAME, self._config_text.encode())
+            made = [*made, CONFIG_NAME]
+        added = 0
+        for path in [*made, *self._beside]:
+            with CheckpointFolder(self._folder) as folder:
+                data = self.made[path] = folder.read(path, MAX_FILE_BYTES)
+            manifest.files[path] = (len(data), digest_of(data))
+            added += len(data)
+            self._topology.progress()
+        for path, (size, digest) in self._votes[0].plain_files.items():
+            manifest.files[path] = (size, digest)
+            added += size
+        for rank, vote in enumerate(self._votes):
+            if vote.index is not None:
+                manifest.files[index_name(rank)] = (vote.index[0], vote.index[1])
+        return added
+
+
+def entries_of(plan: SavePlan, components: Mapping[str, StateComponent], store: str) -> dict[str, ArrayEntry]:
+    """What a manifest says of the arrays of a save; the same on every rank.
+
+    Args:
+        store: what the manifest calls the format.
+    """
+    packed: dict[tuple[Any, ...], ArrayEntry] = {}
+    arrays = {}
+    for name, array in plan.arrays.items():
+        if array.grid is not None:
+            path = path_of(name, components)
+            arrays[name] = ArrayEntry(array.dtype, array.shape, store, path, array.grid, array.runs())
+        else:
+            alike = array.dtype, array.shape, tuple(sorted(set(array.packs.values())))
+            if alike not in packed:
+                packed[alike] = ArrayEntry(array.dtype, array.shape, store, packed_in=alike[2])
+            arrays[name] = packed[alike]
+    for alias, first in plan.aliases.items():
+        if first in arrays:
+            arrays[alias] = ArrayEntry(arrays[first].dtype, arrays[first].shape, alias_of=first)
+    return arrays
+
+
+def _await_indexes(folder: Path, votes: Sequence[WriteResult], topology: Topology) -> None:
+    """Wait until the lead sees every index in its full length, on file systems where that takes a while."""
+    deadline = time.monotonic() + topology.timeout_s
+    for rank, vote in enumerate(votes):
+        path = folder / index_name(rank)
+        while vote.index is not None and not (path.exists() and path.stat().st_size == vote.index[0]):
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"rank {rank} wrote {path.name} with {vote.index[0]} bytes, but rank 0 does not see it so in {folder}"
+                )
+            time.sleep(0.01)

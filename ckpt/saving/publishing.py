@@ -1,0 +1,233 @@
+"""Weights out of the memory of the trainers that have just saved them, as engines send them: no file is read, no device asked.
+
+Training may go on meanwhile, and so may the next save, which takes new memory while this one's is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from ckpt.errors import CorruptCheckpointError, MissingStateError
+from ckpt.format.blocks import BlockDigests
+from ckpt.format.box import whole
+from ckpt.format.dtypes import torch_dtype
+from ckpt.format.held import HeldFiles
+from ckpt.format.manifest import ArrayEntry, index_name
+from ckpt.format.records import ChunkExtent
+from ckpt.loading.strategy import ReadRequest, StoredCheckpoint
+from ckpt.memory.memory import Scratch
+from ckpt.ranks.topology import Topology
+from ckpt.saving.host_cache import HeldStep, HostCache
+from ckpt.state.sharing import OWN_COPIES, SharingPattern
+
+
+class WeightSender(Protocol):
+    """An engine of ckpt/engine, or a trainer's own."""
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, Any]:
+        """See `ckpt.engine.base.CheckpointEngine.send_weights`."""
+
+
+class HostMemoryMap:
+    """The memory of the ranks of this host, mapped; kept from one publication to the next, for as long as it is used again.
+
+    Attributes:
+        scratch: for a tensor that is put together.
+    """
+
+    def __init__(self) -> None:
+        self._mapped: dict[tuple[str, int], torch.Tensor] = {}
+        self._used: set[tuple[str, int]] = set()
+        self.scratch = Scratch()
+
+    def of(self, file: str, held: HeldFiles) -> torch.Tensor | None:
+        """The bytes of a file, flat; None: it is not held. They change when the rank that holds it saves again."""
+        place = held.place(file)
+        if place is None:
+            return None
+        key = place.name, place.size
+        if key not in self._mapped:
+            fd = held.open(file)
+            if fd is None:
+                return None
+            try:
+                # Private, so that nobody can write to another rank's memory by mistake.
+                self._mapped[key] = torch.frombuffer(
+                    mmap.mmap(fd, place.size, access=mmap.ACCESS_COPY), dtype=torch.uint8
+                )
+            finally:
+                os.close(fd)
+        self._used.add(key)
+        return self._mapped[key]
+
+    def forget_unused(self) -> None:
+        """Let go of what nobody has asked for since the last time."""
+        self._mapped = {key: memory for key, memory in self._mapped.items() if key in self._used}
+        self._used = set()
+
+
+class HeldWeights:
+    """The tensors of one component of a checkpoint that is in memory: whole, on the host, under the names they were saved by.
+
+    A tied tensor comes once, under its first name, as from `ckpt.engine.WholeWeights`. Copy a tensor before the next one is asked for,
+    and do not write to it: what one rank wrote in one piece is its memory itself, and the rest is put together in memory that is used
+    again. Iterating talks to nobody.
+
+    Attributes:
+        tied_names: {alias: name under which it comes}.
+
+    Raises:
+        MissingStateError: not all of it is in the memory of this host.
+        CorruptCheckpointError: what this rank wrote is not what it was.
+    """
+
+    def __init__(self, held: HeldStep, component: str, topology: Topology, memory: HostMemoryMap) -> None:
+        self._start = component + "/"
+        self._files = held.files_on(topology.nodes[topology.node_rank])
+        self._checkpoint = StoredCheckpoint(held.path, held.manifest(), self._files)
+        self._memory = memory
+        self._require_indexes()
+        entries = self._checkpoint.manifest.arrays_of(component)
+        self.tied_names = {
+            key: entry.alias_of.removeprefix(self._start)
+            for key, entry in entries.items()
+            if entry.alias_of is not None
+        }
+        self._entries = {key: entry for key, entry in entries.items() if entry.alias_of is None}
+        for key, entry in self._entries.items():
+            nowhere = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
+            for stored in self._checkpoint.parts(ReadRequest(self._start + key, key, whole(entry.shape), nowhere)):
+                self._bytes_of(stored.chunk)
+        self._verify(topology.rank)
+        memory.forget_unused()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, entry in self._entries.items():
+            yield key, self._whole(key, entry)
+
+    def _whole(self, key: str, entry: ArrayEntry) -> torch.Tensor:
+        dtype = torch_dtype(entry.dtype)
+        out = self._memory.scratch.flat(math.prod(entry.shape) * dtype.itemsize).view(dtype).view(entry.shape)
+        for stored in self._checkpoint.parts(ReadRequest(self._start + key, key, whole(entry.shape), out)):
+            part = stored.part
+            region = self._bytes_of(stored.chunk)[part.base :][: math.prod(part.region) * dtype.itemsize]
+            there = region.view(dtype).view(part.region)
+            if tuple(part.out.shape) == entry.shape == part.region:
+                return there
+            part.out.copy_(there[part.box.slices])
+        return out
+
+    def _bytes_of(self, chunk: ChunkExtent) -> torch.Tensor:
+        file = self._memory.of(chunk.file, self._files)
+        if file is None:
+            raise MissingStateError(
+                f"{self._checkpoint.root.name} cannot be published: {chunk.file} is not in the memory of this host, but on another one, or "
+                "was linked by an incremental save and not written; give engine.send_weights the model's own weights"
+            )
+        return file[chunk.offset : chunk.offset + chunk.length]
+
+    def _require_indexes(self) -> None:
+        """What says where the tensors lie must not be read from the disk either."""
+        for rank in self._checkpoint.manifest.index_ranks():
+            if index_name(rank) not in self._files:
+                raise MissingStateError(
+                    f"{self._checkpoint.root.name} cannot be published: rank {rank} wrote a part of it on another host, whose memory is "
+                    "out of reach; give engine.send_weights the model's own weights"
+                )
+
+    def _verify(self, rank: int) -> None:
+        """See that what this rank wrote is what it was. All ranks do so: everything is looked at, once."""
+        if rank not in self._checkpoint.manifest.index_ranks():
+            return
+        for path, by_number in self._checkpoint.index(rank).chunks.items():
+            for chunk in by_number.values() if path.startswith(self._start) else ():
+                digests = BlockDigests(chunk.block_bytes)
+                flat: Any = self._bytes_of(chunk).numpy()
+                digests.update(memoryview(flat))
+                if digests.close() != chunk.digests:
+                    raise CorruptCheckpointError(
+                        f"{path} was changed in memory since it was saved, and is not published; save again, or load "
+                        f"{self._checkpoint.root.name}"
+                    )
+
+
+class Publisher:
+    """Publishes out of the memory of one rank and its neighbours. Made by all ranks, in one order.
+
+    Args:
+        patterns: component -> its sharing pattern.
+        settled: returns when no save is under way on this rank.
+    """
+
+    def __init__(
+        self, topology: Topology, keeper: HostCache, patterns: Mapping[str, SharingPattern], settled: Callable[[], None]
+    ) -> None:
+        self._topology = topology
+        self._keeper = keeper
+        self._patterns = patterns
+        self._settled = settled
+        self._name = topology.name_branch()
+        self._branch: Topology | None = None
+        self._memory = HostMemoryMap()
+        self._one_at_a_time = threading.Lock()  # a caller that was cancelled leaves its agreement behind
+
+    async def publish(self, engine: WeightSender, step: int, component: str) -> dict[str, Any]:
+        """See `CheckpointCoordinator.publish`."""
+        await asyncio.to_thread(self._settled)
+        with self._keeper.reading() as held:
+            weights = await asyncio.to_thread(self._agreed, held, step, component)
+            return await engine.send_weights(weights, step)
+
+    def close(self) -> None:
+        """Let go of what is kept from one publication to the next."""
+        self._memory = HostMemoryMap()
+        branch, self._branch = self._branch, None
+        if branch is not None:
+            branch.close()
+
+    def _agreed(self, held: HeldStep | None, step: int, component: str) -> HeldWeights:
+        """The weights, which all ranks have in memory, or none. Collective; in a thread, for training and its event loop go on."""
+        with self._one_at_a_time, self._joined() as topology, topology.operation(f"publication of step {step}"):
+            with topology.phase("look into memory") as phase:
+                self._require_one_copy(component)
+                phase.payload = [held.checkpoint_id, held.manifest_digest] if held is not None else None
+            said = phase.payloads
+            with topology.phase("open the memory"):
+                _require_held(said, step, component)
+                assert held is not None, "all ranks hold it"
+                return HeldWeights(held, component, topology, self._memory)
+
+    def _joined(self) -> AbstractContextManager[Topology]:
+        """The ranks' agreement on publications, which stays open."""
+        if self._branch is None:
+            self._branch = self._topology.branch(self._name)
+        return nullcontext(self._branch)
+
+    def _require_one_copy(self, component: str) -> None:
+        if component not in self._patterns:
+            has = ", ".join(sorted(self._patterns))
+            raise MissingStateError(f"there is no component {component} to publish; this run has {has}")
+        if (pattern := self._patterns[component]) in OWN_COPIES:
+            raise MissingStateError(
+                f"component {component} is {pattern.value}: there are several states of it, and none to publish"
+            )
+
+
+def _require_held(said: Sequence[tuple[str, str] | None], step: int, component: str) -> None:
+    """See that all ranks hold one checkpoint, that of this step."""
+    for rank, one in enumerate(said):
+        found = "nothing" if one is None else f"checkpoint-{one[0]}"
+        if one is None or not one[0].isdecimal() or int(one[0]) != step or one != said[0]:
+            raise MissingStateError(
+                f"{component} of step {step} cannot be published: rank {rank} holds {found} in memory. A step is there from the commit of "
+                "its save until the next save begins, with backend=KimiEngineBackend(pool=True) and saves.writer='thread'"
+            )

@@ -1,0 +1,56 @@
+"""Settings of saves that contradict each other, or that there are not, are refused before anything is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt import StateComponent
+from ckpt.backends.kimi_engine import KimiEngineBackend
+from ckpt.errors import ConfigurationError
+from ckpt.ranks.topology import Topology
+from ckpt.saving.save_settings import SaveSettings
+from tests.states import Held, coordinator
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        ({"mode": "later"}, "saves.mode=later: expected one of sync, async"),
+        ({"writer": "fork"}, "saves.writer=fork: expected one of thread, process"),
+        ({"when_busy": "drop"}, "saves.when_busy=drop: expected one of wait, skip, queue"),
+        ({"on_async_error": "ignore"}, "saves.on_async_error=ignore: expected one of raise, warn"),
+        ({"overlap": True}, "saves.overlap=True has no effect with saves.mode=sync"),
+        ({"writer": "process"}, "saves.writer=process has no effect with saves.mode=sync"),
+        ({"writer_cores": 2}, "saves.writer_cores=2 has no effect with saves.mode=sync"),
+        ({"writer_mib_s": 100}, "saves.writer_mib_s=100 has no effect with saves.mode=sync"),
+        ({"when_busy": "queue"}, "saves.when_busy=queue has no effect with saves.mode=sync"),
+        ({"when_busy": "skip"}, "saves.when_busy=skip has no effect with saves.mode=sync"),
+        ({"on_async_error": "warn"}, "saves.on_async_error=warn has no effect with saves.mode=sync"),
+        ({"writer_cores": 0}, "saves.writer_cores=0: expected at least 1, or nothing for no limit"),
+        ({"writer_mib_s": -1}, "saves.writer_mib_s=-1: expected at least 1"),
+        ({"staging_budget_mib": 0}, "saves.staging_budget_mib=0: expected at least 1"),
+        ({"grace_s": -0.5}, "saves.grace_s=-0.5: expected at least 0 seconds"),
+        ({"incremental_min_live": 0.0}, "saves.incremental_min_live=0.0: expected a fraction above 0, at most 1"),
+        ({"incremental_min_live": float("nan")}, "saves.incremental_min_live=nan: expected a fraction"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_that_names_the_key(chosen: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        SaveSettings(**chosen)
+    assert str(caught.value).startswith(told)
+
+
+def test_a_budget_for_copies_is_refused_where_no_save_takes_host_memory(tmp_path: Path) -> None:
+    saves = SaveSettings(staging_budget_mib=8)
+    component = StateComponent("model", Held({}), "replicated")
+    with pytest.raises(ConfigurationError, match="saves.staging_budget_mib=8 has no effect with saves.mode=sync"):
+        coordinator(Topology.alone(), tmp_path, [component], saves=saves)
+    coordinator(Topology.alone(), tmp_path, [component], backend=KimiEngineBackend(), saves=saves).close()
+
+
+def test_settings_that_say_nothing_save_while_training_waits() -> None:
+    assert not SaveSettings().is_async
+    assert SaveSettings(mode="async", overlap=True).is_async
