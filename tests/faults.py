@@ -26,10 +26,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
+from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.catalog.ledger import ROOT_OWNER
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.two_stage.two_stage import TwoStageLoad

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import ckpt
-from ckpt import ShardedObject, ShardedTensor
+from ckpt import dist_checkpointing
 from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
+from ckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy
 from ckpt.dist_checkpointing.strategies.sharded import SaveTensors
 from ckpt.dist_checkpointing.strategies.tensorstore import (
@@ -110,7 +110,7 @@ def require_loads_as(topology: Topology, folder: Path, want: dict[str, Any]) -> 
     """Load by either library, and compare every bit with what is wanted."""
     for load in LOADS:
         wanted = {key: blank(one) if isinstance(one, ShardedTensor) else one for key, one in want.items()}
-        got = ckpt.load(wanted, folder, load)
+        got = dist_checkpointing.load(wanted, folder, load)
         assert isinstance(got, dict)
         for key, one in want.items():
             assert same_values(got[key], one.data), key
@@ -119,7 +119,7 @@ def require_loads_as(topology: Topology, folder: Path, want: dict[str, Any]) -> 
 def save_training_state(
     topology: Topology, folder: Path, save: Any = None, instead: dict[str, Any] | None = None
 ) -> None:
-    ckpt.save(training_state(topology) | (instead or {}), folder, save)
+    dist_checkpointing.save(training_state(topology) | (instead or {}), folder, save)
 
 
 def require_training_state(topology: Topology, folder: Path) -> None:

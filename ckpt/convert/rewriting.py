@@ -108,7 +108,7 @@ def _config_of(src: Path, manifest: CheckpointManifest, backend: Backend) -> Che
         return None
     if backend.store not in _SHARDED_BACKENDS:
         raise ConfigurationError(
-            f"{src} is the checkpoint of a sharded state dict, which ckpt.load knows as {' or '.join(_SHARDED_BACKENDS.values())} alone, "
+            f"{src} is the checkpoint of a sharded state dict, which its load knows as {' or '.join(_SHARDED_BACKENDS.values())} alone, "
             f"not as {backend.store}; choose one of these"
         )
     return replace(config, sharded_backend=_SHARDED_BACKENDS[backend.store])

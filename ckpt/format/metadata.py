@@ -86,8 +86,8 @@ def other_format(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     if config is not None and config.sharded_backend == TORCH_DIST:
         return (
             f"{folder} is a {TORCH_DIST} checkpoint of Megatron-Core, in the format of torch.distributed.checkpoint, whose metadata is "
-            "a pickle; this format is not read here. Load it with Megatron-Core, and save the state that it returns with ckpt.save; "
-            "Megatron-Core's zarr checkpoints are read directly"
+            "a pickle; this format is not read here. Load it with Megatron-Core, and save the state that it returns with "
+            "ckpt.dist_checkpointing.save; Megatron-Core's zarr checkpoints are read directly"
         )
     if config is None and (folder / _DCP_METADATA).is_file():
         return (

@@ -69,7 +69,7 @@ def _only_piece(leaf: ShardedTensor, name: str) -> tuple[Box, torch.Tensor]:
     if leaf.flattened_range is not None:
         raise ShardingError(
             f"{name}: a ShardedTensor with a flattened_range is several boxes, and a component's tensor is one; save it with "
-            "ckpt.save"
+            "dist_checkpointing.save"
         )
     return leaf.pieces()[0]
 

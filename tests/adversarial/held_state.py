@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
+from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.ledger import Committed, Ledger
 from ckpt.catalog.verify import verify_checkpoint
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError
 from ckpt.format.dtypes import raw_bytes
 from ckpt.loading.report import LoadReport

@@ -98,7 +98,7 @@ def _change_and_save_many(topology: Topology, root: Path, device: str) -> str:
 
 def test_ranks_send_each_other_parts_of_chunks_as_they_were_at_the_call(tmp_path: Path, device: str) -> None:
     """Shards whose borders are no chunks'."""
-    from ckpt import ShardedTensor
+    from ckpt.dist_checkpointing import ShardedTensor
 
     shape, cuts = (48, 30_000), (0, 7, 48)
 
@@ -110,7 +110,7 @@ def test_ranks_send_each_other_parts_of_chunks_as_they_were_at_the_call(tmp_path
 
 
 def _save_slivers(topology: Topology, root: Path, device: str, shape: tuple[int, int], cuts: tuple[int, ...]) -> str:
-    from ckpt import ShardedTensor
+    from ckpt.dist_checkpointing import ShardedTensor
 
     first, end = cuts[topology.rank], cuts[topology.rank + 1]
     rows = torch.arange(48.0 * 30_000).view(shape)[first:end]

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-import ckpt
-from ckpt import ShardedTensor
+from ckpt import dist_checkpointing
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
@@ -428,7 +428,7 @@ def _load_pieces(topology: Topology, path: Path, device: str, cpu_transfer: bool
     pieces.memory.require_filled(pieces.values(), around=7)
 
 
-# The same of ckpt.save and ckpt.load
+# The same of dist_checkpointing.save and dist_checkpointing.load
 
 
 FORMATS: dict[str, tuple[Any, Any]] = {
@@ -450,14 +450,14 @@ def _save_and_load_sharded(topology: Topology, root: Path, device: str, form: st
     memory = Memory(AWKWARD, 1, torch_device(device, topology))
     memory.change(2, on_new_streams=True)
     queue = AsyncCallsQueue()
-    request = ckpt.save(replicas(topology, memory), root, save(), async_sharded_save=in_background)
+    request = dist_checkpointing.save(replicas(topology, memory), root, save(), async_sharded_save=in_background)
     if in_background:
         queue.schedule_async_request(request)
     memory.change(5, late=False)
     if in_background:
         assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     memory.change(7, on_new_streams=True)
-    ckpt.load(replicas(topology, memory), root, load(load_directly_on_device=True))
+    dist_checkpointing.load(replicas(topology, memory), root, load(load_directly_on_device=True))
     memory.require_filled(values_of(AWKWARD, 2), around=7)
 
 
@@ -505,10 +505,10 @@ DOUBLE = {"w": Kind(torch.float64, 3 << 18, lambda flat: flat.view(3, 1 << 18).t
 def _save_and_load_as_another_type(topology: Topology, root: Path, device: str, form: str) -> None:
     save, load = FORMATS[form]
     values = torch.arange(3.0 * (1 << 18)).view(1 << 18, 3)
-    ckpt.save({"w": ShardedTensor.from_rank_offsets("w", values)}, root, save())
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", values)}, root, save())
     memory = Memory(DOUBLE, 1, torch_device(device, topology))
     memory.change(7, on_new_streams=True)
-    ckpt.load(replicas(topology, memory), root, load(load_directly_on_device=True))
+    dist_checkpointing.load(replicas(topology, memory), root, load(load_directly_on_device=True))
     memory.require_filled({"w": values.double()}, around=7)
 
 

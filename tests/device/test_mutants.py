@@ -133,14 +133,14 @@ MUTANTS = [
         (f"{LATE}::test_an_old_folder_of_pickled_files_is_loaded_after_all_that_was_queued",),
     ),
     Mutant(
-        "ckpt.load begins before what was queued for its tensors is done",
+        "dist_checkpointing.load begins before what was queued for its tensors is done",
         "ckpt/dist_checkpointing/folder/loading.py",
         "            wait_for_all(one.data for one in tensors if one.data is not None)\n",
         "",
         (f"{LATE}::test_ckpt_load_waits_where_it_converts_the_data_type",),
     ),
     Mutant(
-        "ckpt.save in the background leaves the tensors where they are when it returns",
+        "dist_checkpointing.save in the background leaves the tensors where they are when it returns",
         "ckpt/dist_checkpointing/folder/folder.py",
         "        if self._arena is None:\n",
         "        if True:\n",

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import ckpt
 import ckpt.memory.device
-from ckpt import ShardedTensor
+from ckpt import dist_checkpointing
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from ckpt.errors import ConfigurationError
 from ckpt.loading.two_stage.slots import DeviceSlots
@@ -73,11 +74,13 @@ def _load_into_host_and_device(topology: Topology, root: Path) -> str:
     if topology.is_lead:
         root.mkdir()
     dist.barrier()
-    ckpt.save({"w": ShardedTensor.from_rank_offsets("w", values, replica_id=topology.rank)}, root)
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", values, replica_id=topology.rank)}, root)
     out = torch.zeros(300, 200, device="cpu" if topology.rank else torch_device("npu", topology))
     wanted = {"w": ShardedTensor.from_rank_offsets("w", out, replica_id=topology.rank)}
     with pytest.raises(ConfigurationError) as refused:
-        ckpt.load(wanted, root, TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD, cpu_transfer=False))
+        dist_checkpointing.load(
+            wanted, root, TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD, cpu_transfer=False)
+        )
     return str(refused.value).partition(": ")[2]
 
 

@@ -23,7 +23,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckpt.saving.planner
-from ckpt import ShardedTensor, StateComponent
+from ckpt import StateComponent
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ReplicationError, ShardingError
 from ckpt.format.box import Box, num_chunks, whole
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
+from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.loading.direct import DirectLoad
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings

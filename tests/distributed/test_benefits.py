@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import ShardedTensor, StateComponent
+from ckpt import StateComponent
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, ReplicationError
 from ckpt.format.manifest import Index
 from ckpt.format.stored import read_index, read_manifest

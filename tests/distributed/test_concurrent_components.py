@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import ShardedTensor, StateComponent
+from ckpt import StateComponent
 from ckpt.backends.base import Previous, Writer
 from ckpt.backends.zarr import ZarrBackend
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.format.records import ArraySpec
 from ckpt.ranks.topology import Phase, Topology
 from tests.ranks import run_ranks, run_threads

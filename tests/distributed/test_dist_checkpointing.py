@@ -24,9 +24,9 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ckpt
-from ckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, StrictHandling
+from ckpt import dist_checkpointing
 from ckpt.catalog.verify import verify_checkpoint
+from ckpt.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor, StrictHandling
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_outplace
 from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
 from ckpt.dist_checkpointing.strategies.base import SaveShardedStrategy
@@ -88,7 +88,7 @@ def _save_all_cuts(topology: Topology, folder: Path) -> None:
     for number, save in enumerate((None, ("tensorstore", 1))):
         if rank == 0:
             (folder / str(number)).mkdir()
-        ckpt.save({"all": state, "ranks": ranks}, folder / str(number), save)
+        dist_checkpointing.save({"all": state, "ranks": ranks}, folder / str(number), save)
         assert verify_checkpoint(folder / str(number)) == [], "when it returns on any rank, all have written"
 
 
@@ -102,7 +102,7 @@ def _load_in_cuts(topology: Topology, folder: Path, rounds: Sequence[int]) -> in
             cut = fitting[(place + at) % len(fitting)]
             want[f"{name}, saved {saved}, loaded {cut}"] = cut_as(saved, name, cut, rank, ranks)
         wanted = {key: [blank(piece) for piece in pieces] for key, pieces in want.items()}
-        got = ckpt.load({"all": wanted}, folder / str(number), LOADS[(number + at) % 2])
+        got = dist_checkpointing.load({"all": wanted}, folder / str(number), LOADS[(number + at) % 2])
         assert isinstance(got, dict) and got["ranks"] == 4
         for key, pieces in want.items():
             for piece, tensor in zip(pieces, got["all"].get(key, []) if pieces else [], strict=True):
@@ -212,14 +212,14 @@ def journeys(draw: st.DrawFn) -> Journey:
 def _begin(topology: Topology, folder: Path, journey: Journey, save: Any) -> None:
     held = {key: journey.saved[key].of(topology.rank, key, one) for key, one in journey.tensors.items()}
     # An empty list is a value like any other, and would be common state, in which the ranks differ.
-    ckpt.save({key: pieces for key, pieces in held.items() if pieces}, folder, save)
+    dist_checkpointing.save({key: pieces for key, pieces in held.items() if pieces}, folder, save)
 
 
 def _arrive(topology: Topology, folder: Path, journey: Journey) -> None:
     for load in LOADS:
         want = {key: journey.loaded[key].of(topology.rank, key, one, true=True) for key, one in journey.tensors.items()}
         wanted = {key: [blank(piece) for piece in pieces] for key, pieces in want.items() if pieces}
-        got = ckpt.load(wanted, folder, load)
+        got = dist_checkpointing.load(wanted, folder, load)
         assert isinstance(got, dict)
         for key, pieces in want.items():
             for piece, tensor in zip(pieces, got.get(key, []), strict=True):
@@ -274,12 +274,12 @@ def _gated_state(topology: Topology, whole: torch.Tensor) -> dict[str, Any]:
 
 
 def _save_gated(topology: Topology, folder: Path, whole: torch.Tensor) -> None:
-    ckpt.save(_gated_state(topology, whole), folder)
+    dist_checkpointing.save(_gated_state(topology, whole), folder)
 
 
 def _load_gated(topology: Topology, folder: Path, whole: torch.Tensor) -> None:
     wanted = _gated_state(topology, torch.zeros_like(whole))
-    got = ckpt.load(wanted, folder)
+    got = dist_checkpointing.load(wanted, folder)
     assert isinstance(got, dict)
     want = _gated_state(topology, whole)
     assert same_bits(got["mlp"]["w"], want["mlp"]["w"].data)
@@ -291,7 +291,7 @@ def test_several_pieces_of_one_key_on_one_rank_are_one_tensor(tmp_path: Path) ->
     """S1.26, S1.64, S1.68: factories are applied before a save and a load, and merged last; on other ranks than the savers'."""
     whole = global_index((12, 3))
     threads(3, _save_gated, tmp_path, whole)
-    assert same_bits(ckpt.load_plain_tensors(tmp_path)["mlp.w"], whole)
+    assert same_bits(dist_checkpointing.load_plain_tensors(tmp_path)["mlp.w"], whole)
     assert np.array_equal(zarr.open_array(tmp_path / "sharded" / "mlp.w", mode="r")[:], whole.numpy())
     for ranks in (1, 2):
         threads(ranks, _load_gated, tmp_path, whole)
@@ -316,7 +316,7 @@ def _save_replicas(topology: Topology, folder: Path, save: Any) -> None:
     }
     if topology.rank == 3 and not save._spread_replicas:
         state = {key: one.without_data() for key, one in state.items()}
-    ckpt.save(state, folder, save)
+    dist_checkpointing.save(state, folder, save)
     # On every rank: when the call returns, what the others wrote is there.
     stored = zarr.open_group(folder / "sharded", mode="r")
     assert np.array_equal(stored["w"][:], values.numpy()) and stored["b"][:].tolist() == [0, 1, 2, 3, 4]
@@ -356,7 +356,7 @@ def _save_uneven(topology: Topology, folder: Path, save: Any) -> None:
     values = global_index((1500, 1000))
     run = slice(*UNEVEN[topology.rank : topology.rank + 2])
     flat = ShardedTensor.from_rank_offsets_flat("p", values.flatten()[run], (1500, 1000), flattened_range=run)
-    ckpt.save({"p": flat}, folder, save)
+    dist_checkpointing.save({"p": flat}, folder, save)
 
 
 @pytest.mark.parametrize("save", SAVES.values(), ids=SAVES.keys())
@@ -364,7 +364,7 @@ def test_no_rank_s_run_is_lost_and_no_chunk_is_written_twice(tmp_path: Path, sav
     """S1.29: 6 MB in runs that end within rows; in the source the creating rank has no lock, and its run may be lost."""
     threads(4, _save_uneven, tmp_path, save)
     assert verify_checkpoint(tmp_path) == []
-    assert same_bits(ckpt.load_plain_tensors(tmp_path)["p"], global_index((1500, 1000)))
+    assert same_bits(dist_checkpointing.load_plain_tensors(tmp_path)["p"], global_index((1500, 1000)))
     by_rank = chunks_by_rank(tmp_path)
     listed = sorted(chain.from_iterable(by_rank.values()))
     assert listed == [("sharded/p", number) for number in range(len(listed))] and len(listed) > 1
@@ -381,17 +381,19 @@ def test_no_rank_s_run_is_lost_and_no_chunk_is_written_twice(tmp_path: Path, sav
 
 def _save_while_training(topology: Topology, folder: Path, save: Any) -> None:
     state, queue = training_state(topology), AsyncCallsQueue()
-    request = ckpt.save(state | {"iteration": 3}, folder, save, async_sharded_save=True)
+    request = dist_checkpointing.save(state | {"iteration": 3}, folder, save, async_sharded_save=True)
     train(state)
     assert isinstance(request, AsyncRequest)
-    assert error_of(lambda: ckpt.load(training_state(topology), folder))[0] is CheckpointNotFoundError
+    assert error_of(lambda: dist_checkpointing.load(training_state(topology), folder))[0] is CheckpointNotFoundError
     queue.schedule_async_request(request)
     with pytest.raises(ConfigurationError, match="frozen"):
         request.add_finalize_fn(lambda: None)
     train(state)
-    assert not ckpt.check_is_distributed_checkpoint(folder), "the other ranks finalize with this one, not before"
+    assert not dist_checkpointing.check_is_distributed_checkpoint(folder), (
+        "the other ranks finalize with this one, not before"
+    )
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
-    assert ckpt.check_is_distributed_checkpoint(folder)
+    assert dist_checkpointing.check_is_distributed_checkpoint(folder)
     require_loads_as(topology, folder, training_state(topology))
     assert torch.equal(state["step"].data, torch.tensor(2007.0))
 
@@ -439,7 +441,7 @@ def test_a_strategy_that_saves_in_the_background_saves_the_same_at_once(tmp_path
 def _save_without_space(topology: Topology, folder: Path, save: Any) -> tuple[Any, ...]:
     """In the background a folder stands where rank 1 is to write a file."""
     state, queue = training_state(topology), AsyncCallsQueue()
-    request = ckpt.save(state, folder, save, async_sharded_save=True)
+    request = dist_checkpointing.save(state, folder, save, async_sharded_save=True)
     assert request is not None
     if topology.rank == 1:
         in_the_way = folder / ("sharded/w/c/1/0" if save.backend == "zarr" else "arrays.ocdbt/rank-00001")
@@ -448,8 +450,8 @@ def _save_without_space(topology: Topology, folder: Path, save: Any) -> tuple[An
     queue.schedule_async_request(request)
     failed = error_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
     with topology.phase("look"):
-        assert not ckpt.check_is_distributed_checkpoint(folder)
-    ckpt.save(training_state(topology), folder, save)
+        assert not dist_checkpointing.check_is_distributed_checkpoint(folder)
+    dist_checkpointing.save(training_state(topology), folder, save)
     require_training_state(topology, folder)
     return failed
 
@@ -474,10 +476,10 @@ class SavesAtOnce(SaveShardedStrategy):
 
 
 def _save_async_at_once(topology: Topology, folder: Path) -> tuple[Any, ...]:
-    failed = error_of(lambda: ckpt.save({}, folder, SavesAtOnce("zarr", 1), async_sharded_save=True))
+    failed = error_of(lambda: dist_checkpointing.save({}, folder, SavesAtOnce("zarr", 1), async_sharded_save=True))
     with topology.phase("look"):
         assert list(folder.iterdir()) == []
-    ckpt.save(training_state(topology), folder, SavesAtOnce("zarr", 1))
+    dist_checkpointing.save(training_state(topology), folder, SavesAtOnce("zarr", 1))
     require_loads_as(topology, folder, training_state(topology))
     return failed
 
@@ -537,7 +539,7 @@ def _save_watched(topology: Topology, folder: Path) -> list[tuple[str, bool]]:
     state |= {"iteration": 3, "nested": {"lr": 0.5, "local": LocalNonpersistentObject(object())}}
     state["gated"] = gated("gated", topology.rank, topology.world_size, mine)
     before = {key: id(one) for key, one in state.items()}
-    ckpt.save(state, folder, WatchedTensors(common), common)
+    dist_checkpointing.save(state, folder, WatchedTensors(common), common)
     assert {key: id(one) for key, one in state.items()} == before, "the caller's dictionary is not changed"
     return common.notes
 
@@ -556,17 +558,17 @@ def test_a_save_goes_from_the_common_state_over_objects_and_tensors_to_metadata_
 
 def _save_with_tuples(topology: Topology, folder: Path) -> list[Any]:
     state = training_state(topology) | {"iteration": 3}
-    ckpt.save(state, folder, common_strategy=("json", 1))
+    dist_checkpointing.save(state, folder, common_strategy=("json", 1))
     failed = [
-        error_of(lambda: ckpt.save(state, folder, common_strategy=("torch", 1))),
-        error_of(lambda: ckpt.save(state, folder, ("torch_dist", 1))),
-        error_of(lambda: ckpt.save(state, folder)),
-        error_of(lambda: ckpt.load(training_state(topology), folder, common_strategy=("torch", 1))),
-        error_of(lambda: ckpt.load(training_state(topology), folder, ("zarr", 2))),
-        error_of(lambda: ckpt.load(training_state(topology), folder, JsonLoadCommonStrategy())),  # type: ignore[arg-type]
+        error_of(lambda: dist_checkpointing.save(state, folder, common_strategy=("torch", 1))),
+        error_of(lambda: dist_checkpointing.save(state, folder, ("torch_dist", 1))),
+        error_of(lambda: dist_checkpointing.save(state, folder)),
+        error_of(lambda: dist_checkpointing.load(training_state(topology), folder, common_strategy=("torch", 1))),
+        error_of(lambda: dist_checkpointing.load(training_state(topology), folder, ("zarr", 2))),
+        error_of(lambda: dist_checkpointing.load(training_state(topology), folder, JsonLoadCommonStrategy())),  # type: ignore[arg-type]
     ]
     for strategies in ({"common_strategy": ("json", 1)}, {"sharded_strategy": ("tensorstore", 1)}):
-        got = ckpt.load(training_state(topology), folder, **strategies)  # type: ignore[arg-type]
+        got = dist_checkpointing.load(training_state(topology), folder, **strategies)  # type: ignore[arg-type]
         assert isinstance(got, dict) and got["iteration"] == 3 and same_bits(got["step"], torch.tensor(7.0))
     return failed
 
@@ -589,9 +591,9 @@ def test_a_backend_and_version_for_the_common_strategy_is_used_for_that_one(tmp_
 
 def _save_pickled(topology: Topology, folder: Path) -> list[Any]:
     return [
-        error_of(lambda: ckpt.save(training_state(topology), folder, common_strategy=("torch", 1))),
-        error_of(lambda: ckpt.save(training_state(topology), folder, ("torch_dist", 1))),
-        error_of(lambda: ckpt.save(training_state(topology), folder, ZarrLoadShardedStrategy())),  # type: ignore[arg-type]
+        error_of(lambda: dist_checkpointing.save(training_state(topology), folder, common_strategy=("torch", 1))),
+        error_of(lambda: dist_checkpointing.save(training_state(topology), folder, ("torch_dist", 1))),
+        error_of(lambda: dist_checkpointing.save(training_state(topology), folder, ZarrLoadShardedStrategy())),  # type: ignore[arg-type]
     ]
 
 
@@ -642,7 +644,7 @@ def _load_watched(topology: Topology, folder: Path) -> list[str]:
     factory.merge_fn = merge
     local = object()
     wanted = training_state(topology) | {"gated": factory, "nested": {"local": LocalNonpersistentObject(local)}}
-    got = ckpt.load(wanted, folder, watched.sharded, watched.common)
+    got = dist_checkpointing.load(wanted, folder, watched.sharded, watched.common)
     assert isinstance(got, dict)
     assert got["nested"] == {"lr": 0.5, "local": local} and got["iteration"] == 3
     assert torch.equal(got["gated"], mine) and wanted["gated"] is factory
@@ -661,10 +663,10 @@ def test_keys_that_do_not_fit_are_told_apart_as_strict_says(tmp_path: Path) -> N
     save_training_state(Topology.alone(), tmp_path)
     wanted = {key: one for key, one in training_state(Topology.alone()).items() if key in ("w", "rng")}
     wanted["x"] = ShardedTensor.from_rank_offsets("extra", torch.zeros(2))
-    state, missing, unexpected = ckpt.load(wanted, tmp_path, strict=StrictHandling.RETURN_ALL)
+    state, missing, unexpected = dist_checkpointing.load(wanted, tmp_path, strict=StrictHandling.RETURN_ALL)
     assert (sorted(state), missing, unexpected) == (["rng", "w"], {"p", "step"}, {"extra"})
     with pytest.raises(MissingStateError, match="extra"):
-        ckpt.load(wanted, tmp_path, strict="raise_unexpected")
+        dist_checkpointing.load(wanted, tmp_path, strict="raise_unexpected")
 
 
 # Looking into a checkpoint, by one process alone
@@ -674,24 +676,24 @@ def _look_alone(topology: Topology, folder: Path) -> list[str]:
     """Rank 1 looks, and the others are somewhere else: nobody would answer it."""
     if topology.rank != 1:
         return []
-    tensors = ckpt.load_tensors_metadata(folder)
+    tensors = dist_checkpointing.load_tensors_metadata(folder)
     assert {key: (one.global_shape, one.dtype, one.data) for key, one in tensors.items()} == {
         "w": ((4, 4), torch.float32, None),
         "p": ((6, 5), torch.float32, None),
         "step": ((), torch.float32, None),
     }
-    everything = ckpt.load_sharded_metadata(folder)
+    everything = dist_checkpointing.load_sharded_metadata(folder)
     assert {key: type(one) for key, one in everything.items() if key not in tensors} == {
         "rng/shard_0_2": ShardedObject,
         "rng/shard_1_2": ShardedObject,
     }
     assert (everything["rng/shard_1_2"].global_shape, everything["rng/shard_1_2"].global_offset) == ((2,), (1,))
-    plain = ckpt.load_plain_tensors(folder)
+    plain = dist_checkpointing.load_plain_tensors(folder)
     assert same_values(
         plain, {"w": global_index((4, 4)), "p": global_index((6, 5)), "step": torch.tensor(7.0)}
     ) and list(plain) == list(tensors)
-    common = ckpt.load_common_state_dict(folder)
-    assert ckpt.check_is_distributed_checkpoint(folder)
+    common = dist_checkpointing.load_common_state_dict(folder)
+    assert dist_checkpointing.check_is_distributed_checkpoint(folder)
     return sorted(common)
 
 
@@ -701,21 +703,21 @@ def test_any_process_looks_into_a_checkpoint_alone(tmp_path: Path, save: Any) ->
     threads(2, save_training_state, tmp_path, save, {"iteration": 3, "args": argparse.Namespace(lr=0.5)})
     assert threads(3, _look_alone, tmp_path)[1] == ["args", "iteration"]
     for load in (*LOADS, ("tensorstore", 1)):
-        assert set(ckpt.load_tensors_metadata(tmp_path, load)) == {"w", "p", "step"}
-        assert len(ckpt.load_sharded_metadata(tmp_path, load, ("json", 1))) == 5
-    ckpt.remove_sharded_tensors(tmp_path, "p")
-    assert set(ckpt.load_plain_tensors(tmp_path)) == {"w", "step"}
+        assert set(dist_checkpointing.load_tensors_metadata(tmp_path, load)) == {"w", "p", "step"}
+        assert len(dist_checkpointing.load_sharded_metadata(tmp_path, load, ("json", 1))) == 5
+    dist_checkpointing.remove_sharded_tensors(tmp_path, "p")
+    assert set(dist_checkpointing.load_plain_tensors(tmp_path)) == {"w", "step"}
 
 
 def test_looking_at_what_is_no_checkpoint_says_so(tmp_path: Path) -> None:
     """S1.75: by every entry point alike."""
     calls: list[Callable[[], object]] = [
-        lambda: ckpt.load_common_state_dict(tmp_path),
-        lambda: ckpt.load_tensors_metadata(tmp_path),
-        lambda: ckpt.load_sharded_metadata(tmp_path),
-        lambda: ckpt.load_plain_tensors(tmp_path),
-        lambda: ckpt.remove_sharded_tensors(tmp_path, ""),
-        lambda: ckpt.load({}, tmp_path),
+        lambda: dist_checkpointing.load_common_state_dict(tmp_path),
+        lambda: dist_checkpointing.load_tensors_metadata(tmp_path),
+        lambda: dist_checkpointing.load_sharded_metadata(tmp_path),
+        lambda: dist_checkpointing.load_plain_tensors(tmp_path),
+        lambda: dist_checkpointing.remove_sharded_tensors(tmp_path, ""),
+        lambda: dist_checkpointing.load({}, tmp_path),
     ]
     for call in calls:
         kind, message = error_of(call)
@@ -756,14 +758,14 @@ def _save_common(topology: Topology, folder: Path, save: Any) -> None:
         "rng": [ShardedObject("rng.state", object_of(rank), (3,), (rank,))],
         "one": ShardedObject("one/for all", object_of(7) if rank == 1 else None, (), (), replica_id=(rank + 2) % 3),
     }
-    ckpt.save(state, folder, save, validate_access_integrity=False)
+    dist_checkpointing.save(state, folder, save, validate_access_integrity=False)
 
 
 def _load_common(topology: Topology, folder: Path) -> None:
     """Two ranks where there were three: both ask for objects that others saved."""
     mine = [ShardedObject("rng.state", None, (3,), (at,)) for at in (topology.rank, 2)]
     wanted = {"rng": mine, "one": ShardedObject("one/for all", None, (), (), replica_id=topology.rank)}
-    got = ckpt.load(wanted, folder, validate_access_integrity=False)
+    got = dist_checkpointing.load(wanted, folder, validate_access_integrity=False)
     assert isinstance(got, dict)
     assert same_values(got.pop("rng"), [object_of(topology.rank), object_of(2)])
     assert same_values(got.pop("one"), object_of(7))
@@ -778,7 +780,7 @@ def test_the_common_state_is_rank_0_s_and_objects_are_those_of_their_ranks(tmp_p
     assert verify_checkpoint(tmp_path) == []
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} <= {".json", "", ".ocdbt"}
     threads(2, _load_common, tmp_path)
-    assert same_values(ckpt.load_common_state_dict(tmp_path), common_state(0))
+    assert same_values(dist_checkpointing.load_common_state_dict(tmp_path), common_state(0))
 
 
 def _save_what_is_not_plain(topology: Topology, folder: Path, where: str) -> tuple[Any, ...]:
@@ -788,7 +790,7 @@ def _save_what_is_not_plain(topology: Topology, folder: Path, where: str) -> tup
         state["model"] = {"hook": odd}
     else:
         state["rng"] = ShardedObject("rng", {"hook": odd if topology.rank == 1 else 0}, (2,), (topology.rank,))
-    return error_of(lambda: ckpt.save(state, folder))
+    return error_of(lambda: dist_checkpointing.save(state, folder))
 
 
 @pytest.mark.parametrize(
@@ -801,7 +803,7 @@ def test_a_value_that_is_neither_a_tensor_nor_plain_is_refused_by_name_on_every_
     kind, message = the_one(threads(2, _save_what_is_not_plain, tmp_path, where))
     assert kind is ConfigurationError
     assert f"{named} is a tests.states.Held, which is neither a tensor nor plain" in message
-    assert not ckpt.check_is_distributed_checkpoint(tmp_path)
+    assert not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
 
 
 # Ranks that save differently, and saves that meet in one folder
@@ -814,7 +816,7 @@ def _save_unlike(topology: Topology, folder: Path) -> list[Any]:
         {"async_sharded_save": topology.rank == 1},
         {"validate_access_integrity": topology.rank == 1},
     ]
-    return [error_of(lambda way=way: ckpt.save(training_state(topology), folder, **way)) for way in ways]  # type: ignore[misc]
+    return [error_of(lambda way=way: dist_checkpointing.save(training_state(topology), folder, **way)) for way in ways]  # type: ignore[misc]
 
 
 def test_ranks_that_save_differently_are_refused_before_a_byte_is_written(tmp_path: Path) -> None:
@@ -829,15 +831,17 @@ def test_ranks_that_save_differently_are_refused_before_a_byte_is_written(tmp_pa
 
 
 def _two_saves_into_one_folder(topology: Topology, folder: Path) -> list[Any]:
-    first = ckpt.save(training_state(topology), folder, async_sharded_save=True)
+    first = dist_checkpointing.save(training_state(topology), folder, async_sharded_save=True)
     assert first is not None and first.async_fn is not None
-    refused = [error_of(lambda: ckpt.save(training_state(topology), folder))]
+    refused = [error_of(lambda: dist_checkpointing.save(training_state(topology), folder))]
     first.async_fn()
-    refused.append(error_of(lambda: ckpt.save(training_state(topology), folder)))  # written, and not finalized
+    refused.append(
+        error_of(lambda: dist_checkpointing.save(training_state(topology), folder))
+    )  # written, and not finalized
     with topology.phase("somebody takes the sign away"):
         if topology.is_lead:
             next(folder.glob(".saving-*")).unlink()
-    ckpt.save(training_state(topology) | {"iteration": 2}, folder)
+    dist_checkpointing.save(training_state(topology) | {"iteration": 2}, folder)
     return [*refused, error_of(first.finalize_fns[0])]
 
 
@@ -847,7 +851,7 @@ def test_two_saves_into_one_folder_never_make_one_checkpoint(tmp_path: Path) -> 
     for kind, said in refused:
         assert kind is CheckpointExistsError and "another save into" in said and "is under way" in said
     assert too_late[0] is CheckpointExistsError and "has begun since" in too_late[1]
-    assert ckpt.load_common_state_dict(tmp_path)["iteration"] == 2
+    assert dist_checkpointing.load_common_state_dict(tmp_path)["iteration"] == 2
     assert verify_checkpoint(tmp_path) == []
 
 
@@ -858,11 +862,11 @@ def test_a_save_of_another_process_that_lives_is_not_disturbed_and_one_that_died
     code = f"import fcntl, time; f = open({str(other)!r}, 'xb'); fcntl.flock(f, fcntl.LOCK_EX); print('locked', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"locked\n"
-        kind, said = error_of(lambda: ckpt.save(state, tmp_path))
+        kind, said = error_of(lambda: dist_checkpointing.save(state, tmp_path))
         assert kind is CheckpointExistsError and ".saving-0a1b2c3d" in said
         assert [path.name for path in tmp_path.iterdir()] == [other.name]
         process.kill()
-    ckpt.save(state, tmp_path)
+    dist_checkpointing.save(state, tmp_path)
     assert verify_checkpoint(tmp_path) == [] and not other.exists()
 
 
@@ -881,11 +885,11 @@ def test_a_list_that_would_not_come_back_as_it_was_is_refused(tmp_path: Path, mi
     """S1.66, S1.77: parted by kind of value, its elements would lose their places."""
     kinds = {
         "T": ShardedTensor.from_rank_offsets("w", torch.arange(3)),
-        "O": ckpt.ShardedObject("o", 1, (1,), (0,)),
-        "L": ckpt.LocalNonpersistentObject(1),
+        "O": dist_checkpointing.ShardedObject("o", 1, (1,), (0,)),
+        "L": dist_checkpointing.LocalNonpersistentObject(1),
     }
     state = dict_list_map_outplace(lambda leaf: kinds.get(leaf, leaf), mixed)
-    kind, sentence = error_of(lambda: ckpt.save(state, tmp_path))
+    kind, sentence = error_of(lambda: dist_checkpointing.save(state, tmp_path))
     assert kind is ConfigurationError and said in sentence
     assert list(tmp_path.iterdir()) == []
 
@@ -901,8 +905,8 @@ def test_lists_of_one_kind_and_of_one_mixture_come_back_as_they_were(tmp_path: P
         "two": [piece("c"), piece("d")],
         "n": [1, {}, [2]],
     }
-    ckpt.save(state, tmp_path)
-    got = ckpt.load(state, tmp_path)
+    dist_checkpointing.save(state, tmp_path)
+    got = dist_checkpointing.load(state, tmp_path)
     t = torch.arange(3)
     assert same_values(got, {"groups": [{"w": t, "lr": 1}, {"w": t, "lr": 2}], "two": [t, t], "n": [1, {}, [2]]})
 
@@ -910,7 +914,7 @@ def test_lists_of_one_kind_and_of_one_mixture_come_back_as_they_were(tmp_path: P
 def test_a_process_forked_meanwhile_does_not_keep_the_folder_from_others(tmp_path: Path) -> None:
     """S1.67: such as a data loader's worker, which has copies of all descriptors."""
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(3))}
-    request = ckpt.save(state, tmp_path, async_sharded_save=True)
+    request = dist_checkpointing.save(state, tmp_path, async_sharded_save=True)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -919,7 +923,7 @@ def test_a_process_forked_meanwhile_does_not_keep_the_folder_from_others(tmp_pat
     try:
         del request  # dropped without having been scheduled
         gc.collect()
-        ckpt.save(state, tmp_path)
+        dist_checkpointing.save(state, tmp_path)
         assert verify_checkpoint(tmp_path) == []
     finally:
         os.write(write, b"x")

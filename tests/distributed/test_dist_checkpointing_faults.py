@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-import ckpt
-from ckpt import ShardedObject, ShardedTensor, StateComponent
+from ckpt import StateComponent, dist_checkpointing
 from ckpt.catalog.verify import verify_checkpoint
+from ckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from ckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -79,7 +79,9 @@ def _interrupt_every_phase(
     for number in range(100):
         topology.at, topology.count, topology.names = (number, when) if topology.rank == victim else None, 0, []
         try:
-            request = ckpt.save(training_state(topology) | {"iteration": 3}, folder, save, async_sharded_save=is_async)
+            request = dist_checkpointing.save(
+                training_state(topology) | {"iteration": 3}, folder, save, async_sharded_save=is_async
+            )
             if request is not None:
                 request.execute_sync()
         except CheckpointError as error:
@@ -88,13 +90,13 @@ def _interrupt_every_phase(
             break
         names, topology.at = topology.names, None
         assert f"on rank {victim}: No space left on device" in message, f"phase {number}, after {names}: {message}"
-        if ckpt.check_is_distributed_checkpoint(folder):
+        if dist_checkpointing.check_is_distributed_checkpoint(folder):
             # Of a request whose finalizers have all run nobody knows any more what they did.
             assert f"; {folder} is complete all the same" in message or " failed in phase finalize on " in message, (
                 message
             )
             return [*names, "complete"]
-        assert error_of(lambda: ckpt.load(training_state(topology), folder)) == (
+        assert error_of(lambda: dist_checkpointing.load(training_state(topology), folder)) == (
             CheckpointNotFoundError,
             f"load of {folder}: {folder} is not a distributed checkpoint: it has no metadata.json, which is written last; take a "
             "checkpoint whose save has ended",
@@ -162,7 +164,7 @@ def _save_and_die(topology: Topology, folder: Path, victim: int, where: str) -> 
         assert isinstance(topology, Deadly)
         topology.deadly = where
     with use_topology(topology):
-        return error_of(lambda: ckpt.save(training_state(topology), folder))
+        return error_of(lambda: dist_checkpointing.save(training_state(topology), folder))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_a_rank_that_is_killed_leaves_no_checkpoint_and_a_folder_that_can_be_sav
     assert outcomes.pop(victim) == Dead(-signal.SIGKILL)
     kind, message = the_one(outcomes)
     assert kind is RankAbsentError and f"rank {victim} " in message
-    assert not ckpt.check_is_distributed_checkpoint(tmp_path)
+    assert not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
     assert any(tmp_path.rglob(f".{where}.*")) == where.endswith(".json"), "what was to take its place"
     threads(2, save_training_state, tmp_path)
     assert verify_checkpoint(tmp_path) == []
@@ -188,7 +190,7 @@ def test_a_rank_that_is_killed_leaves_no_checkpoint_and_a_folder_that_can_be_sav
 
 
 def _save_where_nothing_may_be(topology: Topology, folder: Path) -> tuple[Any, ...]:
-    return error_of(lambda: ckpt.save(training_state(topology), folder))
+    return error_of(lambda: dist_checkpointing.save(training_state(topology), folder))
 
 
 def test_a_folder_that_is_missing_or_holds_a_checkpoint_is_refused_by_all_ranks_and_left_as_it_is(
@@ -267,7 +269,7 @@ def test_whatever_a_killed_save_has_left_is_removed_by_the_next_one(
     threads(2, save_training_state, tmp_path, SAVES[second], {"rng": None})
     assert sum("what an interrupted save has left" in record.getMessage() for record in caplog.records) == 1
     assert verify_checkpoint(tmp_path) == []
-    assert set(ckpt.load_sharded_metadata(tmp_path)) == {"w", "p", "step"}
+    assert set(dist_checkpointing.load_sharded_metadata(tmp_path)) == {"w", "p", "step"}
     assert not (tmp_path / "objects").exists()
 
 
@@ -304,9 +306,9 @@ def _an_object_twice(topology: Topology) -> dict[str, Any]:
 
 def _break(topology: Topology, folder: Path, state: Callable[[Topology], dict[str, Any]], check: bool) -> list[Any]:
     broken = state(topology)
-    outcomes = [error_of(lambda: ckpt.save(broken, folder, validate_access_integrity=check))]
+    outcomes = [error_of(lambda: dist_checkpointing.save(broken, folder, validate_access_integrity=check))]
     with topology.phase("look"):
-        assert not ckpt.check_is_distributed_checkpoint(folder)
+        assert not dist_checkpointing.check_is_distributed_checkpoint(folder)
     return outcomes
 
 
@@ -362,9 +364,12 @@ def _load_badly(topology: Topology, folder: Path) -> list[Any]:
         good | {"rng": ShardedObject("rng", None, (ranks + 1,), (rank,))},
         good | {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4, 4))},
     ]
-    checked = [error_of(partial(ckpt.load, state, folder)) for state in calls[3:]]
+    checked = [error_of(partial(dist_checkpointing.load, state, folder)) for state in calls[3:]]
     return [
-        *(error_of(partial(ckpt.load, state, folder, validate_access_integrity=False)) for state in calls[:3]),
+        *(
+            error_of(partial(dist_checkpointing.load, state, folder, validate_access_integrity=False))
+            for state in calls[:3]
+        ),
         *checked,
     ]
 
@@ -400,7 +405,7 @@ def place_that_is_read(file: str, folder: Path) -> int | None:
 
 def _load_damaged(topology: Topology, folder: Path) -> tuple[type[CheckpointError], str] | None:
     try:
-        ckpt.load(training_state(topology), folder)
+        dist_checkpointing.load(training_state(topology), folder)
     except CheckpointError as error:
         return type(error), str(error)
     return None
@@ -457,7 +462,7 @@ def damaged(path: Path, place: int | None) -> Iterator[None]:
 def test_no_flipped_bit_of_metadata_json_makes_a_load_return_anything_else(tmp_path: Path) -> None:
     """S1.69: it is refused, or says the same still."""
     values = global_index((3, 4))
-    ckpt.save({"w": ShardedTensor.from_rank_offsets("w", values), "iteration": 3}, tmp_path)
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", values), "iteration": 3}, tmp_path)
     before = (tmp_path / "metadata.json").read_bytes()
     refused = 0
     for bit in range(8 * len(before)):
@@ -465,7 +470,7 @@ def test_no_flipped_bit_of_metadata_json_makes_a_load_return_anything_else(tmp_p
         flipped[bit // 8] ^= 1 << bit % 8
         (tmp_path / "metadata.json").write_bytes(flipped)
         try:
-            got = ckpt.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, 4))}, tmp_path)
+            got = dist_checkpointing.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, 4))}, tmp_path)
         except (CorruptCheckpointError, ConfigurationError):
             refused += 1
         else:
@@ -476,7 +481,7 @@ def test_no_flipped_bit_of_metadata_json_makes_a_load_return_anything_else(tmp_p
 @pytest.mark.parametrize("bits", [1, pytest.param(8, marks=pytest.mark.full)], ids=["one of each byte", "all"])
 def test_verify_names_metadata_json_whichever_bit_of_it_flips_and_when_it_is_gone(tmp_path: Path, bits: int) -> None:
     """S1.69: like every other file of a checkpoint."""
-    ckpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3))}, tmp_path)
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3))}, tmp_path)
     path = tmp_path / "metadata.json"
     before = path.read_bytes()
     for at, turn in product(range(len(before)), range(bits)):
@@ -490,13 +495,13 @@ def test_verify_names_metadata_json_whichever_bit_of_it_flips_and_when_it_is_gon
 
 def test_a_checkpoint_that_lost_its_manifest_is_never_read_as_an_empty_one(tmp_path: Path) -> None:
     """S1.75: by the entry points that ask for no key."""
-    ckpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3)), "iteration": 3}, tmp_path)
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3)), "iteration": 3}, tmp_path)
     (tmp_path / "checkpoint_manifest.json").unlink()
     calls: list[Callable[[], object]] = [
-        lambda: ckpt.load_plain_tensors(tmp_path),
-        lambda: ckpt.load_tensors_metadata(tmp_path),
-        lambda: ckpt.load({}, tmp_path),
-        lambda: ckpt.remove_sharded_tensors(tmp_path, "w"),
+        lambda: dist_checkpointing.load_plain_tensors(tmp_path),
+        lambda: dist_checkpointing.load_tensors_metadata(tmp_path),
+        lambda: dist_checkpointing.load({}, tmp_path),
+        lambda: dist_checkpointing.remove_sharded_tensors(tmp_path, "w"),
     ]
     for call in calls:
         assert "checkpoint_manifest.json" in error_of(call)[1]
@@ -507,6 +512,6 @@ def test_one_element_of_a_strided_tensor_is_saved(tmp_path: Path, save: Any) -> 
     """S1.23: torch calls it contiguous, whatever its stride: the first row of a column."""
     one = global_index((4, 3))[:1, 1]
     state = {"w": ShardedTensor.from_rank_offsets("w", one), "plain": one}
-    ckpt.save(state, tmp_path, save)
-    assert same_values(ckpt.load_plain_tensors(tmp_path), {"w": torch.tensor([1.0])})
-    assert same_values(ckpt.load_common_state_dict(tmp_path), {"plain": torch.tensor([1.0])})
+    dist_checkpointing.save(state, tmp_path, save)
+    assert same_values(dist_checkpointing.load_plain_tensors(tmp_path), {"w": torch.tensor([1.0])})
+    assert same_values(dist_checkpointing.load_common_state_dict(tmp_path), {"plain": torch.tensor([1.0])})

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import recipes.doctor
-from ckpt import ShardedTensor, StateComponent
+from ckpt import StateComponent
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError, ConfigurationError, ReplicationError
 from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology

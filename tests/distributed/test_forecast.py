@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import ShardedTensor, StateComponent
+from ckpt import StateComponent
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError
 from ckpt.loading.forecast import Forecast, Rank, forecast
 from ckpt.loading.report import Status

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
+from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.kimi_engine import KimiEngineBackend
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.loading.direct import DirectLoad

@@ -22,9 +22,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ckpt
-from ckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ckpt import dist_checkpointing
 from ckpt.catalog.verify import examine
+from ckpt.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy
 from ckpt.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from ckpt.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
@@ -79,7 +79,7 @@ def load_and_compare(
     """
     asked = {key: [one.without_data() for one in pieces] for key, (_, pieces) in held.items()}
     with use_topology(topology):
-        loaded = ckpt.load({"tensors": asked}, path, strategy, allow_pickle=True)
+        loaded = dist_checkpointing.load({"tensors": asked}, path, strategy, allow_pickle=True)
     assert isinstance(loaded, dict)
     found = loaded.get("tensors", {})
     assert found.keys() <= held.keys()
@@ -161,7 +161,9 @@ def _load_on_four(topology: Topology) -> tuple[set[tuple[str, str, str]], list[s
         _load_padded_vocabulary(topology, library())
     other = {"w": ShardedTensor.from_rank_offsets(WORDS, torch.zeros(4, 6), (0, topology.rank, 4))}
     path = truth("dp2").path
-    return seen, [_refusal(topology, ckpt.load, other, path, library(), allow_pickle=True) for library in LIBRARIES]
+    return seen, [
+        _refusal(topology, dist_checkpointing.load, other, path, library(), allow_pickle=True) for library in LIBRARIES
+    ]
 
 
 def _load_padded_vocabulary(topology: Topology, strategy: LoadShardedStrategy) -> None:
@@ -284,7 +286,7 @@ def _load_a_program(topology: Topology) -> None:
     """As a program that was written for Megatron-Core does: torch's process group is there, and no topology is named."""
     expected, rank, ranks = truth("tp2"), topology.rank, topology.world_size
     asked = program_state(expected, rank, ranks)
-    loaded = ckpt.load(asked, expected.path, allow_pickle=True)
+    loaded = dist_checkpointing.load(asked, expected.path, allow_pickle=True)
     assert isinstance(loaded, dict)
     assert isinstance(asked["model"]["words"], ShardedTensor), "what was asked with stays as it is"
     model, objects = loaded.pop("model"), expected.objects
@@ -317,14 +319,14 @@ def _load_pickled(topology: Topology) -> dict[str, str]:
         for number, one in enumerate(objects):
             one.replica_id = int(number % 2 != rank)
         with use_topology(topology):
-            loaded = ckpt.load(
+            loaded = dist_checkpointing.load(
                 {"objects": {one.unique_key: one for one in objects}}, truth(name).path, allow_pickle=True
             )
         assert isinstance(loaded, dict) and same_values(loaded.pop("objects", {}), truth(name).objects)
         require_common(loaded, truth(name))
     words = ShardedTensor.from_rank_offsets("types.bool", torch.ones(4, 3).bool(), replica_id=rank)
     absent = ShardedObject("rng_state", None, (1, 3), (0, 2)), ShardedObject("cube", None, (1, 1, 3), (0, 0, 1))
-    refuse = partial(_refusal, topology, ckpt.load)
+    refuse = partial(_refusal, topology, dist_checkpointing.load)
     return {
         "not allowed": refuse({"w": words}, truth("tp2").path),
         "not allowed by its format": refuse({}, truth("tp2").path, common_strategy=("torch", 1)),
@@ -372,11 +374,11 @@ def _load_strictly(topology: Topology) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strict in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
         found[strict] = _refusal(
-            topology, ckpt.load, {"norm": here, "new": new}, path, strict=strict, allow_pickle=True
+            topology, dist_checkpointing.load, {"norm": here, "new": new}, path, strict=strict, allow_pickle=True
         )
     for strict in ("log_unexpected", "log_all", "ignore_all", "return_unexpected", "return_all"):
         with use_topology(topology):
-            loaded = ckpt.load({"norm": here, "new": new}, path, strict=strict, allow_pickle=True)
+            loaded = dist_checkpointing.load({"norm": here, "new": new}, path, strict=strict, allow_pickle=True)
         state, *found[strict] = loaded if isinstance(loaded, tuple) else (loaded,)
         assert here.data is not None and same_bits(state.pop("norm"), here.data)
         assert same_values(state, truth("tp2").common), "what is not there is left out"
@@ -443,7 +445,7 @@ def _load_damaged(topology: Topology, root: Path) -> dict[str, list[str]]:
                 for key in ("types.int16", "zeros.weight")
             }
             asked["object"] = ShardedObject("bytes", None, (1,), (0,), topology.rank)
-            said = _refusal(topology, ckpt.load, asked, root / damage, library(), allow_pickle=True)
+            said = _refusal(topology, dist_checkpointing.load, asked, root / damage, library(), allow_pickle=True)
             found.setdefault(damage, []).append(said)
     sound = {"types.int8": ("along 0", along(0)("types.int8", truth("tp2").tensors["types.int8"], topology.rank, 2))}
     load_and_compare(topology, root / "a chunk", sound, ZarrLoadShardedStrategy())
@@ -486,7 +488,9 @@ def _load_in_place(topology: Topology) -> list[str]:
         _fill_pieces(topology, strategy)
         none = ShardedTensor.from_rank_offsets("types.bool", torch.ones(4, 3).bool(), replica_id=topology.rank)
         asked = {"x": none.without_data()}
-        refusals.append(_refusal(topology, ckpt.load, asked, truth("tp2").path, strategy, allow_pickle=True))
+        refusals.append(
+            _refusal(topology, dist_checkpointing.load, asked, truth("tp2").path, strategy, allow_pickle=True)
+        )
     return refusals
 
 
@@ -507,7 +511,7 @@ def _fill_parameters(topology: Topology, strategy: LoadShardedStrategy) -> None:
         moment: ShardedTensor.from_rank_offsets(moment, model[moment], replica_id=topology.rank),
     }
     with use_topology(topology):
-        loaded = ckpt.load(
+        loaded = dist_checkpointing.load(
             {"model": asked}, truth("dp2").path, strategy, validate_access_integrity=False, allow_pickle=True
         )
     assert isinstance(loaded, dict)
@@ -523,7 +527,7 @@ def _fill_pieces(topology: Topology, strategy: LoadShardedStrategy) -> None:
     held = {key: cut(key, truth("tp2").tensors[key], topology.rank, topology.world_size) for key, cut in cuts.items()}
     asked = {key: [replace(one, data=torch.full_like(one.data, 7)) for one in pieces] for key, pieces in held.items()}
     with use_topology(topology):
-        loaded = ckpt.load({"model": asked}, truth("tp2").path, strategy, allow_pickle=True)
+        loaded = dist_checkpointing.load({"model": asked}, truth("tp2").path, strategy, allow_pickle=True)
     assert isinstance(loaded, dict)
     for key, pieces in held.items():
         for one, given, tensor in zip(pieces, asked[key], loaded["model"][key], strict=True):
@@ -558,24 +562,24 @@ def test_one_process_may_ask_what_is_in_a_checkpoint(name: str, unpickled: list[
     expected = truth(name)
     assert list(expected.path.glob("*.sync")) != [] or name in ("tp2", "zero-dim")
     for strategy in (None, ("zarr", 1), *(library() for library in LIBRARIES)):
-        tensors = ckpt.load_tensors_metadata(expected.path, strategy)
+        tensors = dist_checkpointing.load_tensors_metadata(expected.path, strategy)
         assert tensors.keys() == expected.tensors.keys()
         for key, tensor in expected.tensors.items():
             one = tensors[key]
             assert (one.key, one.dtype, one.global_shape, one.data) == (key, tensor.dtype, tuple(tensor.shape), None)
             assert (one.local_shape, one.global_offset) == (one.global_shape, (0,) * tensor.dim())
-        everything = ckpt.load_sharded_metadata(expected.path, strategy)
+        everything = dist_checkpointing.load_sharded_metadata(expected.path, strategy)
         assert everything.keys() == {*expected.tensors, *expected.objects}
         for key in expected.objects:
             assert everything[key].unique_key == key and everything[key].data is None
-    whole = ckpt.load_plain_tensors(expected.path)
+    whole = dist_checkpointing.load_plain_tensors(expected.path)
     assert whole.keys() == expected.tensors.keys()
     assert all(same_bits(whole[key], tensor) for key, tensor in expected.tensors.items())
-    assert ckpt.check_is_distributed_checkpoint(expected.path)
+    assert dist_checkpointing.check_is_distributed_checkpoint(expected.path)
     with pytest.raises(ConfigurationError, match=r"common\.pt is a pickle, which is read only where that is asked for"):
-        ckpt.load_common_state_dict(expected.path)
+        dist_checkpointing.load_common_state_dict(expected.path)
     assert unpickled == []
-    require_common(ckpt.load_common_state_dict(expected.path, allow_pickle=True), expected)
+    require_common(dist_checkpointing.load_common_state_dict(expected.path, allow_pickle=True), expected)
     assert unpickled != []
 
 
@@ -583,7 +587,7 @@ def test_the_classes_of_another_program_are_named_in_one_warning(caplog: pytest.
     """S1.75, S1.80: as in every checkpoint that Megatron-LM itself wrote."""
     path = truth("tp2-dp2").path
     with caplog.at_level(logging.WARNING, "ckpt"):
-        ckpt.load_common_state_dict(path, allow_pickle=True)
+        dist_checkpointing.load_common_state_dict(path, allow_pickle=True)
     (record,) = caplog.records
     assert str(path) in record.message and "args.model_type (megatron.core.enums.ModelType)" in record.message
 
@@ -593,9 +597,12 @@ def _ask_alone(topology: Topology) -> None:
     if topology.rank == 1:
         with use_topology(topology):
             path = truth("dp2").path
-            assert len(ckpt.load_tensors_metadata(path)) == 15 and len(ckpt.load_sharded_metadata(path)) == 17
-            assert len(ckpt.load_plain_tensors(path)) == 15
-            assert ckpt.load_common_state_dict(path, allow_pickle=True)["iteration"] == 7
+            assert (
+                len(dist_checkpointing.load_tensors_metadata(path)) == 15
+                and len(dist_checkpointing.load_sharded_metadata(path)) == 17
+            )
+            assert len(dist_checkpointing.load_plain_tensors(path)) == 15
+            assert dist_checkpointing.load_common_state_dict(path, allow_pickle=True)["iteration"] == 7
     with topology.phase("after that") as phase:
         phase.payload = topology.rank
     assert phase.payloads == [0, 1]
@@ -623,25 +630,25 @@ def test_what_another_version_or_backend_wrote_is_refused(tmp_path: Path, name: 
     given = TorchCommonLoadStrategy(allow_pickle=True)
     for sharded, common in ((None, None), *((library(), given) for library in LIBRARIES)):
         with pytest.raises(ConfigurationError, match=str(value)):
-            ckpt.load({}, path, sharded, common)
+            dist_checkpointing.load({}, path, sharded, common)
         with pytest.raises(ConfigurationError, match=str(value)):
-            ckpt.load_sharded_metadata(path, sharded, common)
+            dist_checkpointing.load_sharded_metadata(path, sharded, common)
 
 
 def test_metadata_of_old_that_name_no_common_backend_mean_torch(tmp_path: Path) -> None:
     """S1.69"""
     path = shutil.copytree(truth("old-names").path, tmp_path / "older")
     (path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
-    assert ckpt.load({}, path, allow_pickle=True) == truth("old-names").common
+    assert dist_checkpointing.load({}, path, allow_pickle=True) == truth("old-names").common
 
 
 def test_tensors_that_are_removed_take_their_locks_along_and_the_rest_loads(tmp_path: Path) -> None:
     """S1.14, S1.75: a checkpoint without its optimizer is one all the same."""
     path, expected = shutil.copytree(truth("dp2").path, tmp_path / "dp2"), truth("dp2").tensors
-    ckpt.remove_sharded_tensors(path, "optimizer.")
+    dist_checkpointing.remove_sharded_tensors(path, "optimizer.")
     left = {key: tensor for key, tensor in expected.items() if not key.startswith("optimizer.")}
-    loaded = ckpt.load_plain_tensors(path)
+    loaded = dist_checkpointing.load_plain_tensors(path)
     assert loaded.keys() == left.keys() and all(same_bits(loaded[key], tensor) for key, tensor in left.items())
     assert list(path.glob("*.sync")) == []
-    ckpt.remove_sharded_tensors(path, "no such")
-    assert ckpt.load_tensors_metadata(path).keys() == left.keys()
+    dist_checkpointing.remove_sharded_tensors(path, "no such")
+    assert dist_checkpointing.load_tensors_metadata(path).keys() == left.keys()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
+from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import (
     CheckpointError,
     ConfigurationError,

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ckpt import ShardedTensor, StateComponent
+from ckpt import StateComponent
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ShardingError
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import address_of

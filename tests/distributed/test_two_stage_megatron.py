@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ckpt
-from ckpt import ShardedTensor
+from ckpt import dist_checkpointing
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy
 from ckpt.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from ckpt.dist_checkpointing.strategies.two_stage import (
@@ -67,7 +67,7 @@ def save(topology: Topology, root: Path, strategy: str) -> dict[str, ShardedTens
     with topology.phase("make the folder"):
         if topology.is_lead:
             root.mkdir()
-    ckpt.save(dict(state), root, SAVES[strategy])
+    dist_checkpointing.save(dict(state), root, SAVES[strategy])
     return state
 
 
@@ -75,8 +75,10 @@ def _equals_direct(topology: Topology, group: Any, root: Path, strategy: str, cp
     state = save(topology, root, strategy)
     loading = TwoStageDataParallelLoadShardedStrategy(group, cpu_transfer)
     assert isinstance(loading, LoadShardedStrategy)
-    got = ckpt.load({key: blank(one) for key, one in state.items()}, root, loading)
-    direct = ckpt.load({key: blank(one) for key, one in state.items()}, root, TensorStoreLoadShardedStrategy())
+    got = dist_checkpointing.load({key: blank(one) for key, one in state.items()}, root, loading)
+    direct = dist_checkpointing.load(
+        {key: blank(one) for key, one in state.items()}, root, TensorStoreLoadShardedStrategy()
+    )
     for key, one in state.items():
         assert one.data is not None
         assert same_bits(got[key], one.data), key
@@ -109,7 +111,7 @@ def _reads_once(topology: Topology, group: Any, root: Path) -> tuple[int, int]:
         return made
 
     loading._strategy = counting  # type: ignore[method-assign]
-    ckpt.load({key: blank(one) for key, one in state.items()}, root, loading)
+    dist_checkpointing.load({key: blank(one) for key, one in state.items()}, root, loading)
     with topology.phase("count") as phase:
         phase.payload = sum(counted.values())
     return phase.payloads[topology.rank], sum(one.data.nbytes for one in state.values() if one.data is not None)
@@ -135,7 +137,7 @@ def _into_other_types(topology: Topology, group: Any, root: Path) -> None:
         "row": replace(state["row"], data=None),
     }
     given = wanted["column"].data
-    got = ckpt.load(dict(wanted), root, TwoStageDataParallelLoadShardedStrategy(group))
+    got = dist_checkpointing.load(dict(wanted), root, TwoStageDataParallelLoadShardedStrategy(group))
     assert got["column"] is given
     assert torch.equal(got["column"], state["column"].data.double())  # type: ignore[union-attr]
     assert got["row"].dtype == torch.float32
@@ -150,7 +152,9 @@ def test_the_stored_type_travels_and_receivers_convert(tmp_path: Path) -> None:
 def _only_some(topology: Topology, group: Any, root: Path) -> None:
     state = save(topology, root, "zarr")
     wanted = {key: blank(one) for key, one in state.items() if topology.rank == 3 or (key == "bias" and topology.rank)}
-    got = ckpt.load(dict(wanted), root, TwoStageDataParallelLoadShardedStrategy(group), validate_access_integrity=False)
+    got = dist_checkpointing.load(
+        dict(wanted), root, TwoStageDataParallelLoadShardedStrategy(group), validate_access_integrity=False
+    )
     for key in wanted:
         assert same_bits(got[key], state[key].data)
 
@@ -236,7 +240,7 @@ def _summary(topology: Topology, group: Any, root: Path) -> tuple[dict[str, tupl
     logging.getLogger("ckpt").setLevel(logging.INFO)
     loading.timers["of even ranks"] += [] if topology.rank % 2 else [0.5, 0.5]
     summarized = dict(loading.summarize_load_times())
-    ckpt.load({key: blank(one) for key, one in state.items()}, root, loading)
+    dist_checkpointing.load({key: blank(one) for key, one in state.items()}, root, loading)
     return summarized, [line.partition(":")[0] for line in lines if "on the slowest rank" in line]
 
 

@@ -388,7 +388,7 @@ def test_ranks_that_compare_at_different_levels_are_told_so(tmp_path: Path) -> N
 
 def save_pieces(topology: Topology, root: Path, odd_one: int) -> str | None:
     """A replicated component that holds a sharded tensor: ranks 0 and 2 have its first rows, 1 and 3 its last."""
-    from ckpt import ShardedTensor
+    from ckpt.dist_checkpointing import ShardedTensor
 
     half = random_bits((100, 120), torch.bfloat16, topology.rank % 2)
     if topology.rank == odd_one:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import ckpt
-from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
+from ckpt import CheckpointCoordinator, StateComponent, dist_checkpointing
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
@@ -343,12 +343,12 @@ def sharded(root: str, library: str) -> None:
         key: torch.empty_like(one, device=device).copy_(one.pin_memory(), non_blocking=True)
         for key, one in want.items()
     }
-    ckpt.save(shards(there), root, saver())
+    dist_checkpointing.save(shards(there), root, saver())
     filled = {
         key: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=device) for key, one in want.items()
     }
-    direct = ckpt.load(shards(filled), root, loader(load_directly_on_device=True))
-    host = ckpt.load(shards(there), root, loader())
+    direct = dist_checkpointing.load(shards(filled), root, loader(load_directly_on_device=True))
+    host = dist_checkpointing.load(shards(there), root, loader())
     for key, tensor in want.items():
         assert direct[key].data_ptr() == filled[key].data_ptr()
         require(direct[key].cpu(), tensor, f"{key} on the device")

@@ -16,9 +16,10 @@ import psutil
 import pytest
 import torch
 
-from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
+from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.zarr import ZarrBackend
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,

@@ -63,7 +63,7 @@ def require_free(folder: Path, components: Sequence[str]) -> None:
     for path in left:
         if path.exists():
             raise CheckpointExistsError(
-                f"{path} exists already, of a save that did not finish; remove it, or save through ckpt.save, which does"
+                f"{path} exists already, of a save that did not finish; remove it, or save through dist_checkpointing.save, which does"
             )
 
 

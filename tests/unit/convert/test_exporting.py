@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import ckpt
-from ckpt import ShardedTensor, StateComponent
+from ckpt import StateComponent, dist_checkpointing
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.convert import exporting
 from ckpt.convert.exporting import Exported, Tensor, export, select, select_of_megatron
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -153,7 +153,7 @@ def test_of_a_sharded_state_dict_a_component_is_how_keys_begin(tmp_path: Path) -
         for at, key in enumerate(("model.a", "model.b.c", "optimizer.model.a"))
     }
     with use_topology(Topology.alone()):
-        ckpt.save(
+        dist_checkpointing.save(
             {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}, tmp_path / "src"
         )
     exported(tmp_path / "src", tmp_path / "plain")

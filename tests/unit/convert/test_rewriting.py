@@ -15,13 +15,14 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import ShardedObject, ShardedTensor, StateComponent
+from ckpt import StateComponent, dist_checkpointing
 from ckpt.backends.base import Backend
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.convert.rewriting import rewrite
+from ckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from ckpt.dist_checkpointing.serialization import (
     load,
     load_common_state_dict,
@@ -462,7 +463,7 @@ def test_gaps_that_a_removal_has_left_are_closed(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     tensors = {key: random_bits((0, 3) if key == "e" else (40, 3), torch.float32, at) for at, key in enumerate("abcde")}
     with use_topology(Topology.alone()):
-        ckpt.save(
+        dist_checkpointing.save(
             {k: ShardedTensor.from_rank_offsets(k, v) for k, v in tensors.items()}, tmp_path / "src", ("tensorstore", 1)
         )
         remove_sharded_tensors(tmp_path / "src", "b")

@@ -17,10 +17,10 @@ import tensorstore as ts
 import torch
 import zarr
 
-import ckpt
-from ckpt import ShardedObject, ShardedTensor
+from ckpt import dist_checkpointing
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.catalog.verify import verify_checkpoint
+from ckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from ckpt.dist_checkpointing.folder import removing, removing_shards
 from ckpt.dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
@@ -77,7 +77,7 @@ def _save(topology: Topology, folder: Path, save: Any, tensors: Mapping[str, tor
     with use_topology(topology):
         state: dict[str, Any] = {key: part_of(key, tensor, topology) for key, tensor in tensors.items()}
         state["rng"] = ShardedObject("rng", {"seed": torch.tensor(7)}, (1,), (0,), replica_id=topology.rank)
-        ckpt.save(state | {"iteration": 3}, folder, save)
+        dist_checkpointing.save(state | {"iteration": 3}, folder, save)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def require_holds(folder: Path, keys: set[str]) -> None:
             key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(TENSORS[key])) for key in keys
         }
         state["rng"] = ShardedObject("rng", None, (1,), (0,))
-        loaded = ckpt.load(state, folder, load)
+        loaded = dist_checkpointing.load(state, folder, load)
         assert isinstance(loaded, dict)
         assert [key for key in keys if not same_bits(loaded[key], TENSORS[key])] == []
         assert (loaded["rng"]["seed"].item(), loaded["iteration"]) == (7, 3)
@@ -130,14 +130,14 @@ def require_holds(folder: Path, keys: set[str]) -> None:
 def test_what_is_left_is_a_whole_checkpoint_of_the_other_tensors(folder: Path, save: Any) -> None:
     """S1.14: every key that starts with the prefix goes, wherever `/` stands, and no other."""
     assert verify_checkpoint(folder) == []
-    ckpt.remove_sharded_tensors(folder, "optimizer")
+    dist_checkpointing.remove_sharded_tensors(folder, "optimizer")
     assert verify_checkpoint(folder) == []
     require_holds(folder, {"model.w", "model.w2", "empty", "z.optimizer"})
     wanted = ShardedTensor.from_rank_offsets("optimizer.m", torch.zeros(5, 7))
     with pytest.raises(MissingStateError, match="optimizer.m is asked for, and .* does not hold it"):
-        ckpt.load({"m": wanted}, folder)
+        dist_checkpointing.load({"m": wanted}, folder)
     with pytest.raises(CheckpointExistsError, match="holds a checkpoint already"):
-        ckpt.save({"m": wanted}, folder)
+        dist_checkpointing.save({"m": wanted}, folder)
 
 
 @every_save
@@ -146,7 +146,7 @@ def test_manifest_and_indexes_say_of_the_rest_what_a_save_of_it_would_have_said(
 ) -> None:
     """S1.14: size, checksum, writers, arrays; and no index lists a chunk or a file of what is gone."""
     before = sum(len(index.chunks) for index in indexes_of(folder))
-    ckpt.remove_sharded_tensors(folder, "optimizer")
+    dist_checkpointing.remove_sharded_tensors(folder, "optimizer")
     kept = {key: tensor for key, tensor in TENSORS.items() if not key.startswith("optimizer")}
     (tmp_path / "again").mkdir()
     run_threads(3, _save, tmp_path / "again", save, kept, agree_s=30.0)
@@ -178,7 +178,7 @@ def test_descriptions_that_an_older_save_has_listed_in_the_manifest_go_and_stay_
         manifest.files[manifest.index_paths()[index.rank]] = len(data), digest_of(data)
     (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
     assert verify_checkpoint(folder) == []
-    ckpt.remove_sharded_tensors(folder, "optimizer")
+    dist_checkpointing.remove_sharded_tensors(folder, "optimizer")
     assert verify_checkpoint(folder) == []
     require_holds(folder, {"model.w", "model.w2", "empty", "z.optimizer"})
     described = {path for path in read_manifest(folder).files if path.endswith("zarr.json")}
@@ -190,7 +190,7 @@ def test_descriptions_that_an_older_save_has_listed_in_the_manifest_go_and_stay_
 @in_files
 def test_the_arrays_themselves_are_gone_for_everybody(folder: Path, save: Any) -> None:
     """S1.14: in directories the bytes go, and what other libraries see is what the manifest says."""
-    ckpt.remove_sharded_tensors(folder, "optimizer.")
+    dist_checkpointing.remove_sharded_tensors(folder, "optimizer.")
     assert {path.name for path in (folder / "sharded").iterdir()} == {
         "model.w", "model.w2", "optimizer%2F%C3%A9tat", "z.optimizer", "zarr.json",
     }  # fmt: skip
@@ -203,7 +203,7 @@ def test_the_arrays_themselves_are_gone_for_everybody(folder: Path, save: Any) -
 def test_in_ocdbt_the_names_go_and_the_bytes_stay(folder: Path, save: Any) -> None:
     """S1.14: the joined database forgets the keys; the ranks' data files, which hold more than one array, stay as they were."""
     ranks = {name: data for name, data in files_of(folder).items() if "/rank-" in name}
-    ckpt.remove_sharded_tensors(folder, "optimizer")
+    dist_checkpointing.remove_sharded_tensors(folder, "optimizer")
     keys = {key.decode().split("/")[1] for key in open_database(folder).list().result() if b"/" in key}
     assert keys == {"model.w", "model.w2", "z.optimizer", "zarr.json"}
     assert {name: data for name, data in files_of(folder).items() if "/rank-" in name} == ranks
@@ -218,7 +218,7 @@ def test_a_prefix_that_matches_nothing_changes_nothing(folder: Path, save: Any) 
     """S1.14: not a byte, not a time; a prefix of names is not a part of names."""
     before = files_of(folder)
     for prefix in ("ptimizer", "sharded/model", "model.w22", "MODEL", "rng", "common", "model%2E", "^model", "*"):
-        ckpt.remove_sharded_tensors(folder, prefix)
+        dist_checkpointing.remove_sharded_tensors(folder, prefix)
         assert files_of(folder) == before, prefix
 
 
@@ -226,7 +226,7 @@ def test_a_prefix_that_matches_nothing_changes_nothing(folder: Path, save: Any) 
 def test_everything_can_be_removed_step_by_step_or_at_once(folder: Path, save: Any) -> None:
     """S1.14: the common state and the objects stay."""
     for number, key in enumerate(sorted(TENSORS, reverse=True)):
-        ckpt.remove_sharded_tensors(folder, key)
+        dist_checkpointing.remove_sharded_tensors(folder, key)
         assert verify_checkpoint(folder) == []
         assert {path.suffixes[0] for path in folder.glob("index-*.json")} == {f".{number + 1}"}
     require_holds(folder, set())
@@ -236,7 +236,7 @@ def test_everything_can_be_removed_step_by_step_or_at_once(folder: Path, save: A
 @every_save
 def test_the_empty_prefix_is_every_tensor(folder: Path, save: Any) -> None:
     """S1.14: removal of everything."""
-    ckpt.remove_sharded_tensors(folder, "")
+    dist_checkpointing.remove_sharded_tensors(folder, "")
     assert verify_checkpoint(folder) == []
     require_holds(folder, set())
     assert [path for path in (folder / "sharded").glob("*") if path.is_dir()] == []
@@ -244,12 +244,17 @@ def test_the_empty_prefix_is_every_tensor(folder: Path, save: Any) -> None:
 
 def _remove(topology: Topology, folder: Path, prefix: str) -> None:
     with use_topology(topology):
-        ckpt.remove_sharded_tensors(folder, prefix)
+        dist_checkpointing.remove_sharded_tensors(folder, prefix)
         with topology.phase("look"):
-            assert set(ckpt.load_tensors_metadata(folder)) == {"model.w", "model.w2", "empty", "z.optimizer"}
+            assert set(dist_checkpointing.load_tensors_metadata(folder)) == {
+                "model.w",
+                "model.w2",
+                "empty",
+                "z.optimizer",
+            }
         ZarrLoadShardedStrategy().remove_sharded_tensors(folder, "z")
         TensorStoreLoadShardedStrategy().remove_sharded_tensors(str(folder), "e")
-        assert set(ckpt.load_tensors_metadata(folder)) == {"model.w", "model.w2"}
+        assert set(dist_checkpointing.load_tensors_metadata(folder)) == {"model.w", "model.w2"}
 
 
 @pytest.mark.parametrize("save", [SAVES["safetensors"]], ids=["safetensors"])
@@ -258,7 +263,7 @@ def test_of_safetensors_files_only_those_that_hold_what_goes_are_written_anew(fo
     shutil.copytree(folder, folder.with_name("linked"), copy_function=os.link)
     linked = files_of(folder.with_name("linked"))
     before = files_of(folder / "sharded")
-    ckpt.remove_sharded_tensors(folder, "model.w")
+    dist_checkpointing.remove_sharded_tensors(folder, "model.w")
     after = files_of(folder / "sharded")
     shards = {name for name in before if name.endswith(".safetensors")}
     assert {name for name in shards if name not in after} == {name for name in shards if b'"model.w' in before[name][1]}
@@ -285,13 +290,13 @@ def test_damage_of_what_names_tensors_is_not_put_on_record_as_if_it_were_sound(
     if where == "header":
         for prefix in ("optimizer", "model"):
             with pytest.raises(CorruptCheckpointError, match=f"{file.name} does not match its digest"):
-                ckpt.remove_sharded_tensors(folder, prefix)
+                dist_checkpointing.remove_sharded_tensors(folder, prefix)
             assert files_of(folder) == before
         return
     if where == "no index":
         file.unlink()
     assert any(plain_safetensors.INDEX in problem for problem in verify_checkpoint(folder))
-    ckpt.remove_sharded_tensors(folder, "z")
+    dist_checkpointing.remove_sharded_tensors(folder, "z")
     assert verify_checkpoint(folder) == []
     require_holds(folder, set(TENSORS) - {"z.optimizer"})
     assert plain_safetensors.keys_in(folder / "sharded") == set(TENSORS) - {"z.optimizer"}
@@ -311,7 +316,7 @@ def test_other_ranks_than_the_savers_remove_together(folder: Path, save: Any) ->
 
 def _remove_what_is_damaged(topology: Topology, folder: Path) -> tuple[str, int | None]:
     with use_topology(topology), pytest.raises(CorruptCheckpointError) as caught:
-        ckpt.remove_sharded_tensors(folder, "optimizer")
+        dist_checkpointing.remove_sharded_tensors(folder, "optimizer")
     return str(caught.value), caught.value.rank
 
 
@@ -328,9 +333,9 @@ def test_damaged_records_are_left_as_they_are_and_every_rank_says_so(folder: Pat
     )
     assert files_of(folder) == before
     with pytest.raises(CheckpointNotFoundError, match="does not exist"):
-        ckpt.remove_sharded_tensors(folder / "nowhere", "")
+        dist_checkpointing.remove_sharded_tensors(folder / "nowhere", "")
     with pytest.raises(CheckpointNotFoundError, match="not a distributed checkpoint"):
-        ckpt.remove_sharded_tensors(folder / "sharded", "")
+        dist_checkpointing.remove_sharded_tensors(folder / "sharded", "")
 
 
 # Interrupted
@@ -380,7 +385,7 @@ def test_whenever_a_removal_is_interrupted_there_is_a_whole_checkpoint_and_the_n
         with monkeypatch.context() as patched:
             fails = Fails(patched, call, n)
             try:
-                ckpt.remove_sharded_tensors(folder, "optimizer")
+                dist_checkpointing.remove_sharded_tensors(folder, "optimizer")
             except OSError as error:
                 assert "No space left on device" in str(error)
         require_whole_whether_or_not_removed(folder, before)
@@ -394,7 +399,7 @@ def test_whenever_a_removal_is_interrupted_there_is_a_whole_checkpoint_and_the_n
 def kill_between_database_and_manifest(folder: Path, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left on device"):
         Fails(patched, "replace", 1)
-        ckpt.remove_sharded_tensors(folder, prefix)
+        dist_checkpointing.remove_sharded_tensors(folder, prefix)
     assert any(problem.startswith("arrays.ocdbt/manifest.ocdbt ") for problem in verify_checkpoint(folder))
 
 
@@ -412,15 +417,15 @@ def test_a_removal_of_anything_ends_one_that_was_killed_when_the_database_had_ch
     kill_between_database_and_manifest(folder, "optimizer", monkeypatch)
     (folder / "arrays.ocdbt/d/0123456789abcdef.__lock").write_bytes(b"half of it")
     require_holds(folder, set(TENSORS))
-    ckpt.remove_sharded_tensors(folder, later)
+    dist_checkpointing.remove_sharded_tensors(folder, later)
     assert verify_checkpoint(folder) == []
     left = {key for key in TENSORS if not key.startswith(later)}
     require_holds(folder, left)
     assert list(folder.rglob("*.__lock")) == []
     before = files_of(folder)
-    ckpt.remove_sharded_tensors(folder, "nothing starts so")
+    dist_checkpointing.remove_sharded_tensors(folder, "nothing starts so")
     assert files_of(folder) == before
-    ckpt.remove_sharded_tensors(folder, "optimizer")
+    dist_checkpointing.remove_sharded_tensors(folder, "optimizer")
     assert verify_checkpoint(folder) == []
     require_holds(folder, {key for key in left if not key.startswith("optimizer")})
 
@@ -442,7 +447,7 @@ def test_a_database_that_is_damaged_is_not_put_on_record_as_if_it_were_sound(
     before = files_of(folder)
     for prefix in ("optimizer", "nothing starts so"):
         with pytest.raises(CorruptCheckpointError):
-            ckpt.remove_sharded_tensors(folder, prefix)
+            dist_checkpointing.remove_sharded_tensors(folder, prefix)
         assert files_of(folder) == before
     assert verify_checkpoint(folder) != []
 
@@ -451,7 +456,7 @@ def test_a_database_that_is_damaged_is_not_put_on_record_as_if_it_were_sound(
 def test_what_is_left_in_the_database_has_its_values_for_other_readers(folder: Path, save: Any) -> None:
     """S1.14: the references into the ranks' data files stay what they were, and every array is one that TensorStore opens."""
     before = {key: open_database(folder).read(key).result().value for key in open_database(folder).list().result()}
-    ckpt.remove_sharded_tensors(folder, "optimizer")
+    dist_checkpointing.remove_sharded_tensors(folder, "optimizer")
     after = {key: open_database(folder).read(key).result().value for key in open_database(folder).list().result()}
     assert after == {key: value for key, value in before.items() if not key.startswith(b"sharded/optimizer")}
     assert len(before) > len(after) > 4 and all(after.values())
@@ -470,17 +475,17 @@ def test_many_arrays_leave_the_database_together(tmp_path: Path, monkeypatch: py
     """S1.14: however many go, no array is opened, and the database is written a few times (TensorStore may split a commit)."""
     tensors = {f"{'ab'[i % 2]}{i}": torch.arange(3.0) + i for i in range(200)}
     state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
-    ckpt.save(state, tmp_path, TensorStoreSaveShardedStrategy())
+    dist_checkpointing.save(state, tmp_path, TensorStoreSaveShardedStrategy())
     versions = len(ts.ocdbt.dump(ts.KvStore.open(f"file://{tmp_path}/arrays.ocdbt/").result()).result()["versions"])
     with monkeypatch.context() as patched:
         patched.setattr(TensorStoreBackend, "list_arrays", None)
         patched.setattr(ts, "open", None)
-        ckpt.remove_sharded_tensors(tmp_path, "a")
+        dist_checkpointing.remove_sharded_tensors(tmp_path, "a")
     dumped = ts.ocdbt.dump(ts.KvStore.open(f"file://{tmp_path}/arrays.ocdbt/").result()).result()
     assert 0 < len(dumped["versions"]) - versions < 20, "not one for each of the 100"
     assert verify_checkpoint(tmp_path) == []
     left = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(3)) for key in tensors if key.startswith("b")}
-    loaded = ckpt.load(left, tmp_path)
+    loaded = dist_checkpointing.load(left, tmp_path)
     assert isinstance(loaded, dict)
     assert len(left) == 100 and all(same_bits(loaded[key], tensors[key]) for key in left)
 
@@ -508,7 +513,7 @@ def test_the_lead_is_seen_to_move_at_every_step_of_a_removal(
     watch(os, "unlink", "unlink")
     watch(os, "rmdir", "rmdir")
     watch(Topology, "progress", "progress")
-    ckpt.remove_sharded_tensors(folder, "optimizer")
+    dist_checkpointing.remove_sharded_tensors(folder, "optimizer")
     by_store = {
         "ocdbt": {"rest_digest", "read_listed_file"},
         "safetensors": {"check_file", "read_shard"},
@@ -523,7 +528,7 @@ def test_the_lead_is_seen_to_move_at_every_step_of_a_removal(
 def _die_at_the_rename(topology: Topology, folder: Path) -> None:
     os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     with use_topology(topology):
-        ckpt.remove_sharded_tensors(folder, "optimizer")
+        dist_checkpointing.remove_sharded_tensors(folder, "optimizer")
 
 
 @pytest.mark.parametrize("save", [SAVES["zarr"]], ids=["zarr"])
@@ -536,6 +541,6 @@ def test_who_is_killed_just_before_the_rename_has_changed_nothing(folder: Path, 
     left = [problem.split(" does not belong")[0] for problem in verify_checkpoint(folder)]
     assert sorted(left)[1:] == [f"index-0000{rank}.1.json" for rank in range(3)]
     assert left[0].startswith(".checkpoint_manifest.json.")
-    ckpt.remove_sharded_tensors(folder, "optimizer")
+    dist_checkpointing.remove_sharded_tensors(folder, "optimizer")
     assert verify_checkpoint(folder) == []
     require_holds(folder, {"model.w", "model.w2", "empty", "z.optimizer"})

@@ -16,9 +16,9 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ckpt
-from ckpt import ShardedTensor
+from ckpt import dist_checkpointing
 from ckpt.catalog.verify import verify_checkpoint
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.dist_checkpointing.strategies import base
 from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy, StrategyAction
 from ckpt.dist_checkpointing.strategies.tensorstore import (
@@ -46,14 +46,14 @@ either_library = pytest.mark.parametrize("library", DIRECT)
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A checkpoint that holds `VALUES` as w."""
-    ckpt.save({"w": ShardedTensor.from_rank_offsets("w", VALUES)}, tmp_path)
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", VALUES)}, tmp_path)
     return tmp_path
 
 
 def loaded_into(folder: Path, library: str, *wanted: ShardedTensor) -> Sequence[torch.Tensor]:
     """What is put in the place of each of `wanted`, which need not make up the tensor: other ranks have the rest."""
     loader = DIRECT[library](load_directly_on_device=True)
-    state = ckpt.load({"all": list(wanted)}, folder, loader, validate_access_integrity=False)
+    state = dist_checkpointing.load({"all": list(wanted)}, folder, loader, validate_access_integrity=False)
     assert isinstance(state, dict)
     found: list[torch.Tensor] = state["all"]
     return found
@@ -89,8 +89,10 @@ def test_tensorstore_is_another_library_for_the_zarr_format_and_saves_one_of_its
 def test_whatever_one_library_saved_the_other_loads(tmp_path: Path, saver: Any, loader: Any) -> None:
     """S1.44, S1.68: both ways, and without a word about it."""
     values = random_bits((6, 5), torch.bfloat16, seed=8)
-    ckpt.save({"w": ShardedTensor.from_rank_offsets("w/x", values)}, tmp_path, saver)
-    state = ckpt.load({"w": ShardedTensor.from_rank_offsets("w/x", torch.zeros_like(values))}, tmp_path, loader)
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w/x", values)}, tmp_path, saver)
+    state = dist_checkpointing.load(
+        {"w": ShardedTensor.from_rank_offsets("w/x", torch.zeros_like(values))}, tmp_path, loader
+    )
     assert isinstance(state, dict) and same_bits(state["w"], values)
     said = json.loads((tmp_path / "metadata.json").read_text())
     assert (said["sharded_backend"], said["sharded_backend_version"]) == (
@@ -114,10 +116,10 @@ def test_an_ocdbt_database_is_read_by_tensorstore_alone(tmp_path: Path) -> None:
 def test_an_unknown_store_is_refused_when_it_is_used(tmp_path: Path) -> None:
     """S1.44: with those that there are."""
     with pytest.raises(ConfigurationError, match="kvstore='s3' is not known; choose ocdbt or file"):
-        ckpt.save(
+        dist_checkpointing.save(
             {"w": ShardedTensor.from_rank_offsets("w", VALUES)}, tmp_path, TensorStoreSaveShardedStrategy(kvstore="s3")
         )
-    assert not ckpt.check_is_distributed_checkpoint(tmp_path)
+    assert not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
 
 
 def _load_twice(topology: Topology, folder: Path) -> None:
@@ -146,7 +148,7 @@ def test_by_default_a_load_makes_new_tensors_of_the_stored_type(saved: Path, lib
     loader = DIRECT[library]()
     assert loader.load_directly_on_device is False and DIRECT[library](True).load_directly_on_device is True
     own = torch.full((6, 4), 7.0, dtype=torch.float64)
-    state = ckpt.load({"w": ShardedTensor.from_rank_offsets("w", own)}, saved, loader)
+    state = dist_checkpointing.load({"w": ShardedTensor.from_rank_offsets("w", own)}, saved, loader)
     assert isinstance(state, dict)
     assert state["w"] is not own and same_bits(state["w"], VALUES)
     assert torch.equal(own, torch.full((6, 4), 7.0, dtype=torch.float64))
@@ -228,7 +230,7 @@ def test_tensors_of_a_device_are_saved_from_it_and_filled_on_it(tmp_path: Path, 
             ShardedTensor.from_rank_offsets_flat("flat", run, (6, 4), flattened_range=slice(5, 24)),
         ],
     }
-    request = ckpt.save(state, tmp_path, async_sharded_save=True)
+    request = dist_checkpointing.save(state, tmp_path, async_sharded_save=True)
     assert request is not None
     for tensor in (own, spread, run):
         tensor.zero_()
@@ -239,7 +241,7 @@ def test_tensors_of_a_device_are_saved_from_it_and_filled_on_it(tmp_path: Path, 
     assert (
         same_bits(own.cpu(), VALUES) and same_bits(spread.cpu(), VALUES) and same_bits(run.cpu(), VALUES.flatten()[5:])
     )
-    found = ckpt.load({"w": ShardedTensor.from_rank_offsets("w", own)}, tmp_path, DIRECT[library]())
+    found = dist_checkpointing.load({"w": ShardedTensor.from_rank_offsets("w", own)}, tmp_path, DIRECT[library]())
     assert isinstance(found, dict) and found["w"].device.type == "cpu"
 
 
@@ -301,7 +303,7 @@ def test_what_is_no_array_is_named(tmp_path: Path) -> None:
         with pytest.raises(CorruptCheckpointError) as caught:
             open_ts_array(tmp_path / name)
         assert str(caught.value).startswith(f"tensorstore cannot open {tmp_path / name} as a Zarr array: ")
-        assert isinstance(caught.value, ckpt.CheckpointingException) and "\n" not in str(caught.value)
+        assert isinstance(caught.value, dist_checkpointing.CheckpointingException) and "\n" not in str(caught.value)
 
 
 def test_a_chunk_that_is_missing_is_never_read_as_zeros(saved: Path) -> None:

@@ -16,9 +16,9 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ckpt
-from ckpt import ShardedTensor
+from ckpt import dist_checkpointing
 from ckpt.catalog.verify import verify_checkpoint
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.dist_checkpointing.strategies import base
 from ckpt.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy, StrategyAction
 from ckpt.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
@@ -115,7 +115,7 @@ def test_the_zarr_format_gets_its_saver_here_and_nothing_else(monkeypatch: pytes
 
 def test_the_constructor_takes_backend_and_version_by_position_as_before(tmp_path: Path) -> None:
     """S1.7, S1.23: they are what metadata.json will say."""
-    ckpt.save({"w": uncut("w", torch.arange(3))}, tmp_path, ZarrSaveShardedStrategy("mine", 7))
+    dist_checkpointing.save({"w": uncut("w", torch.arange(3))}, tmp_path, ZarrSaveShardedStrategy("mine", 7))
     said = json.loads((tmp_path / "metadata.json").read_text())
     assert (said["sharded_backend"], said["sharded_backend_version"]) == ("mine", 7)
 
@@ -183,9 +183,9 @@ def test_zarr_python_and_tensorstore_alone_read_every_data_type_bit_for_bit(tmp_
 def test_every_bit_pattern_of_bfloat16_survives(tmp_path: Path) -> None:
     """S1.27: not via float32, which has no place for what a NaN carries."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    ckpt.save({"w": uncut("w", every)}, tmp_path)
+    dist_checkpointing.save({"w": uncut("w", every)}, tmp_path)
     for load in LOADS.values():
-        loaded = ckpt.load({"w": uncut("w", torch.empty_like(every))}, tmp_path, load)
+        loaded = dist_checkpointing.load({"w": uncut("w", torch.empty_like(every))}, tmp_path, load)
         assert isinstance(loaded, dict) and same_bits(loaded["w"], every)
     assert document_of(tmp_path / "sharded" / "w")["data_type"] == "bfloat16"
     assert read_by_zarr(tmp_path / "sharded" / "w").dtype == ml_dtypes.bfloat16
@@ -195,8 +195,8 @@ def test_a_data_type_without_a_stored_form_is_refused_with_those_that_have_one(t
     """S1.28: a clear error for the rest, and nothing is left that looks like a checkpoint."""
     odd = torch.zeros(4, dtype=torch.uint8).view(torch.float8_e4m3fnuz)
     with pytest.raises(ConfigurationError, match="torch.float8_e4m3fnuz cannot be saved; .* bool, .*complex128.*view"):
-        ckpt.save({"w": uncut("w", odd)}, tmp_path)
-    assert not ckpt.check_is_distributed_checkpoint(tmp_path)
+        dist_checkpointing.save({"w": uncut("w", odd)}, tmp_path)
+    assert not dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
 
 
 @every_save
@@ -232,12 +232,12 @@ def test_tensors_without_elements_are_saved_and_loaded(tmp_path: Path, save: Any
             "flat", torch.zeros(0), (0, 5), (0, 0, 1), flattened_range=slice(0, 0)
         ),
     }
-    ckpt.save(dict(state), tmp_path, save)
+    dist_checkpointing.save(dict(state), tmp_path, save)
     for load in LOADS.values():
-        loaded = ckpt.load(dict(state), tmp_path, load)
+        loaded = dist_checkpointing.load(dict(state), tmp_path, load)
         assert isinstance(loaded, dict)
         assert {name: tuple(one.shape) for name, one in loaded.items()} == {"plain": (0, 5), "flat": (0,)}
-    assert {one.global_shape for one in ckpt.load_tensors_metadata(tmp_path).values()} == {(0, 5)}
+    assert {one.global_shape for one in dist_checkpointing.load_tensors_metadata(tmp_path).values()} == {(0, 5)}
     assert verify_checkpoint(tmp_path) == []
 
 
@@ -267,11 +267,11 @@ def test_a_key_may_be_any_text(tmp_path: Path, save: Any) -> None:
     """S1.36: a rule for `/`, and one key never hits another's array or leaves the checkpoint."""
     state = {str(number): uncut(key, torch.tensor([number, -number])) for number, key in enumerate(KEYS)}
     (tmp_path / "it").mkdir()
-    ckpt.save(dict(state), tmp_path / "it", save)
+    dist_checkpointing.save(dict(state), tmp_path / "it", save)
     assert [path.name for path in tmp_path.iterdir()] == ["it"]
     assert verify_checkpoint(tmp_path / "it") == []
     for load in LOADS.values():
-        loaded = ckpt.load({name: blank(one) for name, one in state.items()}, tmp_path / "it", load)
+        loaded = dist_checkpointing.load({name: blank(one) for name, one in state.items()}, tmp_path / "it", load)
         assert isinstance(loaded, dict)
         assert [key for name, key in enumerate(KEYS) if loaded[str(name)].tolist() != [name, -name]] == []
         assert set(load.load_tensors_metadata(tmp_path / "it")) == set(KEYS)
@@ -388,7 +388,7 @@ def test_an_array_that_is_missing_is_an_error_and_the_debug_log_lists_the_folder
     ZarrSaveShardedStrategy().save({str(i): uncut(f"layer.{i}", torch.arange(4)) for i in range(8)}, tmp_path)
     with caplog.at_level(logging.DEBUG, "ckpt"), pytest.raises(MissingStateError) as caught:
         load.load({"w": uncut("layer.9", torch.arange(4))}, tmp_path)
-    assert isinstance(caught.value, ckpt.CheckpointingException)
+    assert isinstance(caught.value, dist_checkpointing.CheckpointingException)
     assert f"layer.9 is asked for, and {tmp_path} does not hold it; it holds layer.0, layer.1" in str(caught.value)
     assert "layer.4 and 3 more" in str(caught.value) and "layer.5" not in str(caught.value)
     (listed,) = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
@@ -543,7 +543,9 @@ def test_only_folders_with_array_metadata_are_described_and_a_key_with_a_slash_i
 def test_in_a_checkpoint_of_ours_the_manifest_says_which_folder_is_whose(tmp_path: Path) -> None:
     """S1.36: whatever the folders are called."""
     keys = ["a/b", "..", "w"]
-    ckpt.save({key: ShardedTensor.from_rank_offsets(key, torch.arange(6).view(2, 3)) for key in keys}, tmp_path)
+    dist_checkpointing.save(
+        {key: ShardedTensor.from_rank_offsets(key, torch.arange(6).view(2, 3)) for key in keys}, tmp_path
+    )
     found = load_zarr_based_sharded_metadata(
         tmp_path, lambda path: (zarr.open_array(path).shape, zarr.open_array(path).dtype)
     )
@@ -559,18 +561,20 @@ def _raising(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda d: ckpt.save({}, d, common_strategy=("torch", 1)), "would write a pickle"),
+        (lambda d: dist_checkpointing.save({}, d, common_strategy=("torch", 1)), "would write a pickle"),
         (lambda d: TorchCommonSaveStrategy("torch", 1), "would write a pickle"),
-        (lambda d: ckpt.save({}, d, ("torch_dist", 1)), 'save with ("zarr", 1)'),
+        (lambda d: dist_checkpointing.save({}, d, ("torch_dist", 1)), 'save with ("zarr", 1)'),
         (
-            lambda d: ckpt.save({}, d, ZarrSaveShardedStrategy),
+            lambda d: dist_checkpointing.save({}, d, ZarrSaveShardedStrategy),
             "ZarrSaveShardedStrategy is no SaveShardedStrategy; give an object",
         ),
-        (lambda d: ckpt.save({}, d, "zarr"), "'zarr' is no SaveShardedStrategy"),
-        (lambda d: ckpt.save([1], d), "sharded_state_dict is a list; give a dictionary"),
-        (lambda d: ckpt.save({}, d / "file"), "is a file, where a folder"),
+        (lambda d: dist_checkpointing.save({}, d, "zarr"), "'zarr' is no SaveShardedStrategy"),
+        (lambda d: dist_checkpointing.save([1], d), "sharded_state_dict is a list; give a dictionary"),
+        (lambda d: dist_checkpointing.save({}, d / "file"), "is a file, where a folder"),
         (
-            lambda d: ckpt.save({"x": ckpt.ShardedTensorFactory("x", torch.zeros(1), _raising, _raising)}, d),
+            lambda d: dist_checkpointing.save(
+                {"x": dist_checkpointing.ShardedTensorFactory("x", torch.zeros(1), _raising, _raising)}, d
+            ),
             "x: build_fn of its factory raised ZeroDivisionError: of the user",
         ),
     ],
@@ -590,7 +594,7 @@ def test_a_merge_function_that_raises_is_named_with_its_key(tmp_path: Path) -> N
     def build(key: str, data: torch.Tensor, *_: Any) -> ShardedTensor:
         return ShardedTensor.from_rank_offsets(key, data)
 
-    state = {"x": ckpt.ShardedTensorFactory("x", torch.zeros(1), build, _raising)}
-    ckpt.save(state, tmp_path)
+    state = {"x": dist_checkpointing.ShardedTensorFactory("x", torch.zeros(1), build, _raising)}
+    dist_checkpointing.save(state, tmp_path)
     with pytest.raises(CheckpointError, match="x: merge_fn of its factory raised ZeroDivisionError: of the user"):
-        ckpt.load(state, tmp_path)
+        dist_checkpointing.load(state, tmp_path)

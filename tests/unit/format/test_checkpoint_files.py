@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-import ckpt
-from ckpt import ShardedObject, ShardedTensor, StateComponent
+from ckpt import StateComponent, dist_checkpointing
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.tensorstore import TensorStoreBackend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.convert.exporting import export, select
 from ckpt.convert.rewriting import rewrite
+from ckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from ckpt.dist_checkpointing.serialization import load_common_state_dict, remove_sharded_tensors
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.format import checkpoint_files
@@ -117,7 +117,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         saver.save_checkpoint(checkpoint_id="1")
     (root / "sharded").mkdir()
     with use_topology(Topology.alone()):
-        ckpt.save(sharded_state(), root / "sharded")
+        dist_checkpointing.save(sharded_state(), root / "sharded")
     return {name: root / name / "checkpoint-1" for name in backends} | {"sharded": root / "sharded"}
 
 
@@ -446,7 +446,7 @@ def test_checkpoints_inside_of_a_checkpoint_are_inside_of_it(
 
     def load_common(folder: Path, dst: Path) -> None:
         with use_topology(Topology.alone()):
-            ckpt.load(sharded_state(), folder)
+            dist_checkpointing.load(sharded_state(), folder)
 
     for act in (verify, load_common, convert_to("zarr"), convert_to("ocdbt")):
         require_refused(act, folder, outside, tmp_path / "dst")
@@ -486,7 +486,7 @@ def test_a_save_writes_through_no_link_that_lies_in_its_folder(tmp_path: Path, o
         use_topology(Topology.alone()),
         suppress(CheckpointError),
     ):  # a save into another store has no use for one of the names
-        ckpt.save(sharded_state(), folder)
+        dist_checkpointing.save(sharded_state(), folder)
     outside.require_untouched()
 
 

@@ -19,10 +19,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt import ShardedTensor, StateComponent
+from ckpt import StateComponent
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.convert.rewriting import rewrite
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.memory.device import Device

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import CheckpointCoordinator, ShardedTensor, StateComponent
+from ckpt import CheckpointCoordinator, StateComponent
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

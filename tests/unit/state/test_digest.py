@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpt import ShardedTensor
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ShardingError
 from ckpt.ranks.topology import Topology
 from ckpt.state.digest import state_digest

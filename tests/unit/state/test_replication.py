@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt import ShardedTensor
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.format.dtypes import raw_bytes
 from ckpt.ranks.topology import Topology

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt import ShardedTensor, SharingPattern, StateComponent
+from ckpt import SharingPattern, StateComponent
+from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.format.box import Box, whole
 from ckpt.planning.tables import Address
