@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -103,3 +104,34 @@ def pip(*arguments: str) -> None:
 
 def canonical(name: str) -> str:
     return name.strip().lower().replace("_", "-")
+
+
+def _lint_imports(checkout: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command; lint_imports_command()",
+        "--no-cache",
+    ]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+
+
+def test_an_import_of_a_package_above_is_found_and_named(tmp_path: Path) -> None:
+    for name in ("ckpt", "recipes"):
+        shutil.copytree(CHECKOUT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
+    with (tmp_path / "ckpt" / "format" / "box.py").open("a") as file:
+        file.write("\nfrom ckpt.saving import saver\n")
+    linted = _lint_imports(tmp_path)
+    assert linted.returncode == 1
+    assert "ckpt.format.box -> ckpt.saving.saver" in linted.stdout
+
+
+def test_the_handbook_shows_the_imports_between_packages_of_today() -> None:
+    spec = importlib.util.spec_from_file_location("draw_imports", CHECKOUT / "docs" / "draw_imports.py")
+    assert spec is not None and spec.loader is not None
+    draw_imports = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw_imports)
+    page = (CHECKOUT / "docs" / "architecture.md").read_text()
+    assert draw_imports.drawn(page) == page, "run python docs/draw_imports.py"
+    assert "-->" in page
