@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from ckpt.errors import MissingStateError, StorageError
 from ckpt.format.dtypes import raw_bytes
-from ckpt.saving.writing import Staged, WriteResult
+from ckpt.saving.writing import Staged, WriteJob, WriteResult
 
 
 @dataclass
@@ -42,16 +42,8 @@ class StandIn:
         self.befalls = befalls
         self.items = [f"item {number}" for number in range(num_items)]
 
-    def write(
-        self,
-        folder: Path,
-        backend: Any,
-        plain: Mapping[str, tuple[str, bytes]],
-        staged: Iterable[Staged],
-        slivers: Mapping[int, bytes],
-        progress: Callable[[int], None],
-        previous: Any = None,
-    ) -> WriteResult:
+    def write(self, job: WriteJob, staged: Iterable[Staged], progress: Callable[[int], None]) -> WriteResult:
+        folder = job.folder
         folder.mkdir(parents=True, exist_ok=True)
         vote = WriteResult()
         try:
@@ -66,8 +58,8 @@ class StandIn:
         except BaseException as error:
             (folder / "aborted").write_text(type(error).__name__)
             raise
-        vote.plain_files = {path: [component, data.decode()] for path, (component, data) in plain.items()}
-        vote.index = [backend.store, slivers, previous]
+        vote.plain_files = {path: [component, data.decode()] for path, (component, data) in job.plain.items()}
+        vote.index = [job.backend.store, job.slivers, job.previous]
         return vote
 
     def act(self, folder: Path, progress: Callable[[int], None]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ckpt.memory.shared_memory import segment_of, shared_memory
 from ckpt.saving.background.writer_process import WriterProcess
-from ckpt.saving.writing import Staged
+from ckpt.saving.writing import Staged, WriteJob
 from tests.stand_in_shares import NoBackend, StandIn
 
 
@@ -25,7 +25,7 @@ def main(folder: Path, forks: bool, tells: Connection) -> None:
     writer = WriterProcess()
     backend = NoBackend()
     staged = [Staged(number, [memory[: 1 << 10].view(torch.int32)]) for number in range(3)]
-    arguments = StandIn("hangs"), folder, backend, {}, staged, {}, lambda num_bytes: None
+    arguments = StandIn("hangs"), WriteJob(folder, backend, {}), staged, lambda num_bytes: None
     threading.Thread(target=lambda: writer.write(*arguments), daemon=True).start()
     while not (folder / "hangs").exists():
         time.sleep(0.01)

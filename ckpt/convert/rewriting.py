@@ -48,7 +48,7 @@ from ckpt.loading.strategy import StoredCheckpoint
 from ckpt.memory.memory import Scratch
 from ckpt.planning.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan
 from ckpt.ranks.topology import Topology
-from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, WriteResult, folders_of, joined_checksum
+from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, WriteJob, WriteResult, folders_of, joined_checksum
 from ckpt.state.sharing import StateComponent
 from ckpt.storage.extents import ExtentReader, WantedBox
 from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, write_all
@@ -174,7 +174,7 @@ class _Rewriting:
         share = self._share(rank, items)
         with ExtentReader(self._src, progress=self._progress) as reader:
             staged = self._staged(items, reader, Names(self._manifest, index))
-            return share.write(self._folder, self._backend, self._plain(index), staged, {}, self._progress)
+            return share.write(WriteJob(self._folder, self._backend, self._plain(index)), staged, self._progress)
 
     def _share(self, rank: int, items: Sequence[_Stored]) -> RankWritePlan:
         """What the rank writes: what it wrote."""

@@ -34,7 +34,7 @@ from ckpt.saving.host_cache import HeldStep, HostCache, heard_places, said_place
 from ckpt.saving.manifest_writer import ManifestWriter, entries_of
 from ckpt.saving.planner import Planner
 from ckpt.saving.stale_state_check import StaleStateCheck
-from ckpt.saving.writing import PACKED_BYTES, PlainFiles, RankWritePlan, WriteResult, plain_files
+from ckpt.saving.writing import PACKED_BYTES, PlainFiles, RankWritePlan, Write, WriteJob, WriteResult, plain_files
 from ckpt.state.collect import MergedRows, RankState, collect, settle_plain
 from ckpt.state.doctor import Diagnosis
 from ckpt.state.pattern_check import act_on, check_choice, examine
@@ -66,10 +66,6 @@ class SaveReport:
     blocked_s: float
     written_bytes: int = 0
     alarms: tuple[str, ...] = ()
-
-
-Write = Callable[..., WriteResult]
-"""What writes a share, with the arguments of `RankWritePlan.write`: that itself, or another process that calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,16 +353,8 @@ class PreparedSave:
                     before = None
                     if previous is not None and target.min_live is not None:
                         before = previous_of(previous, topology.rank, target.min_live)
-                    vote = write(
-                        self.share,
-                        folder,
-                        self.backend,
-                        self.plain,
-                        source.items(),
-                        slivers,
-                        topology.progress,
-                        before,
-                    )
+                    job = WriteJob(folder, self.backend, self.plain, slivers, before)
+                    vote = write(self.share, job, source.items(), topology.progress)
                     source.check()
                     phase.payload = [vote.to_json(), time.perf_counter() - started]
                 votes = [WriteResult(**tree) for tree, _ in phase.payloads]

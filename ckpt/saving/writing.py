@@ -97,6 +97,23 @@ class Staged(NamedTuple):
     digests: Sequence[tuple[int, ...]] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """What differs from one save of a share to the next, but for the tensors. Can be sent to another process.
+
+    Attributes:
+        folder: the unpublished folder.
+        slivers: sender -> all that it sent here, of chunks that this rank writes.
+        previous: an earlier checkpoint; what is in it already is linked.
+    """
+
+    folder: Path
+    backend: Backend
+    plain: PlainFiles
+    slivers: Mapping[int, bytes] = field(default_factory=dict)
+    previous: Previous | None = None
+
+
 class RankWritePlan:
     """What one rank writes in every save of one plan. Holds no tensors, and can be sent to another process.
 
@@ -188,33 +205,26 @@ class RankWritePlan:
         for name, array in self._empty.items():
             yield Expected(array, None, [Content(_key_of(name, array), array.shape, whole(array.shape))])
 
-    def write(
-        self,
-        folder: Path,
-        backend: Backend,
-        plain: PlainFiles,
-        staged: Iterable[Staged],
-        slivers: Mapping[int, bytes],
-        progress: Callable[[int], None],
-        previous: Previous | None = None,
-    ) -> WriteResult:
-        """Write everything below the unpublished `folder`, then the index of it.
+    def write(self, job: WriteJob, staged: Iterable[Staged], progress: Callable[[int], None]) -> WriteResult:
+        """Write everything below the job's folder, then the index of it.
 
         Args:
             staged: every item, once, in any order. An item's memory may be used again as soon as the next one is asked for.
-            slivers: sender -> all that it sent here.
             progress: called with the number of bytes that have moved, from any thread.
-            previous: an earlier checkpoint; what is in it already is linked.
 
         Raises:
             OSError, StorageError: the file system refused; what was written stays for the lead to discard.
         """
-        writer = backend.writer(folder, self.rank, progress, previous)
+        writer = job.backend.writer(job.folder, self.rank, progress, job.previous)
         try:
-            return _Writing(self, writer, slivers).write(plain, staged)
+            return _Writing(self, writer, job.slivers).write(job.plain, staged)
         except BaseException:
             writer.abort()
             raise
+
+
+Write = Callable[[RankWritePlan, WriteJob, Iterable[Staged], Callable[[int], None]], WriteResult]
+"""What writes a share: `RankWritePlan.write` itself, or another process that calls it."""
 
 
 class _Writing:

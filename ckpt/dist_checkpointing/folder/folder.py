@@ -34,7 +34,7 @@ from ckpt.saving.gathering import ByteSource, LiveTensors
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.planner import agreed_plan
 from ckpt.saving.saver import require_reachable
-from ckpt.saving.writing import RankWritePlan, WriteResult, plain_files
+from ckpt.saving.writing import RankWritePlan, WriteJob, WriteResult, plain_files
 from ckpt.state.collect import RankState, collect, settle_plain
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
@@ -109,10 +109,8 @@ class FolderSave:
     def write(self) -> None:
         """Write this rank's share, durably. Talks to nobody."""
         assert self._source is not None, "write comes after prepare"
-        items = self._source.items()
-        self._vote = self._share.write(
-            self._folder, self._backend, self._files, items, self._slivers, self._topology.progress
-        )
+        job = WriteJob(self._folder, self._backend, self._files, self._slivers)
+        self._vote = self._share.write(job, self._source.items(), self._topology.progress)
 
     def _gathered(self) -> ByteSource:
         """The tensors, or a copy of them."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ckpt.backends.base import Backend, Previous
+from ckpt.backends.base import Backend
 from ckpt.catalog.ledger import delete_folder
 from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError
 from ckpt.memory.arena import Arena
@@ -34,7 +34,7 @@ from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.background.writer_process import WriterProcess
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import PreparedSave, SaveReport
-from ckpt.saving.writing import PlainFiles, RankWritePlan, Staged, WriteResult
+from ckpt.saving.writing import RankWritePlan, Staged, Write, WriteJob, WriteResult
 from ckpt.state.overlap import Watched
 
 _log = logging.getLogger("ckpt")
@@ -264,15 +264,7 @@ class Background:
             pending.over.set()
 
     def _write(
-        self,
-        share: RankWritePlan,
-        folder: Path,
-        backend: Backend,
-        plain: PlainFiles,
-        staged: Iterable[Staged],
-        slivers: Mapping[int, bytes],
-        progress: Callable[[int], None],
-        previous: Previous | None,
+        self, share: RankWritePlan, job: WriteJob, staged: Iterable[Staged], progress: Callable[[int], None]
     ) -> WriteResult:
         """Write a share as the settings say, and no longer than this process may go on."""
 
@@ -283,10 +275,10 @@ class Background:
                 )
             progress(num_bytes)
 
-        write = (
+        write: Write = (
             partial(write_throttled, self._throttle, self._given_up) if self._process is None else self._process.write
         )
-        return write(share, folder, backend, plain, staged, slivers, go_on, previous)
+        return write(share, job, staged, go_on)
 
     def _finish(self, pending: _Pending) -> None:
         """The finalizer of a save that all ranks have committed: the report counts the rank that stood still the longest."""

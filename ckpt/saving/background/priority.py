@@ -15,15 +15,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from ckpt.backends.base import Backend, Previous
-    from ckpt.saving.writing import PlainFiles, RankWritePlan, Staged, WriteResult
+    from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
 
 NICE = 5
 
@@ -138,20 +136,16 @@ def write_throttled(
     throttle: Throttle | None,
     given_up: threading.Event,
     share: RankWritePlan,
-    folder: Path,
-    backend: Backend,
-    plain: PlainFiles,
+    job: WriteJob,
     staged: Iterable[Staged],
-    slivers: Mapping[int, bytes],
     progress: Callable[[int], None],
-    previous: Previous | None,
 ) -> WriteResult:
     """Write a share in this thread, no faster than the throttle allows; None: as fast as it goes.
 
     Args:
-        given_up: see `Throttle.wrap`; what follows those is as in `RankWritePlan.write`.
+        given_up: see `Throttle.wrap`; what follows is as in `RankWritePlan.write`.
     """
     if throttle is None:
-        return share.write(folder, backend, plain, staged, slivers, progress, previous)
+        return share.write(job, staged, progress)
     slowed = throttle.wrap(progress, given_up)
-    return share.write(folder, backend, plain, slowed.until_taken(staged), slivers, slowed, previous)
+    return share.write(job, slowed.until_taken(staged), slowed)

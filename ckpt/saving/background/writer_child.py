@@ -162,6 +162,8 @@ class _Server:
         return answer
 
     def _write(self, save: _Save, progress: _Progress) -> Any:
+        from ckpt.saving.writing import WriteJob
+
         given, save.content = save.content, {}
         if given["below"] is not None:
             os.chdir(given["below"])
@@ -170,18 +172,8 @@ class _Server:
             self._share = _unpickled(given["share"], "what is to be saved")
         if given["backend"] is not None:
             self._backend = _unpickled(given["backend"], "the backend")
-        return write_throttled(
-            self._throttle,
-            save.given_up,
-            self._share,
-            given["folder"],
-            self._backend,
-            given["plain"],
-            self._staged(save),
-            given["slivers"],
-            progress,
-            given["previous"],
-        )
+        job = WriteJob(given["folder"], self._backend, given["plain"], given["slivers"], given["previous"])
+        return write_throttled(self._throttle, save.given_up, self._share, job, self._staged(save), progress)
 
     def _staged(self, save: _Save) -> Iterator[Staged]:
         """The items, each asked for when the one before it is done with."""

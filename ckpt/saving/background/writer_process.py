@@ -37,8 +37,8 @@ from ckpt.saving.background.channel import Channel, Gone
 from ckpt.saving.background.serialized_errors import deserialize_error
 
 if TYPE_CHECKING:
-    from ckpt.backends.base import Backend, Previous
-    from ckpt.saving.writing import PlainFiles, RankWritePlan, Staged, WriteResult
+    from ckpt.backends.base import Backend
+    from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
 
 START_TIMEOUT_S = 180.0
 """It takes 1.5 s on a machine with nothing else to do, and minutes where a thousand ranks read one file server."""
@@ -100,17 +100,9 @@ class WriterProcess:
         self._started(backend)
 
     def write(
-        self,
-        share: RankWritePlan,
-        folder: Path,
-        backend: Backend,
-        plain: PlainFiles,
-        staged: Iterable[Staged],
-        slivers: Mapping[int, bytes],
-        progress: Callable[[int], None],
-        previous: Previous | None = None,
+        self, share: RankWritePlan, job: WriteJob, staged: Iterable[Staged], progress: Callable[[int], None]
     ) -> WriteResult:
-        """Have a share written, and return its vote when it is durable. As `RankWritePlan.write`, of which it says more.
+        """Have a share written, and return the result when it is durable. As `RankWritePlan.write`, which says more of it.
 
         Tensors that lie in `shared_memory` are read there; others are sent. A share and a backend are sent once, however often
         they are used: they must not change.
@@ -124,10 +116,10 @@ class WriterProcess:
             ConfigurationError: what is to be written, or the backend, cannot be sent to a process.
         """
         with self._writing:
-            child = self._started(backend)
+            child = self._started(job.backend)
             try:
                 child.await_up(progress, self._start_timeout_s)
-                return child.write(share, folder, backend, plain, staged, slivers, progress, previous)
+                return child.write(share, job, staged, progress)
             except Gone:
                 error = child.obituary()
                 child.end()
@@ -221,29 +213,21 @@ class _Child:
         self._what = _IDLE
 
     def write(
-        self,
-        share: RankWritePlan,
-        folder: Path,
-        backend: Backend,
-        plain: PlainFiles,
-        staged: Iterable[Staged],
-        slivers: Mapping[int, bytes],
-        progress: Callable[[int], None],
-        previous: Previous | None,
+        self, share: RankWritePlan, job: WriteJob, staged: Iterable[Staged], progress: Callable[[int], None]
     ) -> WriteResult:
         def look() -> None:
             progress(0)
             self._require_alive()
 
-        self._what = f"when it began to write {folder}"
+        self._what = f"when it began to write {job.folder}"
         save = {
             "share": None if share is self._share else _pickled(share, "what is to be saved"),
-            "backend": None if backend is self._backend else _pickled(backend, "the backend"),
-            "folder": folder,
-            "below": None if folder.is_absolute() else os.getcwd(),
-            "plain": dict(plain),
-            "slivers": dict(slivers),
-            "previous": previous,
+            "backend": None if job.backend is self._backend else _pickled(job.backend, "the backend"),
+            "folder": job.folder,
+            "below": None if job.folder.is_absolute() else os.getcwd(),
+            "plain": dict(job.plain),
+            "slivers": dict(job.slivers),
+            "previous": job.previous,
             "level": _log.getEffectiveLevel(),
         }
         self._share = self._backend = None
@@ -251,7 +235,7 @@ class _Child:
         items = iter(staged)
         try:
             self._say(("save", save), look=look)
-            error, vote = self._converse(items, share, folder, progress, look)
+            error, vote = self._converse(items, share, job.folder, progress, look)
         except Gone:
             raise
         except BaseException:
@@ -264,7 +248,7 @@ class _Child:
         if error is not None:
             raise deserialize_error(error)
         assert vote is not None
-        self._share, self._backend = share, backend
+        self._share, self._backend = share, job.backend
         return vote
 
     def _converse(

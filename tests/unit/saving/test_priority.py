@@ -14,6 +14,7 @@ import pytest
 from ckpt.errors import ConfigurationError
 from ckpt.saving.background import priority
 from ckpt.saving.background.priority import BURST_S, NICE, Throttle, in_background, last_cores, write_throttled
+from ckpt.saving.writing import WriteJob
 
 MIB = 1 << 20
 _T = TypeVar("_T")
@@ -143,12 +144,13 @@ def test_a_sleep_ends_with_what_progress_raises() -> None:
     assert heard == [600 * MIB, 1]
 
 
+_JOB = WriteJob(Path(), None, {})  # type: ignore[arg-type]
+
+
 class _CountsTwice:
     """A share whose bytes count once more when they are durable."""
 
-    def write(
-        self, folder: Path, backend: Any, plain: Any, staged: Any, slivers: Any, progress: Any, previous: Any
-    ) -> Any:
+    def write(self, job: Any, staged: Any, progress: Any) -> Any:
         taken = []
         for item in staged:
             taken.append(item)
@@ -164,13 +166,9 @@ def test_bytes_that_count_again_when_they_are_durable_are_not_waited_for() -> No
         Throttle(100),
         threading.Event(),
         share,
-        Path(),
-        None,
-        {},
-        iter("abc"),
-        {},
+        _JOB,
+        iter("abc"),  # type: ignore[arg-type]
         lambda _: None,
-        None,  # type: ignore[arg-type]
     )
     assert taken == ["a", "b", "c"]
     assert 0.3 - BURST_S <= time.monotonic() - began < 5
@@ -179,5 +177,5 @@ def test_bytes_that_count_again_when_they_are_durable_are_not_waited_for() -> No
 def test_without_a_limit_nobody_is_asked_to_wait() -> None:
     share: Any = _CountsTwice()
     began = time.monotonic()
-    write_throttled(None, threading.Event(), share, Path(), None, {}, iter("abc"), {}, lambda _: None, None)  # type: ignore[arg-type]
+    write_throttled(None, threading.Event(), share, _JOB, iter("abc"), lambda _: None)  # type: ignore[arg-type]
     assert time.monotonic() - began < 1

@@ -35,7 +35,7 @@ from ckpt.saving.background.priority import NICE
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.background.writer_process import WriterProcess
 from ckpt.saving.saver import PreparedSave, Saver, SaveTarget
-from ckpt.saving.writing import RankWritePlan, Staged
+from ckpt.saving.writing import RankWritePlan, Staged, WriteJob
 from tests import writer_trainer
 from tests.pace import patience
 from tests.ranks import forkserver
@@ -81,7 +81,7 @@ def _memory(num_bytes: int = 4096) -> torch.Tensor:
 
 def _write(writer: WriterProcess, share: StandIn, folder: Path, **other: Any) -> Any:
     given: dict[str, Any] = {"staged": _items(_memory()), "progress": lambda num_bytes: None, **other}
-    return writer.write(share, folder, BACKEND, {}, given["staged"], {}, given["progress"])  # type: ignore[arg-type]
+    return writer.write(share, WriteJob(folder, BACKEND, {}), given["staged"], given["progress"])  # type: ignore[arg-type]
 
 
 def _until(is_so: Callable[[], object], seconds: float = 30.0) -> None:
@@ -134,8 +134,8 @@ def test_the_process_writes_what_the_thread_writes(writer: WriterProcess, tmp_pa
             folder.mkdir()
             moved: list[int] = []
             items = _staged(prepared, arena).items()
-            arguments = prepared.share, folder, prepared.backend, prepared.plain, items, {}, moved.append, None
-            votes.append(write(*arguments))
+            job = WriteJob(folder, prepared.backend, prepared.plain)
+            votes.append(write(prepared.share, job, items, moved.append))
             assert sum(moved) >= 700 * 1100 * 4
         assert votes[1].checksums == votes[0].checksums
         assert votes[1].sizes == votes[0].sizes and votes[1].total_bytes == votes[0].total_bytes
@@ -185,22 +185,14 @@ def test_tensors_that_lie_elsewhere_are_sent(writer: WriterProcess, tmp_path: Pa
         Staged(2, [strided, torch.empty(0, 3), memory[5:6]]),
     ]
     vote = _write(writer, StandIn(), tmp_path / "a", staged=mixed)
-    here = StandIn().write(tmp_path / "b", BACKEND, {}, mixed, {}, lambda num_bytes: None)
+    here = StandIn().write(WriteJob(tmp_path / "b", BACKEND, {}), mixed, lambda num_bytes: None)
     assert _files(tmp_path / "a") == _files(tmp_path / "b")
     assert vote.checksums == here.checksums, "shapes, data types and digests"
 
 
 def test_plain_values_slivers_and_what_came_before_arrive(writer: WriterProcess, tmp_path: Path) -> None:
-    vote: Any = writer.write(
-        StandIn(),
-        tmp_path / "a",
-        BACKEND,
-        {"p.json": ("model", b"[1]")},
-        _items(_memory()),
-        {3: b"abc"},
-        lambda _: None,
-        "before",  # type: ignore[arg-type]
-    )
+    job = WriteJob(tmp_path / "a", BACKEND, {"p.json": ("model", b"[1]")}, {3: b"abc"}, "before")  # type: ignore[arg-type]
+    vote: Any = writer.write(StandIn(), job, _items(_memory()), lambda _: None)  # type: ignore[arg-type]
     assert vote.plain_files == {"p.json": ["model", "[1]"]}
     assert vote.index == ["none", {3: b"abc"}, "before"]
 
@@ -318,7 +310,7 @@ def test_what_cannot_be_sent_is_refused_and_the_writer_goes_on(writer: WriterPro
     with pytest.raises(
         ConfigurationError, match="the backend cannot be made anew in the writer process: .*in a module"
     ):
-        writer.write(StandIn(), tmp_path / "b", backend, {}, _items(_memory()), {}, lambda _: None)  # type: ignore[arg-type]
+        writer.write(StandIn(), WriteJob(tmp_path / "b", backend, {}), _items(_memory()), lambda _: None)  # type: ignore[arg-type]
     _write(writer, StandIn(), tmp_path / "c")
 
 
@@ -509,19 +501,19 @@ def _inodes_in_use() -> set[int]:
 def test_python_that_ends_takes_its_writer_along_in_the_middle_of_a_save(tmp_path: Path) -> None:
     program = (
         "import sys, threading, time; from pathlib import Path; from tests.stand_in_shares import NoBackend, StandIn\n"
-        "from ckpt.saving.background.writer_process import WriterProcess\nfrom ckpt.saving.writing import Staged\nimport torch\n"
+        "from ckpt.saving.background.writer_process import WriterProcess\nfrom ckpt.saving.writing import Staged, WriteJob\nimport torch\n"
         "class Own(NoBackend): pass\n"
         "writer, folder, staged = WriterProcess(), Path(sys.argv[1]), [Staged(n, [torch.ones(3)]) for n in range(3)]\n"
-        "try: writer.write(StandIn(), folder, Own(), {}, staged, {}, lambda n: None)\n"
+        "try: writer.write(StandIn(), WriteJob(folder, Own(), {}), staged, lambda n: None)\n"
         "except Exception as error: print(error)\n"
         "def work():\n"
-        "    try: writer.write(StandIn('hangs'), folder, NoBackend(), {}, staged, {}, lambda n: None)\n"
+        "    try: writer.write(StandIn('hangs'), WriteJob(folder, NoBackend(), {}), staged, lambda n: None)\n"
         "    except Exception as error: (folder / 'told').write_text(str(error))\n"
         "thread = threading.Thread(target=work, daemon=True)\n"
         "thread.start()\n"
         "while not (folder / 'hangs').exists(): time.sleep(0.01)\n"
         "print(writer.pid)\n"
-        "import atexit; from ckpt import writer_process\n"
+        "import atexit; from ckpt.saving.background import writer_process\n"
         "atexit.unregister(writer_process._end_all)\n"
         "atexit.register(thread.join); atexit.register(writer_process._end_all)\n"  # it is given time to tell
     )
