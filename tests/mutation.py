@@ -40,9 +40,9 @@ class Part:
 
 PARTS = {
     "planning": Part(
-        ("plan.py", "planner.py"),
+        ("planning/plan.py", "saving/planner.py"),
         (
-            "unit/test_plan.py",
+            "unit/planning/test_plan.py",
             "unit/test_coordinator.py",
             "distributed/test_patterns.py",
             "distributed/test_reshard.py",
@@ -51,11 +51,11 @@ PARTS = {
         ),
     ),
     "flattening and sharing": Part(
-        ("flatten.py", "sharing.py", "replication.py", "gathering.py"),
+        ("state/flatten.py", "state/sharing.py", "state/replication.py", "saving/gathering.py"),
         (
-            "unit/test_flatten.py",
-            "unit/test_sharing.py",
-            "unit/test_replication.py",
+            "unit/state/test_flatten.py",
+            "unit/state/test_sharing.py",
+            "unit/state/test_replication.py",
             "distributed/test_patterns.py",
             "distributed/test_ties.py",
             "distributed/test_groups_nodes.py",
@@ -63,30 +63,30 @@ PARTS = {
         ),
     ),
     "manifest": Part(
-        ("manifest.py", "manifest_parsing.py", "consistency.py"),
+        ("format/manifest.py", "format/manifest_parsing.py", "format/consistency.py"),
         (
-            "unit/test_manifest.py",
-            "unit/test_crafted_records.py",
-            "unit/test_verify.py",
+            "unit/format/test_manifest.py",
+            "unit/format/test_crafted_records.py",
+            "unit/catalog/test_verify.py",
             "unit/test_coordinator.py",
-            "unit/test_incremental.py",
+            "unit/catalog/test_incremental.py",
         ),
     ),
     "agreement": Part(
-        ("agreement.py", "heartbeat.py", "topology.py"),
+        ("ranks/agreement.py", "ranks/heartbeat.py", "ranks/topology.py"),
         (
-            "unit/test_topology.py",
-            "unit/test_lookout.py",
+            "unit/ranks/test_topology.py",
+            "unit/ranks/test_failure_detector.py",
             "distributed/test_agreement.py",
             "distributed/test_faults.py",
             "distributed/test_fault_matrix.py",
         ),
     ),
     "saves": Part(
-        ("saving.py", "writing.py", "background.py", "recording.py"),
+        ("saving/saver.py", "saving/writing.py", "saving/background/background.py", "saving/manifest_writer.py"),
         (
             "unit/test_coordinator.py",
-            "unit/test_incremental.py",
+            "unit/catalog/test_incremental.py",
             "distributed/test_faults.py",
             "distributed/test_kept_saves.py",
             "distributed/test_fault_matrix.py",
@@ -94,10 +94,17 @@ PARTS = {
         ),
     ),
     "loads": Part(
-        ("loading.py", "reading/*.py", "fitting.py"),
+        (
+            "loading/loader.py",
+            "loading/strategy.py",
+            "loading/direct.py",
+            "loading/two_stage/two_stage.py",
+            "loading/two_stage/endpoints.py",
+            "loading/compatibility.py",
+        ),
         (
             "unit/test_coordinator.py",
-            "unit/test_verify.py",
+            "unit/catalog/test_verify.py",
             "distributed/test_validation_levels.py",
             "distributed/test_elastic.py",
             "distributed/test_two_stage.py",
