@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from recipes.support.sentences import sentence_of, sentence_of_arguments
 
 CONF = Path(__file__).resolve().parent.parent.parent / "conf"
-"""The config files, beside the package `recipes` in a checkout and in an installed wheel alike."""
+"""The config files, beside the package `recipes` in a checkout."""
 
 Work = Callable[[DictConfig], int | None]
 
