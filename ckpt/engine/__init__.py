@@ -1,4 +1,18 @@
-"""Weight sync: trainers publish, rollouts receive; versioned, verified, all or nothing."""
+"""Weights from trainers to rollouts: published, received, versioned and verified, on all ranks or on none.
+
+Files, in the order in which data travels:
+
+    base                    the contract of an engine, and the registry
+    export                  whole weights of a model on any layout
+    joined, engine_thread   the ranks of an engine, and the thread that speaks for one
+    agreed, versioned       what ranks agree on before an update; the update
+    broadcast, kimi, parameter_server, naive    the engines
+    wire/                   how weights travel
+    stream, live            what a rollout receives; its model, changed as a whole
+    elastic/                rollouts that come and go
+    inference/              the worker processes of an inference engine
+    verl_plugin             the engines in verl's registry
+"""
 
 from ckpt.engine.base import (
     CheckpointEngine,

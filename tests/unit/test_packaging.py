@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -35,12 +36,22 @@ def test_a_command_that_readme_does_not_show_fails_with_its_name() -> None:
     assert done.stderr == "README.md shows no command below <!-- command: nope -->\n"
 
 
-def test_the_tour_in_readme_visits_every_file_of_the_library() -> None:
-    readme = (CHECKOUT / "README.md").read_text()
-    tour = readme[readme.index("## The byte's path") : readme.index("## On disk")]
-    files = {path.name for path in (CHECKOUT / "ckpt").glob("*.py")} - {"__init__.py"}
-    assert {name for name in files if name not in tour} == set()
-    assert set(re.findall(r"ckpt/(\w+\.py)", tour)) - files == set()
+@pytest.mark.parametrize(
+    "package", sorted({path.parent.relative_to(CHECKOUT) for path in CHECKOUT.glob("ckpt/*/**/*.py")}), ids=str
+)
+def test_a_package_lists_its_files_once_and_no_others(package: Path) -> None:
+    guide = ast.get_docstring(ast.parse((CHECKOUT / package / "__init__.py").read_text())) or ""
+    rows = re.findall(r"^    (\S.*?)(?:   |  )", guide, flags=re.MULTILINE)
+    listed = [name for row in rows for name in row.split(", ")]
+    files = [path.stem for path in (CHECKOUT / package).glob("*.py") if path.stem != "__init__"]
+    folders = [f"{path.parent.name}/" for path in (CHECKOUT / package).glob("*/__init__.py")]
+    assert sorted(listed) == sorted(files + folders)
+
+
+def test_the_handbook_has_a_row_for_each_package() -> None:
+    page = (CHECKOUT / "docs" / "architecture.md").read_text()
+    packages = {path.parent.name for path in CHECKOUT.glob("ckpt/*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE)) == packages | {"coordinator"}
 
 
 def test_every_dependency_is_pinned_to_a_tested_version() -> None:

@@ -5,4 +5,5 @@ Files, in the order in which data travels:
     base                    the interfaces and the registry
     common                  what is not sharded
     sharded, zarr, tensorstore, two_stage   what is sharded
+    async_utils             saves that go on while training does
 """
