@@ -1,4 +1,4 @@
-"""The one object that saves and loads a training run: a table of contents of the steps in saving.py and loading.py."""
+"""The one object that saves and loads a training run: a table of contents of the steps in saver.py and loader.py."""
 
 from __future__ import annotations
 

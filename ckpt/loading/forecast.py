@@ -1,6 +1,6 @@
 """What a load would do, told before it does: for ranks that need not exist, and without reading a tensor.
 
-The decisions are the load's own (fitting.py, matching.py), asked once for each rank. What they do not see is damage in the
+The decisions are the load's own (compatibility.py, state_matching.py), asked once for each rank. What they do not see is damage in the
 bytes of tensors, which only reading finds.
 """
 

@@ -1,6 +1,6 @@
 """The steps of a load, in order. Nothing is read before every rank has found that all it wants is there and fits.
 
-A component that does not match stops the load or is left out, on all ranks alike: fitting.py and matching.py decide.
+A component that does not match stops the load or is left out, on all ranks alike: compatibility.py and state_matching.py decide.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ NO_SAVE_OR_LOAD = (
     "digest",
     "timing",
 )  # joining, naming groups, digesting the state for a test, summing up times
-OTHER_WAY_IN = ("serialization", "validation", "strategies", "sharded")  # see test_dist_checkpointing_faults.py
+OTHER_WAY_IN = ("dist_checkpointing",)  # see test_dist_checkpointing_faults.py
 NO_CHECKPOINT = ("engine",)  # see test_engine_faults.py
 ONLY_WHERE_COPIES_DIFFER = {"values", "distances"}  # and are compared number by number: the save fails anyway
 OF_OTHER_CALLS = {
