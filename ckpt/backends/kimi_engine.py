@@ -40,8 +40,9 @@ from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, F
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import DIRECT_BYTES, FileSink, FileSinkWriter, Stream
 from ckpt.storage.files import make_durable, padded_pieces
+from ckpt.storage.host_memory import can_be_shared
 from ckpt.storage.pieces import Pieces
-from ckpt.storage.pool import Memories, has_pool_memory
+from ckpt.storage.pool import Memories
 
 _FULL_HEADER_BYTES = MOST_HEADER_BYTES // 2
 """From here on the entries of one folder and type go on in another file."""
@@ -69,7 +70,7 @@ class KimiEngineBackend:
 
     def __init__(self, *, direct_io: bool = True, buffer_mib: int = 32, pool: bool = True) -> None:
         self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
-        self.memories = Memories() if pool and has_pool_memory() else None
+        self.memories = Memories() if pool and can_be_shared() else None
 
     def writer(
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None

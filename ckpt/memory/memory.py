@@ -1,8 +1,4 @@
-"""New host memory for many tensors at once, on huge pages where the system has them: first touched at memory's own speed.
-
-A page of 4 KiB is cleared and mapped one fault at a time, which takes longer than filling it (measured: 2.5 GB/s against 10 GB/s on
-pages of 2 MiB). Tensors smaller than such a page get them only if they lie side by side.
-"""
+"""New host memory for many tensors at once. Tensors smaller than a huge page get one only if they lie side by side."""
 
 from __future__ import annotations
 
@@ -12,11 +8,11 @@ import mmap
 import torch
 
 from ckpt.memory.device import pinned, uses_accelerator
+from ckpt.storage.host_memory import private, whole_huge_pages
 
 ARENA_BYTES = 64 << 20
 """Tensors that are smaller than half of it share one, which is freed with the last of them."""
 _ALIGNED = 64
-_PAGE = 2 << 20
 
 
 class HostMemory:
@@ -33,9 +29,9 @@ class HostMemory:
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype)
         if num_bytes >= ARENA_BYTES // 2:
-            return torch.frombuffer(_mapped(num_bytes), dtype=dtype, count=count).view(shape)
+            return torch.frombuffer(private(whole_huge_pages(num_bytes)), dtype=dtype, count=count).view(shape)
         if self._arena is None or self._used + num_bytes > ARENA_BYTES:
-            self._arena, self._used = _mapped(ARENA_BYTES), 0
+            self._arena, self._used = private(ARENA_BYTES), 0
         tensor = torch.frombuffer(self._arena, dtype=dtype, count=count, offset=self._used).view(shape)
         self._used += -(-num_bytes // _ALIGNED) * _ALIGNED
         return tensor
@@ -57,14 +53,3 @@ class Scratch:
         if len(self._memory) < num_bytes:
             self._memory = staging_memory(num_bytes)
         return self._memory[:num_bytes]
-
-
-def _mapped(num_bytes: int) -> mmap.mmap:
-    """Anonymous private memory; whole huge pages, so that what is not touched costs nothing."""
-    mapped = mmap.mmap(-1, -(-num_bytes // _PAGE) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel built without them
-            return mapped
-    return mapped

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import weakref
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from ckpt.errors import ConfigurationError
-
-_PAGE = 2 << 20
+from ckpt.storage import host_memory
+from ckpt.storage.host_memory import can_be_shared, shared, whole_huge_pages
 
 
 class Segment(NamedTuple):
@@ -42,12 +40,11 @@ def shared_memory(num_bytes: int) -> torch.Tensor:
         ConfigurationError: this system has none.
         OSError: there is not enough of it.
     """
-    if not hasattr(os, "memfd_create"):
+    if not can_be_shared():
         raise ConfigurationError("saves.writer='process' needs Linux, for memfd_create; give saves.writer='thread'")
-    fd = os.memfd_create("ckpt-staging", os.MFD_CLOEXEC)
+    fd = shared("ckpt-staging", whole_huge_pages(max(num_bytes, 1)))
     try:
-        os.ftruncate(fd, -(-max(num_bytes, 1) // _PAGE) * _PAGE)
-        whole = _mapped(fd)
+        whole = host_memory.mapped(fd, os.fstat(fd).st_size)
     except BaseException:
         os.close(fd)
         raise
@@ -70,14 +67,7 @@ def segment_of(host: torch.Tensor) -> tuple[Segment, int] | None:
 
 def mapped(fd: int) -> torch.Tensor:
     """Return all of the memory behind a descriptor of a segment, flat bytes; the descriptor may be closed then."""
-    return torch.frombuffer(_mapped(fd), dtype=torch.uint8)
-
-
-def _mapped(fd: int) -> mmap.mmap:
-    whole = mmap.mmap(fd, os.fstat(fd).st_size)
-    with suppress(OSError):  # a kernel that has no huge pages, or none for memory that is shared
-        whole.madvise(mmap.MADV_HUGEPAGE)
-    return whole
+    return torch.frombuffer(host_memory.mapped(fd, os.fstat(fd).st_size), dtype=torch.uint8)
 
 
 def _forget(number: int) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
 import queue
 import resource
@@ -24,6 +23,7 @@ from typing import NamedTuple
 from ckpt.errors import ConfigurationError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.storage.files import naming, reserve, start_writeback, write_all
+from ckpt.storage.host_memory import private
 from ckpt.storage.pool import PoolFile
 
 ALIGNED = 4096
@@ -67,13 +67,7 @@ class Buffers:
         """Return all buffers of one writer; `give_back` them. Any thread."""
         with suppress(IndexError):
             return self._idle.pop()
-        # Private, or a child of a fork would write into the same pages.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        whole = mmap.mmap(-1, self._num_bytes * NUM_BUFFERS, flags=flags)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel built without them: pages of 4 KiB will do
-                whole.madvise(mmap.MADV_HUGEPAGE)
-        view = memoryview(whole)
+        view = memoryview(private(self._num_bytes * NUM_BUFFERS))
         return [view[at : at + self._num_bytes] for at in range(0, len(view), self._num_bytes)]
 
     def give_back(self, buffers: list[memoryview]) -> None:

@@ -7,14 +7,12 @@ on, and until that save is committed, nothing is held. It goes when the coordina
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,16 +21,11 @@ import numpy as np
 import torch
 
 from ckpt.format.held import MemoryFile
+from ckpt.storage.host_memory import HUGE_PAGE, mapped, shared
 
 _PAGE = 4096
-_HUGE_PAGE = 2 << 20
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-def has_pool_memory() -> bool:
-    """Whether this system has files without names in memory, which other processes can open."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 class PoolFile:
@@ -44,7 +37,7 @@ class PoolFile:
 
     def __init__(self) -> None:
         self._name = f"ckpt-pool-{secrets.token_hex(8)}"
-        self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
+        self._fd = shared(self._name, 0)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._inode = os.fstat(self._fd).st_ino
         self._memory: Bytes = np.empty(0, np.uint8)
@@ -100,12 +93,9 @@ class PoolFile:
         """Have memory for so many bytes. What was there stays, also for who has a view of it."""
         if num_bytes > len(self._memory):
             wanted = max(num_bytes + 1, 2 * len(self._memory))
-            page = _HUGE_PAGE if wanted >= _HUGE_PAGE else _PAGE
+            page = HUGE_PAGE if wanted >= HUGE_PAGE else _PAGE
             self._lengthen(num_bytes, -(-wanted // page) * page)
-            whole = mmap.mmap(self._fd, self._end)
-            with suppress(OSError, AttributeError):  # a kernel that has no huge pages for memory that is shared
-                whole.madvise(mmap.MADV_HUGEPAGE)
-            self._memory = np.frombuffer(whole, np.uint8)
+            self._memory = np.frombuffer(mapped(self._fd, self._end), np.uint8)
         elif num_bytes > self._end:
             self._lengthen(num_bytes, len(self._memory))
 

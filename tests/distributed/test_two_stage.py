@@ -270,7 +270,7 @@ def test_ranks_that_share_but_the_name_of_a_host_spread_over_the_network(tmp_pat
 
 
 def _without_shared_memory(topology: Topology, root: Path) -> int:
-    two_stage.has_shared_memory = lambda: False
+    two_stage.can_be_shared = lambda: False
     return saved_and_loaded(topology, root, "replicated", "zarr", {})[2]
 
 

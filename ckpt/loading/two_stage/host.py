@@ -6,12 +6,10 @@ The kernel holds the segment while a process has it mapped (memfd), so nothing i
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,17 +19,13 @@ import torch
 
 from ckpt.errors import RankLeftError
 from ckpt.ranks.topology import Topology
+from ckpt.storage.host_memory import mapped, shared
 
 READY, DONE = 1, 2
 _WORDS = struct.Struct("<BII")
 _LOOK_S = 0.2
 _T = TypeVar("_T")
 _HELLO = struct.Struct("<I")
-
-
-def has_shared_memory() -> bool:
-    """Whether ranks of one host can share memory here."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 class HostLink:
@@ -47,8 +41,7 @@ class HostLink:
         self.memory: dict[int, torch.Tensor] = {}
         self.sockets: dict[int, socket.socket] = {}
         self._num_bytes = num_bytes
-        self._fd = os.memfd_create("ckpt-in-flight", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, max(num_bytes, 1))
+        self._fd = shared("ckpt-in-flight", max(num_bytes, 1))
         self.memory[rank] = _mapped(self._fd, num_bytes)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.address = f"ckpt-{secrets.token_hex(16)}"
@@ -162,7 +155,7 @@ def _patiently(waits: socket.socket, call: Callable[[], _T], ranks: Sequence[int
 def _mapped(fd: int, num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+    return torch.frombuffer(mapped(fd, num_bytes), dtype=torch.uint8)
 
 
 def _sender_in(hello: bytes) -> int:

@@ -30,7 +30,7 @@ from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
 from ckpt.loading.strategy import ReadRequest, ReadStats, Stored, in_flight_bytes
 from ckpt.loading.two_stage.endpoints import RankEndpoints
-from ckpt.loading.two_stage.host import HostLink, has_shared_memory
+from ckpt.loading.two_stage.host import HostLink
 from ckpt.loading.two_stage.network import TorchTransport, Transport, make_groups
 from ckpt.loading.two_stage.slots import DeviceSlots, Slots
 from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Want, plan_spread
@@ -39,6 +39,7 @@ from ckpt.loading.two_stage.timing import Timers, summarize, timed
 from ckpt.memory.device import Device, device_memory_within, pinned
 from ckpt.ranks.topology import Topology, first_difference, group_of
 from ckpt.storage.extents import ALIGNMENT, ReadAt
+from ckpt.storage.host_memory import can_be_shared
 
 if TYPE_CHECKING:
     from ckpt.engine.wire.transport import EngineTransport
@@ -161,7 +162,7 @@ class TwoStageLoad:
 
     def _link_for(self, topology: Topology, members: Sequence[int]) -> HostLink | None:
         """A link to the members on this host, if parcels are to travel in memory that they can share."""
-        if not self._cpu_transfer or not has_shared_memory() or len(_neighbours(topology, members)) == 1:
+        if not self._cpu_transfer or not can_be_shared() or len(_neighbours(topology, members)) == 1:
             return None
         return HostLink(topology.rank, self._in_flight_bytes)
 

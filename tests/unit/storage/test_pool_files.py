@@ -15,9 +15,10 @@ from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.format.held import HeldFiles
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink
-from ckpt.storage.pool import Pool, PooledSave, PoolFile, has_pool_memory
+from ckpt.storage.host_memory import can_be_shared
+from ckpt.storage.pool import Pool, PooledSave, PoolFile
 
-pytestmark = pytest.mark.skipif(not has_pool_memory(), reason="needs memfd_create")
+pytestmark = pytest.mark.skipif(not can_be_shared(), reason="needs memfd_create")
 
 DATA = bytes(range(251)) * 40_000  # 10 MB, no piece of it like another
 
