@@ -68,22 +68,19 @@ class TrainKeys:
     batch_size: int = MISSING
 
 
-@dataclass
-class SaveKeys:
-    every: int = MISSING
-    keep_last: int | None = MISSING
-    mode: str = MISSING
-    overlap: bool = MISSING
-    writer: str = MISSING
-    writer_cores: int | None = MISSING
-    writer_mib_s: int | None = MISSING
-    staging_budget_mib: int | None = MISSING
-    when_busy: str = MISSING
-    on_async_error: str = MISSING
-    on_sigterm: bool = MISSING
-    grace_s: float = MISSING
-    incremental: bool = MISSING
-    incremental_min_live: float = MISSING
+SaveKeys = make_dataclass(
+    "SaveKeys",
+    [
+        (name, kind, field(default=MISSING))
+        for name, kind in {
+            "every": "int",
+            "keep_last": "int | None",
+            "on_sigterm": "bool",
+            **{one.name: one.type for one in fields(SaveSettings)},
+        }.items()
+    ],
+)
+"""The keys below `save`: the recipes' own, and those of `SaveSettings`."""
 
 
 @dataclass
@@ -132,7 +129,7 @@ class RunKeys:
     overwrite: bool = MISSING
     shared_root: bool = MISSING
     train: TrainKeys = field(default_factory=TrainKeys)
-    save: SaveKeys = field(default_factory=SaveKeys)
+    save: SaveKeys = field(default_factory=SaveKeys)  # type: ignore[valid-type]
     load: LoadKeys = field(default_factory=LoadKeys)
     agree: AgreeKeys = field(default_factory=AgreeKeys)
     ledger: LedgerKeys = field(default_factory=LedgerKeys)
@@ -147,6 +144,11 @@ class RunKeys:
     optimizer: dict[str, Any] = MISSING
     coordinator: dict[str, Any] = MISSING
     components: dict[str, Any] = MISSING
+
+
+def save_settings(save: Mapping[str, Any]) -> SaveSettings:
+    """Make the coordinator's argument `saves` of the keys below `save`."""
+    return SaveSettings(**{one.name: save[one.name] for one in fields(SaveSettings)})
 
 
 def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
