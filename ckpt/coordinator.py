@@ -175,7 +175,7 @@ class CheckpointCoordinator:
             keeper=self._keeper,
         )
         self._strategy = strategy
-        self._strategy.go_with(backend)
+        self._strategy.bind(backend)
         self._loader = Loader(
             components,
             topology,

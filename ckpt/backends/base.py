@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -17,6 +17,7 @@ from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import Box
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
 from ckpt.storage.files import padded_pieces
+from ckpt.storage.pool import Memories
 
 DATABASE = "arrays.ocdbt"
 """Folder of the joined database below the checkpoint; each writing rank's own is `rank-<5 digits>` in it."""
@@ -154,3 +155,25 @@ class Backend(Protocol):
 
     def remove(self, root: Path, paths: Collection[str]) -> None:
         """Remove the arrays at these paths, and no others. One that is gone is no error; others may move in files that they share."""
+
+
+@runtime_checkable
+class KeepsSaves(Protocol):
+    """A backend that can keep what it writes in host memory.
+
+    Attributes:
+        memories: where its writers find that memory; None: nothing is kept.
+    """
+
+    memories: Memories | None
+
+
+@runtime_checkable
+class BringsTransport(Protocol):
+    """A backend that says by what two-stage loads spread, where nothing else is chosen.
+
+    Attributes:
+        transport: a name, as `TwoStageLoad` takes it.
+    """
+
+    transport: str

@@ -13,6 +13,7 @@ from ckpt.engine.base import NamedTensor
 from ckpt.errors import MissingStateError, ShardingError
 from ckpt.format.dtypes import contiguous, is_dtensor, raw_bytes, torch_dtype, zarr_name
 from ckpt.ranks.topology import Topology
+from ckpt.state.abilities import tied_names
 from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import Stateful, find_aliases
@@ -72,7 +73,7 @@ class WholeWeights:
         """Learn who has what, once."""
         with self._topology.operation(_WHAT), self._topology.phase("names") as phase:
             leaves = flatten(self._stateful.state_dict(), "model").tensors
-            aliases = find_aliases(leaves, getattr(self._stateful, "tied_names", {}))
+            aliases = find_aliases(leaves, tied_names(self._stateful))
             phase.payload = [[_row_of(name, leaf) for name, leaf in leaves.items() if name not in aliases], aliases]
         holders: dict[str, list[int]] = {}
         found: dict[str, _Row] = {}

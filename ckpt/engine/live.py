@@ -15,6 +15,7 @@ from ckpt.engine.wire.layout import WeightLayout, first_names
 from ckpt.errors import CheckpointError, MissingStateError, ReplicationError, ShapeMismatchError
 from ckpt.format.dtypes import as_integers, raw_bytes, torch_dtype, zarr_name
 from ckpt.memory.device import wait_for_all
+from ckpt.state.abilities import tied_names
 from ckpt.state.address import DTensorBoxes, local_tensor, place_of
 from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharing import Stateful, find_aliases
@@ -134,7 +135,7 @@ class LiveModel:
     @property
     def tied_names(self) -> dict[str, str]:
         """That of the stateful."""
-        return dict(getattr(self._stateful, "tied_names", None) or {})
+        return dict(tied_names(self._stateful))
 
     @contextmanager
     def _held(self) -> Iterator[None]:

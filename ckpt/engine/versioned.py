@@ -34,6 +34,7 @@ from ckpt.engine.wire.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.dtypes import is_dtensor
 from ckpt.ranks.topology import Topology
+from ckpt.state.abilities import tied_names
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CASTABLE}
 _PAUSE_EVERY = 16  # tensors after which a sender's event loop may do something else
@@ -244,7 +245,7 @@ class VersionedEngine(JoinedEngine):
         began = time.perf_counter()
         pool = self.pool or HostPool(self._sends_as, self._bucket_bytes, block_bytes=self._block_bytes)
         self.pool = pool
-        layout = WeightLayout(self._bucket_bytes, self._turns, getattr(weights, "tied_names", {}))
+        layout = WeightLayout(self._bucket_bytes, self._turns, tied_names(weights))
         found = _Offloaded(layout, began)
         try:
             async for number, (name, tensor) in _numbered(weights):

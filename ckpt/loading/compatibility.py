@@ -12,8 +12,8 @@ from ckpt.errors import MissingStateError, WorldSizeError, describe, rebuild
 from ckpt.loading.report import ComponentReport, Status, some_of
 from ckpt.loading.sources import CheckpointSource, Rows
 from ckpt.loading.state_matching import MISMATCHES, Match, SavedCopy, match
+from ckpt.state.abilities import Elastic
 from ckpt.state.sharing import DECIDED_BY_OBJECT, StateComponent
-from ckpt.state.statefuls import Elastic
 
 
 def fit(

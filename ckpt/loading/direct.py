@@ -42,8 +42,8 @@ class DirectLoad:
         """See `LoadingStrategy.prepare`; there is nothing to agree on, so any rank may call it, anywhere."""
         return DirectReading(requests, checkpoint, topology, verify, self._slab_bytes, self._read_at)
 
-    def go_with(self, backend: Backend) -> None:
-        """See `LoadingStrategy.go_with`: nothing travels between ranks."""
+    def bind(self, backend: Backend) -> None:
+        """See `LoadingStrategy.bind`: nothing travels between ranks."""
 
     def close(self) -> None:
         """See `LoadingStrategy.close`: nothing is kept."""

@@ -33,6 +33,7 @@ from ckpt.format.unpickling import unpickle_state_dict
 from ckpt.loading.sources import Rows, require_same_kind
 from ckpt.loading.strategy import ReadRequest, ReadStats
 from ckpt.ranks.topology import Topology
+from ckpt.state.abilities import NamedFromPositions
 from ckpt.state.flatten import Leaves, flatten, path_to_json, to_json
 from ckpt.state.sharing import OWN_COPIES, SharingPattern, StateComponent, find_aliases, holders_of
 
@@ -217,9 +218,8 @@ class OldSource:
             with CheckpointFolder(self._folder) as folder:
                 folder.require_regular(name)
             state = unpickle_state_dict(self._folder / name)
-            by_name = getattr(component.stateful, "named_from_positions", None)
-            if by_name is not None and isinstance(state.get("param_groups"), list):
-                state = by_name(state)
+            if isinstance(component.stateful, NamedFromPositions) and isinstance(state.get("param_groups"), list):
+                state = component.stateful.named_from_positions(state)
             self._leaves[at] = flatten(state, f"{component.key}: {name}")
         return self._leaves[at]
 

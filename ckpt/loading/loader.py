@@ -43,6 +43,7 @@ from ckpt.loading.state_matching import (
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
 from ckpt.memory.device import Device, wait_for_all
 from ckpt.ranks.topology import Phase, Topology
+from ckpt.state.abilities import RestoredLast
 from ckpt.state.sharing import StateComponent
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]
@@ -69,6 +70,11 @@ def _old_files(path: Path, allow_pickle: bool) -> list[str]:
     if files and not allow_pickle:
         raise not_allowed(path, files)
     return files
+
+
+def _is_restored_last(one: Match) -> bool:
+    stateful = one.component.stateful
+    return isinstance(stateful, RestoredLast) and stateful.restored_last
 
 
 class Loader:
@@ -265,7 +271,7 @@ class Loader:
         with self._topology.phase("apply") as phase:
             going = [one for key, one in matches.items() if goes_on(reports[key])]
             failed: dict[str, Any] = {}
-            for one in sorted(going, key=lambda one: getattr(one.component.stateful, "restored_last", False)):
+            for one in sorted(going, key=_is_restored_last):
                 phase.component = one.key
                 try:
                     one.apply()

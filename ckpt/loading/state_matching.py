@@ -31,10 +31,10 @@ from ckpt.format.strict_json import corrupt
 from ckpt.loading.report import ComponentReport, Misfits, Status
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.device import empty_beside
+from ckpt.state.abilities import Elastic, Forgetful, Prepared, tied_names
 from ckpt.state.address import DTensorBoxes, local_tensor, place_of
 from ckpt.state.flatten import Leaves, Path, flatten, from_json, path_from_json, unflatten
 from ckpt.state.sharing import SharingPattern, StateComponent, find_aliases
-from ckpt.state.statefuls import Elastic
 
 MISMATCHES = (MissingStateError, WorldSizeError, ShapeMismatchError)
 """What `strict=False` forgives: the checkpoint is sound, and this run asks for something else."""
@@ -143,9 +143,8 @@ class Match:
 
     def forget_prepared(self) -> None:
         """Tell the object that the load it prepared for does not come."""
-        forget = getattr(self.component.stateful, "forget_prepared", None)
-        if forget is not None:
-            forget()
+        if isinstance(self.component.stateful, Forgetful):
+            self.component.stateful.forget_prepared()
 
     def apply(self) -> None:
         """Hand the object its state: its own tensors, filled, and the plain values that were saved; or others' copies."""
@@ -175,9 +174,11 @@ def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match
     Raises:
         ShapeMismatchError: a tensor does not fit what was saved, and the load is strict.
     """
-    prepare = getattr(component.stateful, "prepare_to_load", None)
-    if prepare is not None:
-        prepare({key: entry for key, entry in saved.entries.items() if entry.alias_of is None})
+    is_prepared = isinstance(component.stateful, Prepared)
+    if isinstance(component.stateful, Prepared):
+        component.stateful.prepare_to_load(
+            {key: entry for key, entry in saved.entries.items() if entry.alias_of is None}
+        )
     leaves = flatten(component.stateful.state_dict(), component.key)
     one = Match(component, leaves=leaves, saved_keys=tuple(saved.entries))
     one.leaves.paths |= saved.paths
@@ -185,10 +186,10 @@ def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match
     tied = find_aliases(one.leaves.tensors, {})
     _match_tensors(one, saved, tied, found, strict)
     # Whoever knows what to want can do without; others may count on all the keys that their own state_dict() has.
-    _match_plain(one, saved, found, keep_own=prepare is None and not strict)
+    _match_plain(one, saved, found, keep_own=not is_prepared and not strict)
     unclaimed = [k for k, entry in saved.entries.items() if k not in one.leaves.tensors and entry.alias_of is None]
     unclaimed += [k for k, first in tied.items() if k in saved.entries and saved.entries[k].alias_of is None]
-    takes_all = prepare is None and component.pattern is not SharingPattern.SHARDED
+    takes_all = not is_prepared and component.pattern is not SharingPattern.SHARDED
     for key in unclaimed:
         if takes_all and not _inside_a_tensor(key, one.leaves):
             one.new[key] = _new_tensor(one.requests, component.key, key, saved)
@@ -281,7 +282,7 @@ class _Found:
 
 
 def _match_tensors(one: Match, saved: SavedCopy, tied: Mapping[str, str], found: _Found, strict: bool) -> None:
-    declared = getattr(one.component.stateful, "tied_names", {})
+    declared = tied_names(one.component.stateful)
     boxes = DTensorBoxes()
     for key, leaf in one.leaves.tensors.items():
         if key in tied:

@@ -224,7 +224,7 @@ class LoadingStrategy(Protocol):
     ) -> Reading:
         """Work out who reads what. All ranks call it, outside of a phase, each with its own requests, which may be none."""
 
-    def go_with(self, backend: Backend) -> None:
+    def bind(self, backend: Backend) -> None:
         """Take from a run's backend what loads spread by, where it brings something and nothing else has been chosen."""
 
     def close(self) -> None:

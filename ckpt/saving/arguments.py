@@ -26,7 +26,7 @@ from ckpt.state.sharing import StateComponent
 Kind = TypeVar("Kind")
 _STRATEGIES = {"direct": DirectLoad, "two-stage": TwoStageLoad}
 _BACKEND = ("writer", "join", "read")
-_STRATEGY = ("prepare", "go_with", "close")
+_STRATEGY = ("prepare", "bind", "close")
 """Methods by which an object is taken for a backend, or for a strategy; it may hand them on to another."""
 _ID_DIGITS = 8
 

@@ -4,6 +4,7 @@ Files, in the order in which data travels:
 
     statefuls, wrappers     modules, optimizers and random generators as components; names without wrappers
     sharing, provider       who holds a component; trainers that describe themselves
+    abilities               what an object of a component may offer beside its state
     flatten                 nested state dicts and their leaves
     sharded_base, sharded_tensor   tensors that say which piece of a global one they are
     address                 which piece of which global array a leaf is

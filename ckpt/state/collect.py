@@ -18,6 +18,7 @@ from ckpt.format.manifest import digest_of
 from ckpt.memory.device import wait_for_all
 from ckpt.planning.tables import Table, TablePart, piece_from_json, table_of_pieces, table_to_json
 from ckpt.ranks.topology import Topology
+from ckpt.state.abilities import tied_names
 from ckpt.state.flatten import Leaves, TensorLeaf, flatten, path_to_json, to_json
 from ckpt.state.replication import (
     Fingerprint,
@@ -259,9 +260,9 @@ def exchange_tables(mine: Table, digests: Sequence[str], topology: Topology) -> 
     return tables, [number_of[digest] for digest in digests]
 
 
-def _declared_ties(component: StateComponent, leaves: Leaves) -> dict[str, str]:
+def _declared_ties(component: StateComponent, leaves: Leaves) -> Mapping[str, str]:
     """{alias: first name} as the object declares it; in a state of a rank's own only where it holds the first name, too."""
-    declared: dict[str, str] = getattr(component.stateful, "tied_names", {})
+    declared = tied_names(component.stateful)
     if component.pattern not in OWN_COPIES:
         return declared
     return {alias: first for alias, first in declared.items() if first in leaves.tensors}

@@ -14,6 +14,7 @@ from ckpt.format.manifest import digest_of
 from ckpt.planning.plan import half_tied
 from ckpt.planning.tables import Address
 from ckpt.ranks.topology import Topology
+from ckpt.state.abilities import tied_names
 from ckpt.state.address import DTensorBoxes, address_of, local_tensor
 from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharing import Stateful, find_aliases
@@ -41,7 +42,7 @@ def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
     tied: dict[str, str] = {}
     for component, stateful in statefuls.items():
         leaves = flatten(stateful.state_dict(), component).tensors
-        aliases = find_aliases(leaves, getattr(stateful, "tied_names", {}))
+        aliases = find_aliases(leaves, tied_names(stateful))
         tensors |= {f"{component}.{key}": leaf for key, leaf in leaves.items() if key not in aliases}
         tied |= {f"{component}.{alias}": f"{component}.{first}" for alias, first in aliases.items()}
     boxes = DTensorBoxes()

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 
 from ckpt.errors import ConfigurationError
+from ckpt.state.abilities import Declared
 from ckpt.state.sharing import StateComponent, Stateful
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 
@@ -92,9 +94,9 @@ def _statefuls_of(provider: Provider) -> Mapping[str, Any]:
 
 
 def _pattern_of(key: str, stateful: Any, legacy_pattern: str) -> str:
-    own = getattr(stateful, "sharing_pattern", None)
+    own = stateful.sharing_pattern if isinstance(stateful, Declared) else None
     if own is not None:
-        return str(getattr(own, "value", own))
+        return str(own.value if isinstance(own, Enum) else own)
     return "per_rank" if key == "rng" or isinstance(stateful, RNGState) else legacy_pattern
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
@@ -42,7 +42,7 @@ OWN_COPIES = (SharingPattern.PER_RANK, SharingPattern.PER_GROUP, SharingPattern.
 EQUAL_COPIES = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP, SharingPattern.PER_NODE)
 """Patterns under which several ranks promise equal bits."""
 DECIDED_BY_OBJECT = ("derive", "repartition")
-"""Values of `elastic` that leave it to the object, by the methods of `ckpt.state.statefuls.Elastic`, what a change means."""
+"""Values of `elastic` that leave it to the object, by the methods of `ckpt.state.abilities.Elastic`, what a change means."""
 
 
 @runtime_checkable
@@ -70,7 +70,7 @@ class StateComponent:
         elastic: what a change of ranks, nodes or groups means; None takes what follows from the pattern. "reshard" and "replica"
             load all the same: "replica" takes any copy of those that each rank, node or group has of its own, if all are
             equal. "repartition" hands all saved copies to the object, "derive" only the first one; see
-            `ckpt.state.statefuls.Elastic`. "rebuild" leaves the object the state it has, "refuse" stops the load.
+            `ckpt.state.abilities.Elastic`. "rebuild" leaves the object the state it has, "refuse" stops the load.
 
     Raises:
         ConfigurationError: the parts contradict each other.
@@ -247,7 +247,7 @@ def addresses(component: StateComponent, leaves: Leaves, topology: Topology) -> 
     return found
 
 
-def find_aliases(tensors: dict[str, TensorLeaf], declared: dict[str, str]) -> dict[str, str]:
+def find_aliases(tensors: dict[str, TensorLeaf], declared: Mapping[str, str]) -> dict[str, str]:
     """Return {alias: first name} of tied tensors: found by storage on this rank, or declared by the model.
 
     The first name is the one that comes first in the state dict (the whole model's registration order for a declared pair,
@@ -286,7 +286,7 @@ def _require_elastic(component: StateComponent) -> None:
         if not callable(getattr(component.stateful, method, None)):
             raise ConfigurationError(
                 f"component {component.key}: elastic={component.elastic} lets the object decide what a change of ranks means, but "
-                f"{type(component.stateful).__name__} has no method {method}; add it (ckpt.state.statefuls.Elastic says what it "
+                f"{type(component.stateful).__name__} has no method {method}; add it (ckpt.state.abilities.Elastic says what it "
                 f"does), or declare component {component.key} with elastic=None"
             )
 

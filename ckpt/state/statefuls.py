@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointEr
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import ArrayEntry
 from ckpt.memory.device import Device, telling_of_room
+from ckpt.state.abilities import tied_names
 from ckpt.state.address import local_tensor
 from ckpt.state.flatten import TensorLeaf
 from ckpt.state.sharded_tensor import ShardedTensor
@@ -25,41 +26,6 @@ from ckpt.state.wrappers import Unwrapping, saved_under
 
 _OF_THIS_RUN = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that say how this machine computes, not what: a checkpoint holds no device."""
-
-
-class Prepared(Protocol):
-    """A stateful that knows exactly which keys it wants. Others are given whatever was saved."""
-
-    def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
-        """Make the tensors that a load will fill. Called on every rank before `state_dict()`, with the saved keys."""
-
-    def forget_prepared(self) -> None:
-        """Undo that: the load does not come. May be called without need, and need not be there where nothing is made."""
-
-
-class Elastic(Protocol):
-    """A stateful that can go on where it was saved by other ranks than these: `elastic` is "derive" or "repartition".
-
-    A load asks `fits` first, on every rank. If all say yes, and the saved copies belong to the same ranks, nodes or groups
-    under the same pattern, `load_state_dict` gets this rank's copy, as ever. If not, every rank gets `load_changed`, and no
-    `load_state_dict`. Both see nested dictionaries, as `state_dict` gave them; of a `Prepared` object the tensors stand under
-    their joined keys.
-    """
-
-    def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Whether this rank may go on with its own saved copy as it stands. Changes nothing; other ranks may say no.
-
-        Args:
-            saved: the plain values of the copy, without its tensors; of the only copy where all ranks share one.
-        """
-
-    def load_changed(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Make this rank's state from what others saved, or raise, which refuses the load on every rank.
-
-        Args:
-            saved: the copies, tensors (new ones, on the host) and plain values, in the order of the ranks, nodes or group
-                instances that saved them: all of them for "repartition", the first one alone for "derive".
-        """
 
 
 class ModelState:
@@ -353,8 +319,7 @@ def _names_of_parameters(module: torch.nn.Module) -> dict[torch.Tensor, str]:
 
 def _tied_names(module: torch.nn.Module) -> dict[str, str]:
     names = Unwrapping(module)
-    declared: Mapping[str, str] = getattr(names.inner, "tied_names", None) or {}
-    return {names.name(alias): names.name(first) for alias, first in declared.items()}
+    return {names.name(alias): names.name(first) for alias, first in tied_names(names.inner).items()}
 
 
 def as_stateful(stateful: Any) -> Stateful:

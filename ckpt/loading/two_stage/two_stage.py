@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ckpt.backends.base import Backend
+from ckpt.backends.base import Backend, BringsTransport
 from ckpt.errors import ConfigurationError
 from ckpt.loading.strategy import ReadRequest, ReadStats, Stored, in_flight_bytes
 from ckpt.loading.two_stage.endpoints import RankEndpoints
@@ -94,9 +94,10 @@ class TwoStageLoad:
         self._torch_groups: dict[Any, dict[int, dist.ProcessGroup]] = {}
         self.timers: Timers = defaultdict(list)
 
-    def go_with(self, backend: Backend) -> None:
-        """See `LoadingStrategy.go_with`: the transport."""
-        self._transport = self._transport or getattr(backend, "transport", None)
+    def bind(self, backend: Backend) -> None:
+        """See `LoadingStrategy.bind`: the transport."""
+        if self._transport is None and isinstance(backend, BringsTransport):
+            self._transport = backend.transport
 
     @timed()
     def prepare(
