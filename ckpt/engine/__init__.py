@@ -4,9 +4,10 @@ Files, in the order in which data travels:
 
     base                    the contract of an engine, and the registry
     export                  whole weights of a model on any layout
-    joined, engine_thread   the ranks of an engine, and the thread that speaks for one
-    agreed, versioned       what ranks agree on before an update; the update
-    broadcast, kimi, parameter_server, naive    the engines
+    members, engine_thread  the ranks of an engine, and the thread that speaks for one
+    update, agreed          one update, and what carries it; what ranks agree on before it
+    versioned               the engine: members, pools, and the update as one function
+    broadcast, kimi, parameter_server, naive    the transports, and the engine with each
     wire/                   how weights travel
     stream, live            what a rollout receives; its model, changed as a whole
     elastic/                rollouts that come and go

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypeVar
@@ -44,3 +46,16 @@ class EngineThread:
             except BaseException as error:
                 future.set_exception(error)
             del queued, future, call  # a result may hold much, and the next call may be long in coming
+
+
+async def done(future: Future[Result]) -> Result:
+    """Wait for another thread, which goes on if this task is cancelled."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: Future[Result]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            loop.call_soon_threadsafe(ended.set)
+
+    future.add_done_callback(tell)
+    await ended.wait()
+    return future.result()

@@ -9,83 +9,84 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from ckpt.engine.base import CheckpointEngineRegistry
-from ckpt.engine.broadcast import BroadcastCheckpointEngine
+from ckpt.engine.broadcast import BroadcastTransport
+from ckpt.engine.members import Members
 from ckpt.engine.parameter_server import BucketServer, Peers
-from ckpt.engine.versioned import Update
-from ckpt.engine.wire.layout import WeightLayout
-from ckpt.engine.wire.pool import HostPool, ReceivedStream
+from ckpt.engine.update import Transport, Update
+from ckpt.engine.versioned import VersionedEngine
+from ckpt.engine.wire.buckets import Buckets
+from ckpt.engine.wire.pool import ReceivedStream
 from ckpt.engine.wire.transfer import Network, Verifier
 from ckpt.errors import ConfigurationError, RankAbsentError
 from ckpt.memory.device import wait_for
+from ckpt.ranks.topology import Topology
 
 _TRANSPORTS = ("pipelined", "update")
 
 
-@CheckpointEngineRegistry.register("kimi_ckpt_engine")
-class KimiCheckpointEngine(BroadcastCheckpointEngine):
-    """The host pool of every trainer is registered with a `checkpoint_engine.ParameterServer`, once for each layout.
+class ParameterServerTransport(Transport):
+    """Registers pools with a parameter server, and carries what is registered.
 
     Args:
-        transport: "pipelined": buckets go from pool to rollout as `BroadcastCheckpointEngine` sends them. "update": the package's
-            own `ParameterServer.update` sends them to all ranks, trainers too, three buckets of device memory on each, and its
-            worker's loop takes them; slower, and what inference engines know.
-        settings: see `VersionedEngine`.
+        by_package: carry by the package's own update; else by broadcasts.
+
+    Attributes:
+        server: of this rank; None: no ranks are joined.
     """
 
-    def __init__(self, bucket_size: int | None = None, *, transport: str = "pipelined", **settings: Any) -> None:
-        if transport not in _TRANSPORTS:
-            raise ConfigurationError(f"transport={transport}: expected one of {', '.join(_TRANSPORTS)}")
-        if transport == "update" and settings.get("delta"):
-            raise ConfigurationError(
-                "delta=true: checkpoint-engine's own update sends whole buckets; choose transport=pipelined, or delta=false"
-            )
-        super().__init__(bucket_size, **settings)
-        self._transport = transport
-        self._server: BucketServer | None = None
+    def __init__(self, members: Members, buckets: Buckets, *, by_package: bool) -> None:
+        self.server: BucketServer | None = None
+        self._members = members
+        self._buckets = buckets
+        self._broadcast = BroadcastTransport(members, buckets)
+        self._by_package = by_package
 
-    @property
-    def peers(self) -> Peers | None:
-        """Where `ckpt.engine.parameter_server.read_from_peers` finds the newest version; None: there is none, or no P2P store."""
-        if self._server is None or self.version is None:
-            return None
-        return self._server.peers()
-
-    def _join_transport(self, store: Store) -> None:
-        super()._join_transport(store)
-        topology, device = self._topology(), self.device.torch_device
+    def join(self, topology: Topology) -> None:
+        self._broadcast.join(topology)
+        store, device = self._members.store, self._buckets.device.torch_device
+        assert store is not None, "the ranks are joined"
         with topology.phase("start the parameter server"):
-            self._server = BucketServer(
+            self.server = BucketServer(
                 topology,
                 store,
                 device_type=device.type,
                 device_index=device.index or 0,
-                memory_fraction=self._memory_fraction,
+                memory_fraction=self._buckets.memory_fraction,
             )
 
-    def _leave_transport(self) -> None:
-        super()._leave_transport()
-        if self._server is not None:
-            self._server.close()
-        self._server = None
+    def leave(self) -> None:
+        self._broadcast.leave()
+        if self.server is not None:
+            self.server.close()
+        self.server = None
 
-    def _ready(self, layout: WeightLayout, pool: HostPool | None) -> None:
-        assert self._server is not None
-        self._server.register(pool.buckets(layout) if pool is not None else {})
+    def ready(self, update: Update) -> None:
+        assert self.server is not None
+        self.server.register(update.pool.buckets(update.layout) if update.pool is not None else {})
 
-    def _carry(self, update: Update, pool: HostPool | None, landing: ReceivedStream | None) -> None:
-        if self._transport == "pipelined":
-            super()._carry(update, pool, landing)
-            return
-        server, groups, topology, layout = self._server, self._groups, self._topology(), update.layout
+    def carry(self, update: Update) -> None:
+        if self._by_package:
+            self._carry_by_package(update)
+        else:
+            self._broadcast.carry(update)
+
+    def reset(self, landing: ReceivedStream) -> None:
+        if self.server is not None:
+            self.server.give_up()
+        self._broadcast.reset(landing)
+        if self.server is not None:
+            self.server.unregister()
+
+    def _carry_by_package(self, update: Update) -> None:
+        server, layout, landing, topology = self.server, update.layout, update.landing, update.topology
         assert server is not None
         if not layout.num_buckets:
             return
-        verifier = Verifier(self.rank, layout, update.digests)
-        every = range(layout.num_buckets if landing is not None else 0)
-        hosts = {number: landing.bucket(number) for number in every} if landing is not None else {}
+        timeout_s, group = self._members.timeout_s, self._broadcast.groups_of(update)
+        verifier = Verifier(topology.rank, update)
+        hosts = {n: landing.bucket(n) for n in range(layout.num_buckets)} if landing is not None else {}
 
         def carry(tell: Callable[[int], None]) -> None:
             def take(number: int, bucket: torch.Tensor) -> None:
@@ -95,19 +96,41 @@ class KimiCheckpointEngine(BroadcastCheckpointEngine):
                     verifier.check(number, hosts[number])
                 tell(number)
 
-            group = self._group(groups, "all", range(topology.world_size))
-            server.update(group, layout.bucket_bytes, self.timeout_s, take)
+            server.update(group("all", range(topology.world_size)), layout.bucket_bytes, timeout_s, take)
 
-        self._network = Network(carry)
+        network = self._broadcast.watched(Network(carry))
         try:
-            for _ in self._network.buckets(topology, self.timeout_s):
+            for _ in network.buckets(topology, timeout_s):
                 continue
         except RankAbsentError as error:
             raise verifier.failure or error from error
 
-    def _reset_transport(self) -> None:
-        if self._server is not None:
-            self._server.give_up()
-        super()._reset_transport()
-        if self._server is not None:
-            self._server.unregister()
+
+@CheckpointEngineRegistry.register("kimi_ckpt_engine")
+class KimiCheckpointEngine(VersionedEngine):
+    """The host pool of every trainer is registered with a `checkpoint_engine.ParameterServer`, once for each layout.
+
+    Args:
+        transport: "pipelined": buckets go from pool to rollout as `BroadcastCheckpointEngine` sends them. "update": the package's
+            own `ParameterServer.update` sends them to all ranks, trainers too, three buckets of device memory on each, and its
+            worker's loop takes them; slower, and what inference engines know.
+        settings: see `VersionedEngine`.
+    """
+
+    transport: ParameterServerTransport
+
+    def __init__(self, bucket_size: int | None = None, *, transport: str = "pipelined", **settings: Any) -> None:
+        if transport not in _TRANSPORTS:
+            raise ConfigurationError(f"transport={transport}: expected one of {', '.join(_TRANSPORTS)}")
+        if transport == "update" and settings.get("delta"):
+            raise ConfigurationError(
+                "delta=true: checkpoint-engine's own update sends whole buckets; choose transport=pipelined, or delta=false"
+            )
+        super().__init__(bucket_size, **settings)
+        self.transport = ParameterServerTransport(self.members, self.buckets, by_package=transport == "update")
+
+    @property
+    def peers(self) -> Peers | None:
+        """Where `ckpt.engine.parameter_server.read_from_peers` finds the newest version; None: there is none, or no P2P store."""
+        server = self.transport.server
+        return None if server is None or self.version is None else server.peers()

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
 from ckpt.engine.base import CheckpointEngineRegistry
-from ckpt.engine.versioned import Update, VersionedEngine
-from ckpt.engine.wire.layout import WeightLayout
-from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
+from ckpt.engine.update import Transport, Update
+from ckpt.engine.versioned import VersionedEngine
+from ckpt.engine.wire.pool import digest_of_bucket
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
+
+
+class InProcessTransport(Transport):
+    """Copies each bucket from the pool of a rank to its own landing."""
+
+    def owners(self, topology: Topology, trainers: Sequence[int]) -> list[int]:
+        return [0]  # each stands for it and has all buckets; their digests are compared
+
+    def carry(self, update: Update) -> None:
+        assert update.pool is not None and update.landing is not None, "every rank is both"
+        layout, topology = update.layout, update.topology
+        for bucket in range(layout.num_buckets):
+            there = update.landing.bucket(bucket)
+            there.copy_(update.pool.bucket(layout, bucket))
+            if digest_of_bucket(there) != update.digests[bucket]:
+                raise CorruptCheckpointError(
+                    f"bucket {bucket} of {layout.num_buckets}, with {', '.join(layout.weights_in(bucket)[:3])}, has changed in the host "
+                    f"memory of rank {topology.rank}"
+                )
+            topology.progress()
 
 
 @CheckpointEngineRegistry.register("naive")
@@ -30,32 +49,4 @@ class NaiveCheckpointEngine(VersionedEngine):
                 "delta=true: with the naive engine nothing travels that could be left out; leave it out, or choose another engine"
             )
         super().__init__(bucket_size, **(settings | {"colocated": True}))
-
-    def _owners(self, topology: Topology) -> list[int]:
-        self._sends_as = 0  # each is the owner of all, and the digests of all are compared
-        return [0]
-
-    def _join_transport(self, store: Store) -> None:
-        """There is none."""
-
-    def _leave_transport(self) -> None:
-        """There is none."""
-
-    def _ready(self, layout: WeightLayout, pool: HostPool | None) -> None:
-        """There is nothing to get ready."""
-
-    def _reset_transport(self) -> None:
-        """Nothing is under way."""
-
-    def _carry(self, update: Update, pool: HostPool | None, landing: ReceivedStream | None) -> None:
-        assert pool is not None and landing is not None, "every rank is both"
-        layout, topology = update.layout, self._topology()
-        for bucket in range(layout.num_buckets):
-            there = landing.bucket(bucket)
-            there.copy_(pool.bucket(layout, bucket))
-            if digest_of_bucket(there) != update.digests[bucket]:
-                raise CorruptCheckpointError(
-                    f"bucket {bucket} of {layout.num_buckets}, with {', '.join(layout.weights_in(bucket)[:3])}, has changed in the host "
-                    f"memory of rank {self.rank}"
-                )
-            topology.progress()
+        self.transport = InProcessTransport()

@@ -12,92 +12,64 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn, Protocol
+from typing import Any, Self, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from ckpt.engine.agreed import WHAT, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
-from ckpt.engine.base import CASTABLE, NamedTensor, SyncReport, WeightVersion
-from ckpt.engine.joined import JoinedEngine
+from ckpt.engine.base import CASTABLE, CheckpointEngineWithCache, MasterMetadata, NamedTensor, SyncReport, WeightVersion
+from ckpt.engine.engine_thread import done
+from ckpt.engine.members import Members, Place
 from ckpt.engine.stream import OpenUpdate, WeightStream
-from ckpt.engine.wire.delta import BLOCK_KIB, Changes, agreed_changes, require_one_block
-from ckpt.engine.wire.layout import WeightLayout, take_turns
+from ckpt.engine.update import Offloaded, Sink, Transport, Update
+from ckpt.engine.wire.buckets import Buckets
+from ckpt.engine.wire.delta import BLOCK_KIB, agreed_changes, require_one_block
+from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
 from ckpt.engine.wire.ring import on_device
 from ckpt.engine.wire.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.dtypes import is_dtensor
+from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
 
+Result = TypeVar("Result")
+
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CASTABLE}
 _PAUSE_EVERY = 16  # tensors after which a sender's event loop may do something else
+_SECONDS = ("offload_s", "gather_s", "transfer_s", "reload_s", "blocked_s")
 
 
-class Sink(Protocol):
-    """What takes weights that have come: `ckpt.engine.live.LiveModel`, `InferenceOutlet`, or another of its kind."""
-
-    def check(self, layout: WeightLayout) -> None:
-        """Refuse what does not fit, before a byte moves."""
-
-    def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
-        """Take whole tensors on the host, all at once. Does not fail for what `check` has passed, as far as that is in its hands."""
-
-
-@dataclass
-class _Offloaded:
-    """What one trainer has on its host.
-
-    Attributes:
-        began: the call, by the clock of `time.perf_counter`.
-        error: why it has nothing.
-    """
-
-    layout: WeightLayout
-    began: float
-    digests: dict[int, str] = field(default_factory=dict)
-    error: Exception | None = None
-    seconds: float = 0.0
-
-
-@dataclass
-class Update:
-    """One update under way on one rank.
-
-    Attributes:
-        layout, version: of what comes.
-        changes: what of it travels; None: everything.
-        topology, context: the operation, open until the weights are loaded.
-        seconds: of this rank, by the field of `SyncReport`.
-    """
-
-    layout: WeightLayout
-    version: WeightVersion
-    digests: dict[int, str]
-    changes: Changes | None
-    topology: Topology
-    context: ExitStack = field(default_factory=ExitStack)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.layout.num_bytes if self.changes is None else self.changes.num_bytes
-
-
-class VersionedEngine(JoinedEngine):
-    """The update, whoever carries the bytes.
+class VersionedEngine(CheckpointEngineWithCache):
+    """The members, the pools of both ends, and the update, whichever transport carries the bytes.
 
     Trainers call `send_weights`, rollouts `receive_weights` or `receive_into`; colocated, each rank the one and then the other.
     What a coroutine of a rank raises, those of all others do. One that is cancelled fails the update on all ranks, as long as
     nothing has been committed.
 
+        settled ---- begin ----> agreeing ---- commit ----> open ---- finish ----> settled
+        version n                   |                         |                    version n + 1
+           ^                        |                         |
+           +------------------------+-- any rank fails, ------+
+                                        is cancelled or gone
+
+    Agreeing, the ranks agree on step, layout and digests, and the transport carries the buckets; the commit is that every bucket has
+    been verified everywhere. Open, trainers wait and rollouts take the weights; finished, every rollout has them.
+    `_update` is the way from left to right as one function, which stands still at its `yield` while the update is open. After a failure
+    the next update tells its layout anew, sends everything, and goes through new connections.
+
     Args:
+        bucket_size: bytes that travel at a time, at most; None: `bucket_mib`.
+        bucket_mib: the same in MiB.
+        device, staging, memory_fraction: see `Buckets`; weights are yielded on that device.
+        timeout_s, colocated, is_master: see `Members`.
+        rebuild_group: leave the other ranks in `finalize`, and join anew for the next update.
         rollout_dtype: floating point weights travel as this type, except float8; None: as they are. Other types always do.
         keep_dtype: patterns such as "*.router.weight" of names that travel as they are all the same.
         cached: keep the newest version while the next one comes, for `get_weights`; takes its size once more in host memory.
@@ -106,9 +78,9 @@ class VersionedEngine(JoinedEngine):
             host is then what the next update builds upon, and is not to be written to. Takes up to 4/3 of a bucket more host memory.
             Alike on all ranks.
         delta_block_kib: what is compared and sent as one; alike on all ranks, and digests of versions depend on it.
-        settings: see `JoinedEngine`.
 
     Attributes:
+        members, buckets, transport: of this engine; the transport is chosen by the class.
         version: the newest that all ranks have; None before the first.
         layout, bucket_digests: of that version; `digest_of` makes such digests.
         report: figures of the last update.
@@ -119,92 +91,185 @@ class VersionedEngine(JoinedEngine):
         ConfigurationError: a value that cannot be.
     """
 
+    transport: Transport
+
     def __init__(
         self,
         bucket_size: int | None = None,
         *,
+        bucket_mib: float = 256,
+        device: Device | None = None,
+        staging: bool = True,
+        memory_fraction: float = 0.9,
+        timeout_s: float = 300.0,
+        colocated: bool = False,
+        rebuild_group: bool = False,
+        is_master: bool = False,
         rollout_dtype: str | torch.dtype | None = None,
         keep_dtype: Sequence[str] = (),
         cached: bool = False,
         delta: bool = False,
         delta_block_kib: int = BLOCK_KIB,
-        **settings: Any,
     ) -> None:
-        super().__init__(bucket_size, **settings)
-        self.version: WeightVersion | None = None
-        self.report: SyncReport | None = None
-        self.layout: WeightLayout | None = None
-        self.bucket_digests: Mapping[int, str] = {}
+        num_bytes = int(bucket_mib * 2**20) if bucket_size is None else bucket_size
+        self.buckets = Buckets(num_bytes, device=device, staging=staging, memory_fraction=memory_fraction)
+        self.members = Members(timeout_s=timeout_s, colocated=colocated, is_master=is_master)
+        self.device, self.colocated = self.buckets.device, colocated
+        self._rebuild_group = rebuild_group
         self._rollout_dtype = _float_type(rollout_dtype)
         self._keep_dtype = tuple(keep_dtype)
         if delta_block_kib < 1:
             raise ConfigurationError(f"delta_block_kib={delta_block_kib}: expected at least 1")
         self._block_bytes = delta_block_kib << 10 if delta else None
+        self.version: WeightVersion | None = None
+        self.report: SyncReport | None = None
+        self.layout: WeightLayout | None = None
+        self.bucket_digests: Mapping[int, str] = {}
         self.landings = [ReceivedStream() for _ in range(1 + cached)]
-        self._held: WeightVersion | None = None  # of the weights in the second landing
         self.pool: HostPool | None = None
-        self._known: WeightLayout | None = None
-        self._update: Update | None = None
+        self._held: WeightVersion | None = None  # of the weights in the second landing
+        self._known: WeightLayout | None = None  # that all ranks have been told
+        self._open: Update | None = None
         self._generation = 0  # of connections
 
-    def close(self) -> None:
-        """Leave the other ranks and let go of all memory."""
-        super().close()
-        self.pool = None
-        for landing in self.landings:
-            landing.let_go()
+    @property
+    def rank(self) -> int:
+        return self.members.rank
+
+    @property
+    def trainers(self) -> range:
+        return self.members.trainers
+
+    @property
+    def rollouts(self) -> range:
+        return self.members.rollouts
+
+    @property
+    def topology(self) -> Topology | None:
+        return self.members.topology
+
+    @property
+    def timeout_s(self) -> float:
+        return self.members.timeout_s
+
+    @property
+    def peers(self) -> Any:
+        """JSON that tells a process that has not joined where it can read the newest version; None: nowhere."""
+        return None
 
     def digest_of(self, bucket: torch.Tensor) -> str:
         """The digest that `bucket_digests` has for these bytes, flat, on the host."""
         return digest_of_bucket(bucket, self._block_bytes)
 
-    # Joining
+    # Joining and leaving
 
-    def _join_update(self, topology: Topology, store: Store) -> None:
-        self._generation = 0
-        self._known = None
-        self._sends_as = self.rank
-        self._turns = self._owners(topology)
-        if self.pool is not None and not self.pool.is_of(self._sends_as, self._bucket_bytes):
-            self.pool = None
-        self._join_transport(store)
+    def prepare(self) -> MasterMetadata | None:
+        """See `CheckpointEngine.prepare`. The master's store is there from now on."""
+        return self.members.prepare()
 
-    def _leave_update(self) -> None:
-        self._leave_transport()
-
-    def _forget_update(self) -> None:
-        self._update = None
-
-    def _owners(self, topology: Topology) -> list[int]:
-        """The ranks that send, in turn."""
-        return take_turns(topology.nodes, self.trainers)
-
-    # The transport
-
-    @abstractmethod
-    def _join_transport(self, store: Store) -> None:
-        """Get ready to carry bytes between the ranks. All ranks call it; it may have phases."""
-
-    @abstractmethod
-    def _leave_transport(self) -> None:
-        """Let go of that."""
-
-    @abstractmethod
-    def _ready(self, layout: WeightLayout, pool: HostPool | None) -> None:
-        """Get ready for a layout that is new, or for the first time. All ranks call it; it may have phases."""
-
-    @abstractmethod
-    def _carry(self, update: Update, pool: HostPool | None, landing: ReceivedStream | None) -> None:
-        """Bring every bucket to every rollout, and verify it there. All ranks call it, within a phase.
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[MasterMetadata | None]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """See `CheckpointEngine.build_topology`.
 
         Raises:
-            CorruptCheckpointError: a bucket has changed on the way.
-            RankLeftError: another rank is gone.
+            ConfigurationError: no rank is the master.
         """
+        masters = [given for given in metadata if given is not None]
+        if not masters:
+            raise ConfigurationError("no rank says where to meet: make the first trainer's engine with is_master=True")
 
-    @abstractmethod
-    def _reset_transport(self) -> None:
-        """Forget what a carry that failed, here or elsewhere, has left. Any rank may be gone; waits for none."""
+        def of(ranks: range) -> dict[str, list[Any]]:
+            return {
+                "rank": list(ranks),
+                "actor_wg_world_size": [actor_wg_world_size] * len(ranks),
+                "rollout_world_size": [rollout_world_size] * len(ranks),
+                "master_metadata": [masters[0]] * len(ranks),
+            }
+
+        return of(range(actor_wg_world_size)), of(range(actor_wg_world_size, actor_wg_world_size + rollout_world_size))
+
+    def init_process_group(  # type: ignore[override]
+        self,
+        rank: int,
+        actor_wg_world_size: int,
+        rollout_world_size: int,
+        master_metadata: MasterMetadata | None = None,
+        *,
+        store: Store | None = None,
+        host: str | None = None,
+    ) -> None:
+        """Join the other ranks; torch's default process group is neither used nor needed. Does nothing if they are joined as given.
+
+        Args:
+            rank: 0 to T - 1 for trainers, then rollouts.
+            master_metadata: what the master's `prepare` returned.
+            store: in place of the master's: one that all ranks reach, and this engine alone uses.
+            host: name of this host; None: its own.
+
+        Raises:
+            ConfigurationError: numbers that cannot be; on a colocated engine, other rollouts than trainers.
+            RankAbsentError: a rank did not come.
+        """
+        place = Place(rank, actor_wg_world_size, rollout_world_size, master_metadata, store)
+        if self.members.are_joined_as(place):
+            return
+        try:
+            self.members.join(place, host, self._get_ready)
+        except BaseException:
+            self.leave()
+            raise
+
+    def finalize(self) -> None:
+        """See `CheckpointEngine.finalize`. Weights that came and were not taken fail the update on all ranks."""
+        if self.members.are_joined:
+            self.members.submit(self._settle)
+        if self._rebuild_group:
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave the other ranks, waiting for none of them; any may be gone. What is held is kept, and other ranks can be joined.
+
+        A call that is under way is waited for a moment; one that is stuck is left to itself.
+        """
+        try:
+            self.members.leave(self._part)
+        finally:
+            self._open = None  # the thread that knows of one may be stuck
+
+    def close(self) -> None:
+        """Leave the other ranks and let go of all memory."""
+        self.leave()
+        self.members.store = None
+        self.pool = None
+        for landing in self.landings:
+            landing.let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _get_ready(self, topology: Topology) -> None:
+        """The end of the join. Collective."""
+        with topology.phase("agree on the buckets") as phase:
+            phase.payload = [self.buckets.room(), uuid.uuid4().hex]
+        self._bucket_bytes = min(room for room, _ in phase.payloads)
+        self._connections = f"ckpt-engine-{phase.payloads[0][1]}"
+        self._generation = 0
+        self._known = None
+        self._owners = self.transport.owners(topology, self.trainers)
+        self._sends_as = self._owners[0] if self.rank in self.trainers and self.rank not in self._owners else self.rank
+        if self.pool is not None and not self.pool.is_of(self._sends_as, self._bucket_bytes):
+            self.pool = None
+        self.transport.join(topology)
+
+    def _part(self) -> None:
+        self._settle()
+        if self.topology is not None:
+            self.transport.leave()
 
     # Sending
 
@@ -221,7 +286,7 @@ class VersionedEngine(JoinedEngine):
         Raises:
             CheckpointError: the update failed, on all ranks; everybody keeps what it had.
         """
-        topology = self._topology()
+        topology = self.members.require_topology()
         if self.rank not in self.trainers:
             raise ConfigurationError(f"rank {self.rank} is a rollout, and sends nothing: it calls receive_weights")
         await self._run(self._begin)
@@ -230,23 +295,23 @@ class VersionedEngine(JoinedEngine):
         try:
             offloaded = await self._offload(weights, topology)
         except BaseException:  # of the program, and no matter of the weights
-            self._submit(self._decline)
+            self.members.submit(self._decline)
             raise
-        await self._run(self._agree_and_carry, global_steps, offloaded, None)
+        update = await self._run(self._commit, global_steps, offloaded, None)
         if self.colocated:
             return {}
-        report = await self._run_to_the_end(self._finish, self._update, None, offloaded.began)
+        report = await self.members.run_to_the_end(self._finish, update)
         return report.as_dict()
 
     async def _offload(
         self, weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor], topology: Topology
-    ) -> _Offloaded:
+    ) -> Offloaded:
         """Take all weights; copy those parts to the host that this rank owns. What goes wrong is told to all ranks afterwards."""
         began = time.perf_counter()
         pool = self.pool or HostPool(self._sends_as, self._bucket_bytes, block_bytes=self._block_bytes)
         self.pool = pool
-        layout = WeightLayout(self._bucket_bytes, self._turns, tied_names(weights))
-        found = _Offloaded(layout, began)
+        layout = WeightLayout(self._bucket_bytes, self._owners, tied_names(weights))
+        found = Offloaded(layout, began)
         try:
             async for number, (name, tensor) in _numbered(weights):
                 # A failure of ours is no reason not to take the rest: the others' exports wait for ours.
@@ -292,18 +357,17 @@ class VersionedEngine(JoinedEngine):
         return WeightStream(lambda: self._open_for_consumer(global_steps))
 
     async def _open_for_consumer(self, global_steps: int | None) -> OpenUpdate:
-        landing = await self._received(global_steps, None)
-        update, began = self._update, time.perf_counter()
+        update, weights = await self._received(global_steps, None)
 
         def withdraw(why: str) -> None:
-            if self._thread is not None:
-                self._submit(self._withdraw, update, why)
+            if self.members.are_joined:
+                self.members.submit(self._leave_open, update, asyncio.CancelledError(why))
 
         return OpenUpdate(
-            weights=on_device(landing.weights(), self.device.torch_device, self._bucket_bytes),
-            progress=self._topology().progress,
-            finish=lambda: self._run_to_the_end(self._finish, update, began, None),
-            fail=lambda error: self._run_to_the_end(self._fail, update, error),
+            weights=on_device(weights, self.device.torch_device, self._bucket_bytes),
+            progress=update.topology.progress,
+            finish=lambda: self.members.run_to_the_end(self._finish, update),
+            fail=lambda error: self.members.run_to_the_end(self._finish, update, error),
             withdraw=withdraw,
         )
 
@@ -316,9 +380,8 @@ class VersionedEngine(JoinedEngine):
         Raises:
             CheckpointError: the update failed, on all ranks; the model is as it was.
         """
-        landing = await self._received(global_steps, sink)
-        began = time.perf_counter()
-        report = await self._run_to_the_end(self._load, sink, landing, began)
+        update, weights = await self._received(global_steps, sink)
+        report = await self.members.run_to_the_end(self._load, update, weights, sink)
         return report.as_dict()
 
     async def get_weights(self) -> AsyncIterator[NamedTensor]:
@@ -334,89 +397,124 @@ class VersionedEngine(JoinedEngine):
         for named in on_device(self.landings[1].weights(), self.device.torch_device, self._bucket_bytes):
             yield named
 
-    async def _received(self, global_steps: int | None, sink: Sink | None) -> ReceivedStream:
-        self._topology()
+    async def _received(self, global_steps: int | None, sink: Sink | None) -> tuple[Update, Iterator[NamedTensor]]:
+        """An update that all ranks have committed, and its weights on the host."""
+        self.members.require_topology()
         if self.rank not in self.rollouts:
             raise ConfigurationError(f"rank {self.rank} is a trainer, and receives nothing: it calls send_weights")
+        update = self._open
         if not self.colocated:
             await self._run(self._begin)
-            await self._run(self._agree_and_carry, global_steps, None, sink)
-        elif self._update is None:
+            update = await self._run(self._commit, global_steps, None, sink)
+        elif update is None:
             raise ConfigurationError("nothing has been sent: colocated, send_weights comes first")
         elif sink is not None:
-            await self._run(self._check_late, sink)
-        return self.landings[0]
+            await self._run(self._check_late, update, sink)
+        assert update.landing is not None, "a rollout has one"
+        update.reload_began = time.perf_counter()
+        return update, update.landing.weights()
 
-    def _check_late(self, sink: Sink) -> None:
-        """Colocated, the sink comes when everything has been carried."""
-        update = self._update
-        topology = self._still_open(update).topology
-        assert update is not None
-        try:
-            with topology.phase("check"):
-                self._require_wanted(topology)
-                sink.check(update.layout)
-        except CheckpointError as error:
-            self._close_update(update, error)
-            raise
+    # The update, in the members' thread
 
-    # The update, in the engine's thread
+    @contextmanager
+    def _update(self, step: int | None, offloaded: Offloaded | None, sink: Sink | None) -> Iterator[Update]:
+        """One update: agree -> carry -> agree. All ranks call it; the rollouts take the weights in the block.
 
-    def _agree_and_carry(self, step: int | None, offloaded: _Offloaded | None, sink: Sink | None) -> None:
-        """Everything up to the commit. Collective."""
-        topology = self._topology()
-        pool = self.pool if self.rank in self.trainers else None
-        landing = self.landings[0] if self.rank in self.rollouts else None
-        with ExitStack() as context:
-            context.callback(self._say_ended)
-            context.enter_context(topology.operation(WHAT))  # alike on all ranks, whether they know the step or not
-            context.push(self._forget_layout)
+        Args:
+            step: that is sent, or expected; None: any.
+            offloaded: of a trainer.
+            sink: of a rollout; None: it takes whatever comes.
+        """
+        with self._operation() as topology:
+            # Agree on what comes, and that all rollouts can take it.
             with topology.phase("offload") as phase:
-                phase.payload = self._offer(topology, step, offloaded, landing, sink)
-            began = time.perf_counter()
-            context.enter_context(topology.operation(to_step(phase.payloads)))
-            sent = offloaded.layout if offloaded is not None else None
-            update = self._prepare(topology, phase.payloads, sent, landing, pool, sink)
-            gathered = time.perf_counter()
-            with topology.phase(PHASE):
-                self._require_wanted(topology)
-                update = update or self._agreed(phase.payloads)
-                self._require_base(update, landing)
-                self._carry(update, pool, landing)
-            carried = time.perf_counter()
-            update.seconds = {"gather_s": gathered - began, "transfer_s": carried - gathered}
-            if offloaded is not None:
-                update.seconds |= {"offload_s": offloaded.seconds, "blocked_s": carried - offloaded.began}
-            update.context = context.pop_all()
-            self._update = update
+                phase.payload = self._offer(topology, step, offloaded, sink)
+            said, began, update = phase.payloads, time.perf_counter(), None
+            with topology.operation(to_step(said)):
+                # A failure of the others may have passed this rank by.
+                self._reconnect(max(one["generation"] for one in said))
+                is_new = self._is_new(said)
+                if is_new:
+                    with topology.phase("layout") as phase:
+                        if offloaded is not None and topology.is_lead:
+                            phase.payload = offloaded.layout.as_rows()
+                    self._known = WeightLayout.from_rows(phase.payloads[0])
+                if is_new or any(one["fits"] != said[0]["layout"] for one in said):
+                    with topology.phase("prepare"):
+                        self._require_wanted(topology)
+                        update = self._agreed(topology, said)
+                        _make_ready(update.layout, update.landing, sink)
+                    if is_new:
+                        self.transport.ready(update)
+                gathered = time.perf_counter()
+                # Carry it to every rollout, and verify it there.
+                with topology.phase(PHASE):
+                    self._require_wanted(topology)
+                    update = update or self._agreed(topology, said)
+                    self._require_base(update)
+                    self.transport.carry(update)
+                carried = time.perf_counter()
+                update.seconds = {"gather_s": gathered - began, "transfer_s": carried - gathered}
+                if offloaded is not None:
+                    update.seconds |= {"offload_s": offloaded.seconds, "blocked_s": carried - offloaded.began}
+                yield update
+                # Agree that every rollout has taken it.
+                reload_began, now = update.reload_began, time.perf_counter()
+                update.seconds["reload_s"] = 0.0 if reload_began is None else now - reload_began
+                with topology.phase("load") as phase:
+                    if update.failure is not None:
+                        raise update.failure
+                    phase.stands = f"all rollouts have received the weights of step {update.version.step}"
+                    if offloaded is not None and not self.colocated:
+                        update.seconds["blocked_s"] = time.perf_counter() - offloaded.began
+                    phase.payload = update.seconds
+        self._keep(update, phase.payloads)
 
-    def _forget_layout(self, kind: object, *_: object) -> None:
-        """After a failure, on all ranks: the next update tells its layout anew, sends everything, and through new connections."""
-        if kind is not None:
-            self._known = None
-            self.landings[0].holds = None
-            if self.pool is not None and self.pool.history is not None:
-                self.pool.history.forget()
-            self._generation += 1
-            self._reset_transport()
+    @contextmanager
+    def _operation(self) -> Iterator[Topology]:
+        """The operation of an update, named alike on all ranks, whether they know the step or not; forgets what one that fails leaves."""
+        topology = self.members.require_topology()
+        is_dropped = False
+        try:
+            with topology.operation(WHAT):
+                try:
+                    yield topology
+                except GeneratorExit:  # the engine has left these ranks, or is no more
+                    is_dropped = True
+                    raise
+                except BaseException:
+                    if self.topology in (None, topology):
+                        self._forget()
+                    raise
+        finally:
+            if not is_dropped:
+                self.members.say_ended(topology)
+
+    def _forget(self) -> None:
+        """The next update tells its layout anew, sends everything, and through new connections."""
+        self._known = None
+        self.landings[0].holds = None
+        if self.pool is not None and self.pool.history is not None:
+            self.pool.history.forget()
+        self._reconnect(self._generation + 1)
+
+    def _reconnect(self, generation: int) -> None:
+        if generation > self._generation:
+            self._generation = generation
+            self.transport.reset(self.landings[0])
 
     def _offer(
-        self,
-        topology: Topology,
-        step: int | None,
-        offloaded: _Offloaded | None,
-        landing: ReceivedStream | None,
-        sink: Sink | None,
+        self, topology: Topology, step: int | None, offloaded: Offloaded | None, sink: Sink | None
     ) -> dict[str, Any]:
         """What this rank has to say: which weights it sends, and which it could take at once."""
         self._require_wanted(topology)
         if offloaded is not None and offloaded.error is not None:
             raise offloaded.error
         said: dict[str, Any] = {"step": step, "held": self.version.step if self.version else None}
-        said |= {"fits": self._fits(landing, sink), "generation": self._generation}
+        said |= {"fits": self._fits(sink), "generation": self._generation}
         said["known"] = self._known.digest() if self._known is not None else None
         said["block_bytes"] = self._block_bytes
-        if landing is not None:  # behind `fits`, which may have let go of it
+        if self._landing is not None:  # behind `fits`, which may have let go of it
             said["holds"] = self.landings[-1].holds
         if offloaded is None:
             return said
@@ -429,176 +527,163 @@ class VersionedEngine(JoinedEngine):
             "digests": sorted(offloaded.digests.items()),
         }
 
-    def _fits(self, landing: ReceivedStream | None, sink: Sink | None) -> str | None:
+    @property
+    def _landing(self) -> ReceivedStream | None:
+        return self.landings[0] if self.rank in self.rollouts else None
+
+    def _fits(self, sink: Sink | None) -> str | None:
         """The digest of the last layout, if it could be taken again."""
         if self._known is None:
             return None
         try:
-            _make_ready(self._known, landing, sink)
+            _make_ready(self._known, self._landing, sink)
         except Exception:
             return None  # should it come again, that is said
         return self._known.digest()
 
-    def _prepare(
-        self,
-        topology: Topology,
-        said: Sequence[Mapping[str, Any]],
-        sent: WeightLayout | None,
-        landing: ReceivedStream | None,
-        pool: HostPool | None,
-        sink: Sink | None,
-    ) -> Update | None:
-        """See that all rollouts can take what comes; None: they have said so already."""
-        generation, layout = max(one["generation"] for one in said), said[0]["layout"]
-        new = any((one["known"], one["generation"]) != (layout, generation) for one in said)
-        if self._generation < generation:  # a failure of the others' has passed this rank by
-            self._generation = generation
-            self._reset_transport()
-        if not new and all(one["fits"] == layout for one in said):
-            return None
-        if new:
-            with topology.phase("layout") as phase:
-                phase.payload = sent.as_rows() if topology.is_lead and sent is not None else None
-            self._known = WeightLayout.from_rows(phase.payloads[0])
-        with topology.phase("prepare"):
-            self._require_wanted(topology)
-            update = self._agreed(said)
-            _make_ready(update.layout, landing, sink)
-        if new:
-            self._ready(update.layout, pool)
-        return update
+    def _is_new(self, said: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether some rank does not know the layout that comes, or has been told it before a failure."""
+        return any((one["known"], one["generation"]) != (said[0]["layout"], self._generation) for one in said)
 
-    def _agreed(self, said: Sequence[Mapping[str, Any]]) -> Update:
-        """What comes, from what all have said; the same on all ranks, errors too."""
+    def _agreed(self, topology: Topology, said: Sequence[Mapping[str, Any]]) -> Update:
+        """What comes, from what all have said; alike on all ranks, errors too, but for the memory."""
         step = agreed_step(said)
         require_one_block(said)
         require_one_layout([said[rank] for rank in self.trainers])
         layout = self._known
         assert layout is not None, "whoever does not know it is told"
         digests = agreed_digests([said[rank]["digests"] for rank in self.trainers], layout)
-        version = WeightVersion(step, version_digest(layout, digests))
         changes = None
         if self._block_bytes is not None:
             changes = agreed_changes(said, layout, self.rollouts, self._block_bytes)
-        return Update(layout, version, digests, changes, self._topology())
+        landing = self._landing
+        has_before = changes is not None and landing is not None and len(self.landings) > 1
+        return Update(
+            topology=topology,
+            layout=layout,
+            version=WeightVersion(step, version_digest(layout, digests)),
+            digests=digests,
+            block_bytes=self._block_bytes,
+            changes=changes,
+            pool=self.pool if self.rank in self.trainers else None,
+            landing=landing,
+            before=self.landings[-1] if has_before else None,
+            connections=f"{self._connections}-{self._generation}",
+        )
 
-    def _before(self, landing: ReceivedStream | None) -> ReceivedStream | None:
-        """Where a rollout has the version before the one that comes to `landing`; None: there."""
-        return self.landings[-1] if landing is not None and len(self.landings) > 1 else None
-
-    def _require_base(self, update: Update, landing: ReceivedStream | None) -> None:
+    def _require_base(self, update: Update) -> None:
         """What comes takes the place of what is there, or is put into it."""
-        if landing is None:
+        if update.landing is None:
             return
         if update.changes is not None and self.landings[-1].holds != update.changes.base:
             raise CheckpointError(
                 "the weights that the changes are of have been let go of; the next update sends everything"
             )
-        landing.holds = None
+        update.landing.holds = None
 
-    def _load(self, sink: Sink, landing: ReceivedStream, began: float) -> SyncReport:
-        update = self._update
-        assert update is not None
-        try:
-            sink.load(_noticed(landing.weights(), update.topology), update.version)
-        except Exception as error:
-            self._fail(update, error)
-        return self._finish(update, began, None)
-
-    def _finish(self, update: Update | None, reload_began: float | None, send_began: float | None) -> SyncReport:
-        """The weights are where they shall be, on this rank: see that it is so on all. Collective."""
-        topology = self._still_open(update).topology
-        assert update is not None
-        now = time.perf_counter()
-        update.seconds["reload_s"] = 0.0 if reload_began is None else now - reload_began
-        try:
-            with topology.phase("load") as phase:
-                phase.stands = f"all rollouts have received the weights of step {update.version.step}"
-                if send_began is not None:
-                    update.seconds["blocked_s"] = time.perf_counter() - send_began
-                phase.payload = update.seconds
-        except BaseException as error:
-            self._close_update(update, error)
-            raise
-        self._close_update(update, None)
+    def _keep(self, update: Update, seconds: Sequence[Mapping[str, float]]) -> None:
+        """All ranks hold what this one has sent or received."""
         self.version, self.layout, self.bucket_digests = update.version, update.layout, update.digests
-        self._keep(update.version)
-        slowest = {
-            name: max(said.get(name, 0.0) for said in phase.payloads)
-            for name in ("offload_s", "gather_s", "transfer_s", "reload_s", "blocked_s")
-        }
+        if update.pool is not None and update.pool.history is not None:
+            update.pool.history.commit(update.version.digest)
+        if update.landing is not None:
+            update.landing.holds = update.version.digest
+            if len(self.landings) > 1:
+                self.landings.reverse()
+                self._held = update.version
         self.report = SyncReport(
             step=update.version.step,
             num_tensors=len(update.layout.weights),
             num_bytes=update.layout.payload_bytes,
             sent_bytes=update.sent_bytes,
             num_buckets=update.layout.num_buckets,
-            **slowest,
+            **{name: max(said.get(name, 0.0) for said in seconds) for name in _SECONDS},
         )
-        return self.report
 
-    def _keep(self, version: WeightVersion) -> None:
-        """All ranks hold what this one has sent or received."""
-        if self.pool is not None and self.pool.history is not None and self.rank in self.trainers:
-            self.pool.history.commit(version.digest)
-        if self.rank in self.rollouts:
-            self.landings[0].holds = version.digest
-        if len(self.landings) > 1 and self.rank in self.rollouts:
-            self.landings.reverse()
-            self._held = version
+    # From one state to the next, in the members' thread
 
-    def _fail(self, update: Update | None, error: Exception) -> NoReturn:
-        """Fail an update that all have received, for it could not be loaded here. Collective; raises what all ranks raise."""
+    def _begin(self) -> None:
+        """Have nothing open from the update before."""
+        if self._open is not None and self.colocated and not self.members.cancelled.is_set():
+            raise ConfigurationError(
+                f"the weights of step {self._open.version.step} have come and have not been taken: colocated, each "
+                "send_weights is followed by receive_weights or receive_into"
+            )
+        self._settle()
+
+    def _commit(self, step: int | None, offloaded: Offloaded | None, sink: Sink | None) -> Update:
+        """Go on with an update to where the weights can be taken, and leave it open."""
+        context = self._update(step, offloaded, sink)
+        update = context.__enter__()
+        update.open = context
+        self._open = update
+        return update
+
+    def _check_late(self, update: Update, sink: Sink) -> None:
+        """Colocated, the sink comes when everything has been carried."""
         topology = self._still_open(update).topology
         try:
-            with topology.phase("load"):
-                raise error
-        except BaseException as told:
-            self._close_update(update, told)
+            with topology.phase("check"):
+                self._require_wanted(topology)
+                sink.check(update.layout)
+        except CheckpointError as error:
+            self._leave_open(update, error)
             raise
 
-    def _still_open(self, update: Update | None) -> Update:
-        if update is None or self._update is not update:
+    def _load(self, update: Update, weights: Iterable[NamedTensor], sink: Sink) -> SyncReport:
+        try:
+            sink.load(_noticed(weights, update.topology), update.version)
+        except Exception as error:
+            return self._finish(update, error)
+        return self._finish(update)
+
+    def _finish(self, update: Update, failure: Exception | None = None) -> SyncReport:
+        """The weights are where they shall be, on this rank, or could not be taken: see that it is so on all. Collective."""
+        context = self._still_open(update).open
+        update.failure = failure
+        try:
+            context.__exit__(None, None, None)
+        finally:
+            if self._open is update:
+                self._open = None
+        assert self.report is not None
+        return self.report
+
+    def _still_open(self, update: Update) -> Update:
+        if self._open is not update:
             raise CheckpointError("the weights that came were taken too late: the update has failed without this rank")
         return update
 
-    def _close_update(self, update: Update | None, error: BaseException | None) -> None:
-        """Leave the operation, as its block would be left."""
-        if update is not None and self._update is update:
-            self._update = None
-            update.context.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+    def _leave_open(self, update: Update | None, error: BaseException) -> None:
+        """Fail an update where it stands, if it is open still: tell the others, and wait for none of them."""
+        if update is not None and self._open is update:
+            self._open = None
+            update.open.__exit__(type(error), error, error.__traceback__)
 
     # Updates that somebody does not want any more
 
-    def _require_wanted(self, topology: Topology) -> None:
-        if self._cancelled.is_set() or self.topology is not topology:
-            raise CheckpointError("the call was cancelled")
+    async def _run(self, call: Callable[..., Result], *args: Any) -> Result:
+        """Run in the members' thread. A caller that is cancelled fails the update at its next phase."""
+        try:
+            return await done(self.members.submit(call, *args))
+        except asyncio.CancelledError:
+            self.members.cancelled.set()
+            self.members.submit(self._settle)
+            raise
 
-    def _withdraw(self, update: Update | None, why: str) -> None:
-        """Fail an update if it is open still: tell the others, and wait for none of them."""
-        self._close_update(update, asyncio.CancelledError(why))
+    def _require_wanted(self, topology: Topology) -> None:
+        if self.members.cancelled.is_set() or self.topology is not topology:
+            raise CheckpointError("the call was cancelled")
 
     def _decline(self) -> None:
         """Tell the others that this rank does not come to an update."""
-        with suppress(asyncio.CancelledError), ExitStack() as context:
-            context.callback(self._say_ended)
-            context.enter_context(self._topology().operation(WHAT))
-            context.push(self._forget_layout)
+        with suppress(asyncio.CancelledError), self._operation():
             raise asyncio.CancelledError("the call was cancelled")
 
     def _settle(self) -> None:
         """Clean up behind calls that were cancelled, consumers that have gone, an error of the program between two calls."""
-        self._withdraw(self._update, "the weights that came were not taken")
-        self._cancelled.clear()
-
-    def _begin(self) -> None:
-        """Have nothing open from the update before."""
-        if self._update is not None and self.colocated and not self._cancelled.is_set():
-            raise ConfigurationError(
-                f"the weights of step {self._update.version.step} have come and have not been taken: colocated, each "
-                "send_weights is followed by receive_weights or receive_into"
-            )
-        self._settle()
+        self._leave_open(self._open, asyncio.CancelledError("the weights that came were not taken"))
+        self.members.cancelled.clear()
 
 
 def _float_type(given: str | torch.dtype | None) -> torch.dtype | None:

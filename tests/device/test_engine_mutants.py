@@ -120,7 +120,7 @@ ON_DEVICE = [
     ),
     Mutant(
         "what the package brings is digested before it is on the host",
-        "ckpt/engine/kimi.py: KimiCheckpointEngine._carry.carry.take",
+        "ckpt/engine/kimi.py: ParameterServerTransport._carry_by_package.carry.take",
         "wait_for(bucket.device)",
         "",
         (BY_THE_PACKAGE,),

@@ -270,8 +270,7 @@ def _on_the_own_device(topology: Topology, name: str, device: str) -> None:
     live = LiveModel(Held(target.tensors()))
     with joined(topology, 1, 1, name, device) as engine:
         update(engine, 1, live, source.tensors().items())
-        assert engine._thread is not None
-        assert engine._thread.submit(module.current_device).result() == 0
+        assert engine.members.submit(module.current_device).result() == 0
         assert [module.max_memory_reserved(other) for other in range(1, module.device_count())] == [0] * 7
         if engine.rank in engine.rollouts:
             target.require_filled(values_of(DENSE, 50), around=60)

@@ -291,9 +291,16 @@ def _kill_at(update: int, member: ElasticEngine, rising: Rising, where: str) -> 
         return counted
 
     if where == "the agreement":
-        engine._offer = dies(engine._offer)  # type: ignore[method-assign]
+        phase, agree = Topology.phase, dies(lambda: None)
+
+        def phase_or_death(topology: Topology, name: str) -> Any:
+            if name == "offload":
+                agree()
+            return phase(topology, name)
+
+        Topology.phase = phase_or_death  # type: ignore[method-assign, assignment]
     elif where == "the transfer":
-        engine._carry = dies(engine._carry)  # type: ignore[method-assign]
+        engine.transport.carry = dies(engine.transport.carry)  # type: ignore[method-assign]
     elif where == "the load":
         rising.load = dies(rising.load)  # type: ignore[method-assign]
 
@@ -375,9 +382,9 @@ def _comer_dies(topology: Topology, name: str) -> Any:
     elif COMERS[where] == "has answered":
         comer._enter = dies  # type: ignore[method-assign]
     elif COMERS[where] == "is joining":
-        comer.engine._join_update = dies  # type: ignore[method-assign]
+        comer.engine.transport.join = dies  # type: ignore[method-assign]
     else:
-        comer.engine._carry = dies  # type: ignore[method-assign]
+        comer.engine.transport.carry = dies  # type: ignore[method-assign]
     with watched_rising() as rising:
         asyncio.run(comer.receive_into(rising))
     raise AssertionError("it should have died")

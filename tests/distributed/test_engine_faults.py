@@ -128,7 +128,7 @@ def watched(engine: VersionedEngine) -> Iterator[Watched]:
 
 def be_patient(engine: VersionedEngine, seconds: float) -> None:
     """From the next agreement on."""
-    engine.timeout_s = seconds
+    engine.members.timeout_s = seconds
     if engine.topology is not None and engine.topology._agreement is not None:
         engine.topology.timeout_s = engine.topology._agreement.timeout_s = seconds
 
@@ -381,8 +381,8 @@ def _rejoin(engine: VersionedEngine, store: Any, survivors: list[int], rank: int
     """Those that are left form an engine anew; what has to be told goes through a store of somebody else."""
     engine.leave()
     new_rank = survivors.index(rank)
-    engine.is_master = new_rank == 0
-    if engine.is_master:
+    engine.members.is_master = new_rank == 0
+    if engine.members.is_master:
         master = engine.prepare()
         store.set("meet again", json.dumps(list(master or ())))
     master = MasterMetadata(*json.loads(store.get("meet again")))
@@ -733,7 +733,7 @@ settings = {"timeout_s": 20.0} | ({"transport": transport} if transport else {})
 engine = CheckpointEngineRegistry.new(backend, 1 << 16, **settings)
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 engine.init_process_group(rank, 1, 1, store=store)
-engine.timeout_s = engine.topology.timeout_s = engine.topology._agreement.timeout_s = 3.0
+engine.members.timeout_s = engine.topology.timeout_s = engine.topology._agreement.timeout_s = 3.0
 live = LiveModel(type("Holder", (), {"state_dict": lambda self, held=weights_of(0): held})())
 original, calls = OwnGroup.broadcast, []
 def stop(group, *args):

@@ -23,9 +23,10 @@ from torch.distributed import DistError
 from ckpt.engine.base import NamedTensor
 from ckpt.engine.elastic.membership import Call, Epoch, News, Rendezvous, culprit, goes_on_after, next_epoch
 from ckpt.engine.elastic.membership_store import LEAVING, READY, MembershipStore, reserve
-from ckpt.engine.engine_thread import EngineThread
-from ckpt.engine.joined import done, own_store
-from ckpt.engine.versioned import Sink, VersionedEngine
+from ckpt.engine.engine_thread import EngineThread, done
+from ckpt.engine.members import own_store
+from ckpt.engine.update import Sink
+from ckpt.engine.versioned import VersionedEngine
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.ranks.heartbeat import Heartbeat

@@ -14,7 +14,7 @@ import torch
 from ckpt.engine.agreed import version_digest
 from ckpt.engine.base import WeightVersion
 from ckpt.engine.elastic.membership import News
-from ckpt.engine.versioned import Sink
+from ckpt.engine.update import Sink
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import ReceivedStream
 from ckpt.errors import CorruptCheckpointError, MissingStateError

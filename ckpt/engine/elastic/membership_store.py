@@ -17,7 +17,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckpt.engine.elastic.membership import Call, Epoch, News
-from ckpt.engine.joined import TOPOLOGY
+from ckpt.engine.members import TOPOLOGY
 from ckpt.errors import RankAbsentError
 from ckpt.ranks.heartbeat import Beat, FailureDetector, Heartbeat, PhaseIndex, beat_key
 from ckpt.ranks.store_client import StoreClient

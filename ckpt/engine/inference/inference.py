@@ -24,7 +24,7 @@ from torch.multiprocessing import reductions
 
 from ckpt.engine.base import NamedTensor, WeightVersion
 from ckpt.engine.inference.worker_line import Farewell, WorkerLine, await_answers
-from ckpt.engine.versioned import Sink
+from ckpt.engine.update import Sink
 from ckpt.engine.wire.layout import WeightLayout, aligned
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.dtypes import raw_bytes

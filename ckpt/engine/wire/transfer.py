@@ -20,11 +20,11 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from ckpt.engine.wire.delta import Changes, Runs, bytes_of, without
+from ckpt.engine.update import Update
+from ckpt.engine.wire.delta import Runs, bytes_of, without
 from ckpt.engine.wire.group import OwnGroup
-from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.parts import Messages, copy_parts, gather, scatter
-from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
+from ckpt.engine.wire.pool import digest_of_bucket
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, RankLeftError, sentence
 from ckpt.memory.device import SideStream, device_memory, same_device
 from ckpt.ranks.topology import Topology
@@ -103,43 +103,31 @@ class Transfer:
     otherwise. The network's thread knows memory, not where it comes from: one that is late writes to none that is used again.
 
     Args:
-        pool: of a rank that owns buckets.
-        landing: of a rollout.
         groups: makes or finds the group of each owner with the rollouts, by owner; none for an owner that is the only rollout.
             The network's thread calls it.
         receivers: the rollouts.
-        digests: of every bucket.
         buffers: memory for the collectives; None: they take host memory.
         messages: host memory for parts of buckets, where they do.
         timeout_s: that may pass without a bucket.
-        block_bytes: of what buckets are digested by; None: as one.
-        changes: what travels; None: everything.
-        before: where a rollout has the version that `changes` begins from; None: where the buckets land.
     """
 
     rank: int
-    topology: Topology
-    layout: WeightLayout
-    pool: HostPool | None
-    landing: ReceivedStream | None
+    update: Update
     groups: Callable[[], Mapping[int, OwnGroup]]
     receivers: Sequence[int]
-    digests: Mapping[int, str]
     buffers: DeviceBuffers | None
     messages: Messages
     timeout_s: float
-    block_bytes: int | None = None
-    changes: Changes | None = None
-    before: ReceivedStream | None = None
 
     def start(self) -> Network:
         """Begin to carry everything that this rank sends or receives. All owners and rollouts call it, then `finish`."""
-        every = range(self.layout.num_buckets)
-        self._mine = [bucket for bucket in every if self.rank in (self.layout.owner(bucket), *self.receivers)]
-        self._ours = self.pool.buckets(self.layout) if self.pool is not None else {}
-        self._there = {bucket: self.landing.bucket(bucket) for bucket in every} if self.landing is not None else {}
-        self._old = {bucket: self.before.bucket(bucket) for bucket in every} if self.before is not None else {}
-        self._runs = self.changes.runs if self.changes is not None else {}
+        update, layout = self.update, self.update.layout
+        every = range(layout.num_buckets)
+        self._mine = [bucket for bucket in every if self.rank in (layout.owner(bucket), *self.receivers)]
+        self._ours = update.pool.buckets(layout) if update.pool is not None else {}
+        self._there = {bucket: update.landing.bucket(bucket) for bucket in every} if update.landing is not None else {}
+        self._old = {bucket: update.before.bucket(bucket) for bucket in every} if update.before is not None else {}
+        self._runs = update.changes.runs if update.changes is not None else {}
         return Network(self._carry)
 
     def finish(self, network: Network) -> None:
@@ -149,9 +137,9 @@ class Transfer:
             CorruptCheckpointError: a bucket is not what its owner sent; naming it and the weights in it.
             RankLeftError: see `Network.buckets`.
         """
-        verifier = Verifier(self.rank, self.layout, self.digests, self.block_bytes)
+        verifier = Verifier(self.rank, self.update)
         try:
-            for bucket in network.buckets(self.topology, self.timeout_s):
+            for bucket in network.buckets(self.update.topology, self.timeout_s):
                 if bucket in self._there and verifier.failure is None:
                     with suppress(CorruptCheckpointError):  # raised when nobody waits for us any more
                         verifier.check(bucket, self._there[bucket])
@@ -174,7 +162,7 @@ class Transfer:
 
     def _start(self, bucket: int, groups: Mapping[int, OwnGroup]) -> Callable[[], None]:
         """Begin to move a bucket; return what waits until it is where it belongs."""
-        owner = self.layout.owner(bucket)
+        owner = self.update.layout.owner(bucket)
         ours, there, old = self._ours.get(bucket), self._there.get(bucket), self._old.get(bucket)
         host = ours if ours is not None else there
         assert host is not None, "an owner has a pool, and all others receive"
@@ -201,20 +189,13 @@ def _land(bucket: int, wait: Callable[[], None], tell: Callable[[int], None]) ->
 class Verifier:
     """Holds what comes against what was sent.
 
-    Args:
-        block_bytes: of what buckets are digested by; None: as one.
-
     Attributes:
         failure: the first that was found.
     """
 
-    def __init__(
-        self, rank: int, layout: WeightLayout, digests: Mapping[int, str], block_bytes: int | None = None
-    ) -> None:
+    def __init__(self, rank: int, update: Update) -> None:
         self._rank = rank
-        self._layout = layout
-        self._digests = digests
-        self._block_bytes = block_bytes
+        self._layout, self._digests, self._block_bytes = update.layout, update.digests, update.block_bytes
         self.failure: CorruptCheckpointError | None = None
 
     def check(self, bucket: int, host: torch.Tensor) -> None:

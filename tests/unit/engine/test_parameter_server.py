@@ -230,7 +230,7 @@ def test_kimi_is_quiet(engine: KimiCheckpointEngine, capfd: pytest.CaptureFixtur
 def test_kimi_leaves_nothing_registered_after_a_failure(engine: KimiCheckpointEngine) -> None:
     sink = _Sink()
     update(engine, 1, sink)
-    server = engine._server
+    server = engine.transport.server
     assert server is not None and server.metas()[0].memory_buffer_metas_list
     registered = server._server._memory_pool
     assert "weights" in registered

@@ -1,0 +1,249 @@
+"""The ranks of an engine: how they meet and part, and the thread that speaks for one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+
+from ckpt.engine.base import MasterMetadata
+from ckpt.engine.engine_thread import EngineThread, done
+from ckpt.errors import ConfigurationError, RankAbsentError
+from ckpt.ranks.addresses import own_address
+from ckpt.ranks.stores import StoreGoneError, reach, serve
+from ckpt.ranks.topology import Topology
+
+Result = TypeVar("Result")
+
+TOPOLOGY = "topology"
+"""Where in an engine's store its ranks agree."""
+_NEVER = ConfigurationError("the engine has not joined any ranks: call init_process_group first")
+_LINGER_S = 1.0
+_LEAVE_S = 5.0
+
+
+class Place(NamedTuple):
+    """The ranks to join, and which of them this process is; see `VersionedEngine.init_process_group`."""
+
+    rank: int
+    num_trainers: int
+    num_rollouts: int
+    master: MasterMetadata | None
+    store: Store | None
+
+
+class Members:
+    """The trainers and rollouts of an engine, as one of them sees them.
+
+    Ranks are 0 to T - 1 for trainers and T to T + R - 1 for rollouts; colocated, the same T ranks are both.
+
+        apart --- prepare, join ---> joined --- leave ---> apart
+
+    Every collective call is made by one thread, which lives while the ranks are joined: the event loop goes on.
+
+    Args:
+        timeout_s: a rank that stands still for so long is absent.
+        colocated: the trainers are the rollouts.
+        is_master: this rank's `prepare` says where to meet. One rank is, the first trainer.
+
+    Attributes:
+        rank: of the engine.
+        trainers, rollouts: the ranks that send, and that receive.
+        topology: of all ranks; None: they are not joined.
+        store: through which they meet.
+        cancelled: a call was, and what is under way in the thread is to fail.
+
+    Raises:
+        ConfigurationError: a value that cannot be.
+    """
+
+    def __init__(self, *, timeout_s: float, colocated: bool, is_master: bool) -> None:
+        if not timeout_s > 0:
+            raise ConfigurationError(f"timeout_s={timeout_s}: expected more than 0 seconds")
+        self.timeout_s = timeout_s
+        self.colocated = colocated
+        self.is_master = is_master
+        self.rank = 0
+        self.trainers = self.rollouts = range(0)
+        self.topology: Topology | None = None
+        self.store: Store | None = None
+        self.cancelled = threading.Event()
+        self._meeting: tuple[TCPStore, MasterMetadata] | None = None
+        self._joined_as: Place | None = None
+        self._thread: EngineThread | None = None
+        self._num_ended = 0
+
+    @property
+    def are_joined(self) -> bool:
+        return self._thread is not None
+
+    def require_topology(self) -> Topology:
+        """The topology of all ranks.
+
+        Raises:
+            ConfigurationError: they are not joined.
+        """
+        if self.topology is None:
+            raise _NEVER
+        return self.topology
+
+    # Meeting and parting
+
+    def prepare(self) -> MasterMetadata | None:
+        """See `CheckpointEngine.prepare`. The master's store is there from now on."""
+        if not self.is_master:
+            return None
+        if self._meeting is None:
+            store, address = own_store(self.timeout_s)
+            self._meeting = store, MasterMetadata(address, store.port)
+        return self._meeting[1]
+
+    def are_joined_as(self, place: Place) -> bool:
+        """Whether there is nothing left to join.
+
+        Raises:
+            ConfigurationError: numbers that cannot be; other ranks are joined.
+        """
+        world_size = place.num_trainers + (0 if self.colocated else place.num_rollouts)
+        if place.num_trainers < 1 or place.num_rollouts < 1 or not 0 <= place.rank < world_size:
+            raise ConfigurationError(
+                f"rank {place.rank} of {place.num_trainers} trainers and {place.num_rollouts} rollouts: each needs at least one"
+            )
+        if self.colocated and place.num_rollouts != place.num_trainers:
+            raise ConfigurationError(
+                f"colocated, {place.num_trainers} trainers are as many rollouts, not {place.num_rollouts}"
+            )
+        if self._joined_as not in (None, place):
+            raise ConfigurationError(
+                f"the engine has joined {len(self.trainers)} trainers and {len(self.rollouts)} rollouts: call leave() on every rank "
+                "before it joins others, or make it with rebuild_group=True"
+            )
+        return self._joined_as is not None
+
+    def join(self, place: Place, host: str | None, get_ready: Callable[[Topology], None]) -> None:
+        """Join the other ranks. If it fails, `leave` comes next.
+
+        Args:
+            host: name of this host; None: its own.
+            get_ready: called on all ranks by the thread, as part of the join; may have phases.
+
+        Raises:
+            RankAbsentError: a rank did not come.
+        """
+        self.rank = place.rank
+        self.trainers = range(place.num_trainers)
+        first = 0 if self.colocated else place.num_trainers
+        self.rollouts = range(first, first + place.num_rollouts)
+        self._thread = EngineThread()
+        self.submit(self._join, place, host, get_ready).result()
+        self._joined_as = place
+
+    def leave(self, last: Callable[[], None]) -> None:
+        """Leave the other ranks, waiting for none of them; any may be gone. Does nothing if none are joined.
+
+        A call that is under way is waited for a moment; one that is stuck is left to itself.
+
+        Args:
+            last: called by the thread before the ranks part.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self.cancelled.set()
+            try:
+                with suppress(TimeoutError):
+                    thread.submit(self._part, last).result(_LEAVE_S)
+            finally:
+                thread.stop()
+                topology, self.topology = self.topology, None
+                self._meeting = self._joined_as = None
+                if topology is not None:
+                    topology.close()
+
+    def say_ended(self, topology: Topology) -> None:
+        """Tell the others that this rank needs the store no more for an operation among the ranks of `topology`."""
+        if self.topology in (None, topology):
+            self._num_ended += 1
+            if self.store is not None:
+                with suppress(DistError):
+                    self.store.set(f"ended/{self.rank}", str(self._num_ended))
+
+    def _join(self, place: Place, host: str | None, get_ready: Callable[[Topology], None]) -> None:
+        self.store = store = place.store or self._store_of(place.master)
+        self.cancelled.clear()
+        self._num_ended = 0
+        world_size = len({*self.trainers, *self.rollouts})
+        self.topology = topology = Topology.join(
+            PrefixStore(TOPOLOGY, store), self.rank, world_size, host=host, timeout_s=self.timeout_s
+        )
+        with topology.operation("the join of trainers and rollouts"):
+            get_ready(topology)
+
+    def _part(self, last: Callable[[], None]) -> None:
+        try:
+            last()
+        finally:
+            if self.topology is not None:
+                self._linger(self.topology.world_size)
+
+    def _linger(self, world_size: int) -> None:
+        """The store that the ranks agree through goes with this process: let the others read how the last update ended."""
+        if self._meeting is None or not self._num_ended:
+            return
+        store, until = self._meeting[0], time.monotonic() + _LINGER_S
+        for key in [f"ended/{rank}" for rank in range(world_size)]:
+            while not store.check([key]) or int(store.get(key)) < self._num_ended:
+                if time.monotonic() > until:
+                    return  # it is gone, or in no hurry
+                time.sleep(0.005)
+
+    def _store_of(self, master: MasterMetadata | None) -> Store:
+        if master is None:
+            raise ConfigurationError("the engine is not told where to meet: give master_metadata or a store")
+        if self._meeting is not None:
+            return self._meeting[0]
+        try:
+            return reach(master.address, master.port, timeout_s=self.timeout_s)
+        except StoreGoneError as error:
+            raise RankAbsentError(
+                f"rank {self.rank} cannot reach the first trainer's store at {master.address}:{master.port}"
+            ) from error
+
+    # The thread
+
+    def submit(self, call: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Queue for the thread."""
+        if self._thread is None:
+            raise _NEVER
+        return self._thread.submit(call, *args)
+
+    async def run_to_the_end(self, call: Callable[..., Result], *args: Any) -> Result:
+        """Run in the thread what the others count on, while the event loop goes on: a caller that is cancelled is so when it is done."""
+        future = self.submit(call, *args)
+        try:
+            return await done(future)
+        except asyncio.CancelledError:
+            with suppress(Exception):
+                await done(future)
+            raise
+
+
+def own_store(timeout_s: float) -> tuple[TCPStore, str]:
+    """Hold a store for the ranks of an engine, and return it with the one address on which it listens.
+
+    Raises:
+        ConfigurationError: it cannot listen there.
+    """
+    address = own_address()
+    try:
+        return serve(address, timeout_s=timeout_s), address
+    except OSError as error:
+        raise ConfigurationError(
+            f"no store can listen on {address}, this machine's address: {error}; name its interface by GLOO_SOCKET_IFNAME"
+        ) from error
