@@ -5,7 +5,8 @@ Files, in the order in which data travels:
     base                    the contract of an engine, and the registry
     export                  whole weights of a model on any layout
     members, engine_thread  the ranks of an engine, and the thread that speaks for one
-    update, agreed          one update, and what carries it; what ranks agree on before it
+    offload                 the weights of a trainer, on its host
+    update, agreed          one update, what carries it and what takes it; what ranks agree on before it
     versioned               the engine: members, pools, and the update as one function
     broadcast, kimi, parameter_server, naive    the transports, and the engine with each
     wire/                   how weights travel

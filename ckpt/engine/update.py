@@ -1,4 +1,4 @@
-"""One update on one rank, from the weights that a trainer yields to those that a rollout takes, and what carries them."""
+"""One update on one rank, what carries its bytes, and what takes its weights."""
 
 from __future__ import annotations
 
@@ -22,22 +22,6 @@ class Sink(Protocol):
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
         """Take whole tensors on the host, all at once. Does not fail for what `check` has passed, as far as that is in its hands."""
-
-
-@dataclass
-class Offloaded:
-    """What one trainer has on its host.
-
-    Attributes:
-        began: the call, by the clock of `time.perf_counter`.
-        error: why it has nothing.
-    """
-
-    layout: WeightLayout
-    began: float
-    digests: dict[int, str] = field(default_factory=dict)
-    error: Exception | None = None
-    seconds: float = 0.0
 
 
 @dataclass

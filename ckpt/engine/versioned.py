@@ -15,18 +15,19 @@ import time
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from ckpt.engine.agreed import WHAT, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
-from ckpt.engine.base import CASTABLE, CheckpointEngineWithCache, MasterMetadata, NamedTensor, SyncReport, WeightVersion
+from ckpt.engine.base import CheckpointEngineWithCache, MasterMetadata, NamedTensor, SyncReport, WeightVersion
 from ckpt.engine.engine_thread import done
 from ckpt.engine.members import Members, Place
+from ckpt.engine.offload import Offloaded, TravelTypes
 from ckpt.engine.stream import OpenUpdate, WeightStream
-from ckpt.engine.update import Offloaded, Sink, Transport, Update
+from ckpt.engine.update import Sink, Transport, Update
 from ckpt.engine.wire.buckets import Buckets
 from ckpt.engine.wire.delta import BLOCK_KIB, agreed_changes, require_one_block
 from ckpt.engine.wire.layout import WeightLayout
@@ -34,15 +35,12 @@ from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
 from ckpt.engine.wire.ring import on_device
 from ckpt.engine.wire.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.format.dtypes import is_dtensor
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
 
 Result = TypeVar("Result")
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CASTABLE}
-_PAUSE_EVERY = 16  # tensors after which a sender's event loop may do something else
 _SECONDS = ("offload_s", "gather_s", "transfer_s", "reload_s", "blocked_s")
 
 
@@ -116,8 +114,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         self.members = Members(timeout_s=timeout_s, colocated=colocated, is_master=is_master)
         self.device, self.colocated = self.buckets.device, colocated
         self._rebuild_group = rebuild_group
-        self._rollout_dtype = _float_type(rollout_dtype)
-        self._keep_dtype = tuple(keep_dtype)
+        self._types = TravelTypes(rollout_dtype, keep_dtype)
         if delta_block_kib < 1:
             raise ConfigurationError(f"delta_block_kib={delta_block_kib}: expected at least 1")
         self._block_bytes = delta_block_kib << 10 if delta else None
@@ -306,37 +303,18 @@ class VersionedEngine(CheckpointEngineWithCache):
     async def _offload(
         self, weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor], topology: Topology
     ) -> Offloaded:
-        """Take all weights; copy those parts to the host that this rank owns. What goes wrong is told to all ranks afterwards."""
         began = time.perf_counter()
         pool = self.pool or HostPool(self._sends_as, self._bucket_bytes, block_bytes=self._block_bytes)
         self.pool = pool
         layout = WeightLayout(self._bucket_bytes, self._owners, tied_names(weights))
         found = Offloaded(layout, began)
-        try:
-            async for number, (name, tensor) in _numbered(weights):
-                # A failure of ours is no reason not to take the rest: the others' exports wait for ours.
-                whole = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-                if found.error is None:
-                    try:
-                        pool.put(layout, layout.add(name, self.travels_as(name, whole.dtype), whole.shape), whole)
-                    except Exception as error:
-                        found.error = error
-                topology.progress()
-                if number % _PAUSE_EVERY == 0:
-                    await asyncio.sleep(0)
-            if found.error is None:
-                found.digests = await self._run(pool.seal, layout)
-        except Exception as error:
-            found.error = found.error or error
-        found.seconds = time.perf_counter() - began
+        seal = partial(self._run, pool.seal, layout)
+        await found.take(weights, self.travels_as, pool, progress=topology.progress, seal=seal)
         return found
 
     def travels_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The type in which a weight of this name and type reaches the rollouts."""
-        if self._rollout_dtype is None or dtype not in CASTABLE:
-            return dtype
-        kept = any(fnmatchcase(name, pattern) for pattern in self._keep_dtype)
-        return dtype if kept else self._rollout_dtype
+        return self._types.of(name, dtype)
 
     # Receiving
 
@@ -684,27 +662,6 @@ class VersionedEngine(CheckpointEngineWithCache):
         """Clean up behind calls that were cancelled, consumers that have gone, an error of the program between two calls."""
         self._leave_open(self._open, asyncio.CancelledError("the weights that came were not taken"))
         self.members.cancelled.clear()
-
-
-def _float_type(given: str | torch.dtype | None) -> torch.dtype | None:
-    name = None if given is None else str(given).removeprefix("torch.")
-    if name is None or name in _DTYPES:
-        return _DTYPES[name] if name else None
-    raise ConfigurationError(f"rollout_dtype={name}: expected one of {', '.join(sorted(_DTYPES))}, or null")
-
-
-async def _numbered(
-    weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor],
-) -> AsyncIterator[tuple[int, NamedTensor]]:
-    number = 0
-    if isinstance(weights, AsyncIterable):
-        async for named in weights:
-            number += 1
-            yield number, named
-    else:
-        for named in weights:
-            number += 1
-            yield number, named
 
 
 def _make_ready(layout: WeightLayout, landing: ReceivedStream | None, sink: Sink | None) -> None:

@@ -1,0 +1,105 @@
+"""The weights of a trainer, taken one by one and copied to its host in the types in which they travel."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+
+from ckpt.engine.base import CASTABLE, NamedTensor
+from ckpt.engine.wire.layout import WeightLayout
+from ckpt.engine.wire.pool import HostPool
+from ckpt.errors import ConfigurationError
+from ckpt.format.dtypes import is_dtensor
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CASTABLE}
+_PAUSE_EVERY = 16  # tensors after which a sender's event loop may do something else
+
+
+class TravelTypes:
+    """The type in which each weight reaches the rollouts; see `VersionedEngine`.
+
+    Raises:
+        ConfigurationError: a type that nothing is cast to.
+    """
+
+    def __init__(self, rollout_dtype: str | torch.dtype | None, keep_dtype: Sequence[str]) -> None:
+        name = None if rollout_dtype is None else str(rollout_dtype).removeprefix("torch.")
+        if name is not None and name not in _DTYPES:
+            raise ConfigurationError(f"rollout_dtype={name}: expected one of {', '.join(sorted(_DTYPES))}, or null")
+        self._dtype = None if name is None else _DTYPES[name]
+        self._kept = tuple(keep_dtype)
+
+    def of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        if self._dtype is None or dtype not in CASTABLE or any(fnmatchcase(name, pattern) for pattern in self._kept):
+            return dtype
+        return self._dtype
+
+
+@dataclass
+class Offloaded:
+    """What one trainer has on its host.
+
+    Attributes:
+        began: the call, by the clock of `time.perf_counter`.
+        digests: of its buckets.
+        error: why it has nothing.
+    """
+
+    layout: WeightLayout
+    began: float
+    digests: dict[int, str] = field(default_factory=dict)
+    error: Exception | None = None
+    seconds: float = 0.0
+
+    async def take(
+        self,
+        weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor],
+        travels_as: Callable[[str, torch.dtype], torch.dtype],
+        pool: HostPool,
+        *,
+        progress: Callable[[], None],
+        seal: Callable[[], Awaitable[dict[int, str]]],
+    ) -> None:
+        """Take all weights; copy those parts to the host that this rank owns. What goes wrong is told to all ranks afterwards.
+
+        Args:
+            progress: called for each weight.
+            seal: `pool.seal`, in a thread where it may wait.
+        """
+        try:
+            async for number, (name, tensor) in _numbered(weights):
+                # A failure of ours is no reason not to take the rest: the others' exports wait for ours.
+                whole = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+                if self.error is None:
+                    try:
+                        weight = self.layout.add(name, travels_as(name, whole.dtype), whole.shape)
+                        pool.put(self.layout, weight, whole)
+                    except Exception as error:
+                        self.error = error
+                progress()
+                if number % _PAUSE_EVERY == 0:
+                    await asyncio.sleep(0)
+            if self.error is None:
+                self.digests = await seal()
+        except Exception as error:
+            self.error = self.error or error
+        self.seconds = time.perf_counter() - self.began
+
+
+async def _numbered(
+    weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor],
+) -> AsyncIterator[tuple[int, NamedTensor]]:
+    number = 0
+    if isinstance(weights, AsyncIterable):
+        async for named in weights:
+            number += 1
+            yield number, named
+    else:
+        for named in weights:
+            number += 1
+            yield number, named
