@@ -51,7 +51,7 @@ class Members:
     Args:
         timeout_s: a rank that stands still for so long is absent.
         colocated: the trainers are the rollouts.
-        is_master: this rank's `prepare` says where to meet. One rank is, the first trainer.
+        is_master: this rank's `prepare` says where to meet. True on the first trainer alone.
 
     Attributes:
         rank: of the engine.

@@ -54,13 +54,15 @@ class VersionedEngine(CheckpointEngineWithCache):
         settled ---- begin ----> agreeing ---- commit ----> open ---- finish ----> settled
         version n                   |                         |                    version n + 1
            ^                        |                         |
-           +------------------------+-- any rank fails, ------+
-                                        is cancelled or gone
+           +------------------------+------- any failure -----+
 
-    Agreeing, the ranks agree on step, layout and digests, and the transport carries the buckets; the commit is that every bucket has
-    been verified everywhere. Open, trainers wait and rollouts take the weights; finished, every rollout has them.
-    `_update` is the way from left to right as one function, which stands still at its `yield` while the update is open. After a failure
-    the next update tells its layout anew, sends everything, and goes through new connections.
+    - agreeing: all ranks agree on step, layout and digests, and the transport carries the buckets.
+    - commit: every bucket has been verified on every rollout.
+    - open: the rollouts take the weights, and trainers wait.
+    - finish: all rollouts have taken them.
+    - failure: a rank raises, is cancelled or is gone. All ranks keep version n; the next update sends everything, through new connections.
+
+    `_update` is the way from left to right, as one function. It stands at its `yield` while the update is open.
 
     Args:
         bucket_size: bytes that travel at a time, at most; None: `bucket_mib`.
