@@ -49,10 +49,11 @@ from ckpt.saving.arguments import (
     check_text,
 )
 from ckpt.saving.background.background import Background
+from ckpt.saving.checkpoint_root import KnownRoots, SaveReport, SaveTarget
 from ckpt.saving.host_cache import host_cache_of
 from ckpt.saving.publishing import Publisher, WeightSender
 from ckpt.saving.save_settings import SaveSettings
-from ckpt.saving.saver import Saver, SaveReport, SaveTarget
+from ckpt.saving.saver import SavedRun, Saver
 from ckpt.saving.writing import PACKED_BYTES
 from ckpt.state.doctor import Diagnosis
 from ckpt.state.overlap import Optimizers
@@ -100,6 +101,7 @@ class CheckpointCoordinator:
         saves: whether training waits for saves, and what may go on beside it.
 
     Attributes:
+        config_text: as given; what is set here goes into the next checkpoint. Equal on all ranks.
         last_save: what the newest save did that is known to be committed.
         reports: of all saves that are known to be committed, in order.
         last_load: what the newest load did.
@@ -148,6 +150,7 @@ class CheckpointCoordinator:
         self._shared_root = shared_root
         self._stale_s = stale_s
         self._lock: FolderLock | None = None
+        self.config_text = config_text
         self.last_save: SaveReport | None = None
         self.reports: list[SaveReport] = []
         self.last_load: LoadReport | None = None
@@ -160,20 +163,15 @@ class CheckpointCoordinator:
         self._saves = saves
         self._background = Background(topology, saves, device, backend) if saves.is_async else None
         self._keeper = host_cache_of(backend, saves)
-        self._saver = Saver(
-            self.output_dir,
-            components,
-            topology,
-            backend,
-            device,
-            config_text=config_text,
-            stale_s=stale_s,
+        self._roots = KnownRoots(
             run_id=f"{self.output_dir.absolute()}" + (f", of {self._run_ids[0]}" if shared_root else ""),
-            pattern_check=pattern_check,
-            packed_bytes=packed_mib << 20,
+            stale_s=stale_s,
             delete=self._background.delete if self._background is not None else None,
             keeper=self._keeper,
+            in_use={self.output_dir} if self.output_dir.is_dir() else set(),
         )
+        run = SavedRun(components, topology, backend, device)
+        self._saver = Saver(run, self._roots, pattern_check=pattern_check, packed_bytes=packed_mib << 20)
         self._strategy = strategy
         self._strategy.bind(backend)
         self._loader = Loader(
@@ -333,15 +331,6 @@ class CheckpointCoordinator:
             yield has_come
 
     @property
-    def config_text(self) -> str | None:
-        """Stored as config.yaml in each checkpoint; what is set here goes into the next one. Equal on all ranks."""
-        return self._saver.config_text
-
-    @config_text.setter
-    def config_text(self, text: str | None) -> None:
-        self._saver.config_text = text
-
-    @property
     def num_pending(self) -> int:
         """Saves in the background whose end no call has told of yet."""
         return 0 if self._background is None else self._background.num_pending
@@ -431,7 +420,7 @@ class CheckpointCoordinator:
             self.last_load = self._load_newest(strict)
         self._go_on_from(self.last_load)
         if any(one.status is Status.FAILED for one in self.last_load.components):
-            self._saver.distrust(Path(self.last_load.path))
+            self._roots.distrusted.add(Path(self.last_load.path))
 
     def _go_on_from(self, loaded: LoadReport) -> None:
         """Belong to the training history of a checkpoint that lies in output_dir, so that its checkpoints are this run's own."""
@@ -537,6 +526,7 @@ class CheckpointCoordinator:
             remove_others=self._overwrite and is_home,
             lock=self._lock_of(root, is_home),
             keeps_lock=is_home,
+            config_text=self.config_text,
         )
 
     def _lock_of(self, root: Path, is_home: bool) -> FolderLock | None:

@@ -83,7 +83,14 @@ PARTS = {
         ),
     ),
     "saves": Part(
-        ("saving/saver.py", "saving/writing.py", "saving/background/background.py", "saving/manifest_writer.py"),
+        (
+            "saving/saver.py",
+            "saving/prepared_save.py",
+            "saving/checkpoint_root.py",
+            "saving/writing.py",
+            "saving/background/background.py",
+            "saving/manifest_writer.py",
+        ),
         (
             "unit/test_coordinator.py",
             "unit/catalog/test_incremental.py",

@@ -132,10 +132,14 @@ class HostCache:
         self._held = step
         self.pool.keep(step.save, step.path)
 
-    def drop(self, folder: Path | None, rank: int, save: PooledSave) -> None:
-        """A save has failed; nothing of it is written any more."""
-        if folder is not None:
-            self._memories.take(folder, rank)
+    def drop(self, assigned: tuple[Path, int] | None, save: PooledSave) -> None:
+        """A save has failed; nothing of it is written any more.
+
+        Args:
+            assigned: the folder and the rank that the memory was assigned to; None: it was not.
+        """
+        if assigned is not None:
+            self._memories.take(*assigned)
         self.pool.drop(save)
 
     def files_of(self, manifest: bytes, topology: Topology) -> HeldFiles:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ckpt.backends.base import Backend
 from ckpt.catalog.ledger import Commit
 from ckpt.errors import StorageError
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -28,53 +28,35 @@ from ckpt.format.manifest import (
 from ckpt.format.names import PLAIN_NAME
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
+from ckpt.saving.prepared_save import PreparedSave
 from ckpt.saving.writing import WriteResult, joined_checksum, path_of
 from ckpt.state.sharing import EQUAL_COPIES, StateComponent, holders_of
 from ckpt.version import __version__
 
 
+@dataclass
 class ManifestWriter:
     """Puts one save on record, once every rank's bytes are durable. Lead rank only.
 
-    Args:
-        folder: what the ranks wrote into.
+    Attributes:
         votes: of every rank, in order.
         config_text: stored as config.yaml; None: there is none.
         commit: its place in the order of commits; None: it is in no checkpoint root.
         run_id: of the run's training history.
         beside: files that lie in the folder already and belong to the checkpoint, relative to it.
-
-    Attributes:
         manifest_digest: of the bytes of the manifest, once it is written.
         made: the small files, beside the ranks' own, that the checkpoint has besides; by path.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        plan: SavePlan,
-        components: Mapping[str, StateComponent],
-        votes: Sequence[WriteResult],
-        *,
-        topology: Topology,
-        backend: Backend,
-        config_text: str | None = None,
-        commit: Commit | None = None,
-        run_id: str | None = None,
-        beside: Sequence[str] = (),
-    ) -> None:
-        self._folder = folder
-        self._plan = plan
-        self._components = components
-        self._votes = votes
-        self._topology = topology
-        self._backend = backend
-        self._config_text = config_text
-        self._commit = commit
-        self._run_id = run_id
-        self._beside = beside
-        self.manifest_digest = ""
-        self.made: dict[str, bytes] = {}
+    save: PreparedSave[Any]
+    votes: Sequence[WriteResult]
+    topology: Topology
+    config_text: str | None = None
+    commit: Commit | None = None
+    run_id: str | None = None
+    beside: Sequence[str] = ()
+    manifest_digest: str = ""
+    made: dict[str, bytes] = field(default_factory=dict)
 
     def write(self, checkpoint_id: str) -> int:
         """Join the arrays, write the config and, last, the manifest; return the bytes that this adds.
@@ -82,30 +64,30 @@ class ManifestWriter:
         Raises:
             StorageError: what a rank wrote is not seen here.
         """
-        _await_indexes(self._folder, self._votes, self._topology)
+        _await_indexes(self.save.destination.folder, self.votes, self.topology)
         manifest = self._manifest(checkpoint_id)
         added = self._write_lead_files(manifest)
         data = manifest.to_bytes()
         self.manifest_digest = digest_of(data)
-        self._topology.require_awaited()
-        replace_durably(self._folder / MANIFEST_NAME, data)
+        self.topology.require_awaited()
+        replace_durably(self.save.destination.folder / MANIFEST_NAME, data)
         return added + len(data)
 
     def _manifest(self, checkpoint_id: str) -> CheckpointManifest:
-        topology = self._topology
-        config = self._config_text
+        topology = self.topology
+        config = self.config_text
         return CheckpointManifest(
             checkpoint_id=checkpoint_id,
-            timestamp=self._commit.timestamp if self._commit is not None else datetime.now(UTC),
-            commit_number=self._commit.number if self._commit is not None else None,
-            run_id=self._run_id,
+            timestamp=self.commit.timestamp if self.commit is not None else datetime.now(UTC),
+            commit_number=self.commit.number if self.commit is not None else None,
+            run_id=self.run_id,
             world_size=topology.world_size,
             topology={
                 "nodes": [list(ranks) for ranks in topology.nodes],
                 "groups": {name: [list(ranks) for ranks in group.instances] for name, group in topology.groups.items()},
             },
-            components={key: self._component(component) for key, component in self._components.items()},
-            arrays=entries_of(self._plan, self._components, self._backend.store),
+            components={key: self._component(component) for key, component in self.save.mine.components.items()},
+            arrays=entries_of(self.save.plan, self.save.mine.components, self.save.backend.store),
             files={},
             training_args_hash=digest_of(config.encode()) if config is not None else None,
             ckpt_version=__version__,
@@ -113,21 +95,21 @@ class ManifestWriter:
         )
 
     def _component(self, component: StateComponent) -> ComponentManifest:
-        holders = holders_of(component, self._topology)
+        holders = holders_of(component, self.topology)
         start = component.key + "/"
         return ComponentManifest(
             key=component.key,
             sharing_pattern=component.pattern.value,
-            ranks=[rank for rank, vote in enumerate(self._votes) if component.key in vote.sizes],
+            ranks=[rank for rank, vote in enumerate(self.votes) if component.key in vote.sizes],
             replicated_across=sorted(r for ranks in holders for r in ranks)
             if component.pattern in EQUAL_COPIES
             else None,
             group_name=component.process_group_name,
-            size_bytes=sum(vote.sizes.get(component.key, 0) for vote in self._votes),
-            checksum=joined_checksum(vote.checksums.get(component.key, "") for vote in self._votes),
+            size_bytes=sum(vote.sizes.get(component.key, 0) for vote in self.votes),
+            checksum=joined_checksum(vote.checksums.get(component.key, "") for vote in self.votes),
             plain_in={
                 path.removeprefix(start).removesuffix(PLAIN_NAME): rank
-                for rank, vote in enumerate(self._votes)
+                for rank, vote in enumerate(self.votes)
                 for path in vote.plain_files
                 if path.startswith(start)
             },
@@ -135,22 +117,22 @@ class ManifestWriter:
 
     def _write_lead_files(self, manifest: CheckpointManifest) -> int:
         """Join the arrays and write the config, list every file of the lead's and every index; return the bytes added."""
-        writers = [rank for rank, vote in enumerate(self._votes) if vote.wrote_arrays]
-        made = self._backend.join(self._folder, writers, self._topology.progress)
-        if self._config_text is not None:
-            write_durably(self._folder / CONFIG_NAME, self._config_text.encode())
+        writers = [rank for rank, vote in enumerate(self.votes) if vote.wrote_arrays]
+        made = self.save.backend.join(self.save.destination.folder, writers, self.topology.progress)
+        if self.config_text is not None:
+            write_durably(self.save.destination.folder / CONFIG_NAME, self.config_text.encode())
             made = [*made, CONFIG_NAME]
         added = 0
-        for path in [*made, *self._beside]:
-            with CheckpointFolder(self._folder) as folder:
+        for path in [*made, *self.beside]:
+            with CheckpointFolder(self.save.destination.folder) as folder:
                 data = self.made[path] = folder.read(path, MAX_FILE_BYTES)
             manifest.files[path] = (len(data), digest_of(data))
             added += len(data)
-            self._topology.progress()
-        for path, (size, digest) in self._votes[0].plain_files.items():
+            self.topology.progress()
+        for path, (size, digest) in self.votes[0].plain_files.items():
             manifest.files[path] = (size, digest)
             added += size
-        for rank, vote in enumerate(self._votes):
+        for rank, vote in enumerate(self.votes):
             if vote.index is not None:
                 manifest.files[index_name(rank)] = (vote.index[0], vote.index[1])
         return added

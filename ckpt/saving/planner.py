@@ -1,46 +1,78 @@
-"""The plan of a save, agreed by all ranks, and kept for as long as they hold the same."""
+"""What the ranks agree on before a save writes: its plain values, its plan, and what each rank writes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from ckpt.backends.base import Backend
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.gc_pause import gc_paused
-from ckpt.planning.plan import PACK_BELOW_BYTES, RankPlan, SavePlan, plan_save
+from ckpt.memory.device import Device
+from ckpt.planning.plan import PACK_BELOW_BYTES, SavePlan, plan_save
 from ckpt.ranks.topology import Topology
-from ckpt.state.collect import RankState, exchange_tables
+from ckpt.saving.prepared_save import Place, PreparedSave
+from ckpt.saving.writing import PACKED_BYTES, RankWritePlan, plain_files
+from ckpt.state.collect import MergedRows, RankState, exchange_tables, settle_plain
 
 
 class Planner:
-    """Plans save after save; tables are exchanged only when any changed."""
-
-    def __init__(self) -> None:
-        self._key: tuple[str, ...] = ()
-        self._found: tuple[SavePlan, RankPlan] | None = None
-
-    def plan(self, mine: RankState, table_digests: Sequence[str], topology: Topology) -> tuple[SavePlan, RankPlan]:
-        """Return what `agreed_plan` does."""
-        key = tuple(table_digests)
-        if key != self._key or self._found is None:
-            self._found = agreed_plan(mine, table_digests, topology)
-            self._key = key
-        return self._found
-
-
-def agreed_plan(
-    mine: RankState,
-    table_digests: Sequence[str],
-    topology: Topology,
-    *,
-    pack_below_bytes: int = PACK_BELOW_BYTES,
-) -> tuple[SavePlan, RankPlan]:
-    """Return the whole plan, the same on every rank, and this rank's part of it. Collective.
+    """Prepares save after save; what was exchanged for one is not exchanged again while the ranks hold the same.
 
     Args:
-        table_digests: of every rank's table, from its summary.
-        pack_below_bytes: arrays whose global size is smaller share a packed one.
+        device: where the tensors live.
+        packed_bytes: the longest array that small tensors are packed in.
+        pack_below_bytes: arrays whose global size is smaller are packed.
     """
-    tables, table_of_rank = exchange_tables(mine.table, table_digests, topology)
-    with topology.phase("plan"), gc_paused():
-        plan = plan_save(tables, table_of_rank, item_bytes, pack_below_bytes=pack_below_bytes)
-        return plan, plan.of_rank(topology.rank)
+
+    def __init__(
+        self,
+        topology: Topology,
+        backend: Backend,
+        device: Device,
+        *,
+        packed_bytes: int = PACKED_BYTES,
+        pack_below_bytes: int = PACK_BELOW_BYTES,
+    ) -> None:
+        self.topology = topology
+        self._backend = backend
+        self._device = device
+        self._packed_bytes = packed_bytes
+        self._pack_below_bytes = pack_below_bytes
+        self._merged: MergedRows = {}
+        self._key: list[str] = []
+        self._found: tuple[SavePlan, RankWritePlan] | None = None
+
+    def prepare(
+        self,
+        place: Place,
+        mine: RankState,
+        summaries: Sequence[Mapping[str, Any]],
+        check: Callable[[], object] = lambda: None,
+    ) -> PreparedSave[Place]:
+        """Agree on plain values and on who writes what. Collective.
+
+        Args:
+            summaries: of every rank's state.
+            check: called before the plan is made; collective, too.
+
+        Raises:
+            ShardingError, ShapeMismatchError, ReplicationError: what the ranks hold does not make up one state.
+        """
+        plain = settle_plain(mine, summaries, self.topology, self._merged)
+        check()
+        plan, share = self._planned(mine, [summary["table"] for summary in summaries])
+        files = plain_files(plain, mine.components, self.topology)
+        return PreparedSave(place, mine, plan, share, files, self._backend, self._device)
+
+    def _planned(self, mine: RankState, table_digests: list[str]) -> tuple[SavePlan, RankWritePlan]:
+        """The whole plan, the same on every rank, and this rank's part of it."""
+        if table_digests != self._key or self._found is None:
+            tables, table_of_rank = exchange_tables(mine.table, table_digests, self.topology)
+            with self.topology.phase("plan"), gc_paused():
+                plan = plan_save(tables, table_of_rank, item_bytes, pack_below_bytes=self._pack_below_bytes)
+                tasks = plan.of_rank(self.topology.rank)
+            packed_bytes, store = self._packed_bytes, self._backend.store
+            share = RankWritePlan(plan, tasks, mine.components, self.topology, packed_bytes=packed_bytes, store=store)
+            self._key, self._found = table_digests, (plan, share)
+        return self._found

@@ -45,6 +45,7 @@ class WriteResult:
         checksums: component -> one digest over all digests of what was written of it.
         tensor_checksums: component -> the same of its tensors alone, where it has any.
         plain_files: path -> size and digest.
+        write_s: from the call of the save on this rank until its bytes were durable.
     """
 
     index: list[Any] | None = None
@@ -55,6 +56,7 @@ class WriteResult:
     checksums: dict[str, str] = field(default_factory=dict)
     tensor_checksums: dict[str, str] = field(default_factory=dict)
     plain_files: dict[str, list[Any]] = field(default_factory=dict)
+    write_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

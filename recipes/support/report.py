@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from ckpt.errors import CorruptCheckpointError, StorageError, sentence
 from ckpt.loading.loader import LoadReport
-from ckpt.saving.saver import SaveReport
+from ckpt.saving.checkpoint_root import SaveReport
 from recipes.support.config import GIVEN, by_dotted_key, values_of
 
 SUMMARY_NAME = "summary.json"

@@ -127,8 +127,8 @@ MUTANTS = [
     ),
     Mutant(
         "dist_checkpointing.save in the background leaves the tensors where they are when it returns",
-        "ckpt/dist_checkpointing/folder/folder.py: FolderSave._gathered",
-        "self._arena is None",
+        "ckpt/dist_checkpointing/folder/folder.py: FolderSave.prepare",
+        "arena is None",
         "True",
         (f"{LATE}::test_ckpt_save_and_ckpt_load_wait_alike",),
     ),

@@ -1,4 +1,8 @@
-"""The folder that a save goes into, which the user has made: what may lie in it, and what an interrupted save has left there."""
+"""A folder that the user has made as the place of a save: what may lie in it, and what an interrupted save has left there.
+
+The coordinator saves under a name that is published by a rename. Here the manifest, written last, is all that makes a checkpoint of
+the folder, and a mark keeps other saves out of it until then.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,23 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from ckpt.backends.base import DATABASE
 from ckpt.backends.zarr_format import DOCUMENT
-from ckpt.dist_checkpointing.folder.save_marker import MARK, SaveMarker
+from ckpt.dist_checkpointing.folder.save_marker import MARK, SaveMarker, given_mark
 from ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
 from ckpt.format.metadata import CONFIG_FNAME
 from ckpt.format.stored import read_manifest
+from ckpt.ranks.topology import Topology
+from ckpt.saving.manifest_writer import ManifestWriter
+from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
+from ckpt.saving.writing import WriteResult
 
 _log = logging.getLogger("ckpt")
 INDEX_FILES = "index-[0-9][0-9][0-9][0-9][0-9]*.json"
@@ -25,6 +34,59 @@ BESIDE_FILES = (f".{MANIFEST_NAME}.*", f".{CONFIG_FNAME}.*", f"{MARK}*")
 """Files that are about to take the place of another one, or say that a save has begun."""
 
 _MOST_DOCUMENT_BYTES = 1 << 20
+
+
+class GivenFolder(Destination):
+    """A folder that exists, and holds no checkpoint.
+
+    Args:
+        components: of the save.
+        is_marked: the caller has marked it, or the one above, as being saved into.
+    """
+
+    def __init__(self, folder: Path, components: Iterable[str], *, is_marked: bool = False) -> None:
+        self.folder = folder
+        self.what = f"save into {folder}"
+        self._components = list(components)
+        self._is_marked = is_marked
+        self._mark: SaveMarker | None = None
+        self._own_mark: SaveMarker | None = None
+
+    def open(self, topology: Topology) -> None:
+        """Refuse a folder that is not free, and mark it, unless the caller has.
+
+        Raises:
+            CheckpointExistsError: a checkpoint, or a part of one, lies in the folder.
+        """
+        with topology.phase("open"):
+            if topology.is_lead:
+                _require_free(self.folder, self._components)
+                if not self._is_marked:
+                    self._mark = given_mark(self.folder)
+                    if self._mark is None:
+                        self._mark = self._own_mark = SaveMarker(self.folder)
+        with topology.phase("reach"):
+            require_reachable(self.folder, topology)
+
+    def publish(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> None:
+        """Write the manifest.
+
+        Raises:
+            CheckpointExistsError: another save into the folder has begun since this one did.
+        """
+        with topology.phase("record"):
+            if topology.is_lead:
+                if self._mark is not None:
+                    self._mark.require()
+                parts = [f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS)]
+                beside = [path for path in parts if (self.folder / path).is_file()]
+                ManifestWriter(save, votes, topology, beside=beside).write(self.folder.name)
+                self.discard()
+
+    def discard(self, error: BaseException | None = None) -> None:
+        """Remove the mark. What has been written stays, for the next save into the folder to remove."""
+        if self._own_mark is not None:
+            self._own_mark.remove()
 
 
 def take(folder: Path) -> SaveMarker:
@@ -55,7 +117,7 @@ def _make_free(folder: Path, mark: SaveMarker) -> None:
         )
 
 
-def require_free(folder: Path, components: Sequence[str]) -> None:
+def _require_free(folder: Path, components: Iterable[str]) -> None:
     """Refuse a folder that is missing, or holds a checkpoint or a part of one; nothing is removed."""
     _require_without(folder, MANIFEST_NAME)
     # Whichever backend saved before: what is left of it must not be taken for a part of this checkpoint.

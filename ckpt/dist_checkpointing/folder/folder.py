@@ -1,41 +1,29 @@
-"""Saves into a folder that is there already, by all ranks or none: what the first reference's strategies do with a directory.
-
-The coordinator saves under a name that is published by a rename. Here the user has made the folder, so the manifest, written
-last, is all that makes a checkpoint of it.
-"""
+"""Saves into a folder that the user has made, by all ranks or none: what the first reference's strategies do with a directory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckpt.backends.base import Backend
-from ckpt.dist_checkpointing.folder.destination import require_free
-from ckpt.dist_checkpointing.folder.save_marker import SaveMarker, given_mark
+from ckpt.dist_checkpointing.folder.destination import GivenFolder
 from ckpt.dist_checkpointing.mapping import is_main_replica
-from ckpt.errors import (
-    ConfigurationError,
-    ShardingError,
-)
+from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import zarr_name
-from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS, SHARDED
+from ckpt.format.manifest import SHARDED
 from ckpt.memory.arena import Arena
-from ckpt.memory.device import Device, device_of
-from ckpt.planning.plan import PACK_BELOW_BYTES
+from ckpt.memory.device import device_of
 from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Topology, first_difference
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
-from ckpt.saving.gathering import ByteSource, LiveTensors
-from ckpt.saving.manifest_writer import ManifestWriter
-from ckpt.saving.planner import agreed_plan
-from ckpt.saving.saver import require_reachable
-from ckpt.saving.writing import RankWritePlan, WriteJob, WriteResult, plain_files
-from ckpt.state.collect import RankState, collect, settle_plain
+from ckpt.saving.gathering import ByteSource
+from ckpt.saving.planner import Planner
+from ckpt.saving.writing import RankWritePlan, WriteResult
+from ckpt.state.collect import RankState, collect
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 
@@ -44,82 +32,43 @@ class FolderSave:
     """One save of what the ranks contribute into a folder. The steps, in order: `prepare`, `write`, `finish`.
 
     All are called by all ranks, but only the first and the last talk to the others: `write` may run in another thread.
-
-    Args:
-        folder: exists, and holds no checkpoint.
-        takes_folder: mark the folder as being saved into; False where who calls has done so.
-        arena: where `prepare` copies the tensors, so that they may change from then on. None: they stay as they are until `write` is over.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        mine: RankState,
-        *,
-        topology: Topology,
-        backend: Backend,
-        device: Device,
-        pack_below_bytes: int = PACK_BELOW_BYTES,
-        takes_folder: bool = True,
-        arena: Arena | None = None,
-    ) -> None:
-        self._arena = arena
-        self._source: ByteSource | None = None
+    def __init__(self, folder: GivenFolder, mine: RankState, planner: Planner) -> None:
         self._folder = folder
-        self._takes_folder = takes_folder
         self._mine = mine
-        self._topology = topology
-        self._backend = backend
-        self._device = device
-        self._pack_below_bytes = pack_below_bytes
-        self._plain: Mapping[str, Mapping[str, Any]] = {}
-        self._slivers: dict[int, bytes] = {}
-        self._vote: WriteResult | None = None
-        self._mark: SaveMarker | None = None
-        self._own_mark: SaveMarker | None = None
+        self._planner = planner
+        self._topology = planner.topology
+        self._snapshot: Snapshot | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, arena: Arena | None = None) -> None:
         """Agree on who writes what, and exchange the slivers. Collective.
+
+        Args:
+            arena: where the tensors are copied, so that they may change from then on. None: they stay as they are until `write` is over.
 
         Raises:
             CheckpointExistsError: a checkpoint, or a part of one, lies in the folder.
             ShardingError, ShapeMismatchError, ReplicationError: what the ranks hold does not make up one state.
         """
-        topology = self._topology
-        with topology.phase("open"):
-            if topology.is_lead:
-                require_free(self._folder, list(self._mine.components))
-                if self._takes_folder:
-                    self._mark = given_mark(self._folder)
-                    if self._mark is None:
-                        self._mark = self._own_mark = SaveMarker(self._folder)
-        with topology.phase("reach"):
-            require_reachable(self._folder, topology)
-        with topology.phase("collect") as phase:
+        self._folder.open(self._topology)
+        with self._topology.phase("collect") as phase:
             phase.payload = self._mine.summary()
-        self._plain = settle_plain(self._mine, phase.payloads, topology)
-        digests = [said["table"] for said in phase.payloads]
-        self._plan, tasks = agreed_plan(self._mine, digests, topology, pack_below_bytes=self._pack_below_bytes)
-        self._share = RankWritePlan(self._plan, tasks, self._mine.components, topology, store=self._backend.store)
-        self._files = plain_files(self._plain, self._mine.components, topology)
-        self._source = source = self._gathered()
-        if self._share.sends_slivers:
-            self._slivers = topology.exchange("slivers", source.sends(), self._share.sources)
+        self._save = self._planner.prepare(self._folder, self._mine, phase.payloads)
+        self._source = self._save.live_tensors() if arena is None else self._copied_to(arena)
+        self._save.exchange_slivers(self._topology, self._source)
 
     def write(self) -> None:
         """Write this rank's share, durably. Talks to nobody."""
-        assert self._source is not None, "write comes after prepare"
-        job = WriteJob(self._folder, self._backend, self._files, self._slivers)
-        self._vote = self._share.write(job, self._source.items(), self._topology.progress)
+        self._vote = self._save.write(self._source, RankWritePlan.write, self._topology)
 
-    def _gathered(self) -> ByteSource:
-        """The tensors, or a copy of them."""
-        if self._arena is None:
-            return LiveTensors(self._share, self._plan, self._mine, self._device.pinned_bytes)
-        snapshot = Snapshot(self._share, self._plan, self._mine, self._arena, watched=None, pinned_bytes=None)
-        _, num_bytes = arena_bytes(self._share, is_pinned=self._device.type != "cpu")
-        self._arena.grow(num_bytes, lambda: None)
+    def _copied_to(self, arena: Arena) -> ByteSource:
+        save = self._save
+        snapshot = Snapshot(save.share, save.plan, save.mine, arena, watched=None, pinned_bytes=None)
+        _, num_bytes = arena_bytes(save.share, is_pinned=save.device.type != "cpu")
+        arena.grow(num_bytes, lambda: None)
         snapshot.take()
+        self._snapshot = snapshot  # not before: `give_up` waits for the end of what has been taken
         return snapshot
 
     def finish(self) -> None:
@@ -129,53 +78,22 @@ class FolderSave:
             CheckpointExistsError: another save into the folder has begun since this one did.
         """
         with self._topology.phase("votes") as phase:
-            assert self._vote is not None, "finish comes after write"
             phase.payload = self._vote.to_json()
-        votes = [WriteResult(**tree) for tree in phase.payloads]
-        with self._topology.phase("record"):
-            if self._topology.is_lead:
-                if self._mark is not None:
-                    self._mark.require()
-                record = ManifestWriter(
-                    self._folder,
-                    self._plan,
-                    self._mine.components,
-                    votes,
-                    topology=self._topology,
-                    backend=self._backend,
-                    beside=[
-                        path
-                        for name in (COMMON, OBJECTS)
-                        if (self._folder / (path := f"{name}/{MANIFEST_NAME}")).is_file()
-                    ],
-                )
-                record.write(self._folder.name)
-                if self._own_mark is not None:
-                    self._own_mark.remove()
+        self._folder.publish(self._save, [WriteResult(**tree) for tree in phase.payloads], self._topology)
 
     def run(self) -> None:
         """All three steps, as one operation."""
-        with self.abandoning(), self._topology.operation(f"save into {self._folder}"):
+        with self._folder.discarding(), self._topology.operation(self._folder.what):
             self.prepare()
             with self._topology.phase("write"):
                 self.write()
             self.finish()
 
-    @contextmanager
-    def abandoning(self) -> Iterator[None]:
-        """Abandon the save if anything in the block fails."""
-        try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
-
     def abandon(self) -> None:
-        """The save has failed, on this rank or another: let others have the folder, and the memory."""
-        if isinstance(self._source, Snapshot):
-            self._source.give_up()
-        if self._own_mark is not None:
-            self._own_mark.remove()
+        """The save has failed after `prepare` began, on this rank or another: let others have the folder, and the memory."""
+        if self._snapshot is not None:
+            self._snapshot.give_up()
+        self._folder.discard()
 
 
 def require_alike(said: Sequence[Mapping[str, Any]]) -> None:
@@ -203,7 +121,8 @@ def save_state(
     with topology.phase("collect"):
         mine = collect([StateComponent(key, Given(state), pattern)], topology)
     device = device_of(tensor for held in mine.held.values() for _, tensor in held if isinstance(tensor, torch.Tensor))
-    FolderSave(folder, mine, topology=topology, backend=backend, device=device, takes_folder=False).run()
+    place = GivenFolder(folder, mine.components, is_marked=True)
+    FolderSave(place, mine, Planner(topology, backend, device)).run()
 
 
 def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) -> RankState:

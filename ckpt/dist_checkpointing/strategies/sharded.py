@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from ckpt.backends.base import Backend
+from ckpt.dist_checkpointing.folder.destination import GivenFolder
 from ckpt.dist_checkpointing.folder.folder import FolderSave, contribution_of, require_alike
 from ckpt.dist_checkpointing.folder.loading import Library, load_tensors, open_tensors, tensors_in
 from ckpt.dist_checkpointing.folder.removing import remove_tensors
@@ -25,6 +26,7 @@ from ckpt.memory.memory import staging_memory
 from ckpt.ranks.job import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncRequest
+from ckpt.saving.planner import Planner
 from ckpt.state.sharded_tensor import ShardedTensor
 
 _log = logging.getLogger("ckpt")
@@ -62,7 +64,7 @@ class SaveTensors(AsyncSaveShardedStrategy):
             ShardingError: the shards leave a hole or overlap.
             ShapeMismatchError: the ranks disagree about a tensor.
         """
-        self._prepared(sharded_state_dict, Path(checkpoint_dir), None).run()
+        self._save_of(sharded_state_dict, Path(checkpoint_dir)).run()
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
         """Agree on who writes what, and copy that to host memory; return the rest of the save as a request. Collective.
@@ -70,13 +72,14 @@ class SaveTensors(AsyncSaveShardedStrategy):
         The copy is the size of what this rank writes. Its memory is used again by the next save of this object, once the request has
         been written; a save that comes before that takes memory of its own.
         """
+        save = self._save_of(sharded_state_dict, Path(checkpoint_dir))
         arena = self._idle.pop() if self._idle else Arena(staging_memory)
         give_back = partial(self._idle.append, arena)
         try:
-            save = self._prepared(sharded_state_dict, Path(checkpoint_dir), arena)
-            with current_topology().operation(f"save into {checkpoint_dir}"), save.abandoning():
-                save.prepare()
+            with current_topology().operation(f"save into {checkpoint_dir}"):
+                save.prepare(arena)
         except BaseException:
+            save.abandon()
             give_back()
             raise
         return AsyncRequest(
@@ -87,7 +90,7 @@ class SaveTensors(AsyncSaveShardedStrategy):
             abandon_fns=[save.abandon, give_back],
         )
 
-    def _prepared(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, arena: Arena | None) -> FolderSave:
+    def _save_of(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> FolderSave:
         topology = current_topology()
         with topology.operation(f"save into {checkpoint_dir}"):
             with topology.phase("look at the tensors") as phase:
@@ -96,15 +99,8 @@ class SaveTensors(AsyncSaveShardedStrategy):
                 device = device_of(one.data for one in tensors if one.data is not None)
                 phase.payload = {"sharded_strategy": self.described}
             require_alike(phase.payloads)
-        return FolderSave(
-            checkpoint_dir,
-            mine,
-            topology=topology,
-            backend=self._storage(),
-            device=device,
-            pack_below_bytes=0,
-            arena=arena,
-        )
+        planner = Planner(topology, self._storage(), device, pack_below_bytes=0)
+        return FolderSave(GivenFolder(checkpoint_dir, mine.components), mine, planner)
 
 
 class LoadTensors(DeclaredFormats, LoadShardedStrategy):

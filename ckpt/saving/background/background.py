@@ -32,8 +32,9 @@ from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 from ckpt.saving.background.priority import Throttle, in_background, write_throttled
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.background.writer_process import WriterProcess
+from ckpt.saving.checkpoint_root import CheckpointRoot, SaveReport
+from ckpt.saving.prepared_save import PreparedSave
 from ckpt.saving.save_settings import SaveSettings
-from ckpt.saving.saver import PreparedSave, SaveReport
 from ckpt.saving.writing import RankWritePlan, Staged, Write, WriteJob, WriteResult
 from ckpt.state.overlap import Watched
 
@@ -97,7 +98,7 @@ class Background:
         """Saves that have begun and whose end this thread has not learnt of. Equal on all ranks."""
         return self._queue.get_num_unfinalized_calls()
 
-    def begin(self, prepared: PreparedSave, started: float, watched: Watched | None) -> None:
+    def begin(self, prepared: PreparedSave[CheckpointRoot], started: float, watched: Watched | None) -> None:
         """Copy the state, or begin to, and have the rest done. What goes wrong from here on is told when the save is finalized.
 
         Args:
@@ -116,7 +117,7 @@ class Background:
                 self._run,
                 (prepared, pending, started, before),
                 [partial(self._finish, pending)],
-                what=prepared.target.what,
+                what=prepared.destination.what,
                 abandon_fns=[partial(self._forget, pending)],
             )
         )
@@ -202,7 +203,7 @@ class Background:
         self._last = None  # its snapshot holds views of kept memory, each with a descriptor
         self._arena.let_go()
 
-    def _snapshot(self, prepared: PreparedSave, watched: Watched | None) -> Snapshot:
+    def _snapshot(self, prepared: PreparedSave[CheckpointRoot], watched: Watched | None) -> Snapshot:
         """A snapshot of the share, with room in the arena; if there is none to be had, that is what the save fails of."""
         placed, error = _rooms_in(prepared)
         is_pinned = self._device.type != "cpu" and self._process is None and not placed
@@ -247,7 +248,9 @@ class Background:
     def _new_memory(self, num_bytes: int) -> torch.Tensor:
         return staging_memory(num_bytes) if self._process is None else shared_memory(num_bytes)
 
-    def _run(self, prepared: PreparedSave, pending: _Pending, started: float, before: threading.Event | None) -> None:
+    def _run(
+        self, prepared: PreparedSave[CheckpointRoot], pending: _Pending, started: float, before: threading.Event | None
+    ) -> None:
         """Write and commit one save, after the one before it. In a thread of its own."""
         try:
             in_background(self._settings.writer_cores, local_rank=self._topology.local_rank)
@@ -256,11 +259,12 @@ class Background:
             if self._branch is None:
                 self._num_joins += 1
                 self._branch = self._topology.branch(f"{self._branch_name}/{self._num_joins}")
-            pending.report = prepared.run(self._branch, pending.snapshot, self._write, started=started)
+            prepared.run(self._branch, pending.snapshot, self._write, started=started)
+            pending.report = prepared.destination.report
         finally:
             pending.snapshot.give_up()
             if pending.report is None:
-                prepared.drop_memory(None, self._topology)
+                prepared.destination.discard()
             pending.over.set()
 
     def _write(
@@ -307,10 +311,10 @@ class Background:
             thread.join()
 
 
-def _rooms_in(prepared: PreparedSave) -> tuple[Mapping[int, torch.Tensor], Exception | None]:
+def _rooms_in(prepared: PreparedSave[CheckpointRoot]) -> tuple[Mapping[int, torch.Tensor], Exception | None]:
     """Where items go that have a place in memory which is kept; or why there is no such memory."""
     try:
-        return prepared.rooms(), None
+        return prepared.destination.rooms(prepared.share, prepared.backend), None
     except Exception as error:
         return {}, error
 

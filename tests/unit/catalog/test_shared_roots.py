@@ -234,7 +234,7 @@ def saved_steps(root: Path, num: int) -> None:
     """A committed checkpoint 1, and later ones that are not there yet."""
     with run_on(root) as run:
         for number in range(1, num + 1):
-            run._saver._components[0].stateful.state.update(n=number, w=torch.full((20_000,), float(number)))
+            run._saver._run.components[0].stateful.state.update(n=number, w=torch.full((20_000,), float(number)))
             run.save_checkpoint(checkpoint_id=str(number))
     for number in range(2, num + 1):
         (root / f"checkpoint-{number}").rename(root / f"later-{number}")

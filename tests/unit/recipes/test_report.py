@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from ckpt.loading.loader import LoadReport
-from ckpt.saving.saver import SaveReport
+from ckpt.saving.checkpoint_root import SaveReport
 from recipes.support.report import Report, Summary, config_differences
 
 CONFIG = {"train": {"steps": 6}, "resume": None, "load": {"verify": True, "list": [1, 2]}, "name": "a"}

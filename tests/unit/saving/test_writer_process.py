@@ -34,7 +34,9 @@ from ckpt.saving.background import writer_process
 from ckpt.saving.background.priority import NICE
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.background.writer_process import WriterProcess
-from ckpt.saving.saver import PreparedSave, Saver, SaveTarget
+from ckpt.saving.checkpoint_root import CheckpointRoot, KnownRoots, SaveTarget
+from ckpt.saving.prepared_save import PreparedSave
+from ckpt.saving.saver import SavedRun, Saver
 from ckpt.saving.writing import RankWritePlan, Staged, WriteJob
 from tests import writer_trainer
 from tests.pace import patience
@@ -94,7 +96,7 @@ def _until(is_so: Callable[[], object], seconds: float = 30.0) -> None:
 # Real shares
 
 
-def _prepared(root: Path, store: str, seed: int) -> PreparedSave:
+def _prepared(root: Path, store: str, seed: int) -> PreparedSave[CheckpointRoot]:
     """The save of a state with large, small, empty and odd tensors."""
     state = {f"{dtype}".removeprefix("torch."): random_bits((37, 3), dtype, seed) for dtype in ALL_DTYPES}
     state |= {
@@ -105,12 +107,12 @@ def _prepared(root: Path, store: str, seed: int) -> PreparedSave:
     topology = Topology.alone()
     backend = backend_named(store)
     components = [StateComponent("model", Held(state), "global")]
-    saver = Saver(root, components, topology, backend, cpu(), config_text=None, stale_s=1e9, run_id="r")
+    saver = Saver(SavedRun(components, topology, backend, cpu()), KnownRoots("r", stale_s=1e9))
     with topology.operation("save"):
         return saver.prepare(SaveTarget(root, "1", validate=False, refused={}, keep_last=None))
 
 
-def _staged(prepared: PreparedSave, arena: Arena) -> Snapshot:
+def _staged(prepared: PreparedSave[CheckpointRoot], arena: Arena) -> Snapshot:
     snapshot = Snapshot(prepared.share, prepared.plan, prepared.mine, arena, watched=None, pinned_bytes=None)
     arena.grow(arena_bytes(prepared.share, is_pinned=False)[1], lambda: None)
     snapshot.take()

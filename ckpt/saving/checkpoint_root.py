@@ -1,0 +1,353 @@
+"""A checkpoint root as the place of a save: an unpublished folder, which gets its name when all ranks have written."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt.backends.base import Backend, Previous
+from ckpt.catalog import verify
+from ckpt.catalog.incremental import previous_of
+from ckpt.catalog.ledger import Commit, Ledger
+from ckpt.catalog.owner import FolderLock
+from ckpt.errors import CorruptCheckpointError, StorageError
+from ckpt.format.manifest import CheckpointManifest, index_name
+from ckpt.planning.plan import SavePlan
+from ckpt.ranks.topology import Topology
+from ckpt.saving.host_cache import HeldStep, HostCache, heard_places, said_places
+from ckpt.saving.manifest_writer import ManifestWriter, entries_of
+from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
+from ckpt.saving.stale_state_check import StaleStateCheck
+from ckpt.saving.writing import RankWritePlan, WriteResult
+from ckpt.state.sharing import StateComponent
+from ckpt.storage.pool import PooledSave
+
+_CLOCK_TOLERANCE = timedelta(seconds=1)
+
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did.
+
+    Attributes:
+        path: of the committed checkpoint.
+        bytes: of all files together.
+        written_bytes: of them those that this save has written; the others are linked to the checkpoint before.
+        save_s: from the first rank's call to the commit, in seconds.
+        blocked_s: how long training stood still; for a save that is not in the background, as long.
+        alarms: sentences about tensors that are the same as in an earlier checkpoint, where they should not be.
+    """
+
+    path: str
+    checkpoint_id: str
+    bytes: int
+    save_s: float
+    blocked_s: float
+    written_bytes: int = 0
+    alarms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTarget:
+    """Where one save goes, and what is to become of what is there.
+
+    Attributes:
+        root: the checkpoint root.
+        refused: checkpoints that this run found damaged, and what was wrong with each.
+        keep_last: how many checkpoints of this run stay; None: all.
+        condemned: those of `refused` that share a damaged file.
+        min_live: of an incremental save: the fraction of a data file that must still be used to be linked; None: nothing is linked.
+        run_ids: what this training history is called in manifests: the new checkpoint goes by the first, and retention counts all.
+        remove_others: remove the checkpoints of other runs that lie in the root.
+        lock: of the root; None: several runs may save there.
+        keeps_lock: whether the lock is held when the save is over.
+        config_text: stored as config.yaml; None: there is none.
+    """
+
+    root: Path
+    checkpoint_id: str
+    validate: bool
+    refused: Mapping[Path, str]
+    keep_last: int | None
+    condemned: Mapping[Path, str] = field(default_factory=dict)
+    min_live: float | None = None
+    run_ids: tuple[str | None, ...] = ()
+    remove_others: bool = False
+    lock: FolderLock | None = None
+    keeps_lock: bool = True
+    config_text: str | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.root / f"checkpoint-{self.checkpoint_id}"
+
+    @property
+    def what(self) -> str:
+        return f"save of checkpoint-{self.checkpoint_id}"
+
+    def release_lock(self) -> None:
+        """The save is over."""
+        if self.lock is not None and not self.keeps_lock:
+            self.lock.release()
+
+
+@dataclass
+class KnownRoots:
+    """How a run uses checkpoint roots, and what its saves, which run one after another, have learnt of them.
+
+    Attributes:
+        run_id, stale_s, delete: see `Ledger`.
+        keeper: keeps what is saved in memory; None: nothing is kept.
+        in_use: the roots that exist, as far as this run knows.
+        reached: the roots that every rank has been seen to reach.
+        distrusted: checkpoints that nothing is to be linked to. Any rank; the lead's word counts.
+        is_clock_told: a warning has said that the clock is behind.
+    """
+
+    run_id: str
+    stale_s: float
+    delete: Callable[[Path], None] | None = None
+    keeper: HostCache | None = None
+    in_use: set[Path] = field(default_factory=set)
+    reached: set[Path] = field(default_factory=set)
+    distrusted: set[Path] = field(default_factory=set)
+    is_clock_told: bool = False
+
+    def require_not_removed(self, root: Path) -> None:
+        """Make no new root in place of one that was removed with the checkpoints of this run. Lead rank only.
+
+        Raises:
+            StorageError: the root was there before.
+        """
+        if root in self.in_use and not root.is_dir():
+            raise StorageError(
+                f"checkpoint root {root} was removed while this run was using it; nothing is saved in its place"
+            )
+
+
+class CheckpointRoot(Destination):
+    """The place of one save below a checkpoint root.
+
+    Attributes:
+        report: what the save did, once it is published.
+    """
+
+    def __init__(self, target: SaveTarget, roots: KnownRoots, sameness: StaleStateCheck) -> None:
+        self.what = target.what
+        self.report: SaveReport | None = None
+        self._target = target
+        self._roots = roots
+        self._sameness = sameness
+        self._ledger = Ledger(
+            target.root, run_id=roots.run_id, keep_last=target.keep_last, stale_s=roots.stale_s, delete=roots.delete
+        )
+        self._unclaim: Callable[[], object] | None = None
+        self._memory: PooledSave | None = None
+        self._assigned: tuple[Path, int] | None = None
+        self._previous: Path | None = None
+
+    def claim(self, topology: Topology) -> None:
+        """Acquire the root, or see that this run still has it, and that nobody has removed it. Lead rank only, before `open`."""
+        self._roots.require_not_removed(self._target.root)
+        if (lock := self._target.lock) is not None:
+            if not lock.is_held:
+                self._unclaim = partial(_unclaim, lock, self._target.root, was_there=self._target.root.exists())
+            self._ledger.claim(lock, topology.progress)
+
+    def rooms(self, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
+        """Number of an item -> its place in memory that is kept, for a copy that is taken ahead of the writing.
+
+        None have one where parts of the save may be linked: what is written then is not known yet.
+        """
+        if self._roots.keeper is None or self._target.min_live is not None:
+            return {}
+        self._memory = self._roots.keeper.begin()
+        return self._roots.keeper.rooms(self._memory, share, backend)
+
+    def open(self, topology: Topology) -> None:
+        """The lead makes the unpublished folder; before the first save into a root every rank shows that it sees it."""
+        root = self._target.root
+        with topology.phase("open") as phase:
+            if topology.is_lead:
+                self._unclaim = None
+                self._roots.require_not_removed(root)
+                phase.payload = [self._ledger.open(self._target.checkpoint_id).name, self._newest_sound()]
+        name, previous = phase.payloads[0]
+        if root not in self._roots.reached:
+            with topology.phase("reach"):
+                require_reachable(root / name, topology)
+            self._roots.reached.add(root)
+            self._roots.in_use.add(root)
+        self.folder = root / name
+        self._previous = root / previous if previous is not None else None
+        if self._roots.keeper is not None:
+            self._memory = self._memory or self._roots.keeper.begin()
+            self._assigned = self.folder, topology.rank
+            self._roots.keeper.assign(*self._assigned, self._memory)
+
+    def _newest_sound(self) -> str | None:
+        """The newest checkpoint that nobody has found damaged, to link what has not changed to."""
+        if self._target.min_live is None:
+            return None
+        unfit = {*self._target.refused, *self._target.condemned, *self._roots.distrusted}
+        sound = [one for one in self._ledger.committed() if one.path not in unfit]
+        return sound[-1].path.name if sound else None
+
+    def previous(self, rank: int) -> Previous | None:
+        if self._previous is None or self._target.min_live is None:
+            return None
+        return previous_of(self._previous, rank, self._target.min_live)
+
+    def publish(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> None:
+        """By the lead: join what the ranks wrote, write the manifest; and when all are well still, rename.
+
+        Nobody else moves a byte. Whatever befalls a rank before phase publish, nothing is committed; once the lead has
+        renamed, the checkpoint is, and an error says so.
+        """
+        started = time.perf_counter()
+        target = self._target
+        with topology.phase("commit") as phase:
+            if topology.is_lead:
+                phase.payload = self._record(save, votes, topology)
+        total, digest = phase.payloads[0]
+        with topology.phase("publish") as phase:
+            if topology.is_lead:
+                topology.require_awaited()
+                path = self._ledger.publish(self.folder, target.checkpoint_id, refused=target.refused)
+                phase.stands = _is_committed(path)
+            phase.payload = [str(path) if topology.is_lead else None, said_places(self._memory)]
+        path = Path(phase.payloads[0][0])
+        held = self._held(path, digest, save, votes, [places for _, places in phase.payloads])
+        seconds = max(vote.write_s for vote in votes) + time.perf_counter() - started
+        alarms = self._settle(topology, path, votes)
+        if self._roots.keeper is not None and held is not None:
+            self._roots.keeper.keep(held)
+        target.release_lock()
+        linked = sum(vote.linked_bytes for vote in votes)
+        self.report = SaveReport(
+            str(path), target.checkpoint_id, total, seconds, seconds, total - linked, tuple(alarms)
+        )
+
+    def _record(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> list[Any]:
+        """Write the manifest; return the bytes of all files, and the digest of this one. Lead rank only."""
+        commit = self._ledger.next_commit()
+        self._tell_of_clock(commit)
+        record = ManifestWriter(
+            save,
+            votes,
+            topology,
+            config_text=self._target.config_text,
+            commit=commit,
+            run_id=next(iter(self._target.run_ids), None),
+        )
+        added = record.write(self._target.checkpoint_id)
+        if self._target.validate:
+            _require_sound(self.folder, topology.progress)
+        if self._memory is not None:
+            self._memory.add(record.made)
+        return [added + sum(vote.total_bytes for vote in votes), record.manifest_digest]
+
+    def _tell_of_clock(self, commit: Commit) -> None:
+        """Warn once if the clock of this host was set back, or is behind that of another."""
+        if commit.behind > _CLOCK_TOLERANCE and not self._roots.is_clock_told:
+            self._roots.is_clock_told = True
+            _log.warning(
+                "the clock of this host is %s behind the time of a checkpoint in %s: set it right. Checkpoints keep their order, "
+                "which goes by a counter in their manifests.",
+                commit.behind,
+                self._target.root,
+            )
+
+    def _held(
+        self,
+        path: Path,
+        manifest_digest: str,
+        save: PreparedSave[Any],
+        votes: Sequence[WriteResult],
+        places: Sequence[Mapping[str, Any] | None],
+    ) -> HeldStep | None:
+        """What all ranks have in memory of this save, now that it is committed."""
+        if self._memory is None:
+            return None
+        known = self._target.checkpoint_id, votes, save.plan, save.mine.components, save.backend.store
+        manifest = partial(_known_manifest, *known)
+        return HeldStep(known[0], path, manifest_digest, manifest, heard_places(places), self._memory)
+
+    def _settle(self, topology: Topology, path: Path, votes: Sequence[WriteResult]) -> list[str]:
+        """Once it is committed: let older ones go, and look whether this one is anything new."""
+        target = self._target
+        if target.keep_last is not None or target.remove_others or target.condemned:
+            with topology.phase("retention") as phase:
+                phase.stands = _is_committed(path)
+                if topology.is_lead:
+                    self._ledger.quarantine(target.condemned, keep=path)
+                    self._ledger.retain(keep=path, own=target.run_ids or None, remove_others=target.remove_others)
+        alarms = self._sameness.alarms(target.checkpoint_id, votes)
+        for alarm in alarms if topology.is_lead else ():
+            _log.warning("%s", alarm)
+        return alarms
+
+    def discard(self, error: BaseException | None = None) -> None:
+        """Nothing of the save is kept, in memory or on disk. A root that it claimed, and did not get to open, is left as it was found."""
+        memory, self._memory = self._memory, None
+        if self._roots.keeper is not None and memory is not None:
+            self._roots.keeper.drop(self._assigned, memory)
+        if isinstance(error, CorruptCheckpointError) and error.file is not None and self._previous is not None:
+            self._roots.distrusted.add(self._previous)
+        self._ledger.discard_all()
+        if self._unclaim is not None:
+            self._unclaim()
+        self._target.release_lock()
+
+
+def _known_manifest(
+    checkpoint_id: str,
+    votes: Sequence[WriteResult],
+    plan: SavePlan,
+    components: Mapping[str, StateComponent],
+    store: str,
+) -> CheckpointManifest:
+    """What every rank knows of the manifest that the lead has written."""
+    return CheckpointManifest(
+        checkpoint_id=checkpoint_id,
+        timestamp=datetime.now(UTC),
+        world_size=len(votes),
+        topology={},
+        components={},
+        arrays=entries_of(plan, components, store),
+        files={index_name(rank): (vote.index[0], vote.index[1]) for rank, vote in enumerate(votes) if vote.index},
+    )
+
+
+def _unclaim(lock: FolderLock, root: Path, *, was_there: bool) -> None:
+    if lock.is_held:
+        lock.release()
+        if not was_there:
+            with suppress(OSError):  # something else lies in it by now
+                root.rmdir()
+
+
+def _is_committed(path: Path) -> str:
+    """What an error says that comes too late to undo the save."""
+    return f"{path.name} is committed"
+
+
+def _require_sound(folder: Path, progress: Callable[[int], None]) -> None:
+    """Refuse what does not read back. Its damage may be that of a file which is linked, and then of the checkpoint before, too."""
+    found = verify.examine(folder, progress=progress)
+    if found.problems:
+        raise CorruptCheckpointError(
+            f"what was written does not read back as it should: {found.problems[0]}",
+            file=min(found.damaged, default=None),
+        )
