@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,8 +15,7 @@ from typing import Any, Self
 
 from ckpt.backends.base import Backend
 from ckpt.catalog.incremental import linked_with
-from ckpt.catalog.ledger import ROOT_OWNER, Ledger, newer_than
-from ckpt.catalog.owner import FolderLock
+from ckpt.catalog.ledger import Ledger, newer_than
 from ckpt.errors import (
     CheckpointExistsError,
     CheckpointGoneError,
@@ -147,9 +145,6 @@ class CheckpointCoordinator:
             topology.name_groups(process_groups)
         _require_groups(components, topology)
         self._run_ids: tuple[str | None, ...] = (secrets.token_hex(8),)
-        self._shared_root = shared_root
-        self._stale_s = stale_s
-        self._lock: FolderLock | None = None
         self.config_text = config_text
         self.last_save: SaveReport | None = None
         self.reports: list[SaveReport] = []
@@ -164,11 +159,13 @@ class CheckpointCoordinator:
         self._background = Background(topology, saves, device, backend) if saves.is_async else None
         self._keeper = host_cache_of(backend, saves)
         self._roots = KnownRoots(
+            self.output_dir,
             run_id=f"{self.output_dir.absolute()}" + (f", of {self._run_ids[0]}" if shared_root else ""),
             stale_s=stale_s,
+            shared_root=shared_root,
+            min_live=saves.incremental_min_live if saves.incremental else None,
             delete=self._background.delete if self._background is not None else None,
             keeper=self._keeper,
-            in_use={self.output_dir} if self.output_dir.is_dir() else set(),
         )
         run = SavedRun(components, topology, backend, device)
         self._saver = Saver(run, self._roots, pattern_check=pattern_check, packed_bytes=packed_mib << 20)
@@ -240,7 +237,7 @@ class CheckpointCoordinator:
         started = time.perf_counter()
         check_flags(validate=validate)
         root, checkpoint_id = self._named(checkpoint_path, checkpoint_id)
-        if self._is_home(root):
+        if self._roots.is_home(root):
             self._require_one_history()
         if self._background is not None:
             self._learn(blocking=self._saves.when_busy == "wait")
@@ -366,8 +363,7 @@ class CheckpointCoordinator:
             self._publisher.close()
         if self._keeper is not None:
             self._keeper.close()
-        if self._lock is not None:
-            self._lock.release()
+        self._roots.close()
 
     def _learn(self, *, blocking: bool) -> list[SaveReport]:
         """Take in what has become of saves in the background."""
@@ -380,7 +376,7 @@ class CheckpointCoordinator:
         self.last_save = report
         self.reports.append(report)
         self._refused.pop(Path(report.path), None)
-        if self._is_home(Path(report.path).parent):
+        if self._roots.is_home(Path(report.path).parent):
             self._overwrite = False
             self._condemned.clear()  # they have been moved
 
@@ -424,7 +420,7 @@ class CheckpointCoordinator:
 
     def _go_on_from(self, loaded: LoadReport) -> None:
         """Belong to the training history of a checkpoint that lies in output_dir, so that its checkpoints are this run's own."""
-        if self._is_home(Path(loaded.path).parent) and not self._overwrite:
+        if self._roots.is_home(Path(loaded.path).parent) and not self._overwrite:
             known = (loaded.run_id, *self._run_ids) if loaded.run_id is not None else (*self._run_ids, None)
             self._run_ids = tuple(dict.fromkeys(known))
 
@@ -436,7 +432,7 @@ class CheckpointCoordinator:
         path, ledger = Path(loaded.path), Ledger(self.output_dir, run_id="reader")
         with self._topology.operation(f"load of {path.name}"), self._topology.phase("look for newer") as phase:
             if self._topology.is_lead:
-                newer = newer_than(path, ledger.committed()) if self._is_home(path.parent) else None
+                newer = newer_than(path, ledger.committed()) if self._roots.is_home(path.parent) else None
                 if newer and self._overwrite:
                     ledger.abandon(newer)
                     names = ", ".join(one.path.name for one in newer)
@@ -513,7 +509,7 @@ class CheckpointCoordinator:
 
     def _target(self, root: Path, checkpoint_id: str, validate: bool) -> SaveTarget:
         """What a save is to do. Only in output_dir does it remove checkpoints, or move them away, other than the one of its own name."""
-        is_home = self._is_home(root)
+        is_home = self._roots.is_home(root)
         return SaveTarget(
             root,
             checkpoint_id,
@@ -521,32 +517,10 @@ class CheckpointCoordinator:
             refused=dict(self._refused),
             keep_last=self._keep_last if is_home else None,
             condemned=dict(self._condemned) if is_home else {},
-            min_live=self._saves.incremental_min_live if self._saves.incremental else None,
             run_ids=self._run_ids,
             remove_others=self._overwrite and is_home,
-            lock=self._lock_of(root, is_home),
-            keeps_lock=is_home,
             config_text=self.config_text,
         )
-
-    def _lock_of(self, root: Path, is_home: bool) -> FolderLock | None:
-        if self._shared_root:
-            return None
-        if is_home and self._lock is not None:
-            return self._lock
-        lock = FolderLock(
-            root / ROOT_OWNER,
-            run_id=str(self._run_ids[0]),
-            what=f"checkpoint root {root}",
-            advice="wait for it to end, save elsewhere, or let several runs save there with shared_root=True",
-            stale_s=self._stale_s,
-        )
-        if is_home:
-            self._lock = lock
-        return lock
-
-    def _is_home(self, root: Path) -> bool:
-        return os.path.realpath(root) == os.path.realpath(self.output_dir)
 
     def _named(self, checkpoint_path: str | Path | None, checkpoint_id: str | int | None) -> tuple[Path, str]:
         named = None if checkpoint_id is None else as_checkpoint_id(checkpoint_id)

@@ -109,23 +109,18 @@ def save(
                 )
             tensors, common_state = prepared_to_save(sharded_state_dict)
             mark = take(folder) if topology.is_lead else None
-        try:
-            with marked(mark):
-                return _save_parts(
-                    tensors,
-                    common_state,
-                    folder,
-                    sharded,
-                    common,
-                    validate=validate_access_integrity,
-                    preprocess=preprocess_common_before_consistancy_check,
-                    in_background=async_sharded_save,
-                    mark=mark,
-                )
-        except BaseException:
-            if mark is not None:
-                mark.remove()
-            raise
+        with marked(mark):
+            return _save_parts(
+                tensors,
+                common_state,
+                folder,
+                sharded,
+                common,
+                validate=validate_access_integrity,
+                preprocess=preprocess_common_before_consistancy_check,
+                in_background=async_sharded_save,
+                mark=mark,
+            )
 
 
 def _save_parts(

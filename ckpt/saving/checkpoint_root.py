@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ import torch
 from ckpt.backends.base import Backend, Previous
 from ckpt.catalog import verify
 from ckpt.catalog.incremental import previous_of
-from ckpt.catalog.ledger import Commit, Ledger
+from ckpt.catalog.ledger import ROOT_OWNER, Commit, Ledger
 from ckpt.catalog.owner import FolderLock
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.format.manifest import CheckpointManifest, index_name
@@ -67,11 +68,8 @@ class SaveTarget:
         refused: checkpoints that this run found damaged, and what was wrong with each.
         keep_last: how many checkpoints of this run stay; None: all.
         condemned: those of `refused` that share a damaged file.
-        min_live: of an incremental save: the fraction of a data file that must still be used to be linked; None: nothing is linked.
         run_ids: what this training history is called in manifests: the new checkpoint goes by the first, and retention counts all.
         remove_others: remove the checkpoints of other runs that lie in the root.
-        lock: of the root; None: several runs may save there.
-        keeps_lock: whether the lock is held when the save is over.
         config_text: stored as config.yaml; None: there is none.
     """
 
@@ -81,11 +79,8 @@ class SaveTarget:
     refused: Mapping[Path, str]
     keep_last: int | None
     condemned: Mapping[Path, str] = field(default_factory=dict)
-    min_live: float | None = None
     run_ids: tuple[str | None, ...] = ()
     remove_others: bool = False
-    lock: FolderLock | None = None
-    keeps_lock: bool = True
     config_text: str | None = None
 
     @property
@@ -96,33 +91,64 @@ class SaveTarget:
     def what(self) -> str:
         return f"save of checkpoint-{self.checkpoint_id}"
 
-    def release_lock(self) -> None:
-        """The save is over."""
-        if self.lock is not None and not self.keeps_lock:
-            self.lock.release()
-
 
 @dataclass
 class KnownRoots:
     """How a run uses checkpoint roots, and what its saves, which run one after another, have learnt of them.
 
     Attributes:
+        home: the checkpoint root of saves that name no other.
         run_id, stale_s, delete: see `Ledger`.
+        shared_root: several runs may save into one root, so none is locked.
+        min_live: of incremental saves: the fraction of a data file that must still be used to be linked; None: nothing is linked.
         keeper: keeps what is saved in memory; None: nothing is kept.
         in_use: the roots that exist, as far as this run knows.
         reached: the roots that every rank has been seen to reach.
         distrusted: checkpoints that nothing is to be linked to. Any rank; the lead's word counts.
         is_clock_told: a warning has said that the clock is behind.
+        lock: of `home`, once it has been saved to; held until `close`.
     """
 
+    home: Path
     run_id: str
     stale_s: float
+    shared_root: bool = False
+    min_live: float | None = None
     delete: Callable[[Path], None] | None = None
     keeper: HostCache | None = None
     in_use: set[Path] = field(default_factory=set)
     reached: set[Path] = field(default_factory=set)
     distrusted: set[Path] = field(default_factory=set)
     is_clock_told: bool = False
+    lock: FolderLock | None = None
+
+    def __post_init__(self) -> None:
+        if self.home.is_dir():
+            self.in_use.add(self.home)
+
+    def is_home(self, root: Path) -> bool:
+        return os.path.realpath(root) == os.path.realpath(self.home)
+
+    def lock_of(self, target: SaveTarget) -> FolderLock | None:
+        """The lock of the root of a save; None: several runs may save there."""
+        is_home = self.is_home(target.root)
+        if self.shared_root or (is_home and self.lock is not None):
+            return self.lock
+        lock = FolderLock(
+            target.root / ROOT_OWNER,
+            run_id=str(target.run_ids[0]),
+            what=f"checkpoint root {target.root}",
+            advice="wait for it to end, save elsewhere, or let several runs save there with shared_root=True",
+            stale_s=self.stale_s,
+        )
+        if is_home:
+            self.lock = lock
+        return lock
+
+    def close(self) -> None:
+        """Let other runs save into `home`."""
+        if self.lock is not None:
+            self.lock.release()
 
     def require_not_removed(self, root: Path) -> None:
         """Make no new root in place of one that was removed with the checkpoints of this run. Lead rank only.
@@ -152,6 +178,7 @@ class CheckpointRoot(Destination):
         self._ledger = Ledger(
             target.root, run_id=roots.run_id, keep_last=target.keep_last, stale_s=roots.stale_s, delete=roots.delete
         )
+        self._lock = roots.lock_of(target)
         self._unclaim: Callable[[], object] | None = None
         self._memory: PooledSave | None = None
         self._assigned: tuple[Path, int] | None = None
@@ -160,7 +187,7 @@ class CheckpointRoot(Destination):
     def claim(self, topology: Topology) -> None:
         """Acquire the root, or see that this run still has it, and that nobody has removed it. Lead rank only, before `open`."""
         self._roots.require_not_removed(self._target.root)
-        if (lock := self._target.lock) is not None:
+        if (lock := self._lock) is not None:
             if not lock.is_held:
                 self._unclaim = partial(_unclaim, lock, self._target.root, was_there=self._target.root.exists())
             self._ledger.claim(lock, topology.progress)
@@ -170,7 +197,7 @@ class CheckpointRoot(Destination):
 
         None have one where parts of the save may be linked: what is written then is not known yet.
         """
-        if self._roots.keeper is None or self._target.min_live is not None:
+        if self._roots.keeper is None or self._roots.min_live is not None:
             return {}
         self._memory = self._roots.keeper.begin()
         return self._roots.keeper.rooms(self._memory, share, backend)
@@ -198,16 +225,16 @@ class CheckpointRoot(Destination):
 
     def _newest_sound(self) -> str | None:
         """The newest checkpoint that nobody has found damaged, to link what has not changed to."""
-        if self._target.min_live is None:
+        if self._roots.min_live is None:
             return None
         unfit = {*self._target.refused, *self._target.condemned, *self._roots.distrusted}
         sound = [one for one in self._ledger.committed() if one.path not in unfit]
         return sound[-1].path.name if sound else None
 
     def previous(self, rank: int) -> Previous | None:
-        if self._previous is None or self._target.min_live is None:
+        if self._previous is None or self._roots.min_live is None:
             return None
-        return previous_of(self._previous, rank, self._target.min_live)
+        return previous_of(self._previous, rank, self._roots.min_live)
 
     def publish(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> None:
         """By the lead: join what the ranks wrote, write the manifest; and when all are well still, rename.
@@ -233,7 +260,7 @@ class CheckpointRoot(Destination):
         alarms = self._settle(topology, path, votes)
         if self._roots.keeper is not None and held is not None:
             self._roots.keeper.keep(held)
-        target.release_lock()
+        self._release()
         linked = sum(vote.linked_bytes for vote in votes)
         self.report = SaveReport(
             str(path), target.checkpoint_id, total, seconds, seconds, total - linked, tuple(alarms)
@@ -308,7 +335,12 @@ class CheckpointRoot(Destination):
         self._ledger.discard_all()
         if self._unclaim is not None:
             self._unclaim()
-        self._target.release_lock()
+        self._release()
+
+    def _release(self) -> None:
+        """The save is over: a root that is not the run's own is free again."""
+        if self._lock is not None and self._lock is not self._roots.lock:
+            self._lock.release()
 
 
 def _known_manifest(

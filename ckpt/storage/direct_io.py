@@ -278,6 +278,19 @@ class OpenFile:
 class WriterThreads:
     """Aligned buffers, and a few threads that write them, or aligned memory that is kept.
 
+    States, of all together. `_error` is set once, by any thread, and stays:
+
+        well --a write fails, or give_up--> failed
+          |                                   |
+          +----------stop---------------------+-----> stopped
+
+    `failed`: what is queued is dropped, its buffers become free, and `require_well` and `finish` raise. `stopped`: the threads have
+    ended, after what was queued, and the buffers are given back.
+
+    States of a buffer. At most half of them are filled at a time, so that one becomes free however many files grow:
+
+        free --buffer_for--> filled by one file, in `filling` --put--> queued, or being written --> free
+
     Attributes:
         step: bytes that are written at once.
         filling: the files that have a buffer, in the order in which they took it.

@@ -69,10 +69,14 @@ _given: ContextVar[SaveMarker | None] = ContextVar("the mark of the save that is
 
 @contextmanager
 def marked(mark: SaveMarker | None) -> Iterator[None]:
-    """Let what is called inside the block save under this mark, where it would make one of its own."""
+    """Let what is called inside the block save under this mark, where it would make one of its own. Remove it if the block fails."""
     token = _given.set(mark)
     try:
         yield
+    except BaseException:
+        if mark is not None:
+            mark.remove()
+        raise
     finally:
         _given.reset(token)
 

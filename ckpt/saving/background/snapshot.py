@@ -40,6 +40,19 @@ _LITTLE_PINNED_BYTES = 8 << 20
 class Snapshot:
     """One save's. `take` in the thread that trains, then `wait` at any time; the rest by the thread that writes.
 
+    States. Each arrow sets the events below it, for which other threads wait; an error, which is kept, leads to `over` from all of them:
+
+        new --take--> sending --------> copying --all copied--> over
+         |                  |             ^  |                   ^  _is_over, _may_be_written
+         |                  _has_sends    |  no room left        |
+         |                                |  v  _may_be_written  |
+         |                               copying while writing --+
+         +--fail, then take--------------------------------------+
+
+    `sending` is the thread that trains; it copies on, or leaves the rest to the copier. Before `_may_be_written` no item is handed out.
+    `give_up`, in any state but `new`, ends the copying with an error, waits for `over`, and gives all memory back to the arena.
+    Only who copies uses the tensors (`_regions`, `_contribution`, `_watched`), and lets go of them on the way to `over`.
+
     Args:
         arena: large enough for `arena_bytes` of this share.
         placed: number of an item -> the memory of exactly its bytes, which it is copied to and not written from before all are copied.

@@ -107,7 +107,7 @@ def _prepared(root: Path, store: str, seed: int) -> PreparedSave[CheckpointRoot]
     topology = Topology.alone()
     backend = backend_named(store)
     components = [StateComponent("model", Held(state), "global")]
-    saver = Saver(SavedRun(components, topology, backend, cpu()), KnownRoots("r", stale_s=1e9))
+    saver = Saver(SavedRun(components, topology, backend, cpu()), KnownRoots(root, "r", stale_s=1e9, shared_root=True))
     with topology.operation("save"):
         return saver.prepare(SaveTarget(root, "1", validate=False, refused={}, keep_last=None))
 
