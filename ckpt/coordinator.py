@@ -156,7 +156,8 @@ class CheckpointCoordinator:
         self._refused: dict[Path, str] = {}
         self._condemned: dict[Path, str] = {}
         self._saves = saves
-        self._background = Background(topology, saves, device, backend) if saves.is_async else None
+        run = SavedRun(components, topology, backend, device)
+        self._background = Background(run, saves) if saves.is_async else None
         self._keeper = host_cache_of(backend, saves)
         self._roots = KnownRoots(
             self.output_dir,
@@ -167,7 +168,6 @@ class CheckpointCoordinator:
             delete=self._background.delete if self._background is not None else None,
             keeper=self._keeper,
         )
-        run = SavedRun(components, topology, backend, device)
         self._saver = Saver(run, self._roots, pattern_check=pattern_check, packed_bytes=packed_mib << 20)
         self._strategy = strategy
         self._strategy.bind(backend)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -179,7 +179,6 @@ class CheckpointRoot(Destination):
             target.root, run_id=roots.run_id, keep_last=target.keep_last, stale_s=roots.stale_s, delete=roots.delete
         )
         self._lock = roots.lock_of(target)
-        self._unclaim: Callable[[], object] | None = None
         self._memory: PooledSave | None = None
         self._assigned: tuple[Path, int] | None = None
         self._previous: Path | None = None
@@ -187,10 +186,23 @@ class CheckpointRoot(Destination):
     def claim(self, topology: Topology) -> None:
         """Acquire the root, or see that this run still has it, and that nobody has removed it. Lead rank only, before `open`."""
         self._roots.require_not_removed(self._target.root)
-        if (lock := self._lock) is not None:
-            if not lock.is_held:
-                self._unclaim = partial(_unclaim, lock, self._target.root, was_there=self._target.root.exists())
-            self._ledger.claim(lock, topology.progress)
+        if self._lock is not None:
+            self._ledger.claim(self._lock, topology.progress)
+
+    @contextmanager
+    def unclaimed_if_refused(self) -> Iterator[None]:
+        """Leave the root as it was found if the block fails: unclaimed, unless an earlier save claimed it."""
+        was_held = self._lock is not None and self._lock.is_held
+        was_there = self._target.root.exists()
+        try:
+            yield
+        except BaseException:
+            if self._lock is not None and self._lock.is_held and not was_held:  # on the lead alone
+                self._lock.release()
+                if not was_there:
+                    with suppress(OSError):  # something else lies in it by now
+                        self._target.root.rmdir()
+            raise
 
     def rooms(self, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
         """Number of an item -> its place in memory that is kept, for a copy that is taken ahead of the writing.
@@ -207,7 +219,6 @@ class CheckpointRoot(Destination):
         root = self._target.root
         with topology.phase("open") as phase:
             if topology.is_lead:
-                self._unclaim = None
                 self._roots.require_not_removed(root)
                 phase.payload = [self._ledger.open(self._target.checkpoint_id).name, self._newest_sound()]
         name, previous = phase.payloads[0]
@@ -326,15 +337,13 @@ class CheckpointRoot(Destination):
         return alarms
 
     def discard(self, error: BaseException | None = None) -> None:
-        """Nothing of the save is kept, in memory or on disk. A root that it claimed, and did not get to open, is left as it was found."""
+        """Nothing of the save is kept, in memory or on disk, and nobody writes to it any more."""
         memory, self._memory = self._memory, None
         if self._roots.keeper is not None and memory is not None:
             self._roots.keeper.drop(self._assigned, memory)
         if isinstance(error, CorruptCheckpointError) and error.file is not None and self._previous is not None:
             self._roots.distrusted.add(self._previous)
         self._ledger.discard_all()
-        if self._unclaim is not None:
-            self._unclaim()
         self._release()
 
     def _release(self) -> None:
@@ -360,14 +369,6 @@ def _known_manifest(
         arrays=entries_of(plan, components, store),
         files={index_name(rank): (vote.index[0], vote.index[1]) for rank, vote in enumerate(votes) if vote.index},
     )
-
-
-def _unclaim(lock: FolderLock, root: Path, *, was_there: bool) -> None:
-    if lock.is_held:
-        lock.release()
-        if not was_there:
-            with suppress(OSError):  # something else lies in it by now
-                root.rmdir()
 
 
 def _is_committed(path: Path) -> str:

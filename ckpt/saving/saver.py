@@ -74,7 +74,7 @@ class Saver:
     def prepare(self, target: SaveTarget) -> PreparedSave[CheckpointRoot]:
         """Ask the components, compare notes, and plan: all ranks agree on what this save is. Nothing is written. Collective."""
         root = CheckpointRoot(target, self._roots, self._sameness)
-        with root.discarding():
+        with root.unclaimed_if_refused():
             look = self._is_to_look(target.validate)
             claim = partial(root.claim, self._topology)
             mine, summaries = self._collect(validate=target.validate, look=look, claim=claim)

@@ -19,11 +19,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from ckpt.backends.base import Backend
 from ckpt.catalog.ledger import delete_folder
 from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError
 from ckpt.memory.arena import Arena
-from ckpt.memory.device import Device
 from ckpt.memory.memory import staging_memory
 from ckpt.memory.shared_memory import shared_memory
 from ckpt.ranks.sigterm import SigtermDeferral
@@ -35,6 +33,7 @@ from ckpt.saving.background.writer_process import WriterProcess
 from ckpt.saving.checkpoint_root import CheckpointRoot, SaveReport
 from ckpt.saving.prepared_save import PreparedSave
 from ckpt.saving.save_settings import SaveSettings
+from ckpt.saving.saver import SavedRun
 from ckpt.saving.writing import RankWritePlan, Staged, Write, WriteJob, WriteResult
 from ckpt.state.overlap import Watched
 
@@ -60,15 +59,13 @@ class Background:
     """Takes saves from the thread that trains, which makes all calls here, and sees that they end in one order.
 
     Args:
-        topology: of that thread.
-        device: where the tensors live.
-        backend: that of all saves.
+        run: what is saved; its topology is that of this thread.
     """
 
-    def __init__(self, topology: Topology, settings: SaveSettings, device: Device, backend: Backend) -> None:
-        self._topology = topology
+    def __init__(self, run: SavedRun, settings: SaveSettings) -> None:
+        self._topology = topology = run.topology
         self._settings = settings
-        self._device = device
+        self._device = run.device
         self._queue = AsyncCallsQueue(lambda: topology, look=self._given_up_for)
         self._branch: Topology | None = None
         self._branch_name = topology.name_branch()
@@ -89,7 +86,7 @@ class Background:
             self._process = WriterProcess(
                 num_cores=settings.writer_cores, mib_s=settings.writer_mib_s, local_rank=topology.local_rank
             )
-            self._process.start(backend)
+            self._process.start(run.backend)
         # Before anything of the interpreter is shut down: what writes may have threads to start still.
         threading._register_atexit(_call, weakref.WeakMethod(self._drain))  # type: ignore[attr-defined]
 
