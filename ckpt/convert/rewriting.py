@@ -23,7 +23,6 @@ from ckpt.dist_checkpointing.folder.folder import Given
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.consistency import MAX_FILE_BYTES
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.durable import replace_durably, write_durably
 from ckpt.format.manifest import (
@@ -37,8 +36,6 @@ from ckpt.format.manifest import (
     ComponentManifest,
     Index,
     PackedPiece,
-    digest_of,
-    index_name,
 )
 from ckpt.format.metadata import CheckpointingConfig, maybe_load_config, save_config
 from ckpt.format.names import PLAIN_NAME, is_inner_path
@@ -48,6 +45,7 @@ from ckpt.loading.strategy import StoredCheckpoint
 from ckpt.memory.memory import Scratch
 from ckpt.planning.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan
 from ckpt.ranks.topology import Topology
+from ckpt.saving.manifest_writer import join_arrays, listed_files
 from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, WriteJob, WriteResult, folders_of, joined_checksum
 from ckpt.state.sharing import StateComponent
 from ckpt.storage.extents import ExtentReader, WantedBox
@@ -280,23 +278,15 @@ class _Rewriting:
 
     def _lead_files(self, votes: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
         """Join the arrays and write what is left; return all files that stand in the manifest."""
-        writers = [rank for rank, vote in enumerate(votes) if vote.wrote_arrays]
-        files = {}
-        for path in self._backend.join(self._folder, writers, self._progress):
-            with CheckpointFolder(self._folder) as folder:
-                data = folder.read(path, MAX_FILE_BYTES)
-            files[path] = len(data), digest_of(data)
-        if CONFIG_NAME in self._manifest.files:
-            write_durably(self._folder / CONFIG_NAME, read_listed_file(self._src, self._manifest, CONFIG_NAME))
-            files[CONFIG_NAME] = self._manifest.files[CONFIG_NAME]
-        for name in (COMMON, OBJECTS):  # checkpoints that are always in one format
-            if (path := f"{name}/{MANIFEST_NAME}") in self._manifest.files:
-                read_listed_file(self._src, self._manifest, path)
-                self._copy_below(name)
-                files[path] = self._manifest.files[path]
-        files |= {path: (size, digest) for path, (size, digest) in votes[0].plain_files.items()}
-        files |= {index_name(rank): (vote.index[0], vote.index[1]) for rank, vote in enumerate(votes) if vote.index}
-        return files
+        parts = (f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS))  # checkpoints that are always in one format
+        beside = [path for path in (CONFIG_NAME, *parts) if path in self._manifest.files]
+        for path in beside:
+            data = read_listed_file(self._src, self._manifest, path)
+            if path == CONFIG_NAME:
+                write_durably(self._folder / CONFIG_NAME, data)
+            else:
+                self._copy_below(path.partition("/")[0])
+        return listed_files(join_arrays(self._folder, self._backend, votes, self._progress, beside), votes)
 
     def _copy_below(self, name: str) -> None:
         """Copy the files that belong to a checkpoint in this one, and nothing else; they are examined with the whole."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ckpt.backends.base import Backend
 from ckpt.catalog.ledger import Commit
 from ckpt.errors import StorageError
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -64,14 +65,18 @@ class ManifestWriter:
         Raises:
             StorageError: what a rank wrote is not seen here.
         """
-        _await_indexes(self.save.destination.folder, self.votes, self.topology)
-        manifest = self._manifest(checkpoint_id)
-        added = self._write_lead_files(manifest)
-        data = manifest.to_bytes()
+        folder, beside = self.save.destination.folder, self.beside
+        _await_indexes(folder, self.votes, self.topology)
+        if self.config_text is not None:
+            write_durably(folder / CONFIG_NAME, self.config_text.encode())
+            beside = [CONFIG_NAME, *beside]
+        self.made = join_arrays(folder, self.save.backend, self.votes, self.topology.progress, beside)
+        data = self._manifest(checkpoint_id).to_bytes()
         self.manifest_digest = digest_of(data)
         self.topology.require_awaited()
-        replace_durably(self.save.destination.folder / MANIFEST_NAME, data)
-        return added + len(data)
+        replace_durably(folder / MANIFEST_NAME, data)
+        plain: int = sum(size for size, _ in self.votes[0].plain_files.values())
+        return sum(map(len, self.made.values())) + plain + len(data)
 
     def _manifest(self, checkpoint_id: str) -> CheckpointManifest:
         topology = self.topology
@@ -88,7 +93,7 @@ class ManifestWriter:
             },
             components={key: self._component(component) for key, component in self.save.mine.components.items()},
             arrays=entries_of(self.save.plan, self.save.mine.components, self.save.backend.store),
-            files={},
+            files=listed_files(self.made, self.votes),
             training_args_hash=digest_of(config.encode()) if config is not None else None,
             ckpt_version=__version__,
             pytorch_version=torch.__version__,
@@ -115,27 +120,29 @@ class ManifestWriter:
             },
         )
 
-    def _write_lead_files(self, manifest: CheckpointManifest) -> int:
-        """Join the arrays and write the config, list every file of the lead's and every index; return the bytes added."""
-        writers = [rank for rank, vote in enumerate(self.votes) if vote.wrote_arrays]
-        made = self.save.backend.join(self.save.destination.folder, writers, self.topology.progress)
-        if self.config_text is not None:
-            write_durably(self.save.destination.folder / CONFIG_NAME, self.config_text.encode())
-            made = [*made, CONFIG_NAME]
-        added = 0
-        for path in [*made, *self.beside]:
-            with CheckpointFolder(self.save.destination.folder) as folder:
-                data = self.made[path] = folder.read(path, MAX_FILE_BYTES)
-            manifest.files[path] = (len(data), digest_of(data))
-            added += len(data)
-            self.topology.progress()
-        for path, (size, digest) in self.votes[0].plain_files.items():
-            manifest.files[path] = (size, digest)
-            added += size
-        for rank, vote in enumerate(self.votes):
-            if vote.index is not None:
-                manifest.files[index_name(rank)] = (vote.index[0], vote.index[1])
-        return added
+
+def join_arrays(
+    folder: Path,
+    backend: Backend,
+    votes: Sequence[WriteResult],
+    progress: Callable[[int], None],
+    beside: Sequence[str] = (),
+) -> dict[str, bytes]:
+    """Make one of the arrays that the ranks have written; return the small files that this takes, and those beside them, by path."""
+    writers = [rank for rank, vote in enumerate(votes) if vote.wrote_arrays]
+    found = {}
+    for path in [*backend.join(folder, writers, progress), *beside]:
+        with CheckpointFolder(folder) as below:
+            found[path] = below.read(path, MAX_FILE_BYTES)
+        progress(len(found[path]))
+    return found
+
+
+def listed_files(made: Mapping[str, bytes], votes: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
+    """Size and digest of each file that a manifest lists: of what the lead has made, its plain values, and every index."""
+    files = {path: (len(data), digest_of(data)) for path, data in made.items()}
+    files |= {path: (size, digest) for path, (size, digest) in votes[0].plain_files.items()}
+    return files | {index_name(rank): (vote.index[0], vote.index[1]) for rank, vote in enumerate(votes) if vote.index}
 
 
 def entries_of(plan: SavePlan, components: Mapping[str, StateComponent], store: str) -> dict[str, ArrayEntry]:

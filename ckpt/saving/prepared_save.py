@@ -33,7 +33,7 @@ class Destination(ABC):
 
         new --open--> open --publish--> published
          |             |
-         +-------------+--discard--> discarded: nothing of the save is left
+         +-------------+--discard--> discarded
 
     Attributes:
         what: the save, for errors; equal on all ranks.
