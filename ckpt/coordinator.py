@@ -144,19 +144,23 @@ class CheckpointCoordinator:
         if process_groups:
             topology.name_groups(process_groups)
         _require_groups(components, topology)
-        self._run_ids: tuple[str | None, ...] = (secrets.token_hex(8),)
+        run = SavedRun(components, topology, backend, device)
+
         self.config_text = config_text
         self.last_save: SaveReport | None = None
         self.reports: list[SaveReport] = []
         self.last_load: LoadReport | None = None
-        self._topology = topology
+
+        # What this run knows of the checkpoints in output_dir, and may do to them.
+        self._run_ids: tuple[str | None, ...] = (secrets.token_hex(8),)
         self._keep_last = keep_last
         self._overwrite = overwrite
         self._left_behind: list[str] = []  # newer than what was loaded, and of a history that does not go on
         self._refused: dict[Path, str] = {}
         self._condemned: dict[Path, str] = {}
+
+        self._topology = topology
         self._saves = saves
-        run = SavedRun(components, topology, backend, device)
         self._background = Background(run, saves) if saves.is_async else None
         self._keeper = host_cache_of(backend, saves)
         self._roots = KnownRoots(
@@ -169,6 +173,7 @@ class CheckpointCoordinator:
             keeper=self._keeper,
         )
         self._saver = Saver(run, self._roots, pattern_check=pattern_check, packed_bytes=packed_mib << 20)
+
         self._strategy = strategy
         self._strategy.bind(backend)
         self._loader = Loader(
@@ -180,12 +185,16 @@ class CheckpointCoordinator:
             allow_pickle=allow_pickle,
             files_of=self._keeper.files_of if self._keeper is not None else None,
         )
+
         self._publisher: Publisher | None = None
         if self._keeper is not None:
             patterns = {component.key: component.pattern for component in components}
             settled = self._background.wait_until_over if self._background is not None else lambda: None
             self._publisher = Publisher(topology, self._keeper, patterns, settled)
-        self._optimizers = Optimizers(components if saves.overlap else ())
+
+        self._optimizers = Optimizers(
+            components if saves.overlap else ()
+        )  # last: an error above leaves no hooks behind
         if self._background is not None:
             self._optimizers.before_steps(self._background.wait_for_snapshots)
 

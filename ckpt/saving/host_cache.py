@@ -133,11 +133,7 @@ class HostCache:
         self.pool.keep(step.save, step.path)
 
     def drop(self, assigned: tuple[Path, int] | None, save: PooledSave) -> None:
-        """A save has failed; nothing of it is written any more.
-
-        Args:
-            assigned: the folder and the rank that the memory was assigned to; None: it was not.
-        """
+        """A save has failed; nothing of it is written any more. `assigned`: what `assign` was given before its memory, if it was called."""
         if assigned is not None:
             self._memories.take(*assigned)
         self.pool.drop(save)

@@ -2,8 +2,8 @@
 
 Files, in the order in which data travels:
 
-    destination, save_marker   what may lie in the folder; the sign that a save has begun
-    folder                  a save by all ranks or none
+    folder                  what is saved, and the steps of a save
+    destination, save_marker   the folder as the place of a save; the sign that one has begun
     loading                 a load
     removing, removing_shards   takes tensors out of a checkpoint
 """
