@@ -192,9 +192,8 @@ class CheckpointCoordinator:
             settled = self._background.wait_until_over if self._background is not None else lambda: None
             self._publisher = Publisher(topology, self._keeper, patterns, settled)
 
-        self._optimizers = Optimizers(
-            components if saves.overlap else ()
-        )  # last: an error above leaves no hooks behind
+        # Last: an error before leaves no hooks behind.
+        self._optimizers = Optimizers(components if saves.overlap else ())
         if self._background is not None:
             self._optimizers.before_steps(self._background.wait_for_snapshots)
 

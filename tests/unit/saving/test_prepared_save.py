@@ -1,0 +1,97 @@
+"""A save and its place: opened, written to and published, or discarded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt.backends.zarr import ZarrBackend
+from ckpt.errors import CheckpointError
+from ckpt.format.manifest import index_name
+from ckpt.ranks.topology import Topology
+from ckpt.saving.gathering import ByteSource
+from ckpt.saving.manifest_writer import ManifestWriter
+from ckpt.saving.planner import Planner
+from ckpt.saving.prepared_save import Destination, PreparedSave
+from ckpt.saving.writing import RankWritePlan, Staged, WriteResult
+from ckpt.state.collect import collect
+from ckpt.state.sharing import StateComponent
+from tests.states import Held, cpu
+
+
+class Noting(Destination):
+    """Notes its calls."""
+
+    what = "save of a test"
+
+    def __init__(self, folder: Path) -> None:
+        self._there = folder
+        self.calls: list[str] = []
+
+    def open(self, topology: Topology) -> None:
+        self.calls.append("open")
+        self.folder = self._there
+        self.folder.mkdir()
+
+    def publish(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> None:
+        assert (self.folder / index_name(0)).stat().st_size == votes[0].index[0]  # type: ignore[index]
+        assert votes[0].write_s > 0
+        ManifestWriter(save, votes, topology).write("1")
+        self.calls.append("publish")
+
+    def discard(self, error: BaseException | None = None) -> None:
+        self.calls.append(f"discard: {error}")
+
+
+class Failing:
+    """A source whose copy has failed."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+
+    def sends(self) -> dict[int, bytes]:
+        return self._source.sends()
+
+    def items(self) -> Iterator[Staged]:
+        yield from self._source.items()
+
+    def check(self) -> None:
+        raise CheckpointError("it is not the state of the call")
+
+
+def _prepared(place: Noting, topology: Topology) -> PreparedSave[Noting]:
+    mine = collect([StateComponent("model", Held({"w": torch.arange(6.0), "step": 3}), "global")], topology)
+    return Planner(topology, ZarrBackend(), cpu()).prepare(place, mine, [mine.summary()])
+
+
+def test_a_save_opens_its_place_and_publishes_what_all_have_written(tmp_path: Path) -> None:
+    place, topology = Noting(tmp_path / "there"), Topology.alone()
+    save = _prepared(place, topology)
+    assert place.calls == [], "nothing is touched before it runs"
+    save.run(topology, save.live_tensors(), RankWritePlan.write, started=time.perf_counter())
+    assert place.calls == ["open", "publish"]
+
+
+def test_a_save_that_fails_is_discarded_and_not_published(tmp_path: Path) -> None:
+    place, topology = Noting(tmp_path / "there"), Topology.alone()
+    save = _prepared(place, topology)
+    with pytest.raises(CheckpointError) as caught:
+        save.run(topology, Failing(save.live_tensors()), RankWritePlan.write, started=time.perf_counter())
+    assert place.calls == ["open", f"discard: {caught.value}"]
+
+
+def test_a_planner_makes_one_plan_for_saves_of_the_same_tensors(tmp_path: Path) -> None:
+    topology = Topology.alone()
+    planner = Planner(topology, ZarrBackend(), cpu())
+    saves = []
+    for step in (1, 2):
+        state = Held({"w": torch.full((6,), float(step)), "step": step})
+        mine = collect([StateComponent("model", state, "global")], topology)
+        saves.append(planner.prepare(Noting(tmp_path / str(step)), mine, [mine.summary()]))
+    assert saves[0].share is saves[1].share
+    assert saves[0].plain != saves[1].plain
