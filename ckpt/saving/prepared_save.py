@@ -1,8 +1,9 @@
-"""One save that all ranks have agreed on, and the place that it goes to. All saves end here, whoever asks for them.
+"""One save that all ranks have agreed on, and the place that it goes to: every save of the library is one of these.
 
-destination                     folder that the ranks write into           published by
-checkpoint_root.CheckpointRoot  a new one, which no reader looks at        a rename
-dist_checkpointing's own        one that the user has made                 its manifest, which is written last
+| place | the ranks write into | published by |
+|---|---|---|
+| `ckpt.saving.checkpoint_root.CheckpointRoot` | a new folder, which readers pass over | a rename |
+| `ckpt.dist_checkpointing.folder.destination.GivenFolder` | a folder that the user has made | its manifest, written last |
 """
 
 from __future__ import annotations
