@@ -1,26 +1,29 @@
-"""What the machine allows: the same bytes with nothing around them. The standards that a save and a load are held against."""
+"""The machine's limits: the same bytes moved by bare system calls, memory copies and broadcasts."""
 
 from __future__ import annotations
 
 import itertools
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from recipes.benchmark.contender import Contender
+from ckpt.format.dtypes import raw_bytes
 from recipes.benchmark.measuring import sync_entries
 from recipes.benchmark.places import by_name, lay_out, least_laden, runs_of, sources_of
-from recipes.benchmark.workloads import State, Workload
+from recipes.benchmark.workloads import Contender, Workload
 
 CALL_BYTES = 8 << 20
 CALL_BUFFERS = 1024  # IOV_MAX of Linux
 BLOCK_BYTES = 4096
 PART_BYTES = 64 << 20
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
 class Raw(Contender):
@@ -46,24 +49,19 @@ class Raw(Contender):
         self._reads.sort(key=lambda read: ((read[0] - self.topology.rank) % turns, read[1]))
 
     def save(self, folder: Path) -> None:
-        descriptor = os.open(folder / str(self.topology.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
+        with _opened(folder / str(self.topology.rank), _NEW) as descriptor:
             for buffers in _calls(self.writes):
-                _write_all(descriptor, buffers)
+                _move_all(partial(os.writev, descriptor), buffers)
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         sync_entries(folder, self.topology)
 
     def load(self, folder: Path) -> dict[str, int]:
         for writer, of_file in itertools.groupby(self._reads, key=lambda read: read[0]):
-            descriptor = os.open(folder / str(writer), os.O_RDONLY)
-            try:
+            with _opened(folder / str(writer), os.O_RDONLY) as descriptor:
                 for offset, views in _stretches((offset, view) for _, offset, view in of_file):
+                    os.lseek(descriptor, offset, os.SEEK_SET)
                     for buffers in _calls(views):
-                        offset += _read_all(descriptor, buffers, offset)
-            finally:
-                os.close(descriptor)
+                        _move_all(partial(os.readv, descriptor), buffers)
         return {}
 
 
@@ -83,25 +81,20 @@ class RawDirect(Raw):
         self._buffer[:] = 0  # touched before anybody looks at the clock
 
     def save(self, folder: Path) -> None:
-        descriptor = os.open(folder / str(self.topology.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
-        try:
-            size = sum(view.nbytes for view in self.writes)
-            padded = -(-size // BLOCK_BYTES) * BLOCK_BYTES
+        size = sum(view.nbytes for view in self.writes)
+        with _opened(folder / str(self.topology.rank), _NEW | os.O_DIRECT) as descriptor:
             if size:
-                os.posix_fallocate(descriptor, 0, padded)
-            at = 0
+                os.posix_fallocate(descriptor, 0, _whole_blocks(size))
+            written = 0
             for filled in self._fillings():
-                whole = -(-filled // BLOCK_BYTES) * BLOCK_BYTES
-                at += os.pwrite(descriptor, memoryview(self._aligned)[:whole], at)
-            assert at == padded, "a file system writes whole blocks, or says why not"
+                written += os.write(descriptor, memoryview(self._aligned)[: _whole_blocks(filled)])
+            assert written == _whole_blocks(size), "a file system writes whole blocks, or says why not"
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         sync_entries(folder, self.topology)
 
     def _fillings(self) -> Iterator[int]:
-        """Copy all bytes through the buffer, and yield how many it holds whenever it is full, and at the end."""
+        """Copy all bytes through the buffer; yield the number of bytes in it whenever it is full, and at the end."""
         filled = 0
         for view in self.writes:
             at = 0
@@ -117,7 +110,7 @@ class RawDirect(Raw):
 
 
 class Memcpy(Contender):
-    """Every rank copies as many bytes as it loads, all at once: what a load from memory would take."""
+    """Every rank copies as many bytes as it loads, all at once: the limit of a load from memory."""
 
     measures = ("load_warm",)
     fills = False
@@ -144,18 +137,14 @@ class Broadcast(Contender):
     fills = False
 
     def __init__(self, workload: Workload) -> None:
-        self._state: State | None = workload.loaded
+        device = workload.saved.device.torch_device
+        self._group = None if workload.loaded is None else workload.loaded.group
         self._num_bytes = workload.state_bytes
-        self._part: torch.Tensor | None = None
-        if self._state is not None:
-            size = min(PART_BYTES, self._num_bytes)
-            self._part = torch.zeros(size, dtype=torch.uint8, device=self._state.device.torch_device)
+        self._part = torch.zeros(min(PART_BYTES, self._num_bytes), dtype=torch.uint8, device=device)
 
     def load(self, folder: Path) -> dict[str, int]:
-        assert self._state is not None and self._part is not None
         for at in range(0, self._num_bytes, PART_BYTES):
-            dist.broadcast(self._part[: self._num_bytes - at], src=0, group=self._state.group)
-        self._state.device.synchronize()
+            dist.broadcast(self._part[: self._num_bytes - at], src=0, group=self._group)
         return {}
 
 
@@ -163,16 +152,16 @@ def takes_direct_writes(folder: Path, rank: int) -> bool:
     """Whether the folder's file system takes O_DIRECT."""
     probe = folder / f"direct-{rank}"
     try:
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+        with _opened(probe, _NEW | os.O_DIRECT):
+            return True
     except OSError:
         return False
     finally:
         probe.unlink(missing_ok=True)
-    return True
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    flat: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
+    flat: np.ndarray = raw_bytes(tensor).numpy()
     return flat
 
 
@@ -207,28 +196,27 @@ def _stretches(reads: Iterable[tuple[int, np.ndarray]]) -> Iterator[tuple[int, l
         yield start, views
 
 
-def _write_all(descriptor: int, buffers: Sequence[np.ndarray]) -> None:
+def _move_all(call: Callable[[list[memoryview]], int], buffers: Sequence[np.ndarray]) -> None:
+    """Call `os.writev` or `os.readv` until all buffers are through."""
     left = [memoryview(buffer) for buffer in buffers]
     while left:
-        left = _after(left, os.writev(descriptor, left))
+        count = call(left)
+        if count == 0:
+            raise OSError("a file has ended too early")
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
 
 
-def _read_all(descriptor: int, buffers: Sequence[np.ndarray], offset: int) -> int:
-    left = [memoryview(buffer) for buffer in buffers]
-    start = offset
-    while left:
-        got = os.preadv(descriptor, left, offset)
-        if got == 0:
-            raise OSError(f"the file ends at byte {offset}")
-        offset += got
-        left = _after(left, got)
-    return offset - start
+def _whole_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _after(left: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of the buffers after their first bytes."""
-    for number, buffer in enumerate(left):
-        if num_bytes < len(buffer):
-            return [buffer[num_bytes:], *left[number + 1 :]]
-        num_bytes -= len(buffer)
-    return []
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,8 +1,7 @@
-"""What others offer: torch.distributed.checkpoint, and safetensors files. With their defaults, and made as durable as ours."""
+"""The peers: torch.distributed.checkpoint, and safetensors files. With their defaults, and made as durable as ours."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ckpt.format.box import Box, overlap
-from recipes.benchmark.contender import Contender
-from recipes.benchmark.measuring import sync_entries
-from recipes.benchmark.places import Lying, Place, by_name, first, lay_out, least_laden, sources_of
-from recipes.benchmark.workloads import Workload
+from recipes.benchmark.measuring import sync_entries, sync_file
+from recipes.benchmark.places import Place, by_name, first, lay_out, least_laden, sources_of
+from recipes.benchmark.workloads import Contender, Workload
 
 
 class Dcp(Contender):
@@ -61,7 +59,7 @@ class Safetensors(Contender):
             if lying.writer == self._topology.rank
         }
         self._reads: dict[int, list[tuple[Place, Box, torch.Tensor]]] = defaultdict(list)
-        saved: dict[str, list[tuple[Box, Lying]]] = by_name(layout)
+        saved = by_name(layout)
         for place, tensor in ({} if workload.loaded is None else workload.loaded.places).items():
             for box, lying in sources_of(place, saved):
                 self._reads[lying.writer].append((place, box, tensor))
@@ -82,7 +80,7 @@ class Safetensors(Contender):
         if self._writes:
             path = folder / f"{self._topology.rank}.safetensors"
             save_file(self._writes, path)
-            _sync(path)
+            sync_file(path)
         sync_entries(folder, self._topology)
 
     def load(self, folder: Path) -> dict[str, int]:
@@ -98,14 +96,14 @@ class Safetensors(Contender):
 
 @contextmanager
 def _one_rank_is_meant() -> Iterator[None]:
-    """torch.distributed.checkpoint warns that there is one rank, also of `no_dist=True`."""
+    """Silence the warning of torch.distributed.checkpoint that there is one rank, which it gives with `no_dist=True` too."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         yield
 
 
 def _fill(tensor: torch.Tensor, wanted: Box, file: Any, saved: Place) -> None:
-    """Copy what a tensor in a file has of a wanted box to its place."""
+    """Copy the overlap of a saved box and a wanted one from the file into the wanted tensor."""
     _, box = saved
     if box == wanted:
         tensor.copy_(file.get_tensor(_name(saved)))
@@ -119,11 +117,3 @@ def _fill(tensor: torch.Tensor, wanted: Box, file: Any, saved: Place) -> None:
 def _name(place: Place) -> str:
     name, box = place
     return f"{name}@{','.join(map(str, box.offsets))}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,8 +11,8 @@ import torch
 
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.topology import Topology
-from recipes.benchmark.megatron_contenders import benchmark, check_benchmark, show
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, ShardArguments, data_parallel_ranks, shards_of
+from recipes.benchmark.megatron_strategies import benchmark, check_benchmark, show
 from tests.conf.configs import config
 from tests.ranks import run_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import recipes.benchmark.plan
-from recipes.benchmark.made_up import show
+from recipes.benchmark.plan_costs import show
 from tests.ranks import forkserver
 
 SMALL = ("tp=2", "pp=2", "layers=2", "width=64", "vocab=64")

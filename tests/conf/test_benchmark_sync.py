@@ -11,12 +11,11 @@ import torch
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
-from recipes.benchmark import sync_rounds
-from recipes.benchmark.sync_contender import Contender, Seconds
-from recipes.benchmark.sync_figures import PARTS, compared, show
-from recipes.benchmark.sync_keys import OTHERS, OURS, RAW, check_benchmark, checked_benchmark
-from recipes.benchmark.sync_model import made_of, rows_of
-from tests.conf.configs import composed
+from recipes.benchmark import weight_updates
+from recipes.benchmark.update_contenders import CONTENDERS, OURS, Contender, Seconds
+from recipes.benchmark.weight_updates import PARTS, check_benchmark, check_run, compared, show
+from recipes.benchmark.weights import made_of, rows_of
+from tests.conf.configs import benchmark_config
 from tests.device import devices
 from tests.ranks import run_ranks
 
@@ -29,12 +28,12 @@ KEYS: dict[str, Any] = {
     "frozen": 0.0,
     "contenders": ["kimi", "raw"],
 }
-EVERYBODY = [*OURS, *OTHERS]
+EVERYBODY = [*CONTENDERS]
 
 
 def config(run_dir: Path, *overrides: str) -> dict[str, Any]:
     """Return the config as the command checks it."""
-    return checked_benchmark(composed(run_dir, *overrides, root="benchmark_sync"))
+    return benchmark_config(run_dir, *overrides, root="benchmark_sync", home="weight_updates", check_run=check_run)
 
 
 def small(run_dir: Path, names: list[str], *overrides: str) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def test_without_a_word_everybody_takes_part_on_two_trainers_and_two_rollouts(
     monkeypatch.setattr("ckpt.memory.device.Device.require", lambda self: None)
     run = config(tmp_path, f"device={device}")
     assert run["benchmark"]["contenders"] == EVERYBODY
-    assert run["benchmark"]["roles"] == {"trainer": 2, "rollout": 2}
+    assert run["roles"] == {"trainer": 2, "rollout": 2}
     assert (run["benchmark"]["mib"], run["benchmark"]["bucket_mib"]) == (512, 64)
     assert run["device"]["type"] == device
 
@@ -210,9 +209,9 @@ def test_a_rollout_that_holds_other_bits_ends_the_benchmark(tmp_path: Path) -> N
 
 
 def test_other_ranks_than_the_roles_take_are_refused(tmp_path: Path) -> None:
-    cfg = small(tmp_path, [RAW])
+    cfg = small(tmp_path, ["raw"])
     with Topology.alone() as topology, pytest.raises(ConfigurationError, match="take 4 ranks, but there are 1"):
-        sync_rounds.benchmark(cfg, topology)
+        weight_updates.benchmark(cfg, topology)
 
 
 class Idle(Contender):
@@ -226,11 +225,11 @@ class Idle(Contender):
 
 
 def _benchmark(topology: Topology, cfg: dict[str, Any]) -> dict[str, Any]:
-    return sync_rounds.benchmark(cfg, topology)
+    return weight_updates.benchmark(cfg, topology)
 
 
 def _refused(topology: Topology, cfg: dict[str, Any]) -> str:
-    sync_rounds.contender_of = lambda name, ends: Idle(ends)  # in this process, a rank's own
+    weight_updates.contender_of = lambda name, ends: Idle(ends)  # in this process, a rank's own
     with pytest.raises(CorruptCheckpointError) as refused:
-        sync_rounds.benchmark(cfg, topology)
+        weight_updates.benchmark(cfg, topology)
     return str(refused.value)

@@ -33,7 +33,7 @@ from ckpt.format.stored import read_index, read_listed_file, read_manifest
 from ckpt.planning.plan import plan_save
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import flatten, to_json
-from recipes.benchmark.made_up import MadeUp
+from recipes.benchmark.plan_costs import MadeUp
 from tests import plain_safetensors
 from tests.ranks import run_threads
 from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, random_bits, same_bits

@@ -13,7 +13,7 @@ from ckpt.format.dtypes import item_bytes
 from ckpt.planning.plan import SavePlan, plan_save
 from ckpt.planning.tables import Table, piece_from_json, table_of_pieces, table_to_json
 from ckpt.state.collect import exchange_tables
-from recipes.benchmark.made_up import MadeUp, Rehearsal, bytes_per_writer, record
+from recipes.benchmark.plan_costs import MadeUp, Rehearsal, bytes_per_writer, record
 
 # A thousandth of the real sizes, so that a rank writes as many chunks as of 64 MiB in a run of 10^12 parameters.
 SIZES = {"pack_below_bytes": 2 << 10, "chunk_min_bytes": 4 << 10, "chunk_max_bytes": 32 << 10}

@@ -12,13 +12,12 @@ import pytest
 
 from ckpt.format.box import Box
 from ckpt.ranks.topology import Topology
-from recipes.benchmark.comparison import compared
-from recipes.benchmark.contender import Contender
 from recipes.benchmark.limits import Raw, RawDirect, _calls, _stretches, takes_direct_writes
 from recipes.benchmark.peers import Dcp, Safetensors
 from recipes.benchmark.places import Holding, Lying, by_name, first, lay_out, least_laden, runs_of, sources_of
+from recipes.benchmark.saves_and_loads import compared
 from recipes.benchmark.slow_store import TokenBucket, slow_reads
-from recipes.benchmark.workloads import Workload, prepared
+from recipes.benchmark.workloads import Contender, Workload, prepared
 from tests.conf.configs import benchmark_config
 from tests.ranks import run_ranks
 

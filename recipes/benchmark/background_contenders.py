@@ -1,4 +1,4 @@
-"""Who saves beside training: our coordinator, torch.distributed.checkpoint, and nobody.
+"""The contenders of `python -m recipes.benchmark.background`: our coordinator, torch.distributed.checkpoint.async_save, and no save.
 
 Each is made anew for its turn, and leaves no memory and no process behind: together they would not fit.
 """
@@ -18,26 +18,63 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
-from ckpt import CheckpointCoordinator
 from ckpt.saving.save_settings import SaveSettings
-from recipes.benchmark.async_keys import DCP, OURS, Way
+from recipes.benchmark.contenders import coordinator_of
 from recipes.benchmark.peers import Dcp
 from recipes.benchmark.workloads import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Settings of a contender's saves.
+
+    Attributes:
+        writer: "thread" or "process"; None: training waits for the whole save.
+        overlap: whether the copy, too, goes on beside training, whose next optimizer step waits for it.
+        is_capped: of ours: whether the writer keeps to `benchmark.writer_cores` and `benchmark.writer_mib_s`.
+        is_tuned: of DCP's: whether it keeps memory and plans from save to save, which its defaults do not. To overlap it has to.
+    """
+
+    writer: str | None
+    overlap: bool = False
+    is_capped: bool = False
+    is_tuned: bool = False
+
+
+NOTHING = "none"
+_BACKGROUND = {
+    "thread": Way("thread"),
+    "process": Way("process"),
+    "thread-overlap": Way("thread", overlap=True),
+    "process-overlap": Way("process", overlap=True),
+}
+OURS: dict[str, Way] = {
+    "sync": Way(None),
+    **_BACKGROUND,
+    **{f"{name}/capped": dataclasses.replace(way, is_capped=True) for name, way in _BACKGROUND.items()},
+}
+DCP: dict[str, Way] = {
+    "dcp-thread": Way("thread"),
+    "dcp-process": Way("process"),
+    "dcp-thread/tuned": Way("thread", is_tuned=True),
+    "dcp-process/tuned": Way("process", is_tuned=True),
+    "dcp-thread-overlap": Way("thread", overlap=True, is_tuned=True),
+    "dcp-process-overlap": Way("process", overlap=True, is_tuned=True),
+}
+"""torch.distributed.checkpoint.async_save, by the same words."""
 
 
 class Saving:
     """One way to save beside training; this one does not save. Every method but `is_done` is collective.
 
     Args:
-        steps: after so many it counts as done.
+        steps: its save counts as done after so many.
     """
 
     def __init__(self, steps: int) -> None:
@@ -77,27 +114,14 @@ class Ours(Saving):
     """
 
     def __init__(self, cfg: Mapping[str, Any], workload: Workload, folder: Path, settings: SaveSettings) -> None:
-        state = workload.saved
-        self._coordinator: CheckpointCoordinator = instantiate(cfg["coordinator"])(
-            state_components=state.components,
-            process_groups=state.process_groups,
-            topology=state.topology,
-            output_dir=folder,
-            keep_last=None,
-            overwrite=False,
-            config_text=OmegaConf.to_yaml(OmegaConf.create(dict(cfg))),
-            saves=settings,
-        )
-        self._committed: Path | None = None
+        self._coordinator = coordinator_of(cfg, workload.saved, output_dir=folder, keep_last=None, saves=settings)
+        self._committed = folder
 
     def save(self, folder: Path) -> None:
-        self._committed = None
-        path = self._coordinator.save_checkpoint(folder.parent / f"checkpoint-{folder.name}")
-        assert path is not None, "a save that finds another one running waits"
-        self._committed = Path(path)
+        self._committed = folder.with_name(f"checkpoint-{folder.name}")
+        self._coordinator.save_checkpoint(self._committed)
 
     def is_done(self) -> bool:
-        assert self._committed is not None
         return self._committed.is_dir()
 
     def finish(self) -> None:
@@ -109,7 +133,7 @@ class Ours(Saving):
         return report.save_s
 
     def load(self, folder: Path) -> None:
-        self._coordinator.load_checkpoint(folder.parent / f"checkpoint-{folder.name}")
+        self._coordinator.load_checkpoint(folder.with_name(f"checkpoint-{folder.name}"))
 
     def close(self) -> None:
         self._coordinator.close()
@@ -119,7 +143,7 @@ class DcpSaving(Saving):
     """torch.distributed.checkpoint.async_save with synced files: as durable as ours, but for the entries of folders.
 
     It has a gloo group of its own, without which its collectives meet those of training. By default it copies to new memory in each
-    save. Tuned, it does what its documentation offers beyond that: one stager for all saves, which keeps its memory, shared with the
+    save. Tuned, it uses what its documentation offers beyond that: one stager for all saves, which keeps its memory, shared with the
     process that writes if one does, and cached plans; page-locked memory and copies that do not block are for accelerators. With
     overlap the stager copies in a thread, and the optimizer's next step waits for it.
     """
@@ -128,8 +152,7 @@ class DcpSaving(Saving):
         state = workload.saved
         self._topology = state.topology
         self._tree = state.tree
-        self._by_process = way.writer == "process"
-        self._is_tuned = way.is_tuned
+        self._way = way
         self._loader = Dcp(workload)
         self._group = dist.new_group(backend="gloo")
         self._stager = _stager(way) if way.is_tuned else None
@@ -138,7 +161,7 @@ class DcpSaving(Saving):
         self._settled = threading.Event()
         self._called = self._durable_at = 0.0
         self._talk = contextlib.ExitStack()
-        if self._by_process:
+        if way.writer == "process":
             # Until the first save is done: the process that it starts would write a line for each of its steps, all its life.
             self._talk.enter_context(_without_stderr())
         optimizer = state.statefuls["optimizer"].optimizer  # type: ignore[attr-defined]
@@ -147,12 +170,13 @@ class DcpSaving(Saving):
     def save(self, folder: Path) -> None:
         self._settled.clear()
         self._called = time.perf_counter()
+        by_process = self._way.writer == "process"
         response = async_save(
             dict(self._tree),
             storage_writer=FileSystemWriter(folder, sync_files=True),
-            planner=DefaultSavePlanner(enable_plan_caching=self._is_tuned),
+            planner=DefaultSavePlanner(enable_plan_caching=self._way.is_tuned),
             process_group=self._group,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS if self._by_process else AsyncCheckpointerType.THREAD,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS if by_process else AsyncCheckpointerType.THREAD,
             async_stager=self._stager,
         )
         if isinstance(response, AsyncSaveResponse):
@@ -209,7 +233,7 @@ def _stager(way: Way) -> DefaultStager:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Let nobody write to stderr, nor the processes that are started meanwhile for as long as they live."""
+    """Drop stderr inside the block, and that of processes started in it for as long as they live."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

@@ -1,6 +1,6 @@
-"""Plans of saves that nobody has made: a GPT of any size on any number of ranks, in addresses alone.
+"""`python -m recipes.benchmark.plan`: plan saves of a GPT that does not exist, of any size on any number of ranks, by addresses alone.
 
-What is measured is what one rank does in a save before it writes: the other ranks' part was recorded, so one process is enough.
+Measured is the work of one rank in a save before it writes. The payloads of the other ranks are recorded before, so one process is enough.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from datetime import UTC, datetime
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.table import Table as Printed
 
 from ckpt.errors import ConfigurationError
-from ckpt.format.box import Box, num_chunks, whole
+from ckpt.format.box import Box, chunk_box, whole
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, digest_of, index_name
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.names import encode_key
-from ckpt.planning.plan import PlannedArray, SavePlan, plan_save
+from ckpt.planning.plan import SavePlan, plan_save
 from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Phase
 from ckpt.state.collect import RankState, exchange_tables, settle_plain
 from ckpt.state.sharing import StateComponent
 from recipes.benchmark.measuring import PeakMemory
+from recipes.benchmark.tables import print_table
 from recipes.support.local_ranks import start_forkserver
 
 OPTIMIZERS = ("replicated", "sharded")
@@ -83,7 +82,7 @@ class MadeUp:
         )
 
     def table(self, rank: int) -> Table:
-        """What this rank would contribute to a save."""
+        """Return this rank's addresses."""
         replicas_and_stage, piece = divmod(rank, self.tp)
         stage, replica = divmod(replicas_and_stage, self.dp)
         model = []
@@ -100,7 +99,7 @@ class MadeUp:
         return Table((TablePart.of(model), TablePart.of(optimizer)))
 
     def _tensors(self, stage: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
-        """Name -> shape, and the dimension that the `tp` ranks cut, of the parameters of one stage."""
+        """Return name -> shape, and the dimension that the `tp` ranks cut, of the parameters of one stage."""
         w = self.width
         per_layer: dict[str, tuple[tuple[int, ...], int | None]] = {
             "ln_1.weight": ((w,), None),
@@ -126,7 +125,7 @@ class MadeUp:
 
 
 class _CutShortError(Exception):
-    """A rehearsed rank has said what it has to say in the phase that is being recorded."""
+    """A rehearsed rank has come to the end of the phase that is being recorded."""
 
 
 class Rehearsal:
@@ -155,7 +154,7 @@ class Rehearsal:
 
 
 def record(world_size: int, act: Callable[[Rehearsal], object], *, num_phases: int) -> list[bytes]:
-    """Let every rank act, phase after phase, and return what all of them said in each, as it travels."""
+    """Let every rank act, phase after phase, and return the payloads of all ranks in each, as JSON."""
     recorded: list[bytes] = []
     for _ in range(num_phases):
         ranks = [Rehearsal(rank, world_size, recorded) for rank in range(world_size)]
@@ -177,7 +176,7 @@ def benchmark(keys: MadeUpKeys) -> list[dict[str, Any]]:
 
 
 def measure(case: MadeUp, summaries: bytes, recorded: Sequence[bytes]) -> dict[str, Any]:
-    """What one rank in the middle does in its first save, and what it does again in later ones, in seconds."""
+    """Return the seconds that the rank in the middle plans in its first save and in later ones, and the figures of the plan."""
     rank = case.world_size // 2
     own = case.table(rank)
     digests = [summary["table"] for summary in json.loads(summaries)]
@@ -224,14 +223,15 @@ def _in_new_process(case: MadeUp) -> dict[str, Any]:
 
 
 def bytes_per_writer(plan: SavePlan, world_size: int) -> list[int]:
-    """How many bytes of tensors each rank writes."""
+    """Return the bytes of tensors that each rank writes."""
     written = [0] * world_size
     for array in plan.arrays.values():
         item = item_bytes(array.dtype)
         for box, rank in array.packs.items():
             written[rank] += box.num_elements * item
         for number, rank in enumerate(array.writers):
-            written[rank] += _chunk_elements(array, number) * item
+            assert array.grid is not None, "packed arrays have no chunks"
+            written[rank] += chunk_box(array.shape, array.grid, number).num_elements * item
     return written
 
 
@@ -276,17 +276,13 @@ def show(figures: Sequence[dict[str, Any]]) -> None:
     for optimizer in dict.fromkeys(row["optimizer"] for row in figures):
         cases = [row for row in figures if row["optimizer"] == optimizer]
         size = f"{cases[0]['parameters'] / 1e9:,.3f} billion parameters, {cases[0]['arrays']:,} arrays"
-        table = Printed(title=f"{size}, optimizer state {optimizer}")
-        table.add_column("")
-        for case in cases:
-            table.add_column(f"{case['ranks']:,} ranks", justify="right")
-        for heading, cell in _ROWS.items():
-            table.add_row(heading, *map(cell, cases))
-        Console().print(table)
+        rows = [(heading, *map(cell, cases)) for heading, cell in _ROWS.items()]
+        headings = ["", *(f"{case['ranks']:,} ranks" for case in cases)]
+        print_table(f"{size}, optimizer state {optimizer}", headings, rows)
 
 
 class _Nothing:
-    """The object behind a component of which only the addresses count."""
+    """The stateful of a component of which only the addresses count."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -303,7 +299,7 @@ def _contribution(table: Table) -> RankState:
 
 
 def _cached_s(case: MadeUp, rank: int, summaries: bytes, known: tuple[str, ...]) -> float:
-    """What a later save of the same state costs until it knows that the plan still holds."""
+    """Return the seconds of a later save of the same state until it knows that the plan still holds."""
     started = time.perf_counter()
     mine = _contribution(case.table(rank))
     mine.summary()
@@ -336,7 +332,7 @@ def _manifest_figures(plan: SavePlan, world_size: int) -> dict[str, Any]:
 
 
 def _cut(box: Box, dim: int, parts: int, number: int) -> Box:
-    """One of the nearly equal parts of a box along a dimension, the later ones shorter or empty, as torch.chunk does."""
+    """Return one of the nearly equal parts of a box along a dimension, the later ones shorter or empty, as of torch.chunk."""
     side = box.shape[dim]
     step = -(-side // parts)
     start = min(number * step, side)
@@ -344,14 +340,3 @@ def _cut(box: Box, dim: int, parts: int, number: int) -> Box:
     offsets[dim] += start
     shape[dim] = min(step, side - start)
     return Box(tuple(offsets), tuple(shape))
-
-
-def _chunk_elements(array: PlannedArray, number: int) -> int:
-    assert array.grid is not None
-    elements = 1
-    for count, side, length in reversed(
-        list(zip(num_chunks(array.shape, array.grid), array.grid, array.shape, strict=True))
-    ):
-        number, at = divmod(number, count)
-        elements *= min(side, length - at * side)
-    return elements

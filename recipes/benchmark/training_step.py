@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.state.address import local_tensor
 from ckpt.state.statefuls import OptimizerState
-from recipes.benchmark.measuring import together
+from recipes.benchmark.measuring import timed
 from recipes.benchmark.workloads import State
 
 _SIDE = 384
@@ -25,7 +26,7 @@ _TRIALS = 5
 
 
 class StepTimes(NamedTuple):
-    """When a step began and ended, by `time.perf_counter`, and how long it stood before the optimizer, for what others do there."""
+    """Begin and end of a step, by `time.perf_counter`, and its parts; `wait_s` is spent in the hooks before the optimizer's step."""
 
     began: float
     ended: float
@@ -39,7 +40,7 @@ class TrainingStep:
     """Steps of all ranks together, on the state's own parameters and optimizer.
 
     Args:
-        stepped_bytes: of parameters, that one step changes on a rank. Of more, it changes a part, another one in each step.
+        stepped_bytes: of parameters that one step changes on a rank; of a larger model it changes another part in each step.
     """
 
     def __init__(self, state: State, stepped_bytes: int) -> None:
@@ -111,15 +112,7 @@ class TrainingStep:
 
     def _trial(self, units: int) -> float:
         """Seconds of the slowest rank for the compute alone."""
-        topology = self._state.topology
-        together(topology)
-        dist.barrier(self._group)
-        started = time.perf_counter()
-        self._compute(units)
-        seconds = time.perf_counter() - started
-        with topology.phase("calibrate") as phase:
-            phase.payload = seconds
-        return float(max(phase.payloads))
+        return timed(partial(self._compute, units), self._state.topology, self._group)
 
 
 def _in_turns(parameters: Sequence[torch.Tensor], stepped_bytes: int) -> list[list[torch.Tensor]]:
@@ -132,7 +125,7 @@ def _in_turns(parameters: Sequence[torch.Tensor], stepped_bytes: int) -> list[li
 
 
 def _gradient(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return what can be the parameter's gradient, in memory that all of them share: an optimizer only reads it."""
+    """Return a gradient for a parameter, in memory that all gradients share: an optimizer only reads it."""
     local = local_tensor(parameter)
     gradient = values[: local.numel()].view(local.shape)
     if not isinstance(parameter, DTensor):
