@@ -15,20 +15,9 @@ import torch.distributed as dist
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
+from recipes.benchmark import harness
 from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, saving_of
-from recipes.benchmark.harness import (
-    Figures,
-    announce,
-    interleaved,
-    leave,
-    require_choice,
-    require_contenders,
-    require_counts,
-    require_plot,
-    scratch,
-    turn,
-    typed_keys,
-)
+from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, gathered, together
 from recipes.benchmark.tables import draw, print_table, quotients, rounds_text, summarized, with_range
 from recipes.benchmark.training_step import TrainingStep
@@ -69,18 +58,15 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: there is no such key, contender or workload, or a number is too small.
     """
-    keys = typed_keys(BackgroundBenchmarkKeys, wanted)
-    require_choice("workload", keys["workload"], WORKLOADS)
-    require_counts({name: keys[name] for name in ("repeats", "steps", "stepped_mib", "writer_cores", "writer_mib_s")})
+    keys = harness.checked_keys(BackgroundBenchmarkKeys, wanted, (NOTHING, *DCP, *OURS))
+    harness.require_choice("workload", keys["workload"], WORKLOADS)
     if not keys["step_s"] > 0:
         raise ConfigurationError(f"benchmark.step_s={keys['step_s']}: expected more than 0 seconds")
-    require_contenders(keys["contenders"], (NOTHING, *DCP, *OURS))
     capped = [name for name in keys["contenders"] if name in OURS and OURS[name].is_capped]
     if capped and keys["writer_cores"] is None and keys["writer_mib_s"] is None:
         raise ConfigurationError(
             f"benchmark.contenders: {capped[0]} has no cap: give benchmark.writer_cores=<cores> or benchmark.writer_mib_s=<MiB/s>"
         )
-    require_plot(keys["plot"])
     return keys
 
 
@@ -91,7 +77,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             "background saves are measured on ranks that train together: launch.nproc_per_node=2 or more"
         )
     keys = cfg["benchmark"]
-    with prepared(cfg, topology) as workload, scratch(cfg, topology) as folders:
+    with prepared(cfg, topology) as workload, harness.scratch(cfg, topology) as folders:
         step = TrainingStep(workload.saved, keys["stepped_mib"] << 20)
         facts = facts_of(cfg, workload) | {
             "writer_cores": keys["writer_cores"],
@@ -99,19 +85,19 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             "compute_s": step.calibrate(keys["step_s"]),
         }
         what = f"{described(facts)}; a step computes for {facts['compute_s']:.3f} s"
-        announce(what, keys["contenders"], keys, topology)
+        harness.announce(what, keys["contenders"], keys, topology)
 
         def take_turn(name: str, number: int) -> Figures:
             with (
-                turn(folders, name, number, topology) as folder,
+                harness.turn(folders, name, number, topology) as folder,
                 closing(saving_of(name, cfg, workload, folder)) as saving,
             ):
                 told = _measured(name, saving, keys["steps"], workload, step, folder, compares=number == 0)
                 return figures_of(gathered(told, topology)) | {"written_bytes": _bytes_in(folder, topology)}
 
-        rounds = interleaved(keys["contenders"], keys["repeats"], take_turn, topology, _line)
+        rounds = harness.interleaved(keys["contenders"], keys["repeats"], take_turn, topology, _line)
     result = facts | {"rounds": rounds} | compared(rounds)
-    leave(result, cfg, "benchmark_async", topology, _draw)
+    harness.leave(result, cfg, "benchmark_async", topology, _draw)
     return result
 
 

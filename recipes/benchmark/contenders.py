@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from recipes.benchmark.harness import EXTRA
 from recipes.benchmark.limits import Broadcast, Memcpy, Raw, RawDirect, takes_direct_writes
 from recipes.benchmark.measuring import gathered
 from recipes.benchmark.peers import Dcp, Safetensors
+from recipes.benchmark.places import first, least_laden
 from recipes.benchmark.slow_store import TokenBucket, slow_reads
 from recipes.benchmark.workloads import Contender, State, Workload
 from recipes.support.config import made
@@ -52,8 +54,8 @@ OURS = {
 
 PEERS: dict[str, Callable[[Workload], Contender]] = {
     "dcp": Dcp,
-    "safetensors": Safetensors.of_each_rank,
-    "safetensors-one-file": Safetensors.of_first_holders,
+    "safetensors": partial(Safetensors, choose=least_laden),
+    "safetensors-one-file": partial(Safetensors, choose=first),
 }
 LIMITS: dict[str, Callable[[Workload], Contender]] = {
     "raw": Raw,
@@ -68,11 +70,18 @@ _OF_SAFETENSORS = ("safetensors", "kimi-engine")
 
 
 class Ours(Contender):
-    """The coordinator with one of our backends and strategies: all components, digests computed and checked."""
+    """The coordinator with one of our backends and strategies: all components, digests computed and checked.
 
-    def __init__(self, saving: CheckpointCoordinator, loading: CheckpointCoordinator | None) -> None:
+    Args:
+        loading: None on a rank that does not load.
+        is_slow: bytes are read through a store of a given speed; only that speed counts, so one load tells.
+    """
+
+    def __init__(self, saving: CheckpointCoordinator, loading: CheckpointCoordinator | None, *, is_slow: bool) -> None:
         self._saving = saving
         self._loading = loading
+        if is_slow:
+            self.measures = ("save", "load_warm")
 
     def save(self, folder: Path) -> None:
         self._saving.save_checkpoint(folder / "checkpoint-1")
@@ -83,12 +92,6 @@ class Ours(Contender):
         report = self._loading.last_load
         assert report is not None
         return {"bytes_read": report.bytes_read, "bytes_needed": report.bytes_needed}
-
-
-class OursFromSlowStore(Ours):
-    """The same, its bytes read through a store of a given speed: only that speed counts, so one load tells."""
-
-    measures = ("save", "load_warm")
 
 
 def contenders_of(
@@ -150,7 +153,7 @@ def _made(name: str, cfg: Mapping[str, Any], workload: Workload, scratch: Path) 
     loading = saving
     if workload.loaded is not workload.saved:
         loading = None if workload.loaded is None else _coordinator(name, cfg, workload.loaded, reads)
-    return (Ours if rate is None else OursFromSlowStore)(saving, loading)
+    return Ours(saving, loading, is_slow=rate is not None)
 
 
 def _coordinator(name: str, cfg: Mapping[str, Any], state: State, reads: Mapping[str, Any]) -> CheckpointCoordinator:

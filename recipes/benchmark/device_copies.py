@@ -19,7 +19,8 @@ from ckpt.memory.device import Device, pinned
 from ckpt.ranks.topology import Topology
 from ckpt.saving.writing import PACKED_BYTES
 from ckpt.storage.extents import SLAB_BYTES, WantedBox, WantedBytes
-from recipes.benchmark.harness import Figures, interleaved, leave, require_counts, typed_keys
+from recipes.benchmark import harness
+from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
 from recipes.benchmark.tables import print_table, summarized
 
@@ -38,9 +39,7 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: there is no such key, it has another type, or is too small.
     """
-    keys = typed_keys(DeviceBenchmarkKeys, wanted)
-    require_counts(keys)
-    return keys
+    return harness.checked_keys(DeviceBenchmarkKeys, wanted)
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
@@ -61,7 +60,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     def take_turn(name: str, number: int) -> Figures:
         return {way: timed(work, topology) for way, work in kinds[name].ways().items()}
 
-    rounds = interleaved(kinds, keys["repeats"], take_turn, topology)
+    rounds = harness.interleaved(kinds, keys["repeats"], take_turn, topology)
     medians = summarized(rounds)["medians"]
     result = {
         "device": str(device.torch_device),
@@ -81,7 +80,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             for name, kind in kinds.items()
         },
     }
-    leave(result, cfg, "benchmark_device", topology)
+    harness.leave(result, cfg, "benchmark_device", topology)
     return result
 
 

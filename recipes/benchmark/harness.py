@@ -63,11 +63,15 @@ def checked_config(cfg: DictConfig, home: ModuleType, check_run: CheckRun = chec
     return check_run(cfg) | {"benchmark": home.check_benchmark(wanted)}
 
 
-def typed_keys(kind: type, wanted: Any) -> dict[str, Any]:
+def checked_keys(kind: type, wanted: Any, contenders: Collection[str] = ()) -> dict[str, Any]:
     """Return the keys under `benchmark` with the types that a dataclass gives them.
 
+    Args:
+        contenders: that a key `contenders` may name.
+
     Raises:
-        ConfigurationError: there is no such key, it has another type, or is missing.
+        ConfigurationError: there is no such key, it has another type, or is missing; a whole number, always a count, is less than 1; a
+            contender is unknown, or named twice, or there is none; or a plot is asked for and matplotlib is missing.
     """
     try:
         keys = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(kind), wanted), throw_on_missing=True)
@@ -75,35 +79,31 @@ def typed_keys(kind: type, wanted: Any) -> dict[str, Any]:
         known = ", ".join(f"benchmark.{one.name}" for one in fields(kind))
         raise ConfigurationError(f"{str(error).splitlines()[0]}; the benchmark has {known}") from error
     assert isinstance(keys, dict)
-    return {str(key): value for key, value in keys.items()}
+    keys = {str(key): value for key, value in keys.items()}
+    _require_counts(keys, "benchmark")
+    names = keys.get("contenders")
+    if names is not None and (not names or len(set(names)) < len(names) or not set(names) <= set(contenders)):
+        raise ConfigurationError(f"benchmark.contenders={names}: expected some of {', '.join(contenders)}, each once")
+    if keys.get("plot") and not has_matplotlib():
+        raise ConfigurationError(
+            f"benchmark.plot=true needs the package matplotlib, which is not installed: {EXTRA}; or leave the plot out with "
+            "benchmark.plot=false"
+        )
+    return keys
 
 
-def require_counts(keys: Mapping[str, int | None]) -> None:
-    """Raise ConfigurationError if a number is given that is less than 1."""
+def _require_counts(keys: Mapping[str, Any], prefix: str) -> None:
     for name, value in keys.items():
-        if value is not None and value < 1:
-            raise ConfigurationError(f"benchmark.{name}={value}: expected at least 1")
+        if isinstance(value, dict):
+            _require_counts(value, f"{prefix}.{name}")
+        elif type(value) is int and value < 1:
+            raise ConfigurationError(f"{prefix}.{name}={value}: expected at least 1")
 
 
 def require_choice(key: str, value: str, choices: Iterable[str]) -> None:
     """Raise ConfigurationError if the value is none of the choices."""
     if value not in choices:
         raise ConfigurationError(f"{key}={value}: expected one of {', '.join(choices)}")
-
-
-def require_contenders(names: list[str], known: Collection[str]) -> None:
-    """Raise ConfigurationError if there is no contender, an unknown one, or the same one twice."""
-    if not names or len(set(names)) < len(names) or not set(names) <= set(known):
-        raise ConfigurationError(f"benchmark.contenders={names}: expected some of {', '.join(known)}, each once")
-
-
-def require_plot(plot: bool | None) -> None:
-    """Raise ConfigurationError if a plot is asked for and matplotlib is missing."""
-    if plot and not has_matplotlib():
-        raise ConfigurationError(
-            f"benchmark.plot=true needs the package matplotlib, which is not installed: {EXTRA}; or leave the plot out with "
-            "benchmark.plot=false"
-        )
 
 
 def has_matplotlib() -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt.format.dtypes import raw_bytes
-from recipes.benchmark.measuring import sync_entries
-from recipes.benchmark.places import by_name, lay_out, least_laden, runs_of, sources_of
+from recipes.benchmark.measuring import opened, sync_entries
+from recipes.benchmark.places import lay_out, least_laden, runs_of
 from recipes.benchmark.workloads import Contender, Workload
 
 CALL_BYTES = 8 << 20
@@ -27,41 +25,38 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
 class Raw(Contender):
-    """Every rank writes its part of the bytes to one file, with fsync, and reads what it holds, straight into place.
+    """Every rank writes its part of the bytes to one file, with fsync, and reads the bytes that it holds, straight into place.
 
     Of equal boxes one rank writes, the one that has the least to write.
     """
 
     def __init__(self, workload: Workload) -> None:
-        self.topology = workload.saved.topology
-        layout = lay_out(workload.holdings, self.topology.world_size, least_laden)
-        mine = [(lying.offset, place) for place, lying in layout.items() if lying.writer == self.topology.rank]
-        self.writes = [_bytes_of(workload.saved.places[place]) for _, place in sorted(mine, key=lambda one: one[0])]
-        self._reads: list[tuple[int, int, np.ndarray]] = []
-        saved = by_name(layout)
-        for place, tensor in ({} if workload.loaded is None else workload.loaded.places).items():
-            memory = _bytes_of(tensor)
-            for box, lying in sources_of(place, saved):
-                for run in runs_of(box, place[1], tensor.element_size()):
-                    view = memory[run.wanted_at : run.wanted_at + run.num_bytes]
-                    self._reads.append((lying.writer, lying.offset + run.saved_at, view))
-        turns = self.topology.world_size  # ranks begin at different files, so that a disk serves them side by side
-        self._reads.sort(key=lambda read: ((read[0] - self.topology.rank) % turns, read[1]))
+        topology = self.topology = workload.saved.topology
+        layout = lay_out(workload.holdings, topology.world_size, least_laden)
+        mine = [(lying.offset, place) for place, lying in layout.items() if lying.writer == topology.rank]
+        self.writes = [(offset, _bytes_of(workload.saved.places[place])) for offset, place in sorted(mine)]
+        reads: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
+        for source in workload.sources(layout):
+            memory = _bytes_of(source.tensor)
+            for run in runs_of(source.saved, source.wanted, source.tensor.element_size()):
+                view = memory[run.wanted_at : run.wanted_at + run.num_bytes]
+                reads[source.lying.writer].append((source.lying.offset + run.saved_at, view))
+        # Ranks begin at different files, so that a disk serves them side by side.
+        writers = sorted(reads, key=lambda writer: (writer - topology.rank) % topology.world_size)
+        self._reads = {writer: sorted(reads[writer], key=lambda read: read[0]) for writer in writers}
 
     def save(self, folder: Path) -> None:
-        with _opened(folder / str(self.topology.rank), _NEW) as descriptor:
-            for buffers in _calls(self.writes):
-                _move_all(partial(os.writev, descriptor), buffers)
+        with opened(folder / str(self.topology.rank), _NEW) as descriptor:
+            for offset, views in _calls(self.writes):
+                _move_all(os.pwritev, descriptor, views, offset)
             os.fsync(descriptor)
         sync_entries(folder, self.topology)
 
     def load(self, folder: Path) -> dict[str, int]:
-        for writer, of_file in itertools.groupby(self._reads, key=lambda read: read[0]):
-            with _opened(folder / str(writer), os.O_RDONLY) as descriptor:
-                for offset, views in _stretches((offset, view) for _, offset, view in of_file):
-                    os.lseek(descriptor, offset, os.SEEK_SET)
-                    for buffers in _calls(views):
-                        _move_all(partial(os.readv, descriptor), buffers)
+        for writer, reads in self._reads.items():
+            with opened(folder / str(writer), os.O_RDONLY) as descriptor:
+                for offset, views in _calls(reads):
+                    _move_all(os.preadv, descriptor, views, offset)
         return {}
 
 
@@ -81,8 +76,8 @@ class RawDirect(Raw):
         self._buffer[:] = 0  # touched before anybody looks at the clock
 
     def save(self, folder: Path) -> None:
-        size = sum(view.nbytes for view in self.writes)
-        with _opened(folder / str(self.topology.rank), _NEW | os.O_DIRECT) as descriptor:
+        size = sum(view.nbytes for _, view in self.writes)
+        with opened(folder / str(self.topology.rank), _NEW | os.O_DIRECT) as descriptor:
             if size:
                 os.posix_fallocate(descriptor, 0, _whole_blocks(size))
             written = 0
@@ -96,7 +91,7 @@ class RawDirect(Raw):
     def _fillings(self) -> Iterator[int]:
         """Copy all bytes through the buffer; yield the number of bytes in it whenever it is full, and at the end."""
         filled = 0
-        for view in self.writes:
+        for _, view in self.writes:
             at = 0
             while at < view.nbytes:
                 count = min(view.nbytes - at, CALL_BYTES - filled)
@@ -152,7 +147,7 @@ def takes_direct_writes(folder: Path, rank: int) -> bool:
     """Whether the folder's file system takes O_DIRECT."""
     probe = folder / f"direct-{rank}"
     try:
-        with _opened(probe, _NEW | os.O_DIRECT):
+        with opened(probe, _NEW | os.O_DIRECT):
             return True
     except OSError:
         return False
@@ -165,44 +160,39 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return flat
 
 
-def _calls(views: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Cut the views, in their order, into the buffers of single calls."""
-    buffers: list[np.ndarray] = []
-    filled = 0
-    for view in views:
-        for at in range(0, view.nbytes, CALL_BYTES):
-            part = view[at : at + CALL_BYTES]
-            if filled + part.nbytes > CALL_BYTES or len(buffers) == CALL_BUFFERS:
-                yield buffers
-                buffers, filled = [], 0
-            buffers.append(part)
-            filled += part.nbytes
-    if buffers:
-        yield buffers
+def _calls(pieces: Iterable[tuple[int, np.ndarray]]) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """Yield the offset and the buffers of single calls: pieces that are contiguous in the file are joined, as far as a call goes.
 
-
-def _stretches(reads: Iterable[tuple[int, np.ndarray]]) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Join what lies behind each other in the file."""
-    start, end = 0, -1
+    Args:
+        pieces: offset in the file, and memory.
+    """
     views: list[np.ndarray] = []
-    for offset, view in reads:
-        if offset != end and views:
-            yield start, views
-            views = []
-        start = start if views else offset
-        views.append(view)
-        end = offset + view.nbytes
+    start = end = 0
+    for offset, piece in pieces:
+        for at in range(0, piece.nbytes, CALL_BYTES):
+            view = piece[at : at + CALL_BYTES]
+            is_full = end - start + view.nbytes > CALL_BYTES or len(views) == CALL_BUFFERS
+            if views and (offset + at != end or is_full):
+                yield start, views
+                views = []
+            if not views:
+                start = end = offset + at
+            views.append(view)
+            end += view.nbytes
     if views:
         yield start, views
 
 
-def _move_all(call: Callable[[list[memoryview]], int], buffers: Sequence[np.ndarray]) -> None:
-    """Call `os.writev` or `os.readv` until all buffers are through."""
-    left = [memoryview(buffer) for buffer in buffers]
+def _move_all(
+    call: Callable[[int, list[memoryview], int], int], descriptor: int, views: Sequence[np.ndarray], offset: int
+) -> None:
+    """Call `os.pwritev` or `os.preadv` until all buffers are through."""
+    left = [memoryview(view) for view in views]
     while left:
-        count = call(left)
+        count = call(descriptor, left, offset)
         if count == 0:
-            raise OSError("a file has ended too early")
+            raise OSError(f"the file ends at byte {offset}")
+        offset += count
         while left and count >= len(left[0]):
             count -= len(left.pop(0))
         if count:
@@ -211,12 +201,3 @@ def _move_all(call: Callable[[list[memoryview]], int], buffers: Sequence[np.ndar
 
 def _whole_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    descriptor = os.open(path, flags)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -78,7 +78,7 @@ def forget_cache(folder: Path, topology: Topology) -> None:
     if topology.is_lead:
         for path in folder.rglob("*"):
             if path.is_file():
-                with _opened(path) as descriptor:
+                with opened(path) as descriptor:
                     os.fsync(descriptor)
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     together(topology)
@@ -86,7 +86,7 @@ def forget_cache(folder: Path, topology: Topology) -> None:
 
 def sync_file(path: Path) -> None:
     """Return when the bytes of a file, or the entries of a folder, are on the disk."""
-    with _opened(path) as descriptor:
+    with opened(path) as descriptor:
         os.fsync(descriptor)
 
 
@@ -100,14 +100,15 @@ def sync_entries(folder: Path, topology: Topology) -> None:
 
 def make_durable(folder: Path) -> None:
     """Return when all that any process wrote on the folder's file system is on its disk."""
-    with _opened(folder) as descriptor:
+    with opened(folder) as descriptor:
         if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
             raise OSError(ctypes.get_errno(), f"cannot sync the file system of {folder}")
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file or a folder; the descriptor is closed at the end of the block."""
+    descriptor = os.open(path, flags)
     try:
         yield descriptor
     finally:

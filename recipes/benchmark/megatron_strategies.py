@@ -28,17 +28,8 @@ from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointEr
 from ckpt.ranks.job import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharded_tensor import ShardedTensor
-from recipes.benchmark.harness import (
-    Figures,
-    interleaved,
-    leave,
-    require_choice,
-    require_contenders,
-    require_counts,
-    scratch,
-    turn,
-    typed_keys,
-)
+from recipes.benchmark import harness
+from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, together
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, Side, data_parallel_ranks, shards_of
 from recipes.benchmark.tables import print_table
@@ -142,11 +133,9 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: there is no such key, contender or optimizer, or no interpreter where one is needed.
     """
-    keys = typed_keys(MegatronBenchmarkKeys, wanted)
-    require_counts({"repeats": keys["repeats"]})
     known = [*OURS, PEER]
-    require_contenders(keys["contenders"], [*known, *(name + TWO_STAGE for name in known)])
-    require_choice("benchmark.optimizer", keys["optimizer"], OPTIMIZERS)
+    keys = harness.checked_keys(MegatronBenchmarkKeys, wanted, [*known, *(name + TWO_STAGE for name in known)])
+    harness.require_choice("benchmark.optimizer", keys["optimizer"], OPTIMIZERS)
     if any(is_peer(name) for name in keys["contenders"]):
         keys["megatron_python"] = _interpreter(keys["megatron_python"])
     return keys
@@ -169,7 +158,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     names = keys["contenders"]
     held = _held(cfg, topology)
     versions: dict[str, Any] = {"torch": torch.__version__}
-    with scratch(cfg, topology) as folders, ExitStack() as started:
+    with harness.scratch(cfg, topology) as folders, ExitStack() as started:
         contenders = _ours(names, held, keys["in_place"], topology)
         if any(map(is_peer, names)):
             peer = Peer(keys["megatron_python"], topology)
@@ -181,7 +170,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             }
 
         def take_turn(name: str, number: int) -> Figures:
-            with turn(folders, name, number, topology) as folder:
+            with harness.turn(folders, name, number, topology) as folder:
                 figures = _measured(contenders[name], folder, topology)
             if figures["wrong"] and not is_peer(name):
                 raise CorruptCheckpointError(
@@ -189,7 +178,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
                 )
             return figures
 
-        rounds = interleaved(names, keys["repeats"], take_turn, topology, _line)
+        rounds = harness.interleaved(names, keys["repeats"], take_turn, topology, _line)
     figures = {
         name: {c: (statistics.median if c.endswith("_s") else max)([row[c] for row in rows]) for c in COLUMNS}
         for name, rows in rounds.items()
@@ -216,7 +205,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "figures": figures,
         "ratios": _ratios(figures),
     }
-    leave(result, cfg, "benchmark_megatron", topology)
+    harness.leave(result, cfg, "benchmark_megatron", topology)
     return result
 
 

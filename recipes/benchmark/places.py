@@ -38,6 +38,22 @@ class Lying:
 
 
 @dataclass(frozen=True)
+class Source:
+    """A saved box, and a wanted box of the same tensor that overlaps it.
+
+    Attributes:
+        lying: of the saved box.
+        tensor: the memory of the wanted box.
+    """
+
+    name: str
+    saved: Box
+    lying: Lying
+    wanted: Box
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
 class ByteRun:
     """Bytes that are contiguous both in the box that was saved and in the one that is wanted."""
 
@@ -103,20 +119,15 @@ def lay_out(
     return found
 
 
-def sources_of(wanted: Place, by_name: Mapping[str, Sequence[tuple[Box, Lying]]]) -> Iterator[tuple[Box, Lying]]:
-    """Yield the saved boxes that a wanted one overlaps, and where they lie."""
-    name, box = wanted
-    for saved, lying in by_name.get(name, ()):
-        if saved == box or overlap(saved, box) is not None:
-            yield saved, lying
-
-
-def by_name(layout: Mapping[Place, Lying]) -> dict[str, list[tuple[Box, Lying]]]:
-    """Return the boxes of each tensor, and where they lie."""
-    found: dict[str, list[tuple[Box, Lying]]] = defaultdict(list)
+def sources_of(wanted: Mapping[Place, torch.Tensor], layout: Mapping[Place, Lying]) -> Iterator[Source]:
+    """Yield every saved box that a wanted one overlaps."""
+    saved: dict[str, list[tuple[Box, Lying]]] = defaultdict(list)
     for (name, box), lying in layout.items():
-        found[name].append((box, lying))
-    return found
+        saved[name].append((box, lying))
+    for (name, box), tensor in wanted.items():
+        for of_name, lying in saved[name]:
+            if of_name == box or overlap(of_name, box) is not None:
+                yield Source(name, of_name, lying, box, tensor)
 
 
 def runs_of(saved: Box, wanted: Box, item_bytes: int) -> Iterator[ByteRun]:

@@ -31,6 +31,7 @@ from ckpt.state.collect import RankState, exchange_tables, settle_plain
 from ckpt.state.sharing import StateComponent
 from recipes.benchmark.measuring import PeakMemory
 from recipes.benchmark.tables import print_table
+from recipes.benchmark.weights import NamedTensors
 from recipes.support.local_ranks import start_forkserver
 
 OPTIMIZERS = ("replicated", "sharded")
@@ -281,18 +282,9 @@ def show(figures: Sequence[dict[str, Any]]) -> None:
         print_table(f"{size}, optimizer state {optimizer}", headings, rows)
 
 
-class _Nothing:
-    """The stateful of a component of which only the addresses count."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
 def _contribution(table: Table) -> RankState:
     return RankState(
-        components={key: StateComponent(key, _Nothing(), pattern) for key, pattern in _PATTERNS.items()},
+        components={key: StateComponent(key, NamedTensors({}), pattern) for key, pattern in _PATTERNS.items()},
         table=table,
         plain={key: {"step": [["step"], 1000]} for key in _PATTERNS},
     )

@@ -12,20 +12,9 @@ from omegaconf import MISSING
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
+from recipes.benchmark import harness
 from recipes.benchmark.contenders import LIMITS, OURS, PEERS, RAW, contenders_of
-from recipes.benchmark.harness import (
-    Figures,
-    announce,
-    interleaved,
-    leave,
-    require_choice,
-    require_contenders,
-    require_counts,
-    require_plot,
-    scratch,
-    turn,
-    typed_keys,
-)
+from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, together
 from recipes.benchmark.tables import draw, print_table, quotients, rounds_text, summarized, wide_console, with_range
 from recipes.benchmark.workloads import SHARINGS, Contender, State, Workload, described, facts_of, prepared
@@ -58,13 +47,10 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: there is no such key or contender, a number is too small, or two keys do not go together.
     """
-    keys = typed_keys(BenchmarkKeys, wanted)
+    keys = harness.checked_keys(BenchmarkKeys, wanted, (*PEERS, *LIMITS, *OURS))
     names, rate, small = keys["contenders"], keys["store_mib_s"], keys["small_tensors"]
-    require_counts({"repeats": keys["repeats"], "load_ranks": keys["load_ranks"]})
     if small is not None:
-        require_counts({f"small_tensors.{name}": small[name] for name in ("count", "elements")})
-        require_choice("benchmark.small_tensors.sharing", small["sharing"], SHARINGS)
-    require_contenders(names, (*PEERS, *LIMITS, *OURS))
+        harness.require_choice("benchmark.small_tensors.sharing", small["sharing"], SHARINGS)
     if rate is not None and not rate > 0:
         raise ConfigurationError(f"benchmark.store_mib_s={rate}: expected more than 0, or null")
     if rate is not None and not set(names) <= set(OURS):
@@ -72,14 +58,13 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
             f"benchmark.store_mib_s={rate} slows the reads of our loads alone: leave "
             f"{', '.join(name for name in names if name not in OURS)} out of benchmark.contenders"
         )
-    require_plot(keys["plot"])
     return keys
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     """Run all rounds and return the figures; the lead leaves benchmark.json, and benchmark.png. Every rank calls it."""
     keys = cfg["benchmark"]
-    with prepared(cfg, topology) as workload, scratch(cfg, topology) as folders:
+    with prepared(cfg, topology) as workload, harness.scratch(cfg, topology) as folders:
         contenders, left_out = contenders_of(cfg, workload, folders)
         identity = workload.saved_identity()
         facts = facts_of(cfg, workload) | {
@@ -87,15 +72,15 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             "loaded_bytes": workload.loaded_bytes,
             "store_mib_s": keys["store_mib_s"],
         }
-        announce(f"{described(facts)}, loaded on {workload.num_loading}", contenders, keys, topology, left_out)
+        harness.announce(f"{described(facts)}, loaded on {workload.num_loading}", contenders, keys, topology, left_out)
 
         def take_turn(name: str, number: int) -> Figures:
-            with turn(folders, name, number, topology) as folder:
+            with harness.turn(folders, name, number, topology) as folder:
                 return _measured(name, contenders[name], folder, workload, identity)
 
-        rounds = interleaved(contenders, keys["repeats"], take_turn, topology, _line)
+        rounds = harness.interleaved(contenders, keys["repeats"], take_turn, topology, _line)
     result = facts | {"left_out": left_out, "rounds": rounds} | compared(rounds)
-    leave(result, cfg, "benchmark", topology, _draw)
+    harness.leave(result, cfg, "benchmark", topology, _draw)
     return result
 
 

@@ -21,7 +21,8 @@ from ckpt.state.flatten import flatten
 from ckpt.state.pattern_check import examine
 from ckpt.state.replication import ValidationLevel
 from ckpt.state.sharing import EQUAL_COPIES
-from recipes.benchmark.harness import Figures, interleaved, leave, require_counts, typed_keys
+from recipes.benchmark import harness
+from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
 from recipes.benchmark.tables import print_table, rounds_text, summarized
 from recipes.training.training import Training
@@ -38,9 +39,7 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: there is no such key, it has another type, or is too small.
     """
-    keys = typed_keys(ValidationBenchmarkKeys, wanted)
-    require_counts(keys)
-    return keys
+    return harness.checked_keys(ValidationBenchmarkKeys, wanted)
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
@@ -63,7 +62,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     work["save"] = partial(coordinator.save_checkpoint, checkpoint_id="1")
     try:
         repeats = cfg["benchmark"]["repeats"]
-        rounds = interleaved(work, repeats, lambda name, _: {"s": timed(work[name], topology)}, topology)
+        rounds = harness.interleaved(work, repeats, lambda name, _: {"s": timed(work[name], topology)}, topology)
     finally:
         if topology.is_lead:
             shutil.rmtree(cfg["checkpoint_root"], ignore_errors=True)
@@ -76,7 +75,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "rounds": {name: [row["s"] for row in rows] for name, rows in rounds.items()},
         "medians": {name: row["s"] for name, row in summarized(rounds)["medians"].items()},
     }
-    leave(result, cfg, "benchmark_validation", topology)
+    harness.leave(result, cfg, "benchmark_validation", topology)
     return result
 
 

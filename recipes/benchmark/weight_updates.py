@@ -24,15 +24,8 @@ from ckpt.format.dtypes import torch_dtype
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.version import __version__
-from recipes.benchmark.harness import (
-    Figures,
-    announce,
-    interleaved,
-    leave,
-    require_contenders,
-    require_counts,
-    typed_keys,
-)
+from recipes.benchmark import harness
+from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import gathered, largest, together
 from recipes.benchmark.tables import print_table, rounds_text, summarized
 from recipes.benchmark.update_contenders import CONTENDERS, OURS, Clock, Contender, UpdateEndpoints, contender_of
@@ -101,14 +94,12 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: there is no such key, contender or data type, a number is too small, or a package is missing.
     """
-    keys = typed_keys(SyncBenchmarkKeys, wanted)
-    require_counts({name: keys[name] for name in ("mib", "width", "bucket_mib", "repeats")})
+    keys = harness.checked_keys(SyncBenchmarkKeys, wanted, CONTENDERS)
     if not 0 <= keys["frozen"] <= 1:
         raise ConfigurationError(f"benchmark.frozen={keys['frozen']}: expected a share from 0 to 1")
     if not keys["dtypes"] or not all(map(_is_float, keys["dtypes"])):
         floats = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype) and _is_float(name)}
         raise ConfigurationError(f"benchmark.dtypes={keys['dtypes']}: expected some of {', '.join(sorted(floats))}")
-    require_contenders(keys["contenders"], CONTENDERS)
     if any(name.startswith(("kimi", "reference")) for name in keys["contenders"]):
         CheckpointEngineRegistry.get("kimi_ckpt_engine")  # raises if its package is missing
     return keys
@@ -133,7 +124,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     with ExitStack() as opened:
         ends = _endpoints(cfg, topology)
         facts = _facts(cfg, ends)
-        announce(
+        harness.announce(
             f"{facts['bytes'] / 1e9:.2f} GB in {facts['tensors']} tensors, {facts['trainers']} trainers, {facts['rollouts']} "
             f"rollouts, buckets of {keys['bucket_mib']} MiB",
             names,
@@ -148,11 +139,11 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             contenders[name] = contender_of(name, ends)
             opened.callback(contenders[name].close)
         gc.freeze()
-        first = interleaved(
+        first = harness.interleaved(
             names, 1, lambda name, _: _measured(name, contenders[name], 1), topology, _line, warm_up=True
         )
         gc.freeze()
-        rounds = interleaved(
+        rounds = harness.interleaved(
             names, repeats, lambda name, number: _measured(name, contenders[name], number + 2), topology, _line
         )
     result = facts | {
@@ -162,7 +153,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "rounds": rounds,
     }
     result |= compared(result["first"], rounds, facts["bytes"])
-    leave(result, cfg, "sync", topology)
+    harness.leave(result, cfg, "sync", topology)
     return result
 
 

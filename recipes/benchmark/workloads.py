@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from ckpt.state.address import address_of, local_tensor
 from ckpt.state.digest import state_digest
 from ckpt.state.sharing import Stateful
 from recipes.benchmark.measuring import gathered
-from recipes.benchmark.places import Holding, Place, holders_of, places_of
+from recipes.benchmark.places import Holding, Lying, Place, Source, holders_of, places_of, sources_of
 from recipes.benchmark.weights import NamedTensors
 from recipes.training.parallel.base import Layout
 from recipes.training.training import Training
@@ -45,8 +45,8 @@ class Contender:
         fills: whether a load fills the state, which is scrambled before and compared afterwards.
     """
 
-    measures: ClassVar[tuple[str, ...]] = ("save", "load_cold", "load_warm")
-    fills: ClassVar[bool] = True
+    measures: tuple[str, ...] = ("save", "load_cold", "load_warm")
+    fills = True
 
     def save(self, folder: Path) -> None:
         """Write the state to a folder that exists; all bytes and entries below it are on the disk when the lead returns."""
@@ -126,6 +126,10 @@ class Workload:
     @property
     def num_tensors(self) -> int:
         return len({name for name, _ in self.holdings})
+
+    def sources(self, layout: Mapping[Place, Lying]) -> Iterator[Source]:
+        """Yield what this rank reads of files that are laid out so; nothing on a rank that does not load."""
+        return sources_of({} if self.loaded is None else self.loaded.places, layout)
 
     def saved_identity(self) -> str:
         """Return what `loaded_identity` must be after a load. Collective over all ranks."""

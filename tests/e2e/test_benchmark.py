@@ -28,7 +28,7 @@ class Forgetful(Raw):
 
     def load(self, folder: Path) -> dict[str, int]:
         super().load(folder)
-        self.writes[-1][0] ^= 1
+        self.writes[-1][1][0] ^= 1
         return {}
 
 
