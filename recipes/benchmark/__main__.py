@@ -1,4 +1,4 @@
-"""Measure saves and loads beside others' and the machine's own limits: python -m recipes.benchmark"""
+"""Measure saves and loads beside others', and beside the machine's limits: python -m recipes.benchmark"""
 
 if not __package__:  # run by path: this folder comes first, and would hide others' modules of the same names
     import sys

@@ -1,4 +1,4 @@
-"""Measure what saves beside training cost it, ours and others': python -m recipes.benchmark.background"""
+"""Measure saves beside training, ours and DCP's, by the delay of its steps: python -m recipes.benchmark.background"""
 
 if not __package__:  # run by path: this folder comes first, and would hide others' modules of the same names
     import sys

@@ -31,12 +31,12 @@ from recipes.benchmark.workloads import Workload
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """Settings of a contender's saves.
+class SaveMode:
+    """How a contender saves.
 
     Attributes:
         writer: "thread" or "process"; None: training waits for the whole save.
-        overlap: whether the copy, too, goes on beside training, whose next optimizer step waits for it.
+        overlap: whether the copy, too, runs beside training, whose next optimizer step waits for it.
         is_capped: of ours: whether the writer keeps to `benchmark.writer_cores` and `benchmark.writer_mib_s`.
         is_tuned: of DCP's: whether it keeps memory and plans from save to save, which its defaults do not. To overlap it has to.
     """
@@ -49,25 +49,25 @@ class Way:
 
 NOTHING = "none"
 _BACKGROUND = {
-    "thread": Way("thread"),
-    "process": Way("process"),
-    "thread-overlap": Way("thread", overlap=True),
-    "process-overlap": Way("process", overlap=True),
+    "thread": SaveMode("thread"),
+    "process": SaveMode("process"),
+    "thread-overlap": SaveMode("thread", overlap=True),
+    "process-overlap": SaveMode("process", overlap=True),
 }
-OURS: dict[str, Way] = {
-    "sync": Way(None),
+OURS: dict[str, SaveMode] = {
+    "sync": SaveMode(None),
     **_BACKGROUND,
-    **{f"{name}/capped": dataclasses.replace(way, is_capped=True) for name, way in _BACKGROUND.items()},
+    **{f"{name}/capped": dataclasses.replace(mode, is_capped=True) for name, mode in _BACKGROUND.items()},
 }
-DCP: dict[str, Way] = {
-    "dcp-thread": Way("thread"),
-    "dcp-process": Way("process"),
-    "dcp-thread/tuned": Way("thread", is_tuned=True),
-    "dcp-process/tuned": Way("process", is_tuned=True),
-    "dcp-thread-overlap": Way("thread", overlap=True, is_tuned=True),
-    "dcp-process-overlap": Way("process", overlap=True, is_tuned=True),
+DCP: dict[str, SaveMode] = {
+    "dcp-thread": SaveMode("thread"),
+    "dcp-process": SaveMode("process"),
+    "dcp-thread/tuned": SaveMode("thread", is_tuned=True),
+    "dcp-process/tuned": SaveMode("process", is_tuned=True),
+    "dcp-thread-overlap": SaveMode("thread", overlap=True, is_tuned=True),
+    "dcp-process-overlap": SaveMode("process", overlap=True, is_tuned=True),
 }
-"""torch.distributed.checkpoint.async_save, by the same words."""
+"""torch.distributed.checkpoint.async_save, in the same modes."""
 
 
 class Saving:
@@ -81,7 +81,7 @@ class Saving:
         self._steps_left = steps
 
     def save(self, folder: Path) -> None:
-        """Begin to save to a folder that does not exist yet; training goes on when it returns."""
+        """Begin to save to a folder that does not exist yet; training continues when it returns."""
 
     def is_done(self) -> bool:
         """Whether the save is durable, as far as this rank can tell without waiting. Called once in each step."""
@@ -89,10 +89,10 @@ class Saving:
         return self._steps_left < 0
 
     def finish(self) -> None:
-        """Do what training has to do once a save is done, or wait until it is."""
+        """Wait until the save is done, and complete it as training has to."""
 
     def durable_s(self) -> float | None:
-        """Return the seconds from the call of the save that is finished until it was durable; None of no save.
+        """Return the seconds from the call of the finished save until it was durable; None without a save.
 
         Raises:
             CheckpointError: the save failed.
@@ -100,10 +100,10 @@ class Saving:
         return None
 
     def load(self, folder: Path) -> None:
-        """Load what was saved into the state it was saved from."""
+        """Load a save into the state that was saved."""
 
     def close(self) -> None:
-        """Let go of memory and processes."""
+        """Release memory and end processes."""
 
 
 class Ours(Saving):
@@ -148,21 +148,21 @@ class DcpSaving(Saving):
     overlap the stager copies in a thread, and the optimizer's next step waits for it.
     """
 
-    def __init__(self, workload: Workload, way: Way) -> None:
+    def __init__(self, workload: Workload, mode: SaveMode) -> None:
         state = workload.saved
         self._topology = state.topology
         self._tree = state.tree
-        self._way = way
+        self._mode = mode
         self._loader = Dcp(workload)
         self._group = dist.new_group(backend="gloo")
-        self._stager = _stager(way) if way.is_tuned else None
+        self._stager = _stager(mode) if mode.is_tuned else None
         self._staged: Future[None] | None = None
         self._durable: Future[Any] | None = None
         self._settled = threading.Event()
         self._called = self._durable_at = 0.0
         self._talk = contextlib.ExitStack()
-        if way.writer == "process":
-            # Until the first save is done: the process that it starts would write a line for each of its steps, all its life.
+        if mode.writer == "process":
+            # Until the first save is done: the process that it starts inherits stderr, and would write a line for each of its steps.
             self._talk.enter_context(_without_stderr())
         optimizer = state.statefuls["optimizer"].optimizer  # type: ignore[attr-defined]
         self._hook = optimizer.register_step_pre_hook(self._wait_for_copy)
@@ -170,11 +170,11 @@ class DcpSaving(Saving):
     def save(self, folder: Path) -> None:
         self._settled.clear()
         self._called = time.perf_counter()
-        by_process = self._way.writer == "process"
+        by_process = self._mode.writer == "process"
         response = async_save(
             dict(self._tree),
             storage_writer=FileSystemWriter(folder, sync_files=True),
-            planner=DefaultSavePlanner(enable_plan_caching=self._way.is_tuned),
+            planner=DefaultSavePlanner(enable_plan_caching=self._mode.is_tuned),
             process_group=self._group,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS if by_process else AsyncCheckpointerType.THREAD,
             async_stager=self._stager,
@@ -206,7 +206,7 @@ class DcpSaving(Saving):
         self._hook.remove()
         if self._stager is not None:
             self._stager.close()
-        # Torch keeps the process for as long as this one lives, and it the memory; nothing but this ends it.
+        # Torch has no call that ends its process, which keeps the memory.
         _async_process_executor._CHECKPOINT_PROCESS = None
         dist.destroy_process_group(self._group)
 
@@ -220,12 +220,12 @@ class DcpSaving(Saving):
             self._staged = None
 
 
-def _stager(way: Way) -> DefaultStager:
+def _stager(mode: SaveMode) -> DefaultStager:
     return DefaultStager(
         StagingOptions(
             use_pinned_memory=torch.accelerator.is_available(),
-            use_shared_memory=way.writer == "process",
-            use_async_staging=way.overlap,
+            use_shared_memory=mode.writer == "process",
+            use_async_staging=mode.overlap,
             use_non_blocking_copy=torch.accelerator.is_available(),
         )
     )
@@ -257,10 +257,10 @@ def saving_of(name: str, cfg: Mapping[str, Any], workload: Workload, folder: Pat
     return DcpSaving(workload, DCP[name]) if name in DCP else Saving(keys["steps"])
 
 
-def settings_of(way: Way, keys: Mapping[str, Any]) -> SaveSettings:
-    """Return how our coordinator saves in this way."""
-    if way.writer is None:
+def settings_of(mode: SaveMode, keys: Mapping[str, Any]) -> SaveSettings:
+    """Return the settings of our coordinator for a mode."""
+    if mode.writer is None:
         return SaveSettings()
-    settings = SaveSettings(mode="async", overlap=way.overlap, writer=way.writer)
+    settings = SaveSettings(mode="async", overlap=mode.overlap, writer=mode.writer)
     caps = {"writer_cores": keys["writer_cores"], "writer_mib_s": keys["writer_mib_s"]}
-    return dataclasses.replace(settings, **caps) if way.is_capped else settings
+    return dataclasses.replace(settings, **caps) if mode.is_capped else settings

@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmark.background`: every contender saves beside training steps; how much the steps and the ranks are held up."""
+"""`python -m recipes.benchmark.background`: every contender saves beside training steps; the stall and the slow-down of training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
 from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, saving_of
 from recipes.benchmark.harness import Figures
-from recipes.benchmark.measuring import PeakMemory, gathered, together
+from recipes.benchmark.measuring import PeakMemory, gathered, wait_for_ranks
 from recipes.benchmark.tables import draw, print_table, quotients, rounds_text, summarized, with_range
 from recipes.benchmark.training_step import TrainingStep
 from recipes.benchmark.workloads import Workload, described, facts_of, prepared
@@ -34,7 +34,7 @@ PATIENCE_S = 300.0
 WARM, COUNTED = "warm", "dcp"
 """Folders of the two saves of a turn."""
 
-Told = dict[str, Any]
+RankTimes = dict[str, Any]
 """One rank's times of one save: `call_s`, `finish_s`, `durable_s`, `peak_mib`; `before_s` of the steps before it; and `beside`, for each
 step beside it its `StepTimes`, began and ended being seconds after the call."""
 
@@ -77,7 +77,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             "background saves are measured on ranks that train together: launch.nproc_per_node=2 or more"
         )
     keys = cfg["benchmark"]
-    with prepared(cfg, topology) as workload, harness.scratch(cfg, topology) as folders:
+    with prepared(cfg, topology) as workload, harness.scratch_folder(cfg, topology) as folders:
         step = TrainingStep(workload.saved, keys["stepped_mib"] << 20)
         facts = facts_of(cfg, workload) | {
             "writer_cores": keys["writer_cores"],
@@ -89,7 +89,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
 
         def take_turn(name: str, number: int) -> Figures:
             with (
-                harness.turn(folders, name, number, topology) as folder,
+                harness.turn_folder(folders, name, number, topology) as folder,
                 closing(saving_of(name, cfg, workload, folder)) as saving,
             ):
                 told = _measured(name, saving, keys["steps"], workload, step, folder, compares=number == 0)
@@ -97,17 +97,17 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
 
         rounds = harness.interleaved(keys["contenders"], keys["repeats"], take_turn, topology, _line)
     result = facts | {"rounds": rounds} | compared(rounds)
-    harness.leave(result, cfg, "benchmark_async", topology, _draw)
+    harness.write_result(result, cfg, "benchmark_async", topology, _draw)
     return result
 
 
 def _measured(
     name: str, saving: Saving, num_steps: int, workload: Workload, step: TrainingStep, folder: Path, *, compares: bool
-) -> Told:
-    """One save of one contender that counts, after one that does not: memory is touched and processes are started by then.
+) -> RankTimes:
+    """Take one turn: a save that is not counted, which touches memory and starts processes, and one that counts.
 
     Args:
-        num_steps: before the save that counts.
+        num_steps: timed before the save that counts.
         compares: load it afterwards, and compare it with the state at the call.
     """
     state, topology = workload.saved, workload.saved.topology
@@ -115,7 +115,7 @@ def _measured(
     saving.save(folder / WARM)
     saving.finish()
     saving.durable_s()
-    together(topology)
+    wait_for_ranks(topology)
     before = [step()[0] for _ in range(num_steps)]
     saved = state.fingerprint() if compares else ""
     told = _save_beside_steps(saving, folder / COUNTED, step, topology)
@@ -135,9 +135,9 @@ def _measured(
     return told
 
 
-def _save_beside_steps(saving: Saving, folder: Path, step: TrainingStep, topology: Topology) -> Told:
-    """Save, and go on training until all ranks know that the save is durable."""
-    together(topology)
+def _save_beside_steps(saving: Saving, folder: Path, step: TrainingStep, topology: Topology) -> RankTimes:
+    """Save, and train until all ranks know that the save is durable."""
+    wait_for_ranks(topology)
     dist.barrier()
     began = time.perf_counter()
     saving.save(folder)
@@ -178,14 +178,14 @@ def _bytes_in(folder: Path, topology: Topology) -> int:
     return gathered(sum(file.stat().st_size for file in files) if topology.is_lead else 0, topology)[0]
 
 
-def figures_of(ranks: Sequence[Told]) -> Figures:
+def figures_of(ranks: Sequence[RankTimes]) -> Figures:
     """Return the cost of one save, from the times of all ranks.
 
-    - `stall_s`: of the rank that stood still longest: in the call, before an optimizer's step, and for the report at the end.
-    - `slow_down`: how many times as long as the steps before it those took that ended before the save was durable on all ranks, the
-      stall left out. A save that is durable before one has ended is held against the first; one that leaves no step to be
-      disturbed has none.
-    - `lost_s`: how much later training was where it was when the save was durable, all in all.
+    - `stall_s`: seconds that the rank with the longest stall stood still: in the call, before an optimizer's step, and for the report
+      at the end.
+    - `slow_down`: the time of the steps that ended before the save was durable on all ranks, without the stall, over the time of as
+      many steps before the save. If none ended by then, the first one counts; a save that leaves no step beside it has no `slow_down`.
+    - `lost_s`: the delay of training by the whole save.
     """
     step_s = statistics.mean(seconds for told in ranks for seconds in told["before_s"])
     calls = [told["call_s"] for told in ranks]
@@ -214,7 +214,7 @@ def figures_of(ranks: Sequence[Told]) -> Figures:
     return figures
 
 
-def _num_counted(ranks: Sequence[Told], durable_s: float | None) -> int:
+def _num_counted(ranks: Sequence[RankTimes], durable_s: float | None) -> int:
     """Count the steps that were beside the save from beginning to end; without a save, all that were to be.
 
     The last step is left out: it began when all ranks knew already that the save was durable.
@@ -227,7 +227,7 @@ def _num_counted(ranks: Sequence[Told], durable_s: float | None) -> int:
 
 
 def compared(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
-    """Return what the rounds come to: `medians` and `ranges` by contender and figure, and `ratios` of each of ours to each of DCP's."""
+    """Return `medians` and `ranges` by contender and figure, and `ratios` of each of ours to each of DCP's."""
     summary = summarized(rounds)
     medians = summary["medians"]
     peers = {name: row for name, row in medians.items() if name in DCP}

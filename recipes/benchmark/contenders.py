@@ -20,7 +20,7 @@ from recipes.benchmark.harness import EXTRA
 from recipes.benchmark.limits import Broadcast, Memcpy, Raw, RawDirect, takes_direct_writes
 from recipes.benchmark.measuring import gathered
 from recipes.benchmark.peers import Dcp, Safetensors
-from recipes.benchmark.places import first, least_laden
+from recipes.benchmark.places import first, least_loaded
 from recipes.benchmark.slow_store import TokenBucket, slow_reads
 from recipes.benchmark.workloads import Contender, State, Workload
 from recipes.support.config import made
@@ -54,7 +54,7 @@ OURS = {
 
 PEERS: dict[str, Callable[[Workload], Contender]] = {
     "dcp": Dcp,
-    "safetensors": partial(Safetensors, choose=least_laden),
+    "safetensors": partial(Safetensors, choose=least_loaded),
     "safetensors-one-file": partial(Safetensors, choose=first),
 }
 LIMITS: dict[str, Callable[[Workload], Contender]] = {

@@ -53,14 +53,16 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         raise ConfigurationError("device=cpu has no copies to measure: choose another device")
     device.use(topology.local_rank)
     keys = cfg["benchmark"]
-    kinds = {name: Kind(make(keys["mib"] * MIB, device.torch_device), device) for name, make in STATES.items()}
-    for kind in kinds.values():
-        kind.check()
+    states = {
+        name: DeviceTensors(make(keys["mib"] * MIB, device.torch_device), device) for name, make in STATES.items()
+    }
+    for state in states.values():
+        state.check()
 
     def take_turn(name: str, number: int) -> Figures:
-        return {way: timed(work, topology) for way, work in kinds[name].ways().items()}
+        return {way: timed(work, topology) for way, work in states[name].ways().items()}
 
-    rounds = harness.interleaved(kinds, keys["repeats"], take_turn, topology)
+    rounds = harness.interleaved(states, keys["repeats"], take_turn, topology)
     medians = summarized(rounds)["medians"]
     result = {
         "device": str(device.torch_device),
@@ -70,17 +72,17 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "repeats": keys["repeats"],
         "states": {
             name: {
-                "bytes": kind.num_bytes,
-                "tensors": len(kind.tensors),
+                "bytes": state.num_bytes,
+                "tensors": len(state.tensors),
                 "rounds": {way: [row[way] for row in rounds[name]] for way in medians[name]},
                 "medians": medians[name],
-                "gb_s": {way: kind.num_bytes / seconds / 1e9 for way, seconds in medians[name].items()},
+                "gb_s": {way: state.num_bytes / seconds / 1e9 for way, seconds in medians[name].items()},
                 "ratios": {way: medians[name][f"plain {way}"] / medians[name][way] for way in ("save", "load")},
             }
-            for name, kind in kinds.items()
+            for name, state in states.items()
         },
     }
-    harness.leave(result, cfg, "benchmark_device", topology)
+    harness.write_result(result, cfg, "benchmark_device", topology)
     return result
 
 
@@ -103,7 +105,7 @@ def show(result: Mapping[str, Any]) -> None:
     )
 
 
-class Kind:
+class DeviceTensors:
     """Tensors of one device, and each way to copy them. A copy returns when it is complete."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: Device) -> None:
@@ -203,7 +205,7 @@ def _small(num_bytes: int, device: torch.device) -> list[torch.Tensor]:
 
 
 def _columns(num_bytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Transposed matrices, which lie in another order than they are stored."""
+    """Transposed matrices: their order in memory is not that of storage."""
     side = math.isqrt(min(16 * MIB, num_bytes) // 4)
     return [_random((side, side), device).t() for _ in range(max(num_bytes // (4 * side * side), 1))]
 

@@ -34,7 +34,7 @@ EXTRA = "pip install -e '.[benchmark]'"
 """Installs the optional packages of the benchmarks."""
 
 Figures = dict[str, Any]
-"""What one contender took in one round, by the figure's name."""
+"""Figures of one contender in one round, by name."""
 
 CheckRun = Callable[[DictConfig], dict[str, Any]]
 
@@ -131,7 +131,7 @@ def interleaved(
             of_name.append(take_turn(name, number))
             if line is not None:
                 heading = "first" if warm_up else f"round {number + 1}/{repeats}"
-                tell(f"{heading} {name}: {line(of_name[-1])}", topology)
+                print_on_lead(f"{heading} {name}: {line(of_name[-1])}", topology)
     return rounds
 
 
@@ -142,7 +142,7 @@ def announce(
     topology: Topology,
     left_out: Mapping[str, str] | None = None,
 ) -> None:
-    """Print what is about to be measured, on the lead.
+    """Print the state and the contenders, on the lead, before the rounds.
 
     Args:
         left_out: contender -> why it cannot take part.
@@ -151,16 +151,16 @@ def announce(
     lines += [f"left out: {name}: {reason}" for name, reason in (left_out or {}).items()]
     if keys.get("plot", False) is None and not has_matplotlib():
         lines.append(f"there will be no plot: matplotlib is not installed: {EXTRA}")
-    tell("\n".join(lines), topology)
+    print_on_lead("\n".join(lines), topology)
 
 
-def tell(text: str, topology: Topology) -> None:
+def print_on_lead(text: str, topology: Topology) -> None:
     """Print a text on the lead."""
     if topology.is_lead:
         print(text, flush=True)
 
 
-def leave(
+def write_result(
     result: Figures,
     cfg: Mapping[str, Any],
     name: str,
@@ -177,8 +177,8 @@ def leave(
 
 
 @contextmanager
-def scratch(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Path]:
-    """Make the folder `SCRATCH` of a run, and remove it at the end, whatever happens. Collective."""
+def scratch_folder(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Path]:
+    """Make the folder `SCRATCH` of a run, and remove it at the end, after errors too. Collective."""
     folder = Path(cfg["run_dir"]) / SCRATCH
     with topology.phase("scratch"):
         if topology.is_lead:
@@ -192,8 +192,8 @@ def scratch(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Path]:
 
 
 @contextmanager
-def turn(folders: Path, name: str, number: int, topology: Topology) -> Iterator[Path]:
-    """Make a folder for one turn of one contender. Earlier writes are on the disk by then, and are not paid for by this turn. Collective.
+def turn_folder(folders: Path, name: str, number: int, topology: Topology) -> Iterator[Path]:
+    """Make a folder for one turn of one contender; all earlier writes are on the disk before the turn begins. Collective.
 
     At the end its files are truncated, and removed with all others at the end of the run: for a minute after files were removed, ext4
     takes up to a millisecond for each that is made.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ckpt.format.dtypes import raw_bytes
 from recipes.benchmark.measuring import opened, sync_entries
-from recipes.benchmark.places import lay_out, least_laden, runs_of
+from recipes.benchmark.places import lay_out, least_loaded, runs_of
 from recipes.benchmark.workloads import Contender, Workload
 
 CALL_BYTES = 8 << 20
@@ -32,15 +32,15 @@ class Raw(Contender):
 
     def __init__(self, workload: Workload) -> None:
         topology = self.topology = workload.saved.topology
-        layout = lay_out(workload.holdings, topology.world_size, least_laden)
-        mine = [(lying.offset, place) for place, lying in layout.items() if lying.writer == topology.rank]
+        layout = lay_out(workload.holdings, topology.world_size, least_loaded)
+        mine = [(location.offset, place) for place, location in layout.items() if location.writer == topology.rank]
         self.writes = [(offset, _bytes_of(workload.saved.places[place])) for offset, place in sorted(mine)]
         reads: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
         for source in workload.sources(layout):
             memory = _bytes_of(source.tensor)
             for run in runs_of(source.saved, source.wanted, source.tensor.element_size()):
                 view = memory[run.wanted_at : run.wanted_at + run.num_bytes]
-                reads[source.lying.writer].append((source.lying.offset + run.saved_at, view))
+                reads[source.location.writer].append((source.location.offset + run.saved_at, view))
         # Ranks begin at different files, so that a disk serves them side by side.
         writers = sorted(reads, key=lambda writer: (writer - topology.rank) % topology.world_size)
         self._reads = {writer: sorted(reads[writer], key=lambda read: read[0]) for writer in writers}
@@ -73,7 +73,7 @@ class RawDirect(Raw):
         super().__init__(workload)
         self._aligned = mmap.mmap(-1, CALL_BYTES)  # pages are aligned enough
         self._buffer = np.frombuffer(self._aligned, np.uint8)
-        self._buffer[:] = 0  # touched before anybody looks at the clock
+        self._buffer[:] = 0  # touched before it is timed
 
     def save(self, folder: Path) -> None:
         size = sum(view.nbytes for _, view in self.writes)
@@ -126,7 +126,7 @@ class Memcpy(Contender):
 
 
 class Broadcast(Contender):
-    """Rank 0 sends as many bytes as the whole state has to all that load, by torch.distributed, and nothing is read."""
+    """Rank 0 broadcasts as many bytes as the whole state has to the ranks that load, by torch.distributed; nothing is read."""
 
     measures = ("load_warm",)
     fills = False

@@ -1,4 +1,4 @@
-"""How much time and memory something takes, on the slowest and on the most needy rank.
+"""Time of the slowest rank, memory of this process, figures of all ranks; and the page cache, synced and dropped.
 
 Importing it imports nothing of `ckpt`, which does not run in the environment of recipes/benchmark/megatron_peer.py.
 """
@@ -38,13 +38,13 @@ def _status_kib(name: str) -> float:
 
 
 def timed(work: Callable[[], object], topology: Topology, group: dist.ProcessGroup | None = None) -> float:
-    """Do what all ranks do together, and return the seconds of the slowest. Collective.
+    """Do a piece of work on all ranks at once, and return the seconds of the slowest. Collective.
 
     Args:
         group: torch's process group of the topology's ranks; None: the default one. Its barrier lets go of all ranks within
             a few ms, which the topology's own agreement does not promise.
     """
-    together(topology)
+    wait_for_ranks(topology)
     if dist.is_initialized() and topology.world_size > 1:
         dist.barrier(group)
     started = time.perf_counter()
@@ -53,13 +53,13 @@ def timed(work: Callable[[], object], topology: Topology, group: dist.ProcessGro
 
 
 def gathered(mine: T, topology: Topology, phase_name: str = "figures") -> list[T]:
-    """Return what every rank passes here, by rank; JSON values. Collective."""
+    """Return the values of all ranks, by rank; JSON values. Collective."""
     with topology.phase(phase_name) as phase:
         phase.payload = mine
     return phase.payloads
 
 
-def together(topology: Topology) -> None:
+def wait_for_ranks(topology: Topology) -> None:
     """Wait for all ranks."""
     gathered(None, topology)
 
@@ -81,7 +81,7 @@ def forget_cache(folder: Path, topology: Topology) -> None:
                 with opened(path) as descriptor:
                     os.fsync(descriptor)
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    together(topology)
+    wait_for_ranks(topology)
 
 
 def sync_file(path: Path) -> None:
@@ -92,7 +92,7 @@ def sync_file(path: Path) -> None:
 
 def sync_entries(folder: Path, topology: Topology) -> None:
     """Sync the entries of a folder and of all folders in it, once all ranks are here. Collective; the lead returns when it is done."""
-    together(topology)
+    wait_for_ranks(topology)
     if topology.is_lead:
         for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
             sync_file(path)

@@ -30,7 +30,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.sharded_tensor import ShardedTensor
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
-from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, together
+from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, Side, data_parallel_ranks, shards_of
 from recipes.benchmark.tables import print_table
 from recipes.support.config import made
@@ -46,13 +46,13 @@ OURS: dict[str, Callable[[], SaveShardedStrategy]] = {
 }
 COLUMNS = ("save_s", "load_cold_s", "load_warm_s", "save_peak_mib", "load_peak_mib")
 LEAST_MIB = 1.0
-"""No ratio is made of less, which an allocator keeps or not."""
+"""No ratio is made of less memory: an allocator may keep it or not."""
 
 Cost = dict[str, Any]
-"""Of one save or load: `seconds` and `peak_mib`; of a load also `wrong`, the names of tensors that came back wrong."""
+"""Cost of one save or load: `seconds` and `peak_mib`; of a load also `wrong`, the names of tensors that came back wrong."""
 
 Do = Callable[[str, Path], Cost]
-"""A contender: does "save" or "load" with a folder that exists. Collective; ends when all ranks are done."""
+"""A contender: does "save" or "load" with a folder that exists. Collective; returns when all ranks are done."""
 
 
 @dataclasses.dataclass
@@ -158,7 +158,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     names = keys["contenders"]
     held = _held(cfg, topology)
     versions: dict[str, Any] = {"torch": torch.__version__}
-    with harness.scratch(cfg, topology) as folders, ExitStack() as started:
+    with harness.scratch_folder(cfg, topology) as folders, ExitStack() as started:
         contenders = _ours(names, held, keys["in_place"], topology)
         if any(map(is_peer, names)):
             peer = Peer(keys["megatron_python"], topology)
@@ -170,7 +170,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             }
 
         def take_turn(name: str, number: int) -> Figures:
-            with harness.turn(folders, name, number, topology) as folder:
+            with harness.turn_folder(folders, name, number, topology) as folder:
                 figures = _measured(contenders[name], folder, topology)
             if figures["wrong"] and not is_peer(name):
                 raise CorruptCheckpointError(
@@ -205,7 +205,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "figures": figures,
         "ratios": _ratios(figures),
     }
-    harness.leave(result, cfg, "benchmark_megatron", topology)
+    harness.write_result(result, cfg, "benchmark_megatron", topology)
     return result
 
 
@@ -265,7 +265,7 @@ def _do(
 
 
 def _timed(topology: Topology, work: Callable[[], None]) -> Cost:
-    together(topology)
+    wait_for_ranks(topology)
     memory = PeakMemory()
     with use_topology(topology):
         seconds = timed(work, topology)
@@ -319,7 +319,7 @@ def counterpart(name: str) -> str:
 
 
 def _ratios(figures: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
-    """How many times as much megatron-core takes as each of ours; None of memory where ours takes next to none."""
+    """Return megatron-core's figures over ours; None of memory where ours takes next to none."""
     pairs = {name: counterpart(name) for name in figures if not is_peer(name) and counterpart(name) in figures}
     return {
         name: {
@@ -331,7 +331,7 @@ def _ratios(figures: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, f
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print the figures as a table, and how many times as much megatron-core takes."""
+    """Print the figures, and megatron-core's over ours, as a table."""
     contenders = result["contenders"]
     rounds = max(len(one["rounds"]) for one in contenders.values())
     cut = "cut like the weights" if result["optimizer"] == "tensors" else "in flattened ranges"

@@ -20,7 +20,7 @@ from checkpoint_engine.worker import update_weights_from_ipc
 
 from ckpt.engine.parameter_server import use_host_memory
 from recipes.benchmark.measuring import gathered
-from recipes.benchmark.update_contenders import Clock, Contender, Seconds, UpdateEndpoints
+from recipes.benchmark.update_contenders import Contender, Seconds, Stopwatch, UpdateEndpoints
 from recipes.support.ranks import environment_with
 
 THREADS = 32
@@ -66,18 +66,18 @@ class Reference(Contender):
         self._server._zmq_addr_counter = _FIRST_SOCKET * (1 + is_tuned)
 
     def update(self, step: int) -> Seconds:
-        server, clock = self._server, Clock()
+        server, stopwatch = self._server, Stopwatch()
         seconds: Seconds = {}
         if self.ends.is_trainer:
             self._offload()
-            seconds["offload_s"] = clock.lap()
+            seconds["offload_s"] = stopwatch.lap()
         dist.barrier()  # a rank that waits for trainers does not gather yet
-        clock.lap()
+        stopwatch.lap()
         server.gather_metas(_CHECKPOINT)
-        seconds["gather_s"] = clock.lap()
+        seconds["gather_s"] = stopwatch.lap()
         with environment_with(self._limit), _within_process():
             server.update(_CHECKPOINT, self._consume)
-        seconds["transfer_s"] = clock.lap()
+        seconds["transfer_s"] = stopwatch.lap()
         if self.ends.is_trainer:
             server.unregister_checkpoint(_CHECKPOINT)
         self.num_buckets = self.num_buckets or self._count()

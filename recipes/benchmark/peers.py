@@ -43,20 +43,20 @@ class Dcp(Contender):
 
 
 class Safetensors(Contender):
-    """One safetensors file per rank that writes, with fsync; a load copies out of the mapped files what the rank holds.
+    """One safetensors file per rank that writes, with fsync; a load copies the rank's tensors out of the mapped files.
 
     Args:
-        choose: which of the ranks that hold a tensor writes it.
+        choose: returns the writer of a tensor among the ranks that hold it.
     """
 
     def __init__(self, workload: Workload, *, choose: Callable[[Sequence[int], Sequence[int]], int]) -> None:
         topology = self._topology = workload.saved.topology
         layout = lay_out(workload.holdings, topology.world_size, choose)
-        mine = [place for place, lying in layout.items() if lying.writer == topology.rank]
+        mine = [place for place, location in layout.items() if location.writer == topology.rank]
         self._writes = {_name(*place): workload.saved.places[place] for place in mine}
         self._reads: dict[int, list[Source]] = defaultdict(list)
         for source in workload.sources(layout):
-            self._reads[source.lying.writer].append(source)
+            self._reads[source.location.writer].append(source)
 
     def save(self, folder: Path) -> None:
         from safetensors.torch import save_file

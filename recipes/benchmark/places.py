@@ -30,7 +30,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Lying:
+class FileLocation:
     """A place in files: its bytes begin at byte `offset` of the file that rank `writer` writes."""
 
     writer: int
@@ -42,13 +42,13 @@ class Source:
     """A saved box, and a wanted box of the same tensor that overlaps it.
 
     Attributes:
-        lying: of the saved box.
+        location: of the saved box.
         tensor: the memory of the wanted box.
     """
 
     name: str
     saved: Box
-    lying: Lying
+    location: FileLocation
     wanted: Box
     tensor: torch.Tensor
 
@@ -78,7 +78,7 @@ def places_of(statefuls: Mapping[str, Stateful]) -> dict[Place, torch.Tensor]:
 
 
 def holders_of(mine: Mapping[Place, torch.Tensor], topology: Topology) -> dict[Place, Holding]:
-    """Return every place of the whole state, by what the DTensors of all ranks say of themselves. Collective."""
+    """Return every place of the whole state, by the boxes that all ranks give. Collective."""
     rows_of_mine = [[name, box.offsets, box.shape, tensor.nbytes] for (name, box), tensor in mine.items()]
     ranks: dict[Place, list[int]] = defaultdict(list)
     sizes: dict[Place, int] = {}
@@ -92,7 +92,7 @@ def holders_of(mine: Mapping[Place, torch.Tensor], topology: Topology) -> dict[P
     return {place: Holding(sizes[place], tuple(of_place)) for place, of_place in ranks.items()}
 
 
-def least_laden(holders: Sequence[int], written: Sequence[int]) -> int:
+def least_loaded(holders: Sequence[int], written: Sequence[int]) -> int:
     """Choose the holder that has the least to write so far."""
     return min(holders, key=lambda rank: written[rank])
 
@@ -104,30 +104,30 @@ def first(holders: Sequence[int], written: Sequence[int]) -> int:
 
 def lay_out(
     holdings: Mapping[Place, Holding], num_ranks: int, choose: Callable[[Sequence[int], Sequence[int]], int]
-) -> dict[Place, Lying]:
+) -> dict[Place, FileLocation]:
     """Give every place one writer, and its bytes an offset in that writer's file. The same on every rank.
 
     Args:
         choose: returns one of the ranks that hold a place, given the bytes that each rank writes already.
     """
     written = [0] * num_ranks
-    found: dict[Place, Lying] = {}
+    found: dict[Place, FileLocation] = {}
     for place, holding in sorted(holdings.items(), key=lambda entry: (-entry[1].num_bytes, entry[0][0])):
         writer = choose(holding.ranks, written)
-        found[place] = Lying(writer, written[writer])
+        found[place] = FileLocation(writer, written[writer])
         written[writer] += holding.num_bytes
     return found
 
 
-def sources_of(wanted: Mapping[Place, torch.Tensor], layout: Mapping[Place, Lying]) -> Iterator[Source]:
+def sources_of(wanted: Mapping[Place, torch.Tensor], layout: Mapping[Place, FileLocation]) -> Iterator[Source]:
     """Yield every saved box that a wanted one overlaps."""
-    saved: dict[str, list[tuple[Box, Lying]]] = defaultdict(list)
-    for (name, box), lying in layout.items():
-        saved[name].append((box, lying))
+    saved: dict[str, list[tuple[Box, FileLocation]]] = defaultdict(list)
+    for (name, box), location in layout.items():
+        saved[name].append((box, location))
     for (name, box), tensor in wanted.items():
-        for of_name, lying in saved[name]:
+        for of_name, location in saved[name]:
             if of_name == box or overlap(of_name, box) is not None:
-                yield Source(name, of_name, lying, box, tensor)
+                yield Source(name, of_name, location, box, tensor)
 
 
 def runs_of(saved: Box, wanted: Box, item_bytes: int) -> Iterator[ByteRun]:

@@ -39,7 +39,7 @@ _PATTERNS = {"model": "sharded", "optimizer": "sharded", "scheduler": "replicate
 
 
 @dataclass
-class MadeUpKeys:
+class PlanBenchmarkKeys:
     """The keys of `recipes.benchmark.plan`."""
 
     tp: int = 8
@@ -53,7 +53,7 @@ class MadeUpKeys:
 
 
 @dataclass(frozen=True)
-class MadeUp:
+class SyntheticGPT:
     """A GPT in bfloat16 with AdamW in float32 (main weights and two moments), as its ranks would describe it.
 
     Rank = (stage * dp + replica) * tp + slice. The word embedding is tied, so the first and the last stage both hold it.
@@ -125,15 +125,15 @@ class MadeUp:
         return tensors
 
 
-class _CutShortError(Exception):
-    """A rehearsed rank has come to the end of the phase that is being recorded."""
+class _EndOfRecording(Exception):
+    """A rank has come to the end of the phase that is being recorded."""
 
 
-class Rehearsal:
-    """Stands in for a `Topology` whose other ranks were recorded.
+class RecordedTopology:
+    """A stand-in for a `Topology`: one rank, with the recorded payloads of all ranks.
 
     Attributes:
-        said: this rank's payload in the first phase that was not recorded, where the rehearsal ends.
+        payload: this rank's payload in the first phase that was not recorded, which ends the recording.
     """
 
     is_lead = False
@@ -141,7 +141,7 @@ class Rehearsal:
     def __init__(self, rank: int, world_size: int, recorded: Sequence[bytes]) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.said: Any = None
+        self.payload: Any = None
         self._recorded = list(recorded)
 
     @contextmanager
@@ -149,41 +149,41 @@ class Rehearsal:
         phase = Phase(name)
         yield phase
         if not self._recorded:
-            self.said = phase.payload
-            raise _CutShortError
+            self.payload = phase.payload
+            raise _EndOfRecording
         phase.payloads = json.loads(self._recorded.pop(0))
 
 
-def record(world_size: int, act: Callable[[Rehearsal], object], *, num_phases: int) -> list[bytes]:
+def record(world_size: int, act: Callable[[RecordedTopology], object], *, num_phases: int) -> list[bytes]:
     """Let every rank act, phase after phase, and return the payloads of all ranks in each, as JSON."""
     recorded: list[bytes] = []
     for _ in range(num_phases):
-        ranks = [Rehearsal(rank, world_size, recorded) for rank in range(world_size)]
+        ranks = [RecordedTopology(rank, world_size, recorded) for rank in range(world_size)]
         for rank in ranks:
-            with suppress(_CutShortError):
+            with suppress(_EndOfRecording):
                 act(rank)
-        recorded.append(json.dumps([rank.said for rank in ranks], separators=(",", ":")).encode())
+        recorded.append(json.dumps([rank.payload for rank in ranks], separators=(",", ":")).encode())
     return recorded
 
 
-def benchmark(keys: MadeUpKeys) -> list[dict[str, Any]]:
+def benchmark(keys: PlanBenchmarkKeys) -> list[dict[str, Any]]:
     """Measure every case, each in a process of its own, and return the figures."""
     cases = [
-        (optimizer, MadeUp(keys.tp, keys.pp, dp, keys.layers, keys.width, keys.vocab, optimizer == "sharded"))
+        (optimizer, SyntheticGPT(keys.tp, keys.pp, dp, keys.layers, keys.width, keys.vocab, optimizer == "sharded"))
         for optimizer in keys.optimizer_state
         for dp in keys.dp
     ]
     return [{"optimizer": optimizer, "dp": case.dp, **_in_new_process(case)} for optimizer, case in cases]
 
 
-def measure(case: MadeUp, summaries: bytes, recorded: Sequence[bytes]) -> dict[str, Any]:
+def measure(case: SyntheticGPT, summaries: bytes, recorded: Sequence[bytes]) -> dict[str, Any]:
     """Return the seconds that the rank in the middle plans in its first save and in later ones, and the figures of the plan."""
     rank = case.world_size // 2
     own = case.table(rank)
     digests = [summary["table"] for summary in json.loads(summaries)]
     memory = PeakMemory()
     started = time.perf_counter()
-    tables, table_of_rank = exchange_tables(own, digests, Rehearsal(rank, case.world_size, recorded))
+    tables, table_of_rank = exchange_tables(own, digests, RecordedTopology(rank, case.world_size, recorded))
     received = time.perf_counter()
     plan = plan_save(tables, table_of_rank, item_bytes)
     planned = time.perf_counter()
@@ -212,7 +212,7 @@ def measure(case: MadeUp, summaries: bytes, recorded: Sequence[bytes]) -> dict[s
     }
 
 
-def _in_new_process(case: MadeUp) -> dict[str, Any]:
+def _in_new_process(case: SyntheticGPT) -> dict[str, Any]:
     tables = [case.table(rank) for rank in range(case.world_size)]
     summaries = [_contribution(table).summary() for table in tables]
     digests = [summary["table"] for summary in summaries]
@@ -236,14 +236,14 @@ def bytes_per_writer(plan: SavePlan, world_size: int) -> list[int]:
     return written
 
 
-def keys_of(cfg: DictConfig) -> MadeUpKeys:
+def keys_of(cfg: DictConfig) -> PlanBenchmarkKeys:
     """Return the config, its types checked.
 
     Raises:
         ConfigurationError: the numbers make no run.
     """
-    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(MadeUpKeys), cfg))
-    assert isinstance(keys, MadeUpKeys)
+    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PlanBenchmarkKeys), cfg))
+    assert isinstance(keys, PlanBenchmarkKeys)
     numbers = {"tp": keys.tp, "pp": keys.pp, "layers": keys.layers, "width": keys.width, "vocab": keys.vocab}
     wrong = [f"{name}={number}" for name, number in numbers.items() if number < 1]
     if wrong or not keys.dp or min(keys.dp) < 1:
@@ -290,13 +290,13 @@ def _contribution(table: Table) -> RankState:
     )
 
 
-def _cached_s(case: MadeUp, rank: int, summaries: bytes, known: tuple[str, ...]) -> float:
+def _cached_s(case: SyntheticGPT, rank: int, summaries: bytes, known: tuple[str, ...]) -> float:
     """Return the seconds of a later save of the same state until it knows that the plan still holds."""
     started = time.perf_counter()
     mine = _contribution(case.table(rank))
     mine.summary()
     said = json.loads(summaries)
-    settle_plain(mine, said, Rehearsal(rank, case.world_size, []))
+    settle_plain(mine, said, RecordedTopology(rank, case.world_size, []))
     assert tuple(summary["table"] for summary in said) == known
     return time.perf_counter() - started
 

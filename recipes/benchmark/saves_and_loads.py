@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmark`: every contender saves one state and loads it, cold and warm; what is loaded is compared."""
+"""`python -m recipes.benchmark`: every contender saves one state and loads it, cold and warm; every loaded bit is compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt.ranks.topology import Topology
 from recipes.benchmark import harness
 from recipes.benchmark.contenders import LIMITS, OURS, PEERS, RAW, contenders_of
 from recipes.benchmark.harness import Figures
-from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, together
+from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
 from recipes.benchmark.tables import draw, print_table, quotients, rounds_text, summarized, wide_console, with_range
 from recipes.benchmark.workloads import SHARINGS, Contender, State, Workload, described, facts_of, prepared
 
@@ -64,7 +64,7 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     """Run all rounds and return the figures; the lead leaves benchmark.json, and benchmark.png. Every rank calls it."""
     keys = cfg["benchmark"]
-    with prepared(cfg, topology) as workload, harness.scratch(cfg, topology) as folders:
+    with prepared(cfg, topology) as workload, harness.scratch_folder(cfg, topology) as folders:
         contenders, left_out = contenders_of(cfg, workload, folders)
         identity = workload.saved_identity()
         facts = facts_of(cfg, workload) | {
@@ -75,12 +75,12 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         harness.announce(f"{described(facts)}, loaded on {workload.num_loading}", contenders, keys, topology, left_out)
 
         def take_turn(name: str, number: int) -> Figures:
-            with harness.turn(folders, name, number, topology) as folder:
+            with harness.turn_folder(folders, name, number, topology) as folder:
                 return _measured(name, contenders[name], folder, workload, identity)
 
         rounds = harness.interleaved(contenders, keys["repeats"], take_turn, topology, _line)
     result = facts | {"left_out": left_out, "rounds": rounds} | compared(rounds)
-    harness.leave(result, cfg, "benchmark", topology, _draw)
+    harness.write_result(result, cfg, "benchmark", topology, _draw)
     return result
 
 
@@ -89,7 +89,7 @@ def _measured(name: str, contender: Contender, folder: Path, workload: Workload,
     topology, loaded = workload.saved.topology, workload.loaded
     mine: Figures = {}
     if "save" in contender.measures:
-        together(topology)
+        wait_for_ranks(topology)
         memory = PeakMemory()
         mine["save_s"] = timed(partial(contender.save, folder), topology)
         mine["save_peak_mib"] = memory.mib()
@@ -120,11 +120,10 @@ def _measured(name: str, contender: Contender, folder: Path, workload: Workload,
 
 
 def compared(rounds: Mapping[str, list[Figures]]) -> dict[str, Any]:
-    """Return what the rounds come to, by contender and column.
+    """Return `medians`, `ranges` (least and most) and `ratios` of medians, by contender and column.
 
-    `medians`; `ranges`, the least and the most; and `ratios`, of medians: `peers` (how many times as long as ours each peer
-    takes), `limits` (how many times as long as each limit ours takes), `best_raw` (the same, of the fastest raw way in each
-    column) and `two_stage` (how many times as long as two-stage direct loading takes), each by the name of ours.
+    Ratios, by the name of ours: `peers`, each peer's time over ours; `limits`, our time over each limit's; `best_raw`, our time over
+    that of the fastest raw contender in each column; `two_stage`, direct loading's time over two-stage loading's.
     """
     summary = summarized(rounds)
     medians = summary["medians"]
@@ -203,7 +202,7 @@ def _ratio_columns(ratios: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str
 
 
 def _cell(ratios: Mapping[str, float]) -> str:
-    """All there are, from the right: a column without saves has loads, or warm loads alone."""
+    """Join the ratios that exist: of save, cold load and warm load; of both loads; or of warm loads alone."""
     return "  ".join(f"{ratios[column]:.2f}" for column in SECONDS if column in ratios)
 
 

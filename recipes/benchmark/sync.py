@@ -1,4 +1,4 @@
-"""Measure how weights get from trainers to rollouts, by ours and by others: python -m recipes.benchmark.sync"""
+"""Measure weight updates from trainers to rollouts, ours and others': python -m recipes.benchmark.sync"""
 
 if not __package__:  # run by path: this folder comes first, and would hide others' modules of the same names
     import sys

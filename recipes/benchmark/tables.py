@@ -30,7 +30,7 @@ def summarized(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, d
 
 
 def quotients(one: Mapping[str, float], other: Mapping[str, float], columns: Iterable[str]) -> dict[str, float]:
-    """Return one / other, of the columns that both have and by which one can divide."""
+    """Return one / other of each column that both have, unless the divisor is 0."""
     return {column: one[column] / other[column] for column in columns if column in one and other.get(column)}
 
 

@@ -38,7 +38,7 @@ Seconds = dict[str, float]
 """Of one rank: `offload_s`, `gather_s`, `transfer_s`, `reload_s`, as far as a contender has such a part."""
 
 
-class Clock:
+class Stopwatch:
     """A stopwatch: each lap begins where the last one ended."""
 
     def __init__(self) -> None:
@@ -89,19 +89,19 @@ class Contender(ABC):
     def __init__(self, ends: UpdateEndpoints) -> None:
         self.ends = ends
 
-    def get_ready(self) -> None:
+    def prepare(self) -> None:
         """Change the trainers' weights, and overwrite the rollouts'. Not timed."""
         if self.ends.is_trainer:
             self.ends.weights.change(self.ends.frozen)
         else:
-            self.ends.weights.spoil()
+            self.ends.weights.overwrite()
         wait_for(self.ends.device.torch_device)
 
     @abstractmethod
     def update(self, step: int) -> Seconds:
         """Bring the trainers' weights to all rollouts; a rollout returns when they are in its memory."""
 
-    def held(self) -> dict[str, str]:
+    def digests(self) -> dict[str, str]:
         """Return digests by name of all that this rank sent, or holds now. Those of one name are equal on all ranks that have it."""
         return {"weights": self.ends.weights.fingerprint()}
 
@@ -172,7 +172,7 @@ class Raw(Contender):
             elif to_trainers:
                 self._memory[bucket] = passing[bucket % len(passing)][: stop - start]
 
-    def get_ready(self) -> None:
+    def prepare(self) -> None:
         for memory in self._kept.values():
             if self.ends.is_trainer:
                 memory.add_(1)
@@ -181,7 +181,7 @@ class Raw(Contender):
         wait_for(self.ends.device.torch_device)
 
     def update(self, step: int) -> Seconds:
-        clock = Clock()
+        stopwatch = Stopwatch()
         coming: deque[Any] = deque()
         for bucket, memory in self._memory.items():
             owner = self._layout.owner(bucket)
@@ -191,9 +191,9 @@ class Raw(Contender):
         for work in coming:
             work.wait()
         wait_for(self.ends.device.torch_device)
-        return {"transfer_s": clock.lap()}
+        return {"transfer_s": stopwatch.lap()}
 
-    def held(self) -> dict[str, str]:
+    def digests(self) -> dict[str, str]:
         return {str(bucket): digest_of(memory.cpu().numpy().data) for bucket, memory in self._kept.items()}
 
     def close(self) -> None:
@@ -215,11 +215,11 @@ class PerTensor(Contender):
         sender = ends.trainers[0]
         if ends.is_trainer and ends.topology.rank != sender:
             return {}
-        clock = Clock()
+        stopwatch = Stopwatch()
         for tensor in ends.weights.tensors.values():
             dist.broadcast(raw_bytes(tensor), src=sender, group=self._group)
         wait_for(ends.device.torch_device)
-        return {"transfer_s": clock.lap()}
+        return {"transfer_s": stopwatch.lap()}
 
     def close(self) -> None:
         _leave(self._group)

@@ -1,4 +1,4 @@
-"""Measure what the doctor and each validation level cost: python -m recipes.benchmark.validation"""
+"""Measure the cost of the doctor and of each validation level: python -m recipes.benchmark.validation"""
 
 if not __package__:  # run by path: this folder comes first, and would hide others' modules of the same names
     import sys

@@ -75,12 +75,12 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "rounds": {name: [row["s"] for row in rows] for name, rows in rounds.items()},
         "medians": {name: row["s"] for name, row in summarized(rounds)["medians"].items()},
     }
-    harness.leave(result, cfg, "benchmark_validation", topology)
+    harness.write_result(result, cfg, "benchmark_validation", topology)
     return result
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print the medians, and what each thing adds to a save without any comparison, as a table."""
+    """Print the medians, and the time that each adds to a save without any comparison, as a table."""
     medians, gigabytes = result["medians"], result["bytes_per_rank"] / 1e9
     where = "on 1 rank" if result["ranks"] == 1 else f"on each of {result['ranks']} ranks"
     rows = []

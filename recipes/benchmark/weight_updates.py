@@ -1,4 +1,4 @@
-"""`python -m recipes.benchmark.sync`: every contender brings the trainers' weights to the rollouts; how long its parts take."""
+"""`python -m recipes.benchmark.sync`: every contender brings the trainers' weights to the rollouts; the times of its parts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ckpt.ranks.topology import Topology
 from ckpt.version import __version__
 from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
-from recipes.benchmark.measuring import gathered, largest, together
+from recipes.benchmark.measuring import gathered, largest, wait_for_ranks
 from recipes.benchmark.tables import print_table, rounds_text, summarized
-from recipes.benchmark.update_contenders import CONTENDERS, OURS, Clock, Contender, UpdateEndpoints, contender_of
+from recipes.benchmark.update_contenders import CONTENDERS, OURS, Contender, Stopwatch, UpdateEndpoints, contender_of
 from recipes.benchmark.weights import described, made_of, rows_of
 from recipes.support.config import AT_RUN_TIME, bind, made, make_absolute
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles, require_ranks
@@ -153,7 +153,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "rounds": rounds,
     }
     result |= compared(result["first"], rounds, facts["bytes"])
-    harness.leave(result, cfg, "sync", topology)
+    harness.write_result(result, cfg, "sync", topology)
     return result
 
 
@@ -183,15 +183,15 @@ def _endpoints(cfg: Mapping[str, Any], topology: Topology) -> UpdateEndpoints:
 def _measured(name: str, contender: Contender, step: int) -> Figures:
     """One update of one contender: seconds of the slowest rank, as a whole and by its parts. All bits are compared afterwards."""
     ends = contender.ends
-    contender.get_ready()
-    together(ends.topology)
+    contender.prepare()
+    wait_for_ranks(ends.topology)
     dist.barrier()
-    clock = Clock()
+    stopwatch = Stopwatch()
     parts = contender.update(step)
-    parts[UPDATE] = clock.lap()
-    held = gathered(contender.held(), ends.topology)
-    sent = {key: digest for rank in ends.trainers for key, digest in held[rank].items()}
-    for rank, of_rank in enumerate(held):
+    parts[UPDATE] = stopwatch.lap()
+    digests = gathered(contender.digests(), ends.topology)
+    sent = {key: digest for rank in ends.trainers for key, digest in digests[rank].items()}
+    for rank, of_rank in enumerate(digests):
         is_whole = rank in ends.trainers or of_rank.keys() == sent.keys()
         if not is_whole or any(digest != sent.get(key) for key, digest in of_rank.items()):
             raise CorruptCheckpointError(f"{name}: rank {rank} holds other bits than were sent")
@@ -252,14 +252,14 @@ def _version(package: str) -> str | None:
 
 
 def compared(first: Mapping[str, Figures], rounds: Mapping[str, Sequence[Figures]], num_bytes: int) -> dict[str, Any]:
-    """Return what the rounds come to: `medians`, `ranges` and `gb_s` by contender and part, and `ratios`.
+    """Return `medians`, `ranges` and `gb_s` by contender and part, and `ratios` by the name of ours.
 
-    Ratios are made within each round, and of these the median: a busy moment slows neighbours alike. By name of ours:
+    Ratios are medians of the ratios within each round: a busy moment slows neighbours alike.
 
     - `of_raw`, `of_raw_all`: the bandwidth of our transfer over that of bare broadcasts; 1 is the limit.
-    - `reference`, `tuned`: how many times as long as our whole update each takes.
+    - `reference`, `tuned`: the time of their whole update over that of ours.
     - `offload`: our median offload over the first one.
-    - `full`: of kimi/delta, which sends changes: how many times as long the whole update of kimi takes, which sends everything.
+    - `full`: of kimi/delta, which sends changes: the time of a whole update of kimi, which sends everything, over its own.
     """
     summary = summarized(rounds)
     speeds = {

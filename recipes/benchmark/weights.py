@@ -47,7 +47,7 @@ class NamedTensors:
             raw_bytes(tensor)[min(kept, tensor.nbytes) :].add_(1)
             kept = max(kept - tensor.nbytes, 0)
 
-    def spoil(self) -> None:
+    def overwrite(self) -> None:
         """Overwrite every byte."""
         for tensor in self.tensors.values():
             raw_bytes(tensor).fill_(0xA5)

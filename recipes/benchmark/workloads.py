@@ -25,7 +25,7 @@ from ckpt.state.address import address_of, local_tensor
 from ckpt.state.digest import state_digest
 from ckpt.state.sharing import Stateful
 from recipes.benchmark.measuring import gathered
-from recipes.benchmark.places import Holding, Lying, Place, Source, holders_of, places_of, sources_of
+from recipes.benchmark.places import FileLocation, Holding, Place, Source, holders_of, places_of, sources_of
 from recipes.benchmark.weights import NamedTensors
 from recipes.training.parallel.base import Layout
 from recipes.training.training import Training
@@ -81,7 +81,7 @@ class State:
         return places_of(self.statefuls)
 
     def scramble(self) -> None:
-        """Overwrite every byte, so that a load which misses one is seen."""
+        """Overwrite every byte, so that the comparison finds a byte that a load misses."""
         for tensor in self.places.values():
             raw_bytes(tensor).fill_(255)
 
@@ -127,16 +127,16 @@ class Workload:
     def num_tensors(self) -> int:
         return len({name for name, _ in self.holdings})
 
-    def sources(self, layout: Mapping[Place, Lying]) -> Iterator[Source]:
-        """Yield what this rank reads of files that are laid out so; nothing on a rank that does not load."""
+    def sources(self, layout: Mapping[Place, FileLocation]) -> Iterator[Source]:
+        """Yield the boxes that this rank reads from files of this layout; none on a rank that does not load."""
         return sources_of({} if self.loaded is None else self.loaded.places, layout)
 
     def saved_identity(self) -> str:
-        """Return what `loaded_identity` must be after a load. Collective over all ranks."""
+        """Return the value that `loaded_identity` must have after a load. Collective over all ranks."""
         return self.saved.digest() if self.is_resharded else self.saved.fingerprint()
 
     def loaded_identity(self) -> str | None:
-        """Digest what is in memory: on equal ranks of each rank's own bytes, copies too. Collective over those that load."""
+        """Digest the loaded state: each rank's own bytes, or the state as a whole if it is resharded. Collective over ranks that load."""
         if self.loaded is None:
             return None
         return self.loaded.digest() if self.is_resharded else self.loaded.fingerprint()

@@ -121,8 +121,8 @@ def test_weights_are_a_transformers_as_large_as_asked_for_and_change_in_every_by
     pairs = [(one.reshape(-1).view(torch.uint8), weights.tensors[name]) for name, one in before.items()]
     same_bytes = sum(int((one == now.reshape(-1).view(torch.uint8)).sum()) for one, now in pairs)
     assert same_bytes == int(0.9 * weights.num_bytes)
-    weights.spoil()
-    other.spoil()
+    weights.overwrite()
+    other.overwrite()
     assert weights.fingerprint() == other.fingerprint(), "nothing is left of what was there"
 
 

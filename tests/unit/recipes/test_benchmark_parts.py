@@ -16,7 +16,7 @@ from ckpt.ranks.topology import Topology
 from recipes.benchmark import slow_store
 from recipes.benchmark.contenders import PEERS
 from recipes.benchmark.limits import Raw, RawDirect, _calls, takes_direct_writes
-from recipes.benchmark.places import Holding, Lying, first, lay_out, least_laden, runs_of, sources_of
+from recipes.benchmark.places import FileLocation, Holding, first, lay_out, least_loaded, runs_of, sources_of
 from recipes.benchmark.saves_and_loads import compared
 from recipes.benchmark.slow_store import TokenBucket, slow_reads
 from recipes.benchmark.workloads import Contender, Workload, prepared
@@ -136,22 +136,22 @@ def holdings(ranks: Sequence[int], *sizes: int) -> dict[tuple[str, Box], Holding
 
 def test_copies_are_written_once_evenly_or_all_by_the_first_who_holds_them() -> None:
     held = holdings((0, 1, 2), 10, 10, 10, 4, 4, 4)
-    even = lay_out(held, 4, least_laden)
-    assert sorted(lying.writer for lying in even.values()) == [0, 0, 1, 1, 2, 2]
+    even = lay_out(held, 4, least_loaded)
+    assert sorted(location.writer for location in even.values()) == [0, 0, 1, 1, 2, 2]
     for writer in range(3):
-        assert sorted(lying.offset for lying in even.values() if lying.writer == writer) == [0, 10]
+        assert sorted(location.offset for location in even.values() if location.writer == writer) == [0, 10]
     alone = lay_out(held, 4, first)
-    assert {lying.writer for lying in alone.values()} == {0}
-    assert sorted(lying.offset for lying in alone.values()) == [0, 10, 20, 30, 34, 38]
+    assert {location.writer for location in alone.values()} == {0}
+    assert sorted(location.offset for location in alone.values()) == [0, 10, 20, 30, 34, 38]
 
 
 def test_sources_are_the_saved_boxes_of_that_name_that_meet() -> None:
-    saved = {("w", Box((at,), (4,))): Lying(at // 4, 0) for at in (0, 4, 8)}
-    saved["v", Box((0,), (12,))] = Lying(3, 0)
+    saved = {("w", Box((at,), (4,))): FileLocation(at // 4, 0) for at in (0, 4, 8)}
+    saved["v", Box((0,), (12,))] = FileLocation(3, 0)
     wanted = {("w", Box((3,), (5,))): torch.zeros(5), ("u", Box((0,), (1,))): torch.zeros(1)}
-    found = [(source.name, source.saved, source.lying, source.wanted) for source in sources_of(wanted, saved)]
+    found = [(source.name, source.saved, source.location, source.wanted) for source in sources_of(wanted, saved)]
     box = Box((3,), (5,))
-    assert found == [("w", Box((0,), (4,)), Lying(0, 0), box), ("w", Box((4,), (4,)), Lying(1, 0), box)]
+    assert found == [("w", Box((0,), (4,)), FileLocation(0, 0), box), ("w", Box((4,), (4,)), FileLocation(1, 0), box)]
 
 
 def test_calls_carry_all_bytes_in_order_and_none_is_too_large() -> None:
