@@ -36,7 +36,7 @@ WARM, COUNTED = "warm", "dcp"
 
 RankTimes = dict[str, Any]
 """One rank's times of one save: `call_s`, `finish_s`, `durable_s`, `peak_mib`; `before_s` of the steps before it; and `beside`, for each
-step beside it its `StepTimes`, began and ended being seconds after the call."""
+step beside it, its begin and end in seconds after the call, and its `wait_s`."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ def _save_beside_steps(saving: Saving, folder: Path, step: TrainingStep, topolog
     while not all_done:
         is_late = time.perf_counter() - began > PATIENCE_S
         times, all_done = step(done=saving.is_done() or is_late)
-        beside.append([times.began - began, times.ended - began, *times[2:]])
+        beside.append([times.began - began, times.ended - began, times.wait_s])
     dist.barrier()
     stopped = time.perf_counter()
     saving.finish()
@@ -189,7 +189,7 @@ def figures_of(ranks: Sequence[RankTimes]) -> Figures:
     """
     step_s = statistics.mean(seconds for told in ranks for seconds in told["before_s"])
     calls = [told["call_s"] for told in ranks]
-    waits = [sum(wait_s for *_, wait_s, _ in told["beside"]) for told in ranks]
+    waits = [sum(wait_s for *_, wait_s in told["beside"]) for told in ranks]
     finishes = [told["finish_s"] for told in ranks]
     num_steps = len(ranks[0]["beside"])
     figures: Figures = {

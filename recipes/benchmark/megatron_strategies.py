@@ -216,10 +216,7 @@ def _held(cfg: Mapping[str, Any], topology: Topology) -> RankHoldings:
         raise ConfigurationError(
             f"parallel={layout.name} lays out {', '.join(sizes)}: this benchmark knows dp and tp, as parallel=ddp_tp has them"
         )
-    if cfg["model"]["size"] not in SIZES:
-        raise ConfigurationError(
-            f"model.size={cfg['model']['size']}: there is no such size; it is one of {', '.join(SIZES)}"
-        )
+    harness.require_choice("model.size", cfg["model"]["size"], SIZES)
     size = SIZES[cfg["model"]["size"]]
     return RankHoldings(
         vocabulary=size.vocabulary,

@@ -26,14 +26,11 @@ _TRIALS = 5
 
 
 class StepTimes(NamedTuple):
-    """Begin and end of a step, by `time.perf_counter`, and its parts; `wait_s` is spent in the hooks before the optimizer's step."""
+    """Begin and end of a step, by `time.perf_counter`; `wait_s` is spent in the hooks before the optimizer's step."""
 
     began: float
     ended: float
-    compute_s: float
-    reduce_s: float
     wait_s: float
-    optimizer_s: float
 
 
 class TrainingStep:
@@ -76,14 +73,12 @@ class TrainingStep:
         """Make one step; return its times, and whether all ranks said `done` when they came to the all-reduce. Collective."""
         began = time.perf_counter()
         self._compute(self._units)
-        computed = time.perf_counter()
         self._reduced[0] = float(done)
         dist.all_reduce(self._reduced, group=self._group)
         all_done = int(self._reduced[0].item()) == self._state.topology.world_size
         reduced = time.perf_counter()
         waited = self._optimize()
-        ended = time.perf_counter()
-        return StepTimes(began, ended, computed - began, reduced - computed, waited - reduced, ended - waited), all_done
+        return StepTimes(began, time.perf_counter(), waited - reduced), all_done
 
     def _compute(self, units: int) -> None:
         for _ in range(units):

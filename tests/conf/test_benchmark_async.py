@@ -106,7 +106,7 @@ def told(
         "durable_s": durable_s,
         "peak_mib": 10.0 * call_s,
         "before_s": [0.5, 2.0, 0.5],
-        "beside": [[begin, end, 0.5, 0.1, wait, 0.1] for begin, end, wait in zip(begins, ends, waits, strict=True)],
+        "beside": [[begin, end, wait] for begin, end, wait in zip(begins, ends, waits, strict=True)],
     }
 
 

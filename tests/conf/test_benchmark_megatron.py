@@ -179,7 +179,7 @@ def test_a_wrong_key_is_one_sentence(wrong: dict[str, object], sentence: str) ->
     ("override", "sentence"),
     [
         ("parallel=pipeline", "parallel=pipeline lays out pp: this benchmark knows dp and tp"),
-        ("model.size=huge", "model.size=huge: there is no such size; it is one of nano, tiny, gpt2"),
+        ("model.size=huge", "model.size=huge: expected one of nano, tiny, gpt2"),
     ],
 )
 def test_a_layout_or_size_that_it_does_not_know_is_one_sentence(override: str, sentence: str, tmp_path: Path) -> None:
