@@ -96,10 +96,8 @@ class TrainingStep:
             parameter.grad = self._gradients[parameter]
         through: list[float] = []
         mark = self._optimizer.register_step_pre_hook(lambda *_: through.append(time.perf_counter()))
-        try:
-            self._optimizer.step()
-        finally:
-            mark.remove()
+        self._optimizer.step()
+        mark.remove()
         self._state.device.synchronize()
         for parameter in turn:
             parameter.grad = None

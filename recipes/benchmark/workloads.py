@@ -115,10 +115,6 @@ class Workload:
     loaded_bytes: int
 
     @property
-    def is_resharded(self) -> bool:
-        return self.num_loading != self.saved.topology.world_size
-
-    @property
     def state_bytes(self) -> int:
         """Of the whole state, copies not counted."""
         return sum(holding.num_bytes for holding in self.holdings.values())
@@ -131,15 +127,9 @@ class Workload:
         """Yield the boxes that this rank reads from files of this layout; none on a rank that does not load."""
         return sources_of({} if self.loaded is None else self.loaded.places, layout)
 
-    def saved_identity(self) -> str:
-        """Return the value that `loaded_identity` must have after a load. Collective over all ranks."""
-        return self.saved.digest() if self.is_resharded else self.saved.fingerprint()
-
-    def loaded_identity(self) -> str | None:
-        """Digest the loaded state: each rank's own bytes, or the state as a whole if it is resharded. Collective over ranks that load."""
-        if self.loaded is None:
-            return None
-        return self.loaded.digest() if self.is_resharded else self.loaded.fingerprint()
+    def identity(self, state: State) -> str:
+        """Digest a state, saved or loaded: each rank's own bytes, or the state as a whole if it is resharded. Collective over its ranks."""
+        return state.fingerprint() if self.num_loading == self.saved.topology.world_size else state.digest()
 
 
 @contextmanager
