@@ -12,9 +12,6 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from ckpt import CheckpointCoordinator
-from ckpt.backends.base import Backend
-from ckpt.backends.tensorstore import TensorStoreBackend
-from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import ConfigurationError
 from recipes.benchmark.harness import EXTRA
 from recipes.benchmark.limits import Broadcast, Memcpy, Raw, RawDirect, takes_direct_writes
@@ -25,25 +22,18 @@ from recipes.benchmark.slow_store import TokenBucket, slow_reads
 from recipes.benchmark.workloads import Contender, State, Workload
 from recipes.support.config import made
 
-
-def _kimi_engine(*, pool: bool) -> Backend:
-    from ckpt.backends.kimi_engine import KimiEngineBackend  # of a package that not everybody has
-
-    return KimiEngineBackend(pool=pool)
-
-
-BACKENDS: dict[str, Callable[[], Backend]] = {
-    "zarr": ZarrBackend,
-    "tensorstore": lambda: TensorStoreBackend(kvstore="ocdbt"),
-    "tensorstore-file": lambda: TensorStoreBackend(kvstore="file"),
-    "kimi-engine": lambda: _kimi_engine(pool=True),
-    "kimi-engine-disk": lambda: _kimi_engine(
-        pool=False
-    ),  # keeps nothing of a save in host memory: loads read the files
+BACKENDS: dict[str, dict[str, Any]] = {
+    "zarr": {"_target_": "ckpt.backends.zarr.ZarrBackend"},
+    "tensorstore": {"_target_": "ckpt.backends.tensorstore.TensorStoreBackend", "kvstore": "ocdbt"},
+    "tensorstore-file": {"_target_": "ckpt.backends.tensorstore.TensorStoreBackend", "kvstore": "file"},
+    "kimi-engine": {"_target_": "ckpt.backends.kimi_engine.KimiEngineBackend", "pool": True},
+    "kimi-engine-disk": {"_target_": "ckpt.backends.kimi_engine.KimiEngineBackend", "pool": False},
 }
+"""Nodes as in conf/ckpt. The last backend keeps nothing of a save in host memory, so loads read the files."""
+
 STRATEGIES = {
-    "direct": "ckpt.loading.direct.DirectLoad",
-    "two-stage": "ckpt.loading.two_stage.two_stage.TwoStageLoad",
+    "direct": {"_target_": "ckpt.loading.direct.DirectLoad"},
+    "two-stage": {"_target_": "ckpt.loading.two_stage.two_stage.TwoStageLoad"},
 }
 OURS = {
     f"{backend}{suffix}": (backend, strategy)
@@ -159,7 +149,7 @@ def _made(name: str, cfg: Mapping[str, Any], workload: Workload, scratch: Path) 
 def _coordinator(name: str, cfg: Mapping[str, Any], state: State, reads: Mapping[str, Any]) -> CheckpointCoordinator:
     """Make one of ours; its strategy has the keys of `strategy=` on the command line if that is the same one."""
     backend, strategy = OURS[name]
-    node = {"_target_": STRATEGIES[strategy]}
+    node = STRATEGIES[strategy]
     if cfg["strategy"]["_target_"] == node["_target_"]:
         node = cfg["strategy"]
-    return coordinator_of(cfg, state, backend=BACKENDS[backend](), strategy=made(node, **reads))
+    return coordinator_of(cfg, state, backend=made(BACKENDS[backend]), strategy=made(node, **reads))
