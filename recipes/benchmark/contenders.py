@@ -140,7 +140,7 @@ def _made(name: str, cfg: Mapping[str, Any], workload: Workload, scratch: Path) 
     rate = cfg["benchmark"]["store_mib_s"]
     reads = {} if rate is None else {"read_at": slow_reads(TokenBucket(scratch / "bucket", rate * 2**20))}
     saving = _coordinator(name, cfg, workload.saved, reads)
-    loading = saving
+    loading: CheckpointCoordinator | None = saving
     if workload.loaded is not workload.saved:
         loading = None if workload.loaded is None else _coordinator(name, cfg, workload.loaded, reads)
     return Ours(saving, loading, is_slow=rate is not None)

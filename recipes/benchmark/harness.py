@@ -74,12 +74,11 @@ def checked_keys(kind: type, wanted: Any, contenders: Collection[str] = ()) -> d
             contender is unknown, or named twice, or there is none; or a plot is asked for and matplotlib is missing.
     """
     try:
-        keys = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(kind), wanted), throw_on_missing=True)
+        typed = OmegaConf.merge(OmegaConf.structured(kind), wanted)
+        keys: Any = OmegaConf.to_container(typed, throw_on_missing=True)
     except OmegaConfBaseException as error:
         known = ", ".join(f"benchmark.{one.name}" for one in fields(kind))
         raise ConfigurationError(f"{str(error).splitlines()[0]}; the benchmark has {known}") from error
-    assert isinstance(keys, dict)
-    keys = {str(key): value for key, value in keys.items()}
     _require_counts(keys, "benchmark")
     names = keys.get("contenders")
     if names is not None and (not names or len(set(names)) < len(names) or not set(names) <= set(contenders)):
@@ -89,7 +88,7 @@ def checked_keys(kind: type, wanted: Any, contenders: Collection[str] = ()) -> d
             f"benchmark.plot=true needs the package matplotlib, which is not installed: {EXTRA}; or leave the plot out with "
             "benchmark.plot=false"
         )
-    return keys
+    return dict(keys)
 
 
 def _require_counts(keys: Mapping[str, Any], prefix: str) -> None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -79,7 +80,9 @@ def places_of(statefuls: Mapping[str, Stateful]) -> dict[Place, torch.Tensor]:
 
 def holders_of(mine: Mapping[Place, torch.Tensor], topology: Topology) -> dict[Place, Holding]:
     """Return every place of the whole state, by the boxes that all ranks give. Collective."""
-    rows_of_mine = [[name, box.offsets, box.shape, tensor.nbytes] for (name, box), tensor in mine.items()]
+    rows_of_mine: list[list[Any]] = [
+        [name, box.offsets, box.shape, tensor.nbytes] for (name, box), tensor in mine.items()
+    ]
     ranks: dict[Place, list[int]] = defaultdict(list)
     sizes: dict[Place, int] = {}
     with topology.operation("the benchmark"):

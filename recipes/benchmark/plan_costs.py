@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -40,16 +40,16 @@ _PATTERNS = {"model": "sharded", "optimizer": "sharded", "scheduler": "replicate
 
 @dataclass
 class PlanBenchmarkKeys:
-    """The keys of `recipes.benchmark.plan`."""
+    """The keys of the command; their defaults are in conf/benchmark_plan.yaml."""
 
-    tp: int = 8
-    pp: int = 16
-    dp: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
-    layers: int = 128
-    width: int = 25600
-    vocab: int = 32000
-    optimizer_state: list[str] = field(default_factory=lambda: list(OPTIMIZERS))
-    json: bool = False
+    tp: int
+    pp: int
+    dp: list[int]
+    layers: int
+    width: int
+    vocab: int
+    optimizer_state: list[str]
+    json: bool
 
 
 @dataclass(frozen=True)
