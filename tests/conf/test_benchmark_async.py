@@ -1,4 +1,4 @@
-"""The benchmark of background saves: its command line, what it makes of what the ranks saw, and a small one from beginning to end."""
+"""The benchmark of background saves: its command line, its figures of the ranks' times, and a small one from beginning to end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_parameters_are_dealt_out_into_as_few_like_parts_as_one_step_may_change(
 def told(
     call_s: float, waits: list[float], ends: list[float], durable_s: float | None, finish_s: float
 ) -> dict[str, Any]:
-    """What a rank saw of steps that took a second before the save, in the mean."""
+    """A rank's times of steps that took a second before the save, in the mean."""
     begins = [call_s, *ends[:-1]]
     return {
         "call_s": call_s,

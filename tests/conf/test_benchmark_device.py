@@ -1,4 +1,4 @@
-"""What benchmark_device cannot measure is refused before anything is copied, and a save's copies are grouped as a save groups them."""
+"""The benchmark of copies: refusals before anything is copied, groups of small tensors as in a save, and its table."""
 
 from __future__ import annotations
 

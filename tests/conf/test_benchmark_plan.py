@@ -1,4 +1,4 @@
-"""The benchmark of plans as a user types it: what it prints, and that it leaves no trace."""
+"""The benchmark of plans as a user types it: its output, and that it leaves no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of weight updates: its command line, what it makes of what the ranks saw, and a small one from beginning to end."""
+"""The benchmark of weight updates: its command line, its ratios, and a small one from beginning to end."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_other_ranks_than_the_roles_take_are_refused(tmp_path: Path) -> None:
 
 
 class Idle(Contender):
-    """It brings nothing, so rollouts hold what they were spoilt with."""
+    """It sends nothing, so rollouts keep overwritten weights."""
 
     def update(self, step: int) -> Seconds:
         return {"transfer_s": 1.0}

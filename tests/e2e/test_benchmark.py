@@ -1,4 +1,4 @@
-"""The benchmark as it runs, small: who takes part, that what is loaded is compared, and what is left behind."""
+"""The benchmark of saves and loads, small: its contenders, the comparison of loaded bits, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAVES_ALONE, LOADS_ALONE = {"raw-direct"}, {"memcpy", "broadcast"}
 
 
 class Forgetful(Raw):
-    """It leaves out one byte of what it should load."""
+    """It loads all bytes but one."""
 
     def load(self, folder: Path) -> dict[str, int]:
         super().load(folder)

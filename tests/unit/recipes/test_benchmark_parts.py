@@ -1,4 +1,4 @@
-"""The benchmark's parts: the slow store, who writes what where, and what the rounds come to."""
+"""Parts of the benchmark of saves and loads: the slow store, layouts of files, system calls, and ratios."""
 
 from __future__ import annotations
 
