@@ -124,6 +124,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _lent: dict[int, torch.Tensor] = {}
+"""Buffers on their way to the worker in this process. Their handles travel pickled, so they are found here by number."""
 
 
 def _borrowed(number: int, *_: object) -> torch.Tensor:
