@@ -43,6 +43,7 @@ from ckpt.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, T
 from ckpt.dist_checkpointing.validation import (
     CkptShardedMetadata,
     StrictHandling,
+    chosen_strategy,
     compare_common,
     determine_global_metadata,
     parse_strict_flag,
@@ -94,7 +95,7 @@ def save(
     topology, folder = current_topology(), local_path(checkpoint_dir, "checkpoint_dir")
     with topology.operation(f"save into {folder}"):
         with topology.phase("strategies") as phase:
-            sharded, common = _sharded_strategy(sharded_strategy), _common_strategy(common_strategy)
+            sharded, common = _sharded_saver(sharded_strategy), _common_saver(common_strategy)
             phase.payload = {
                 "sharded_strategy": sharded.described,
                 "common_strategy": common.described,
@@ -308,32 +309,21 @@ def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadSharded
     return verify_checkpoint_and_load_strategy(str(checkpoint_dir))[0]
 
 
-def _sharded_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:
-    if given is None or isinstance(given, tuple):
-        backend, version = given or ("zarr", 1)
-        if backend == "torch_dist":
-            raise ConfigurationError(
-                'sharded_strategy ("torch_dist", ...) is not offered; save with ("zarr", 1) or ("tensorstore", 1)'
-            )
-        return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
-    _require_object(given, SaveShardedStrategy, "sharded_strategy")
-    return given
-
-
-def _common_strategy(given: SaveCommonStrategy | tuple[str, int] | None) -> SaveCommonStrategy:
-    if given is None or isinstance(given, tuple):
-        backend, version = given or ("json", 1)
-        if backend == "torch":
-            TorchCommonSaveStrategy(backend, version)  # raises
-        return get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
-    _require_object(given, SaveCommonStrategy, "common_strategy")
-    return given
-
-
-def _require_object(given: object, kind: type, name: str) -> None:
-    if isinstance(given, kind):
-        return
-    what = f"the class {given.__name__}" if isinstance(given, type) else f"{given!r:.60}"
-    raise ConfigurationError(
-        f"{name}: {what} is no {kind.__name__}; give an object of such a class, or (backend, version) of a registered one"
+def _sharded_saver(given: object) -> SaveShardedStrategy:
+    if isinstance(given, tuple) and given[0] == "torch_dist":
+        raise ConfigurationError(
+            'sharded_strategy ("torch_dist", ...) is not offered; save with ("zarr", 1) or ("tensorstore", 1)'
+        )
+    strategy: SaveShardedStrategy = chosen_strategy(
+        given or ("zarr", 1), SaveShardedStrategy, StrategyAction.SAVE_SHARDED, "sharded_strategy"
     )
+    return strategy
+
+
+def _common_saver(given: object) -> SaveCommonStrategy:
+    if isinstance(given, tuple) and given[0] == "torch":
+        TorchCommonSaveStrategy(*given)  # raises
+    strategy: SaveCommonStrategy = chosen_strategy(
+        given or ("json", 1), SaveCommonStrategy, StrategyAction.SAVE_COMMON, "common_strategy"
+    )
+    return strategy

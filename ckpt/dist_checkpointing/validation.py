@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ckpt.dist_checkpointing.dict_utils import nested_values
 from ckpt.dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
@@ -125,14 +126,20 @@ def verify_checkpoint_and_load_strategy(
             "whose save has ended"
         )
     try:
-        sharded = _sharded_loader(sharded_strategy or (saved.sharded_backend, saved.sharded_backend_version))
+        format_ = saved.sharded_backend, saved.sharded_backend_version
+        sharded: LoadShardedStrategy = chosen_strategy(
+            sharded_strategy or format_, LoadShardedStrategy, StrategyAction.LOAD_SHARDED, "sharded_strategy"
+        )
         sharded.check_backend_compatibility(saved.sharded_backend)
     except ConfigurationError as error:
         other = other_format(checkpoint_dir)  # for which a program may have registered a strategy
         if other is None:
             raise
         raise ConfigurationError(other) from error
-    common = _common_loader(common_strategy or (saved.common_backend, saved.common_backend_version))
+    format_ = saved.common_backend, saved.common_backend_version
+    common: LoadCommonStrategy = chosen_strategy(
+        common_strategy or format_, LoadCommonStrategy, StrategyAction.LOAD_COMMON, "common_strategy"
+    )
     sharded.check_version_compatibility(saved.sharded_backend_version)
     common.check_backend_compatibility(saved.common_backend)
     common.check_version_compatibility(saved.common_backend_version)
@@ -172,22 +179,21 @@ def validate_sharding_integrity(
     check_sharding(global_metadata)
 
 
-def _sharded_loader(asked: LoadShardedStrategy | Format) -> LoadShardedStrategy:
-    if isinstance(asked, tuple):
-        return get_default_strategy(StrategyAction.LOAD_SHARDED, *asked)
-    _require(LoadShardedStrategy, asked, "sharded_strategy")
-    return asked
+def chosen_strategy(given: object, kind: type, action: StrategyAction, name: str) -> Any:
+    """Return the strategy that a caller gives, or the registered one if a format is given.
 
+    Args:
+        given: an object of `kind`, or (backend, version).
+        name: of the caller's argument, for the error.
 
-def _common_loader(asked: LoadCommonStrategy | Format) -> LoadCommonStrategy:
-    if isinstance(asked, tuple):
-        return get_default_strategy(StrategyAction.LOAD_COMMON, *asked)
-    _require(LoadCommonStrategy, asked, "common_strategy")
-    return asked
-
-
-def _require(kind: type, given: object, name: str) -> None:
+    Raises:
+        ConfigurationError: it is neither, or nobody registered a strategy for the format.
+    """
+    if isinstance(given, tuple):
+        return get_default_strategy(action, *given)
     if not isinstance(given, kind):
+        what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
         raise ConfigurationError(
-            f"{name}: a {type(given).__name__} is no {kind.__name__}; give one, or (backend, version), or None for the checkpoint's own"
+            f"{name}: {what} is no {kind.__name__}; give an object of that class, or (backend, version) of a registered one"
         )
+    return given
