@@ -29,7 +29,6 @@ from ckpt.dist_checkpointing.mapping import (
     StateDict,
     apply_factory_merges,
 )
-from ckpt.dist_checkpointing.state.parting import prepared_to_load, prepared_to_save
 from ckpt.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadCommonStrategy,
@@ -40,6 +39,7 @@ from ckpt.dist_checkpointing.strategies.base import (
     get_default_strategy,
 )
 from ckpt.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
+from ckpt.dist_checkpointing.utils import prepared_to_load, prepared_to_save
 from ckpt.dist_checkpointing.validation import (
     CkptShardedMetadata,
     StrictHandling,

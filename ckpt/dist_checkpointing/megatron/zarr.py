@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ckpt.backends.decoded_size import require_decodes_within
+from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.megatron.layout import (
     ARRAY_FILE,
     COMMON_FILE,
@@ -29,7 +30,6 @@ from ckpt.dist_checkpointing.megatron.layout import (
     layout_of,
     require_version,
 )
-from ckpt.dist_checkpointing.state.objects import ShardedObject
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
 from ckpt.format import zarr_dtypes
 from ckpt.format.box import Box, chunk_box, chunks_meeting

@@ -14,9 +14,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ckpt.dist_checkpointing.global_metadata import Columns, GlobalMetadata, Sharded
+from ckpt.dist_checkpointing.integrity import _first_fault, _hole_at, check_sharding, named_ranks
 from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject
-from ckpt.dist_checkpointing.state.global_metadata import Columns, GlobalMetadata, Sharded
-from ckpt.dist_checkpointing.state.integrity import _first_fault, _hole_at, check_sharding, named_ranks
 from ckpt.errors import ShardingError
 from ckpt.format.box import Box, overlap
 from ckpt.state.sharded_tensor import ShardedTensor

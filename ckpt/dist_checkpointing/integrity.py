@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from ckpt.dist_checkpointing.global_metadata import Column, Form, GlobalMetadata, LocalMetadata
 from ckpt.dist_checkpointing.mapping import is_main_replica
-from ckpt.dist_checkpointing.state.global_metadata import Column, Form, GlobalMetadata, LocalMetadata
 from ckpt.errors import ShardingError
 from ckpt.format.box import Box, overlap, whole
 

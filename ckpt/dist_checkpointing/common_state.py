@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ckpt.dist_checkpointing.dict_utils import Path, path_name
+from ckpt.dist_checkpointing.integrity import named_ranks
 from ckpt.dist_checkpointing.mapping import CommonStateDict, StateDict
-from ckpt.dist_checkpointing.state.integrity import named_ranks
 from ckpt.format.manifest import digest_of
 from ckpt.loading.report import some_of
 from ckpt.ranks.job import current_topology
