@@ -27,9 +27,7 @@ def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> tuple[Shard
     return _part(sharded_state_dict, ShardedTensor)
 
 
-def extract_sharded_tensors_and_factories(
-    sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
+def extract_sharded_tensors_and_factories(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
     """Part a state dict in the ShardedTensors with their factories, and the rest, both nested as it is."""
     return _part(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
 
@@ -158,9 +156,7 @@ def _listed(kinds: set[str]) -> str:
     return " and ".join(sorted(kinds))
 
 
-def prepared_to_load(
-    sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict, dict[Any, Any]]:
+def prepared_to_load(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict, dict[Any, Any]]:
     """What is asked for, factories applied; the local objects as they are; and the factories, where they were."""
     copy = dict_list_map_outplace(lambda value: value, sharded_state_dict)
     factories, _ = extract_matching_values(

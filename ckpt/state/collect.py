@@ -176,10 +176,7 @@ def _memory_of(leaves: Leaves) -> Iterator[torch.Tensor]:
 
 
 def settle_plain(
-    mine: RankState,
-    summaries: Sequence[Mapping[str, Any]],
-    topology: Topology,
-    known: MergedRows | None = None,
+    mine: RankState, summaries: Sequence[Mapping[str, Any]], topology: Topology, known: MergedRows | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return the plain values of each component that this rank's copy of the checkpoint should hold.
 

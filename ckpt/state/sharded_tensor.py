@@ -15,10 +15,7 @@ import torch
 from ckpt.errors import ShapeMismatchError, ShardingError
 from ckpt.format.box import Box, flat_boxes, whole
 from ckpt.format.dtypes import is_dtensor
-from ckpt.state.sharded_base import (
-    ReplicaId,
-    ShardedBase,
-)
+from ckpt.state.sharded_base import ReplicaId, ShardedBase
 
 Coordinates = tuple[npt.NDArray[np.intp], ...]
 """Per dimension, the index of every element."""
