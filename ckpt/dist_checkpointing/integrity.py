@@ -1,11 +1,11 @@
-"""Do the ranks' shards make up one state? A pure function of what all ranks hold: no files, no collectives, equal on every rank."""
+"""Check that the ranks' shards form one state. Pure: a function of all ranks' metadata, with one result on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ckpt.dist_checkpointing.global_metadata import Column, Form, GlobalMetadata, LocalMetadata
+from ckpt.dist_checkpointing.global_metadata import Column, GlobalMetadata, LocalMetadata, ShardLayout
 from ckpt.dist_checkpointing.mapping import is_main_replica
 from ckpt.errors import ShardingError
 from ckpt.format.box import Box, overlap, whole
@@ -14,7 +14,7 @@ _RANKS_NAMED = 8
 
 
 class _Run(NamedTuple):
-    """Which elements of a shard, counted row by row, the main replica on a rank is."""
+    """Range of a shard's elements, row-major, that the main replica on `rank` holds."""
 
     start: int
     stop: int
@@ -22,28 +22,27 @@ class _Run(NamedTuple):
 
 
 _Shards = Mapping[Box, Sequence[_Run]]
-"""The main replicas of one key, by shard."""
+"""Main replicas of one key, by shard."""
 
 
 def check_sharding(global_metadata: GlobalMetadata | Sequence[LocalMetadata]) -> None:
-    """Make sure that every element and object of what the ranks hold together has one main replica, and one alone.
+    """Check that every element and object has exactly one main replica.
 
     All ranks must describe a key alike. Shards of a regular grid have one shape; where `axis_fragmentations` is None they may have
-    any, and must fill the global shape all the same. The time grows with the number of distinct shards, not with the ranks that hold
-    equal copies.
+    any shapes that fill the global shape. The time grows with the number of distinct shards, not with the ranks that hold copies.
 
     Raises:
-        ShardingError: it names the key, the ranks, and what overlaps or is missing.
+        ShardingError: shards overlap or are missing, or ranks describe a key differently; names the key and the ranks.
     """
     everybodys = GlobalMetadata.of(global_metadata)
-    forms = _forms(everybodys)
+    layouts = _layouts(everybodys)
     shards = _main_shards(everybodys)
-    for key, form in forms.items():
-        _check_key(key, form, shards.get(key, {}), everybodys)
+    for key, layout in layouts.items():
+        _check_key(key, layout, shards.get(key, {}), everybodys)
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
-    """Ranks as people write them.
+    """Format ranks as ranges.
 
     Example:
         >>> named_ranks([3]), named_ranks([5, 0, 1, 2])
@@ -60,36 +59,37 @@ def named_ranks(ranks: Iterable[int]) -> str:
     return f"{'rank' if is_one else 'ranks'} {shown}{', ...' if len(runs) > _RANKS_NAMED else ''}"
 
 
-def _forms(everybodys: GlobalMetadata) -> dict[str, Form]:
-    """The form of every key, which all ranks must say alike."""
-    first_said: dict[str, tuple[Form, int]] = {}
+def _layouts(everybodys: GlobalMetadata) -> dict[str, ShardLayout]:
+    """Return the layout of every key. All ranks must agree on it."""
+    first_said: dict[str, tuple[ShardLayout, int]] = {}
     seen: set[tuple[int, int]] = set()
-    for rank, (keys, forms, _, _) in enumerate(everybodys.columns):
-        if (id(keys), id(forms)) in seen:
+    for rank, (keys, layouts, _, _) in enumerate(everybodys.columns):
+        if (id(keys), id(layouts)) in seen:
             continue
-        seen.add((id(keys), id(forms)))
-        for key, form in zip(everybodys.rows(keys), everybodys.rows(forms), strict=True):
-            first, first_rank = first_said.setdefault(key, (form, rank))
-            if form is not first and _alike(form) != _alike(first):
-                raise _unlike(key, first, first_rank, form, rank)
-    return {key: form for key, (form, _) in first_said.items()}
+        seen.add((id(keys), id(layouts)))
+        for key, layout in zip(everybodys.rows(keys), everybodys.rows(layouts), strict=True):
+            first, first_rank = first_said.setdefault(key, (layout, rank))
+            if layout is not first and _common_part(layout) != _common_part(first):
+                raise _unlike(key, first, first_rank, layout, rank)
+    return {key: layout for key, (layout, _) in first_said.items()}
 
 
-def _alike(form: Form) -> dict[str, object]:
-    """What all ranks must say alike of a key."""
-    said = {name: getattr(form, name) for name in ("global_shape", "dtype", "axis_fragmentations", "is_flat")}
-    # The chunks of a regular grid are of one shape, those of any other need only be of one number of dimensions.
-    return said | {"local_shape": form.local_shape if form.axis_fragmentations is not None else len(form.local_shape)}
+def _common_part(layout: ShardLayout) -> dict[str, object]:
+    """Attributes of a key that must be equal on all ranks."""
+    said = {name: getattr(layout, name) for name in ("global_shape", "dtype", "axis_fragmentations", "is_flat")}
+    # Chunks of a regular grid have one shape; those of any other grid need only have one number of dimensions.
+    is_regular = layout.axis_fragmentations is not None
+    return said | {"local_shape": layout.local_shape if is_regular else len(layout.local_shape)}
 
 
-def _unlike(key: str, first: Form, first_rank: int, form: Form, rank: int) -> ShardingError:
-    if bool(first.dtype) != bool(form.dtype):
-        what = [f"is a {'ShardedTensor' if one.dtype else 'ShardedObject'}" for one in (form, first)]
-    elif first.is_flat != form.is_flat:
-        what = [f"has {'a' if one.is_flat else 'no'} flattened_range" for one in (form, first)]
+def _unlike(key: str, first: ShardLayout, first_rank: int, layout: ShardLayout, rank: int) -> ShardingError:
+    if bool(first.dtype) != bool(layout.dtype):
+        what = [f"is a {'ShardedTensor' if one.dtype else 'ShardedObject'}" for one in (layout, first)]
+    elif first.is_flat != layout.is_flat:
+        what = [f"has {'a' if one.is_flat else 'no'} flattened_range" for one in (layout, first)]
     else:
-        name = next(name for name, said in _alike(form).items() if said != _alike(first)[name])
-        what = [f"has {name} {_shown(getattr(one, name))}" for one in (form, first)]
+        name = next(name for name, said in _common_part(layout).items() if said != _common_part(first)[name])
+        what = [f"has {name} {_shown(getattr(one, name))}" for one in (layout, first)]
     return ShardingError(
         f"{key} {what[0]} on rank {rank}, and {what[1]} on rank {first_rank}; the ranks must describe what they hold under one key "
         "alike"
@@ -97,19 +97,19 @@ def _unlike(key: str, first: Form, first_rank: int, form: Form, rank: int) -> Sh
 
 
 def _main_shards(everybodys: GlobalMetadata) -> dict[str, dict[Box, list[_Run]]]:
-    """The main replicas of every key. Of a tensor with elements, the empty ones are left out."""
+    """Main replicas of every key. Empty ones of a tensor with elements are left out."""
     main_rows: dict[int, list[int]] = {}
     shards: dict[str, dict[Box, list[_Run]]] = {}
     for rank, columns in enumerate(everybodys.columns):
         if id(columns.replica_ids) not in main_rows:
             main_rows[id(columns.replica_ids)] = _main_rows(columns.replica_ids)
         rows = main_rows[id(columns.replica_ids)]
-        keys, forms, places = (everybodys.rows(column) for column in columns[:3])
+        keys, layouts, positions = (everybodys.rows(column) for column in columns[:3])
         for row in rows:
-            form, place = forms[row], places[row]
-            if place.start != place.stop or 0 in form.global_shape:
-                runs = shards.setdefault(keys[row], {}).setdefault(Box(place.offset, form.sides), [])
-                runs.append(_Run(place.start, place.stop, rank))
+            layout, at = layouts[row], positions[row]
+            if at.start != at.stop or 0 in layout.global_shape:
+                runs = shards.setdefault(keys[row], {}).setdefault(Box(at.offset, layout.sides), [])
+                runs.append(_Run(at.start, at.stop, rank))
     return shards
 
 
@@ -119,72 +119,71 @@ def _main_rows(replica_ids: Column) -> list[int]:
     return [row for row, number in enumerate(rows) if is_main[number]]
 
 
-def _check_key(key: str, form: Form, shards: _Shards, everybodys: GlobalMetadata) -> None:
-    """Make sure that main replicas fill each shard, and the shards the whole, without overlap."""
-    _check_form(key, form)
-    if 0 in form.global_shape:
+def _check_key(key: str, layout: ShardLayout, shards: _Shards, everybodys: GlobalMetadata) -> None:
+    """Check that main replicas fill each shard, and the shards the global shape, without overlap."""
+    _check_layout(key, layout)
+    if 0 in layout.global_shape:
         if not shards:
-            raise _missing(key, form, whole(form.global_shape), everybodys)
-        return  # there is nothing that could be missing or there twice
+            raise _missing(key, layout, whole(layout.global_shape), everybodys)
+        return  # no elements
     for box, runs in shards.items():
-        _check_runs(key, form, box, runs)
-    fault = _first_fault(form.global_shape, shards)
+        _check_runs(key, layout, box, runs)
+    fault = _first_fault(layout.global_shape, shards)
     if fault is not None:
         point, is_overlap = fault
         if is_overlap:
-            raise _overlapping(key, form, [box for box in shards if box.contains(point)], shards)
-        raise _missing(key, form, _hole_at(point, form.global_shape, shards), everybodys)
+            raise _overlapping(key, layout, [box for box in shards if box.contains(point)], shards)
+        raise _missing(key, layout, _hole_at(point, layout.global_shape, shards), everybodys)
 
 
-def _check_form(key: str, form: Form) -> None:
-    if any(side < 0 for side in form.global_shape):
+def _check_layout(key: str, layout: ShardLayout) -> None:
+    if any(side < 0 for side in layout.global_shape):
         raise ShardingError(
-            f"{key}: global_shape {_shown(form.global_shape)} has a side that is not known; give all of them"
+            f"{key}: global_shape {_shown(layout.global_shape)} has a side that is not known; give all of them"
         )
-    counts = form.axis_fragmentations
-    if counts is not None and tuple(n * c for n, c in zip(form.sides, counts, strict=True)) != form.global_shape:
+    counts = layout.axis_fragmentations
+    if counts is not None and tuple(n * c for n, c in zip(layout.sides, counts, strict=True)) != layout.global_shape:
         raise ShardingError(
-            f"{key}: {_shown(counts)} shards of shape {_shown(form.sides)} along the axes do not make up the global shape "
-            f"{_shown(form.global_shape)}; give the axis_fragmentations of an even grid, or None for shards of any size"
+            f"{key}: {_shown(counts)} shards of shape {_shown(layout.sides)} along the axes do not make up the global shape "
+            f"{_shown(layout.global_shape)}; give the axis_fragmentations of an even grid, or None for shards of any size"
         )
 
 
-def _check_runs(key: str, form: Form, box: Box, runs: Sequence[_Run]) -> None:
-    """Make sure that a shard has one main replica, or ones whose flattened ranges fill it without overlap."""
-    if len(runs) > 1 and not form.is_flat:
+def _check_runs(key: str, layout: ShardLayout, box: Box, runs: Sequence[_Run]) -> None:
+    """Check that a shard has one main replica, or several whose flattened ranges fill it without overlap."""
+    if len(runs) > 1 and not layout.is_flat:
         ranks = [run.rank for run in runs]
         where = f"on {named_ranks(ranks)}" if len(set(ranks)) > 1 else f"all of them on rank {ranks[0]}"
         raise ShardingError(
-            f"{key}: {_the(form, box)} has {len(runs)} main replicas, {where}; give all but one another replica_id than 0"
+            f"{key}: {_the(layout, box)} has {len(runs)} main replicas, {where}; give all but one another replica_id than 0"
         )
     before = _Run(0, 0, -1)
     for run in [*sorted(runs), _Run(box.num_elements, box.num_elements, -1)]:
         if run.start > before.stop:
             raise ShardingError(
-                f"{key}: elements {before.stop} to {run.start} of {_the(form, box)} are in no main replica's flattened range; "
+                f"{key}: elements {before.stop} to {run.start} of {_the(layout, box)} are in no main replica's flattened range; "
                 f"{named_ranks(run.rank for run in runs)} {_have(run.rank for run in runs)} the others, and together they must fill it"
             )
         if run.start < before.stop:
             raise ShardingError(
-                f"{key}: elements {run.start} to {min(run.stop, before.stop)} of {_the(form, box)} are in the flattened ranges of "
+                f"{key}: elements {run.start} to {min(run.stop, before.stop)} of {_the(layout, box)} are in the flattened ranges of "
                 f"two main replicas, on {named_ranks([before.rank, run.rank])}; such ranges must not overlap"
             )
         before = run
 
 
 def _first_fault(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[Box, bool] | None:
-    """Find out whether boxes fill a shape exactly; if not, return one element, as a box, and whether it is in several of them.
+    """Return None if boxes fill a shape exactly; else one wrong element, as a box, and whether several boxes contain it.
 
-    Count for every element how many boxes it is in, less the one that it should be in: all is well if that is 0 everywhere. Taking
-    differences along each dimension loses nothing of it, and leaves of a box only its 2^n corners, with alternating signs. So the
-    corners of all must cancel, and no two boxes need be compared. The first that does not cancel, row by row, is the first element
-    that is wrong, and its sum is how often it is there too often.
+    Let c be the number of boxes that contain an element, minus 1: it must be 0 everywhere. Differences of c along each dimension
+    lose no information, and reduce a box to its 2^n corners, with alternating signs. So the corners of all boxes must cancel, and no
+    two boxes are compared. The first corner that does not cancel, row by row, is the first wrong element, and its sum is c there.
     """
     sums: dict[int, int] = {}
-    for box, sign in _signed(global_shape, boxes):
+    for box, sign in [(whole(global_shape), -1), *((box, 1) for box in boxes)]:
         corners = [(0, sign)]
         for offset, side, length in zip(box.offsets, box.shape, global_shape, strict=True):
-            # A corner by its number in a grid that is one longer than the shape, for boxes end beside their last element.
+            # A corner is numbered in a grid one longer than the shape: a box ends behind its last element.
             begins = [(number * (length + 1) + offset, s) for number, s in corners]
             corners = begins + [(number + side, -s) for number, s in begins]
         for number, s in corners:
@@ -199,20 +198,14 @@ def _first_fault(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[B
     return Box(tuple(reversed(point)), (1,) * len(point)), sums[first] > 0
 
 
-def _signed(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> Iterator[tuple[Box, int]]:
-    yield whole(global_shape), -1
-    for box in boxes:
-        yield box, 1
-
-
 def _hole_at(point: Box, global_shape: tuple[int, ...], boxes: Iterable[Box]) -> Box:
-    """A box that begins at an element that is in none of the boxes, and that meets none of them."""
+    """Return a box that starts at an element outside of all boxes and overlaps none of them."""
     ends = list(global_shape)
     for box in boxes:
         hole = _between(point.offsets, ends)
         if overlap(box, hole) is None:
             continue
-        # Along some dimension it begins behind the element: end before it there.
+        # Along some dimension the box starts behind the element: end the hole there.
         dim = next(dim for dim, (b, p) in enumerate(zip(box.offsets, point.offsets, strict=True)) if b > p)
         ends[dim] = box.offsets[dim]
     return _between(point.offsets, ends)
@@ -222,30 +215,31 @@ def _between(starts: Sequence[int], ends: Sequence[int]) -> Box:
     return Box(tuple(starts), tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 
-def _overlapping(key: str, form: Form, boxes: Sequence[Box], shards: _Shards) -> ShardingError:
+def _overlapping(key: str, layout: ShardLayout, boxes: Sequence[Box], shards: _Shards) -> ShardingError:
     one, other = boxes[:2]
     common = overlap(one, other)
     assert common is not None, "an element is in both"
     held = [f"{_slices(box)} of {named_ranks(run.rank for run in shards[box])}" for box in (one, other)]
     return ShardingError(
         f"{key}: the shards {held[0]} and {held[1]}, main replicas both, overlap in {_slices(common)} of the global shape "
-        f"{_shown(form.global_shape)}; every element must have one main replica"
+        f"{_shown(layout.global_shape)}; every element must have one main replica"
     )
 
 
-def _missing(key: str, form: Form, hole: Box, everybodys: GlobalMetadata) -> ShardingError:
+def _missing(key: str, layout: ShardLayout, hole: Box, everybodys: GlobalMetadata) -> ShardingError:
     holders: list[int] = []
     others: list[int] = []
     for rank, columns in enumerate(everybodys.columns):
         rows = [row for row, other in enumerate(everybodys.rows(columns.keys)) if other == key]
         holders += [rank] * bool(rows)
-        forms, places = everybodys.rows(columns.forms), everybodys.rows(columns.places)
-        boxes = [Box(places[row].offset, forms[row].sides) for row in rows if places[row].start != places[row].stop]
+        layouts, positions = everybodys.rows(columns.layouts), everybodys.rows(columns.positions)
+        held = [(layouts[row], positions[row]) for row in rows]
+        boxes = [Box(at.offset, layout.sides) for layout, at in held if at.start != at.stop]
         others += [rank] * any(overlap(box, hole) is not None for box in boxes)
     who = f"{named_ranks(others)} {_have(others)} it under other replica ids" if others else ""
     who = who or f"{named_ranks(holders)} {_have(holders)} the rest of {key}"
     return ShardingError(
-        f"{key}: no rank has the main replica of {_the(form, hole)}; {who}. One rank must give it, with replica_id 0."
+        f"{key}: no rank has the main replica of {_the(layout, hole)}; {who}. One rank must give it, with replica_id 0."
     )
 
 
@@ -253,9 +247,9 @@ def _have(ranks: Iterable[int]) -> str:
     return "has" if len(set(ranks)) == 1 else "have"
 
 
-def _the(form: Form, box: Box) -> str:
-    what = "the shard" if form.dtype else "the object"
-    return f"{what} {_slices(box)} of the global shape {_shown(form.global_shape)}"
+def _the(layout: ShardLayout, box: Box) -> str:
+    what = "the shard" if layout.dtype else "the object"
+    return f"{what} {_slices(box)} of the global shape {_shown(layout.global_shape)}"
 
 
 def _slices(box: Box) -> str:

@@ -49,14 +49,14 @@ _UNIQUE_KEY = re.compile(r"(?P<key>.*)/shard_(?P<offset>\d+(?:\.\d+)*|)_(?P<shap
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """One object of a grid of objects that the ranks hold together. Unlike a tensor it cannot be cut anew.
+    """One object of a grid of objects. The ranks hold the grid together; unlike a tensor it cannot be resharded.
 
     Attributes:
         key: name of the whole grid.
-        data: this rank's object; None where only its place is meant.
-        global_shape: of the grid, in objects. A side of -1 is not known.
-        global_offset: where in the grid the object stands.
-        replica_id: which of several equal copies this is.
+        data: this rank's object; None for metadata alone.
+        global_shape: of the grid, in objects. A side of -1 is unknown.
+        global_offset: position of the object in the grid.
+        replica_id: see `is_main_replica`.
     """
 
     key: str
@@ -91,7 +91,7 @@ class ShardedObject(ShardedBase):
 
     @property
     def unique_key(self) -> str:
-        """The name of this one object: `<key>/shard_<global_offset>_<global_shape>`.
+        """Unique name of this object: `<key>/shard_<global_offset>_<global_shape>`.
 
         Example:
             >>> ShardedObject("rng", None, (2, 4), (1, 3)).unique_key
@@ -102,12 +102,12 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> Self:
-        """Return the object that has this unique key, without data.
+        """Parse a unique key; return its object without data.
 
-        Older checkpoints left out the shape's last number: it is then -1.
+        Older checkpoints omit the shape's last number: it is then -1.
 
         Raises:
-            ShardingError: this is no unique key of an object.
+            ShardingError: the text is not a unique key.
         """
         found = _UNIQUE_KEY.fullmatch(unique_key)
         if found is None:
@@ -121,7 +121,7 @@ class ShardedObject(ShardedBase):
 
 
 class LocalNonpersistentObject:
-    """A value that no checkpoint holds: a save leaves it out, a load gives back the one of this process."""
+    """A value of this process alone: a save skips it, a load returns it unchanged."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
@@ -132,7 +132,7 @@ class LocalNonpersistentObject:
 
 
 LocalNonpersitentObject = LocalNonpersistentObject
-"""The first reference's misspelling, which code out there still imports."""
+"""Upstream's misspelling, which existing programs import."""
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -140,25 +140,23 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 FactoryBuildFn = Callable[[str, torch.Tensor, ReplicaId, slice | None], Any]
-"""(key, data, replica_id, flattened_range) to the sharded tensors, nested in dicts and lists, that are saved for it."""
+"""(key, data, replica_id, flattened_range) -> sharded tensors, nested in dicts and lists."""
 FactoryMergeFn = Callable[[Any], torch.Tensor]
-"""What was loaded for those sharded tensors, nested alike, back to one tensor."""
+"""Loaded values, nested as `FactoryBuildFn` returned them -> one tensor."""
 
 
 @dataclass(eq=False)
 class ShardedTensorFactory(ShardedBase):
-    """A tensor, how to turn it into what is saved, and how to turn what was loaded back into it.
+    """A tensor whose stored form differs from the program's: `build_fn` converts before a save or load, `merge_fn` back after a load.
 
-    `build_fn` may depend on its arguments only: the states that an optimizer keeps for a parameter have the parameter's shape,
-    and are saved by its factory with their own key and data in it.
+    `build_fn` must depend on its arguments only: optimizer states, which have the parameter's shape, are saved by the
+    parameter's factory with their own key and data.
 
     Attributes:
-        key: name, which `build_fn` is given.
-        data: the tensor as the program has it.
-        build_fn: called before a save and before a load.
-        merge_fn: called after a load; undoes `build_fn`.
-        replica_id: which of several equal copies this is.
-        flattened_range: which run of the flattened tensor `data` is; None for all of it.
+        key: passed to `build_fn`.
+        data: the program's tensor.
+        replica_id: see `is_main_replica`.
+        flattened_range: range of the flattened tensor that `data` holds; None for all of it.
     """
 
     key: str
@@ -169,7 +167,7 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
 
     def build(self) -> Any:
-        """Return what is saved, or asked for, in place of this tensor.
+        """Return the sharded tensors to save or load in place of this tensor.
 
         Raises:
             ShardingError: the factory has no data.
@@ -181,14 +179,14 @@ class ShardedTensorFactory(ShardedBase):
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def validate_metadata_integrity(self) -> None:
-        """Nothing to check: the sharded tensors that it builds check themselves."""
+        """Do nothing: the built sharded tensors check themselves."""
 
     def without_data(self) -> Self:
         return replace(self, data=None)
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Put in the place of every factory of a state dict what it builds."""
+    """Replace every factory of a state dict by the sharded tensors that it builds, in place."""
     dict_list_map_inplace(_built, sharded_state_dict)
 
 
@@ -204,18 +202,18 @@ def _built(value: Any) -> Any:
 
 
 def apply_factory_merges(x1: StateDict, x2: ShardedStateDict, key: tuple[str | int, ...] = ()) -> StateDict:
-    """Put in the place of what was loaded for a factory the tensor that the factory merges it into.
+    """Replace the values loaded for each factory by its merged tensor.
 
     Args:
-        x1: what was loaded; changed in place.
-        x2: the factories, at the places in `x1` of what they built. An element of a list may be given as {position: factory}.
-        key: the way to here, for messages.
+        x1: loaded values; changed in place.
+        x2: factories, at the paths in `x1` of the values that they built. A list may be given as {position: factory}.
+        key: path of `x1`, for messages.
 
     Returns:
-        `x1`; or the merged tensor, where `x2` itself is a factory.
+        `x1`; or the merged tensor if `x2` itself is a factory.
 
     Raises:
-        ShardingError: `x1` has nothing at the place of a factory.
+        ShardingError: `x1` has no value at the path of a factory.
     """
     merged: StateDict = _merged(x1, x2, key)
     return merged
@@ -233,7 +231,7 @@ def _merged(loaded: Any, wanted: Any, key: tuple[str | int, ...]) -> Any:
 
 
 def _steps(loaded: Any, wanted: Any, key: tuple[str | int, ...]) -> Iterable[tuple[Any, Any]]:
-    """The places below here at which factories are, all of them there in what was loaded."""
+    """Keys and positions in `wanted` and the values there. All of them must exist in `loaded`."""
     here = path_name(key)
     if isinstance(wanted, dict) and isinstance(loaded, dict | list):
         places = loaded if isinstance(loaded, dict) else range(len(loaded))

@@ -1,8 +1,11 @@
-"""Checks before a save and a load, and the choice of a load's strategies. Names follow megatron.core.dist_checkpointing.validation."""
+"""Strategies of a load, and keys that only the checkpoint or only the program has. Names follow Megatron-Core.
+
+*Missing* are keys of the checkpoint that nobody requests, *unexpected* are requested keys that the checkpoint does not have: as in
+Megatron-Core, and the reverse of torch's `load_state_dict`.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -12,14 +15,7 @@ from typing import Any
 
 from ckpt.dist_checkpointing.common_state import compare_common
 from ckpt.dist_checkpointing.dict_utils import extract_matching_values, nested_values
-from ckpt.dist_checkpointing.global_metadata import (
-    Column,
-    Columns,
-    GlobalMetadata,
-    LocalMetadata,
-    Sharded,
-    column_of_json,
-)
+from ckpt.dist_checkpointing.global_metadata import GlobalMetadata, LocalMetadata, determine_global_metadata
 from ckpt.dist_checkpointing.integrity import check_sharding, named_ranks
 from ckpt.dist_checkpointing.mapping import CommonStateDict, ShardedBase, ShardedStateDict
 from ckpt.dist_checkpointing.strategies.base import (
@@ -31,7 +27,6 @@ from ckpt.dist_checkpointing.strategies.base import (
     get_default_strategy,
 )
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, MissingStateError
-from ckpt.format.manifest import digest_of
 from ckpt.format.metadata import CONFIG_FNAME, maybe_load_config, other_format
 from ckpt.loading.report import some_of
 from ckpt.ranks.job import current_topology
@@ -54,35 +49,37 @@ __all__ = [
 ]
 
 CkptShardedMetadata = Mapping[str, ShardedBase]
-"""The tensors and objects of a checkpoint, without data, under whatever name; their `key` counts."""
+"""Tensors and objects of a checkpoint, without data. Their `key` counts, not the mapping's."""
 
 logger = logging.getLogger(__name__)
 
 
 class StrictHandling(Enum):
-    """How a load takes keys that are missing or unexpected.
+    """Treatment of missing and unexpected keys in a load.
 
-    All but the first look at the checkpoint's metadata before the load. Those that end in `_all` need to know what every rank
-    requests, too, because a key is missing only if no rank wants it; they cost nothing more where `validate_access_integrity`
-    exchanges that anyway.
+    All but ASSUME_OK_UNEXPECTED read the checkpoint's metadata before the load. Those that end in `_ALL` also need the requests of
+    every rank, because a key is missing only if no rank requests it; they cost nothing more where `validate_access_integrity`
+    exchanges these anyway.
+
+    Attributes:
+        ASSUME_OK_UNEXPECTED: no check; the strategy fails at an unexpected key.
+        LOG_UNEXPECTED: skip unexpected keys, with a warning on every rank.
+        LOG_ALL: the same, and a warning about missing keys.
+        RAISE_UNEXPECTED: fail on unexpected keys, before anything is loaded.
+        RAISE_ALL: fail on unexpected and on missing keys.
+        RETURN_UNEXPECTED: skip unexpected keys; `load` returns them besides the state.
+        RETURN_ALL: the same, and `load` returns missing keys.
+        IGNORE_ALL: skip unexpected keys silently.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Nothing is looked at before; the strategy fails at an unexpected key."""
     LOG_UNEXPECTED = "log_unexpected"
-    """Unexpected keys are left out, with a warning on every rank."""
     LOG_ALL = "log_all"
-    """The same, and a warning of missing keys."""
     RAISE_UNEXPECTED = "raise_unexpected"
-    """Unexpected keys are an error, before anything is loaded."""
     RAISE_ALL = "raise_all"
-    """Unexpected and missing keys are."""
     RETURN_UNEXPECTED = "return_unexpected"
-    """Unexpected keys are left out, and `load` returns them with what was loaded."""
     RETURN_ALL = "return_all"
-    """The same, and it returns missing keys."""
     IGNORE_ALL = "ignore_all"
-    """Unexpected keys are left out, and nothing is said."""
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
@@ -91,7 +88,7 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Whether that takes what all ranks request."""
+        """Whether the comparison needs the requests of all ranks."""
         return val in _ALL
 
     @staticmethod
@@ -106,10 +103,10 @@ _RAISE = (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL)
 
 
 def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
-    """Return the member that a user means, by itself or by its string.
+    """Return the `StrictHandling` member for itself or its string.
 
     Raises:
-        ConfigurationError: there is no such member.
+        ConfigurationError: unknown string.
     """
     try:
         return StrictHandling(strict)
@@ -126,24 +123,24 @@ def validate_integrity_and_strict_load(
     global_metadata: GlobalMetadata | Sequence[LocalMetadata] | None = None,
     ckpt_sharded_metadata: CkptShardedMetadata | None = None,
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
-    """Compare what is requested with what the checkpoint holds, and what the ranks request with each other. Collective.
+    """Compare requested keys with the checkpoint's, and the ranks' requests with each other. Collective.
 
-    Every rank raises what any rank has to raise, and every rank logs the same: what there is to say of all of them.
+    Errors and log lines are equal on all ranks and name the keys of all of them.
 
     Args:
-        validate_access_integrity: make sure that together the ranks request every shard, each once: see `check_sharding`.
-        local_metadata: what this rank requests; None: it is taken from the state dict.
-        global_metadata: what all ranks request. May be None where neither `strict` nor `validate_access_integrity` needs it.
-        ckpt_sharded_metadata: what the checkpoint holds. May be None where `strict` does not need it.
+        validate_access_integrity: check that the ranks together request every shard exactly once: see `check_sharding`.
+        local_metadata: requests of this rank; None: those of the state dict.
+        global_metadata: requests of all ranks. May be None where neither `strict` nor `validate_access_integrity` needs it.
+        ckpt_sharded_metadata: contents of the checkpoint. May be None where `strict` does not need it.
 
     Returns:
-        (the state dict, without unexpected keys unless those are assumed away; missing keys, equal on all ranks; this rank's
+        (the state dict, without unexpected keys except under ASSUME_OK_UNEXPECTED; missing keys, equal on all ranks; this rank's
         unexpected keys). Missing keys are empty where `strict` does not ask for them.
 
     Raises:
         MissingStateError: keys are missing or unexpected, and `strict` raises.
-        ShardingError: the shards that the ranks request leave a hole or overlap.
-        ConfigurationError: metadata are None that are needed.
+        ShardingError: the requested shards overlap or leave a gap.
+        ConfigurationError: needed metadata are None, or `strict` differs between ranks.
     """
     topology = current_topology()
     missing: set[str] = set()
@@ -180,7 +177,7 @@ def validate_integrity_and_strict_load(
 def adjust_non_strict_load(
     sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: Collection[str]
 ) -> ShardedStateDict:
-    """Return a state dict without the ShardedBase objects of these keys; what is left of a list closes ranks."""
+    """Return the state dict without the sharded values of these keys. Removed list elements leave no gap."""
     gone = set(sharded_keys_to_remove)
     _, kept = extract_matching_values(sharded_state_dict, lambda x: isinstance(x, ShardedBase) and x.key in gone)
     return kept
@@ -189,7 +186,7 @@ def adjust_non_strict_load(
 def maybe_report_missing_and_unexpected_keys(
     missing_keys: Collection[str], unexpected_keys: Collection[str], raise_error: bool = True
 ) -> None:
-    """Raise, or log as a warning, that keys are missing or unexpected; do nothing if there are none. Not collective.
+    """Raise or warn if there are missing or unexpected keys. Not collective.
 
     Raises:
         MissingStateError: there are some, and `raise_error`.
@@ -204,7 +201,7 @@ def _misfits(
     everybodys: GlobalMetadata | Sequence[LocalMetadata] | None,
     checkpoint: CkptShardedMetadata | None,
 ) -> tuple[set[str], set[str]]:
-    """Missing keys, if they are asked for, and this rank's unexpected ones."""
+    """Return (missing keys if `strict` asks for them, unexpected keys of this rank)."""
     if checkpoint is None:
         raise ConfigurationError(
             f"strict={strict.value} compares with the checkpoint and needs ckpt_sharded_metadata; get it by load_sharded_metadata"
@@ -221,12 +218,10 @@ def _misfits(
 
 
 def _report(missing: Sequence[str], unexpected: Sequence[Sequence[str]], *, raises: bool) -> None:
-    """Raise, or log as a warning.
-
-    The words "Missing keys" and "Unexpected keys" are those of Megatron-Core's messages, for programs that search logs for them.
+    """Raise or warn. "Missing keys" and "Unexpected keys" are Megatron-Core's words, for programs that search logs for them.
 
     Args:
-        unexpected: by rank; where there is but one, it is not named.
+        unexpected: by rank; a single rank is not named.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, keys in enumerate(unexpected):
@@ -252,56 +247,20 @@ Format = tuple[str, int]
 """A backend and the version of its format."""
 
 
-def determine_global_metadata(sharded_state_dict: ShardedStateDict) -> tuple[list[Sharded], GlobalMetadata]:
-    """Let every rank know what each of them holds. Collective.
-
-    What several ranks say alike crosses once: first come digests, then each column from the lowest rank that has it.
-
-    Args:
-        sharded_state_dict: nested, of ShardedTensors and ShardedObjects alone.
-
-    Returns:
-        (what this rank holds, what every rank holds), without data.
-
-    Raises:
-        ConfigurationError: a rank gives something else; on every rank.
-    """
-    topology = current_topology()
-    with topology.phase("metadata") as phase:
-        mine = Columns.of(nested_values(sharded_state_dict))
-        local = [one.without_data() for one in nested_values(sharded_state_dict)]
-        phase.payload = [digest_of(json.dumps(column, separators=(",", ":")).encode()) for column in mine]
-    digests: list[list[str]] = phase.payloads
-    first_with: dict[str, int] = {}
-    for rank, of_rank in enumerate(digests):
-        for digest in of_rank:
-            first_with.setdefault(digest, rank)
-    with topology.phase("columns of metadata") as phase:
-        said = zip(digests[topology.rank], mine, strict=True)
-        phase.payload = {digest: column for digest, column in said if first_with[digest] == topology.rank}
-    trees = {digest: tree for sent in phase.payloads for digest, tree in sent.items()}
-    known: dict[tuple[int, str], Column] = {}
-    for of_rank in digests:
-        for number, digest in enumerate(of_rank):
-            if (number, digest) not in known:
-                known[number, digest] = column_of_json(trees[digest], number)
-    return local, GlobalMetadata([Columns(*(known[at] for at in enumerate(of_rank))) for of_rank in digests])
-
-
 def verify_checkpoint_and_load_strategy(
     checkpoint_dir: str | os.PathLike[str],
     sharded_strategy: LoadShardedStrategy | Format | None = None,
     common_strategy: LoadCommonStrategy | Format | None = None,
 ) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """Return the strategies that load a checkpoint, each checked against what the checkpoint says it was written by. Not collective.
+    """Return the (sharded, common) strategies for a load, checked against the checkpoint's formats. Not collective.
 
     Args:
-        sharded_strategy: or the format whose default one is meant; None: of the checkpoint's own.
-        common_strategy: the same for everything that is not sharded.
+        sharded_strategy: an object, or the format whose default strategy to take; None: the checkpoint's own format.
+        common_strategy: the same for the common state.
 
     Raises:
-        CheckpointNotFoundError: there is no distributed checkpoint.
-        ConfigurationError: a strategy does not read the checkpoint's format, or there is none.
+        CheckpointNotFoundError: the folder holds no complete distributed checkpoint.
+        ConfigurationError: a strategy does not read the checkpoint's format, or none is registered.
     """
     if not Path(checkpoint_dir).is_dir():
         raise CheckpointNotFoundError(
@@ -321,7 +280,7 @@ def verify_checkpoint_and_load_strategy(
         )
         sharded.check_backend_compatibility(saved.sharded_backend)
     except ConfigurationError as error:
-        other = other_format(checkpoint_dir)  # for which a program may have registered a strategy
+        other = other_format(checkpoint_dir)  # a program may have registered a strategy for it, so ask only now
         if other is None:
             raise
         raise ConfigurationError(other) from error
@@ -339,7 +298,7 @@ def validate_sharded_objects_handling(
     sharded_strategy: SaveShardedStrategy | LoadShardedStrategy,
     common_strategy: SaveCommonStrategy | LoadCommonStrategy,
 ) -> None:
-    """Make sure that one of two strategies handles ShardedObjects.
+    """Check that one of the two strategies handles ShardedObjects.
 
     Raises:
         ConfigurationError: neither does.
@@ -354,14 +313,14 @@ def validate_sharded_objects_handling(
 def validate_sharding_integrity(
     global_metadata: GlobalMetadata | Sequence[LocalMetadata], common_state_dict: CommonStateDict | None = None
 ) -> None:
-    """Make sure that the ranks' shards make up one state: see `check_sharding`, which raises on every rank alike.
+    """Check that the ranks' shards form one state: see `check_sharding`.
 
     Args:
         global_metadata: equal on every rank.
-        common_state_dict: compared with the other ranks', too (`compare_common`); the call is collective if one is given.
+        common_state_dict: if given, compared with the other ranks' (`compare_common`); the call is then collective.
 
     Raises:
-        ShardingError: it names the key, the ranks, and what overlaps or is missing.
+        ShardingError: a shard overlaps another or is missing. Equal on every rank.
     """
     if common_state_dict is not None:
         compare_common(common_state_dict)
@@ -369,14 +328,14 @@ def validate_sharding_integrity(
 
 
 def chosen_strategy(given: object, kind: type, action: StrategyAction, name: str) -> Any:
-    """Return the strategy that a caller gives, or the registered one if a format is given.
+    """Return the caller's strategy, or the registered one for a format.
 
     Args:
         given: an object of `kind`, or (backend, version).
         name: of the caller's argument, for the error.
 
     Raises:
-        ConfigurationError: it is neither, or nobody registered a strategy for the format.
+        ConfigurationError: neither of the two, or no strategy is registered for the format.
     """
     if isinstance(given, tuple):
         return get_default_strategy(action, *given)

@@ -14,7 +14,7 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
-from ckpt.dist_checkpointing.megatron.zarr import array_folders
+from ckpt.dist_checkpointing.megatron.layout import array_folders
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors, SaveTensors, uncut
 from ckpt.errors import ConfigurationError, ShapeMismatchError

@@ -336,8 +336,8 @@ def test_equal_copies_on_more_ranks_cost_next_to_nothing_and_more_shards_cost_in
     numbers = tuple([0] * len(keys))
     at_home = (tuple(keys), tuple(range(len(keys))))
     parts = [Columns.of([shard]) for shard in one]
-    forms = (mine.forms[0], numbers)
-    places = [(part.places[0], numbers) for part in parts]
+    forms = (mine.layouts[0], numbers)
+    places = [(part.positions[0], numbers) for part in parts]
     replicas = [((copy,), numbers) for copy in range(64)]
     held = GlobalMetadata([Columns(at_home, forms, places[r % 8], replicas[r // 8]) for r in range(512)])
     began = time.process_time()

@@ -22,11 +22,9 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.dist_checkpointing.megatron.layout import layout_of
+from ckpt.dist_checkpointing.megatron.layout import array_folders, is_megatron_zarr, layout_of
 from ckpt.dist_checkpointing.megatron.zarr import (
     MegatronZarr,
-    array_folders,
-    is_megatron_zarr,
     load_megatron_common,
     load_megatron_object,
     megatron_objects,
