@@ -290,7 +290,7 @@ def test_a_stand_in_is_warned_of_once_per_class_and_gives_way_to_the_class_that_
     (record,) = caplog.records
     assert record.name == "ckpt"
     assert record.getMessage().startswith(
-        f"the checkpoint holds 'A' of the enum Late of {__name__}, which this process does not"
+        f"the checkpoint holds members of the enum Late of {__name__}, which this process does not"
     )
     late = enum.Enum("Late", "A B", module=__name__)  # type: ignore[misc]
     monkeypatch.setitem(globals(), "Late", late)
