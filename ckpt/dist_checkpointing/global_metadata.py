@@ -6,7 +6,6 @@ layouts, positions and replica ids are separate columns, and a column that sever
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, overload
@@ -16,8 +15,8 @@ import torch
 from ckpt.dist_checkpointing.dict_utils import nested_values
 from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject, ShardedStateDict
 from ckpt.errors import ConfigurationError
-from ckpt.format.manifest import digest_of
 from ckpt.ranks.job import current_topology
+from ckpt.state.collect import digest_of_json, exchange_distinct
 from ckpt.state.sharded_tensor import ShardedTensor
 
 Sharded = ShardedTensor | ShardedObject
@@ -165,16 +164,10 @@ def determine_global_metadata(sharded_state_dict: ShardedStateDict) -> tuple[lis
     with topology.phase("metadata") as phase:
         mine = Columns.of(nested_values(sharded_state_dict))
         local = [one.without_data() for one in nested_values(sharded_state_dict)]
-        phase.payload = [digest_of(json.dumps(column, separators=(",", ":")).encode()) for column in mine]
+        listed = [digest_of_json(column) for column in mine]
+        phase.payload = listed
     digests: list[list[str]] = phase.payloads
-    first_with: dict[str, int] = {}
-    for rank, of_rank in enumerate(digests):
-        for digest in of_rank:
-            first_with.setdefault(digest, rank)
-    with topology.phase("columns of metadata") as phase:
-        said = zip(digests[topology.rank], mine, strict=True)
-        phase.payload = {digest: column for digest, column in said if first_with[digest] == topology.rank}
-    trees = {digest: tree for sent in phase.payloads for digest, tree in sent.items()}
+    trees = exchange_distinct(dict(zip(listed, mine, strict=True)), digests, topology, "columns of metadata")
     known = {
         (number, digest): _column_of_json(trees[digest], number)
         for number, digest in {at for of_rank in digests for at in enumerate(of_rank)}

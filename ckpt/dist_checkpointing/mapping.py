@@ -43,7 +43,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _UNKNOWN = -1
-"""The last side of a global shape that an older unique key does not give."""
+"""Last side of a global shape that an older unique key omits."""
 _UNIQUE_KEY = re.compile(r"(?P<key>.*)/shard_(?P<offset>\d+(?:\.\d+)*|)_(?P<shape>-?\d+(?:\.-?\d+)*|)", re.DOTALL)
 
 
@@ -127,7 +127,7 @@ class LocalNonpersistentObject:
         self.obj = obj
 
     def unwrap(self) -> Any:
-        """The value itself."""
+        """Return the value."""
         return self.obj
 
 

@@ -111,38 +111,26 @@ def save(
             tensors, common_state = split_for_save(sharded_state_dict)
             mark = take(folder) if topology.is_lead else None
         with marked(mark):
-            return _save_parts(
-                tensors,
-                common_state,
-                folder,
-                sharded,
-                common,
-                validate=validate_access_integrity,
-                preprocess=preprocess_common_before_consistancy_check,
-                in_background=async_sharded_save,
-                mark=mark,
-            )
+            if validate_access_integrity:
+                _, everybodys = determine_global_metadata(tensors)
+                with topology.phase("integrity"):
+                    validate_sharding_integrity(everybodys)
+                compare_common(common_state, preprocess_common_before_consistancy_check)
+            return _write(tensors, common_state, folder, sharded, common, mark, in_background=async_sharded_save)
 
 
-def _save_parts(
+def _write(
     tensors: ShardedStateDict,
     common_state: StateDict,
     folder: Path,
     sharded: SaveShardedStrategy,
     common: SaveCommonStrategy,
-    *,
-    validate: bool,
-    preprocess: Callable[[CommonStateDict], StateDict] | None,
-    in_background: bool,
     mark: SaveMarker | None,
+    *,
+    in_background: bool,
 ) -> AsyncRequest | None:
-    """Run a save from the integrity check on, into a folder that bears this save's mark."""
+    """Write common state, objects, tensors and metadata.json into a folder that bears this save's mark."""
     topology = current_topology()
-    if validate:
-        _, everybodys = determine_global_metadata(tensors)
-        with topology.phase("integrity"):
-            validate_sharding_integrity(everybodys)
-        compare_common(common_state, preprocess)
     common.save_common(common_state, folder)
     if not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)

@@ -354,7 +354,7 @@ def _attributes(data: Any) -> dict[Any, Any]:
 
 
 def _items(data: Any) -> list[Any]:
-    """The values in a list."""
+    """Rebuild the values of a list."""
     return [_value(item) for item in _list_of(data)]
 
 

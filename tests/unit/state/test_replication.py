@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -300,7 +301,7 @@ def measured(topology: Topology, dtype: torch.dtype, shape: tuple[int, ...], cha
     tensors = {"w": one}
     with topology.phase("show") as phase:
         phase.payload = fingerprints(tensors)
-    copies = [{key: Fingerprint.of_json(row) for key, row in said.items()} for said in phase.payloads]
+    copies = [msgspec.convert(said, dict[str, Fingerprint]) for said in phase.payloads]
     (distance,) = measure(differences(copies, BOTH), copies, tensors, topology).values()
     return distance
 
