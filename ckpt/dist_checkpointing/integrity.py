@@ -34,11 +34,11 @@ def check_sharding(global_metadata: GlobalMetadata | Sequence[LocalMetadata]) ->
     Raises:
         ShardingError: shards overlap or are missing, or ranks describe a key differently; names the key and the ranks.
     """
-    everybodys = GlobalMetadata.of(global_metadata)
-    layouts = _layouts(everybodys)
-    shards = _main_shards(everybodys)
+    all_ranks = GlobalMetadata.of(global_metadata)
+    layouts = _layouts(all_ranks)
+    shards = _main_shards(all_ranks)
     for key, layout in layouts.items():
-        _check_key(key, layout, shards.get(key, {}), everybodys)
+        _check_key(key, layout, shards.get(key, {}), all_ranks)
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
@@ -59,18 +59,18 @@ def named_ranks(ranks: Iterable[int]) -> str:
     return f"{'rank' if is_one else 'ranks'} {shown}{', ...' if len(runs) > _RANKS_NAMED else ''}"
 
 
-def _layouts(everybodys: GlobalMetadata) -> dict[str, ShardLayout]:
+def _layouts(all_ranks: GlobalMetadata) -> dict[str, ShardLayout]:
     """Return the layout of every key. All ranks must agree on it."""
     first_said: dict[str, tuple[ShardLayout, int]] = {}
     seen: set[tuple[int, int]] = set()
-    for rank, (keys, layouts, _, _) in enumerate(everybodys.columns):
+    for rank, (keys, layouts, _, _) in enumerate(all_ranks.columns):
         if (id(keys), id(layouts)) in seen:
             continue
         seen.add((id(keys), id(layouts)))
-        for key, layout in zip(everybodys.rows(keys), everybodys.rows(layouts), strict=True):
+        for key, layout in zip(all_ranks.rows(keys), all_ranks.rows(layouts), strict=True):
             first, first_rank = first_said.setdefault(key, (layout, rank))
             if layout is not first and _common_part(layout) != _common_part(first):
-                raise _unlike(key, first, first_rank, layout, rank)
+                raise _mismatch_error(key, first, first_rank, layout, rank)
     return {key: layout for key, (layout, _) in first_said.items()}
 
 
@@ -82,7 +82,7 @@ def _common_part(layout: ShardLayout) -> dict[str, object]:
     return said | {"local_shape": layout.local_shape if is_regular else len(layout.local_shape)}
 
 
-def _unlike(key: str, first: ShardLayout, first_rank: int, layout: ShardLayout, rank: int) -> ShardingError:
+def _mismatch_error(key: str, first: ShardLayout, first_rank: int, layout: ShardLayout, rank: int) -> ShardingError:
     if bool(first.dtype) != bool(layout.dtype):
         what = [f"is a {'ShardedTensor' if one.dtype else 'ShardedObject'}" for one in (layout, first)]
     elif first.is_flat != layout.is_flat:
@@ -96,15 +96,15 @@ def _unlike(key: str, first: ShardLayout, first_rank: int, layout: ShardLayout, 
     )
 
 
-def _main_shards(everybodys: GlobalMetadata) -> dict[str, dict[Box, list[_Run]]]:
+def _main_shards(all_ranks: GlobalMetadata) -> dict[str, dict[Box, list[_Run]]]:
     """Main replicas of every key. Empty ones of a tensor with elements are left out."""
     main_rows: dict[int, list[int]] = {}
     shards: dict[str, dict[Box, list[_Run]]] = {}
-    for rank, columns in enumerate(everybodys.columns):
+    for rank, columns in enumerate(all_ranks.columns):
         if id(columns.replica_ids) not in main_rows:
             main_rows[id(columns.replica_ids)] = _main_rows(columns.replica_ids)
         rows = main_rows[id(columns.replica_ids)]
-        keys, layouts, positions = (everybodys.rows(column) for column in columns[:3])
+        keys, layouts, positions = (all_ranks.rows(column) for column in columns[:3])
         for row in rows:
             layout, at = layouts[row], positions[row]
             if at.start != at.stop or 0 in layout.global_shape:
@@ -119,12 +119,12 @@ def _main_rows(replica_ids: Column) -> list[int]:
     return [row for row, number in enumerate(rows) if is_main[number]]
 
 
-def _check_key(key: str, layout: ShardLayout, shards: _Shards, everybodys: GlobalMetadata) -> None:
+def _check_key(key: str, layout: ShardLayout, shards: _Shards, all_ranks: GlobalMetadata) -> None:
     """Check that main replicas fill each shard, and the shards the global shape, without overlap."""
     _check_layout(key, layout)
     if 0 in layout.global_shape:
         if not shards:
-            raise _missing(key, layout, whole(layout.global_shape), everybodys)
+            raise _gap_error(key, layout, whole(layout.global_shape), all_ranks)
         return  # no elements
     for box, runs in shards.items():
         _check_runs(key, layout, box, runs)
@@ -132,8 +132,8 @@ def _check_key(key: str, layout: ShardLayout, shards: _Shards, everybodys: Globa
     if fault is not None:
         point, is_overlap = fault
         if is_overlap:
-            raise _overlapping(key, layout, [box for box in shards if box.contains(point)], shards)
-        raise _missing(key, layout, _hole_at(point, layout.global_shape, shards), everybodys)
+            raise _overlap_error(key, layout, [box for box in shards if box.contains(point)], shards)
+        raise _gap_error(key, layout, _hole_at(point, layout.global_shape, shards), all_ranks)
 
 
 def _check_layout(key: str, layout: ShardLayout) -> None:
@@ -155,18 +155,18 @@ def _check_runs(key: str, layout: ShardLayout, box: Box, runs: Sequence[_Run]) -
         ranks = [run.rank for run in runs]
         where = f"on {named_ranks(ranks)}" if len(set(ranks)) > 1 else f"all of them on rank {ranks[0]}"
         raise ShardingError(
-            f"{key}: {_the(layout, box)} has {len(runs)} main replicas, {where}; give all but one another replica_id than 0"
+            f"{key}: {_described(layout, box)} has {len(runs)} main replicas, {where}; give all but one another replica_id than 0"
         )
     before = _Run(0, 0, -1)
     for run in [*sorted(runs), _Run(box.num_elements, box.num_elements, -1)]:
         if run.start > before.stop:
             raise ShardingError(
-                f"{key}: elements {before.stop} to {run.start} of {_the(layout, box)} are in no main replica's flattened range; "
+                f"{key}: elements {before.stop} to {run.start} of {_described(layout, box)} are in no main replica's flattened range; "
                 f"{named_ranks(run.rank for run in runs)} {_have(run.rank for run in runs)} the others, and together they must fill it"
             )
         if run.start < before.stop:
             raise ShardingError(
-                f"{key}: elements {run.start} to {min(run.stop, before.stop)} of {_the(layout, box)} are in the flattened ranges of "
+                f"{key}: elements {run.start} to {min(run.stop, before.stop)} of {_described(layout, box)} are in the flattened ranges of "
                 f"two main replicas, on {named_ranks([before.rank, run.rank])}; such ranges must not overlap"
             )
         before = run
@@ -215,7 +215,7 @@ def _between(starts: Sequence[int], ends: Sequence[int]) -> Box:
     return Box(tuple(starts), tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 
-def _overlapping(key: str, layout: ShardLayout, boxes: Sequence[Box], shards: _Shards) -> ShardingError:
+def _overlap_error(key: str, layout: ShardLayout, boxes: Sequence[Box], shards: _Shards) -> ShardingError:
     one, other = boxes[:2]
     common = overlap(one, other)
     assert common is not None, "an element is in both"
@@ -226,20 +226,20 @@ def _overlapping(key: str, layout: ShardLayout, boxes: Sequence[Box], shards: _S
     )
 
 
-def _missing(key: str, layout: ShardLayout, hole: Box, everybodys: GlobalMetadata) -> ShardingError:
+def _gap_error(key: str, layout: ShardLayout, hole: Box, all_ranks: GlobalMetadata) -> ShardingError:
     holders: list[int] = []
     others: list[int] = []
-    for rank, columns in enumerate(everybodys.columns):
-        rows = [row for row, other in enumerate(everybodys.rows(columns.keys)) if other == key]
+    for rank, columns in enumerate(all_ranks.columns):
+        rows = [row for row, other in enumerate(all_ranks.rows(columns.keys)) if other == key]
         holders += [rank] * bool(rows)
-        layouts, positions = everybodys.rows(columns.layouts), everybodys.rows(columns.positions)
+        layouts, positions = all_ranks.rows(columns.layouts), all_ranks.rows(columns.positions)
         held = [(layouts[row], positions[row]) for row in rows]
         boxes = [Box(at.offset, layout.sides) for layout, at in held if at.start != at.stop]
         others += [rank] * any(overlap(box, hole) is not None for box in boxes)
     who = f"{named_ranks(others)} {_have(others)} it under other replica ids" if others else ""
     who = who or f"{named_ranks(holders)} {_have(holders)} the rest of {key}"
     return ShardingError(
-        f"{key}: no rank has the main replica of {_the(layout, hole)}; {who}. One rank must give it, with replica_id 0."
+        f"{key}: no rank has the main replica of {_described(layout, hole)}; {who}. One rank must give it, with replica_id 0."
     )
 
 
@@ -247,7 +247,7 @@ def _have(ranks: Iterable[int]) -> str:
     return "has" if len(set(ranks)) == 1 else "have"
 
 
-def _the(layout: ShardLayout, box: Box) -> str:
+def _described(layout: ShardLayout, box: Box) -> str:
     what = "the shard" if layout.dtype else "the object"
     return f"{what} {_slices(box)} of the global shape {_shown(layout.global_shape)}"
 

@@ -112,9 +112,9 @@ def save(
             mark = take(folder) if topology.is_lead else None
         with marked(mark):
             if validate_access_integrity:
-                _, everybodys = determine_global_metadata(tensors)
+                _, all_ranks = determine_global_metadata(tensors)
                 with topology.phase("integrity"):
-                    validate_sharding_integrity(everybodys)
+                    validate_sharding_integrity(all_ranks)
                 compare_common(common_state, preprocess_common_before_consistancy_check)
             return _write(tensors, common_state, folder, sharded, common, mark, in_background=async_sharded_save)
 
@@ -193,11 +193,11 @@ def load(
             saved = None
             if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
                 saved = _sharded_metadata(folder, sharded, common)
-        local_metadata, everybodys = None, None
+        local_metadata, all_ranks = None, None
         if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
-            local_metadata, everybodys = determine_global_metadata(wanted)
+            local_metadata, all_ranks = determine_global_metadata(wanted)
         wanted, missing, unexpected = validate_integrity_and_strict_load(
-            wanted, handling, validate_access_integrity, local_metadata, everybodys, saved
+            wanted, handling, validate_access_integrity, local_metadata, all_ranks, saved
         )
         if not sharded.can_handle_sharded_objects:
             objects, wanted = extract_matching_values(wanted, lambda value: isinstance(value, ShardedObject))

@@ -162,12 +162,12 @@ def validate_integrity_and_strict_load(
             unexpected = set()
         told = strict in (*_LOG, *_RAISE)
         phase.payload = [strict.value, sorted(missing), sorted(unexpected)] if told else [strict.value, [], []]
-    flags, everybodys_missing, everybodys_unexpected = zip(*phase.payloads, strict=True)
+    flags, all_missing, all_unexpected = zip(*phase.payloads, strict=True)
     if len(set(flags)) > 1:
         raise ConfigurationError(f"strict differs between the ranks: {', '.join(flags)}, by rank; give the same on all")
-    if any(everybodys_missing) or any(everybodys_unexpected):
-        everything_missing = sorted({key for keys in everybodys_missing for key in keys})
-        _report(everything_missing, everybodys_unexpected, raises=strict in _RAISE)
+    if any(all_missing) or any(all_unexpected):
+        keys_missing = sorted({key for keys in all_missing for key in keys})
+        _report(keys_missing, all_unexpected, raises=strict in _RAISE)
     if validate_access_integrity:
         assert global_metadata is not None, "all ranks have just agreed on that"
         check_sharding(global_metadata)
@@ -198,7 +198,7 @@ def maybe_report_missing_and_unexpected_keys(
 def _misfits(
     strict: StrictHandling,
     local: LocalMetadata,
-    everybodys: GlobalMetadata | Sequence[LocalMetadata] | None,
+    all_ranks: GlobalMetadata | Sequence[LocalMetadata] | None,
     checkpoint: CkptShardedMetadata | None,
 ) -> tuple[set[str], set[str]]:
     """Return (missing keys if `strict` asks for them, unexpected keys of this rank)."""
@@ -210,11 +210,11 @@ def _misfits(
     unexpected = {one.key for one in local} - saved
     if strict is StrictHandling.IGNORE_ALL or not StrictHandling.requires_global_app_metadata(strict):
         return set(), unexpected
-    if everybodys is None:
+    if all_ranks is None:
         raise ConfigurationError(
             f"strict={strict.value} needs what all ranks request, global_metadata; get it by determine_global_metadata"
         )
-    return saved - GlobalMetadata.of(everybodys).keys, unexpected
+    return saved - GlobalMetadata.of(all_ranks).keys, unexpected
 
 
 def _report(missing: Sequence[str], unexpected: Sequence[Sequence[str]], *, raises: bool) -> None:

@@ -31,8 +31,8 @@ from ckpt.state.replication import (
     measure,
     plain_differences,
     private_keys,
+    replication_error,
     require_unchanged,
-    unequal,
 )
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import (
@@ -41,8 +41,8 @@ from ckpt.state.sharing import (
     SharingPattern,
     StateComponent,
     addresses,
+    contributes,
     find_aliases,
-    gives,
     holders_of,
     prefix_of,
 )
@@ -146,7 +146,7 @@ def collect(
             wait_for_all(_memory_of(leaves))
             tied = find_aliases(leaves.tensors, _declared_ties(component, leaves))
             leaves.tensors = {key: leaf for key, leaf in leaves.tensors.items() if key not in tied}
-            private = _private(component, leaves)
+            private = _private_keys(component, leaves)
             found = addresses(component, leaves, topology)
         except Exception as error:
             if component.required:
@@ -155,12 +155,12 @@ def collect(
             continue
         mine.components[component.key] = component
         mine.private[component.key] = private
-        if not _speaks(component, topology):
+        if not _saves_private_entries(component, topology):
             found = {key: address for key, address in found.items() if key not in private}
         mine.held |= {address.name: ((address.box, leaves.tensors[key]),) for key, address in found.items()}
         parts.append(TablePart.of(found.values()))
         start = f"{component.key}/{prefix_of(component, topology)}"
-        if gives(component, topology):
+        if contributes(component, topology):
             aliases += [(start + alias, start + first) for alias, first in tied.items()]
             mine.plain[component.key] = _plain_rows(component, leaves)
         _add_fingerprints(mine, component, leaves, compare_all, look, topology.progress)
@@ -194,7 +194,7 @@ def settle_plain(
     differing = [
         key
         for key, component in mine.components.items()
-        if not _is_excused(component) and any(_differs(component, summaries, half, topology) for half in _HALVES)
+        if not _is_never_compared(component) and any(_differs(component, summaries, half, topology) for half in _HALVES)
     ]
     copies = [key for key, component in mine.components.items() if _differs(component, summaries, "copies", topology)]
     merges = {
@@ -226,7 +226,7 @@ def settle_plain(
             holders = holders_of(mine.components[key], topology)
             found = plain_differences([one["plain"].get(key) or {} for one in said], holders)
             if found:
-                raise unequal(key, holders, found)
+                raise replication_error(key, holders, found)
         for key, merge in merges.items():
             merge.take([one["plain"].get(key) or {} for one in said])
             merged[key] = merge.rows()
@@ -362,7 +362,7 @@ class _Merge:
             for rank, rows in enumerate(said):
                 for key, row in _HALVES[half](rows).items():
                     if merged.rows.setdefault(key, row) != row:
-                        raise self._unequal(key, row, rank, merged.rows[key], merged.holder[key])
+                        raise self._conflict_error(key, row, rank, merged.rows[key], merged.holder[key])
                     merged.holder.setdefault(key, rank)
             self._merged[half] = merged
 
@@ -371,7 +371,7 @@ class _Merge:
         plain, paths = (self._merged[half] for half in _HALVES)
         for key in sorted(plain.rows.keys() & paths.rows.keys()):
             holders = paths.holder.get(key, 0), plain.holder.get(key, 0)
-            raise self._unequal(key, paths.rows[key], holders[0], plain.rows[key], holders[1])
+            raise self._conflict_error(key, paths.rows[key], holders[0], plain.rows[key], holders[1])
         rows = dict(sorted((plain.rows | paths.rows).items()))
         _require_one_nesting(self._component, rows, plain.holder | paths.holder)
         return rows
@@ -380,7 +380,7 @@ class _Merge:
         """Store the exchanged halves for later saves."""
         known |= {(self._component, half): one for half, one in self._merged.items() if len(set(one.digests)) > 1}
 
-    def _unequal(self, key: str, row: Any, rank: int, other: Any, other_rank: int) -> ReplicationError:
+    def _conflict_error(self, key: str, row: Any, rank: int, other: Any, other_rank: int) -> ReplicationError:
         what, there = (repr(one[1]) if len(one) == 2 else "a tensor" for one in (row, other))
         return ReplicationError(
             f"component {self._component}: {key} is {what} on rank {rank} and {there} on rank {other_rank}; a plain value of "
@@ -417,12 +417,12 @@ def _differs(component: StateComponent, summaries: Sequence[Mapping[str, Any]], 
     )
 
 
-def _is_excused(component: StateComponent) -> bool:
+def _is_never_compared(component: StateComponent) -> bool:
     """Whether a component's copies are never compared, plain values included."""
     return component.pattern in EQUAL_COPIES and component.validation_level == ValidationLevel.NONE.value
 
 
-def _private(component: StateComponent, leaves: Leaves) -> set[str]:
+def _private_keys(component: StateComponent, leaves: Leaves) -> set[str]:
     """Return the `rank_private` keys, without pieces of larger tensors, which have addresses of their own."""
     if component.pattern not in EQUAL_COPIES:
         return set()
@@ -430,7 +430,7 @@ def _private(component: StateComponent, leaves: Leaves) -> set[str]:
     return {key for key in named if key not in leaves.tensors or not is_piece(leaves.tensors[key])}
 
 
-def _speaks(component: StateComponent, topology: Topology) -> bool:
+def _saves_private_entries(component: StateComponent, topology: Topology) -> bool:
     """Whether this rank's `rank_private` entries are saved: it is the first of the ranks that hold one state."""
     return all(topology.rank not in ranks or topology.rank == ranks[0] for ranks in holders_of(component, topology))
 
@@ -491,4 +491,6 @@ def _unequal_tensors(key: str, mine: RankState, said: Sequence[Any], topology: T
     if not found:
         return None
     is_full = mine.copies[key].level is ValidationLevel.FULL
-    return unequal(key, holders, found, measure(found, copies, mine.copies[key].tensors, topology) if is_full else {})
+    return replication_error(
+        key, holders, found, measure(found, copies, mine.copies[key].tensors, topology) if is_full else {}
+    )

@@ -216,7 +216,7 @@ def _remedy(component: str, found: Sequence[Sharing], conflicts: Sequence[Differ
 
 
 def _remedy_per_rank(to_declare: str, conflicts: Sequence[Difference], seen: Sequence[Seen]) -> str:
-    alike = [ranks for ranks in _classes(seen) if len(ranks) > 1]
+    alike = [ranks for ranks in _equal_ranks(seen) if len(ranks) > 1]
     if alike:
         shown = " and ".join(str(list(ranks)) for ranks in alike[:_MAX_SETS])
         return (
@@ -247,7 +247,7 @@ def _remark(component: str, declared: Sharing, found: Sequence[Sharing], seen: S
         )
     copies = declared.sets(ranks)
     needed = 1 if best.pattern is SharingPattern.SHARDED else len(best.sets(ranks))
-    again, num_bytes = _saved_again(copies, seen)
+    again, num_bytes = _saved_twice(copies, seen)
     if not again or needed >= len(copies):
         return ""
     return (
@@ -257,7 +257,7 @@ def _remark(component: str, declared: Sharing, found: Sequence[Sharing], seen: S
     )
 
 
-def _saved_again(copies: Sets, seen: Sequence[Seen]) -> tuple[tuple[int, int] | None, int]:
+def _saved_twice(copies: Sets, seen: Sequence[Seen]) -> tuple[tuple[int, int] | None, int]:
     """Return (two ranks whose equal tensors are saved separately, or None; number of bytes saved more than once)."""
     first_with: dict[frozenset[tuple[str, Fingerprint]], int] = {}
     again = None
@@ -274,7 +274,7 @@ def _saved_again(copies: Sets, seen: Sequence[Seen]) -> tuple[tuple[int, int] | 
     return again, num_bytes
 
 
-def _classes(seen: Sequence[Seen]) -> Iterable[list[int]]:
+def _equal_ranks(seen: Sequence[Seen]) -> Iterable[list[int]]:
     """Return lists of ranks that hold the same."""
     classes: dict[frozenset[tuple[str, Fingerprint]], list[int]] = {}
     for rank, leaves in enumerate(seen):

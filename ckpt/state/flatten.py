@@ -241,7 +241,7 @@ def from_json(value: Any) -> Any:
     Raises:
         CorruptCheckpointError: `to_json` does not produce such a value.
     """
-    if type(value) in _AS_THEY_ARE:
+    if type(value) in _SAME_IN_JSON:
         return value
     with _refusing("a plain value"):
         return _value(value)
@@ -267,7 +267,7 @@ def _refusing(what: str) -> Iterator[None]:
         yield
     except RecursionError:
         raise CorruptCheckpointError(f"{what} is nested too deeply") from None
-    except (msgspec.MsgspecError, *_OF_NONSENSE) as error:
+    except (msgspec.MsgspecError, *_INVALID_DATA) as error:
         if isinstance(error, CorruptCheckpointError):
             raise
         reason = str(error) if isinstance(error, Refused) else sentence(error)
@@ -414,8 +414,8 @@ _UNKNOWN_ENUMS: dict[type[UnknownObject], tuple[str, str]] = {}
 """Substitutes of enum classes that this process does not have: substitute class -> (module, class) of the enum."""
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _NAMESPACE_OF: dict[str, type[Any]] = {kind.__name__: kind for kind in _NAMESPACES}
-_OF_NONSENSE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
-_AS_THEY_ARE = frozenset((str, int, float, bool, type(None)))
+_INVALID_DATA = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
+_SAME_IN_JSON = frozenset((str, int, float, bool, type(None)))
 _NOT_FINITE = {repr(number): number for number in (math.nan, math.inf, -math.inf)}
 _FROM_TAG: dict[str, Callable[[Any], Any]] = {
     "~float": lambda data: _NOT_FINITE[data],

@@ -233,7 +233,7 @@ def plain_differences(copies: Sequence[Mapping[str, Any]], holders: Sequence[Seq
     return found
 
 
-def unequal(
+def replication_error(
     component: str,
     holders: Sequence[Sequence[int]],
     found: Sequence[Difference],

@@ -218,7 +218,7 @@ def holders_of(component: StateComponent, topology: Topology) -> tuple[tuple[int
             return (tuple(range(topology.world_size)),)
 
 
-def gives(component: StateComponent, topology: Topology) -> bool:
+def contributes(component: StateComponent, topology: Topology) -> bool:
     """Whether this rank contributes plain tensors and plain values of a component to the checkpoint."""
     return component.pattern is not SharingPattern.GLOBAL or topology.rank == 0
 
@@ -236,7 +236,7 @@ def addresses(component: StateComponent, leaves: Leaves, topology: Topology) -> 
     """
     start = f"{component.key}/{prefix_of(component, topology)}"
     has_own = component.pattern in OWN_COPIES
-    gives_plain = gives(component, topology)
+    gives_plain = contributes(component, topology)
     found = {}
     boxes = DTensorBoxes()
     for key, leaf in leaves.tensors.items():

@@ -24,7 +24,7 @@ from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import Stateful
 from ckpt.state.wrappers import Unwrapping, saved_under
 
-_OF_THIS_RUN = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+_MACHINE_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that depend on this run's machine. Not saved."""
 
 
@@ -154,7 +154,7 @@ class OptimizerState:
         for parameter, name, group in self._parameters():
             if self.optimizer.state.get(parameter):
                 state[name] = dict(self.optimizer.state[parameter])
-            groups[name] = {option: value for option, value in group.items() if option not in _OF_THIS_RUN}
+            groups[name] = {option: value for option, value in group.items() if option not in _MACHINE_OPTIONS}
         return {"state": state, "param_groups": groups}
 
     @_refusing_state("the optimizer")
@@ -176,7 +176,7 @@ class OptimizerState:
                         f"optimizer: {members[0]} and {name} share a parameter group in this run, but were saved with different "
                         f"options, {options} and {other}; make the same groups as the run that saved them"
                     )
-            group.update({option: value for option, value in options.items() if option not in _OF_THIS_RUN})
+            group.update({option: value for option, value in options.items() if option not in _MACHINE_OPTIONS})
         for parameter, name, _ in self._parameters():
             for state_field, value in state_dict.get("state", {}).get(name, {}).items():
                 current = self.optimizer.state[parameter].get(state_field)
@@ -209,7 +209,7 @@ class OptimizerState:
             known = {old: name for name, old in saved_under(lambda: self._names.values(), names).items()}
             names = [known.get(name, name) for name in names]
             for name, position in zip(names, group["params"], strict=True):
-                options = {option: value for option, value in group.items() if option not in _OF_THIS_RUN}
+                options = {option: value for option, value in group.items() if option not in _MACHINE_OPTIONS}
                 named["param_groups"][name] = options
                 state = saved["state"].get(position, {})
                 for state_field, value in state.items():

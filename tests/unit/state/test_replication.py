@@ -28,8 +28,8 @@ from ckpt.state.replication import (
     measure,
     plain_differences,
     private_keys,
+    replication_error,
     require_unchanged,
-    unequal,
 )
 from ckpt.state.sharing import StateComponent
 from tests.ranks import run_threads
@@ -194,7 +194,9 @@ def test_a_piece_is_compared_with_the_same_piece_only() -> None:
     ]
     found = differences([fingerprints(state) for state in states], [(0, 1, 2, 3, 4)])
     assert [(one.rank, one.reference, one.place) for one in found] == [(3, 1, "[4:8, 0:3] of [8, 3]")]
-    assert "but differs from rank 1 in w [4:8, 0:3] of [8, 3] on rank 3." in str(unequal("m", [(0, 1, 2, 3, 4)], found))
+    assert "but differs from rank 1 in w [4:8, 0:3] of [8, 3] on rank 3." in str(
+        replication_error("m", [(0, 1, 2, 3, 4)], found)
+    )
 
 
 def test_plain_values_differ_by_value_by_presence_and_by_nesting() -> None:
@@ -218,7 +220,7 @@ def test_the_error_lists_entries_ranks_and_reasons() -> None:
     ]
     found = differences([fingerprints(state) for state in states], [(0, 1, 2)])
     distances = {one: Distance(6, (0,), 1.0) for one in found if one.key == "c0" and one.rank == 2}
-    assert str(unequal("m", [(0, 1, 2)], found, distances)) == (
+    assert str(replication_error("m", [(0, 1, 2)], found, distances)) == (
         "component m should be the same on ranks 0, 1, 2, but differs from rank 0 in a on rank 1 (float64, not float32); "
         "b on rank 2 (which only rank 0 has); c0 on rank 1, 2 (6 elements, the first at [0], by up to 1); c1 on rank 1, 2; "
         "c2 on rank 1, 2; and in 2 more entries. Choose another sharing_pattern, or list the "
@@ -230,7 +232,9 @@ def test_the_error_lists_entries_ranks_and_reasons() -> None:
 def test_a_set_whose_copies_agree_is_not_blamed_for_another_one() -> None:
     copies = [fingerprints({"w": torch.tensor(value)}) for value in (1, 2, 1, 3)]
     found = differences(copies, [(0, 2), (1, 3)])
-    assert "on ranks 1, 3, but differs from rank 1 in w on rank 3." in str(unequal("m", [(0, 2), (1, 3)], found))
+    assert "on ranks 1, 3, but differs from rank 1 in w on rank 3." in str(
+        replication_error("m", [(0, 2), (1, 3)], found)
+    )
 
 
 @pytest.mark.parametrize(
@@ -337,4 +341,6 @@ def test_what_is_never_a_number_has_no_distance() -> None:
     assert (distance.num_differing, distance.first) == (1, (4,))
     assert math.isnan(distance.largest)
     found = Difference("w", 1, 0, None, "")
-    assert "(1 element, the first at [4], NaN on one side)" in str(unequal("m", BOTH, [found], {found: distance}))
+    assert "(1 element, the first at [4], NaN on one side)" in str(
+        replication_error("m", BOTH, [found], {found: distance})
+    )
