@@ -232,24 +232,16 @@ def _merged(loaded: Any, wanted: Any, key: tuple[str | int, ...]) -> Any:
 
 def _steps(loaded: Any, wanted: Any, key: tuple[str | int, ...]) -> Iterable[tuple[Any, Any]]:
     """Keys and positions in `wanted` and the values there. All of them must exist in `loaded`."""
-    here = path_name(key)
     if isinstance(wanted, dict) and isinstance(loaded, dict | list):
         places = loaded if isinstance(loaded, dict) else range(len(loaded))
         missing = [step for step in wanted if step not in places]
-        if missing:
-            raise ShardingError(
-                f"at {here} a factory merges what was loaded under {missing[0]!r}, but only {list(places)} were; load with the "
-                "state dict that the factories were built from"
-            )
-        return wanted.items()
-    if isinstance(wanted, list) and isinstance(loaded, list):
-        if len(loaded) != len(wanted):
-            raise ShardingError(
-                f"at {here} a list of {len(loaded)} elements was loaded, and the factories are in a list of {len(wanted)}; load "
-                "with the state dict that the factories were built from"
-            )
-        return enumerate(wanted)
-    raise ShardingError(
-        f"at {here} a {type(loaded).__name__} was loaded, where the factories have a {type(wanted).__name__}; load with the state "
-        "dict that the factories were built from"
-    )
+        if not missing:
+            return wanted.items()
+        what = f"a factory merges what was loaded under {missing[0]!r}, but only {list(places)} were"
+    elif isinstance(wanted, list) and isinstance(loaded, list):
+        if len(loaded) == len(wanted):
+            return enumerate(wanted)
+        what = f"a list of {len(loaded)} elements was loaded, and the factories are in a list of {len(wanted)}"
+    else:
+        what = f"a {type(loaded).__name__} was loaded, where the factories have a {type(wanted).__name__}"
+    raise ShardingError(f"at {path_name(key)} {what}; load with the state dict that the factories were built from")

@@ -19,8 +19,6 @@ from ckpt.format.manifest import ArrayEntry
 from ckpt.memory.device import Device, telling_of_room
 from ckpt.state.abilities import tied_names
 from ckpt.state.address import local_tensor
-from ckpt.state.flatten import TensorLeaf
-from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import Stateful
 from ckpt.state.wrappers import Unwrapping, saved_under
 
@@ -367,6 +365,6 @@ def _same_memory(current: Any, loaded: Any) -> bool:
 
 def _equal_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     def comparable(value: Any) -> Any:
-        return value.tolist() if isinstance(value, TensorLeaf) and not isinstance(value, ShardedTensor) else value
+        return value.tolist() if isinstance(value, torch.Tensor) else value
 
     return {k: comparable(v) for k, v in a.items()} == {k: comparable(v) for k, v in b.items()}
