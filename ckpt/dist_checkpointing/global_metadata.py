@@ -7,9 +7,10 @@ layouts, positions and replica ids are separate columns, and a column that sever
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, overload
 
+import msgspec
 import torch
 
 from ckpt.dist_checkpointing.dict_utils import nested_values
@@ -96,9 +97,9 @@ class Columns(NamedTuple):
 
 def _column_of_json(tree: Any, number: int) -> Column:
     """Parse column `number` of `Columns`."""
-    make: Callable[..., Any] = (str, ShardLayout._make, ShardPosition._make, lambda value: value)[number]
-    values, rows = tree
-    return tuple(make(_hashable(value)) for value in values), tuple(rows)
+    kind: Any = (str, ShardLayout, ShardPosition, ReplicaId)[number]
+    column: Column = msgspec.convert(tree, tuple[tuple[kind, ...], tuple[int, ...]])
+    return column
 
 
 class GlobalMetadata(Sequence[Sequence[Sharded]]):
@@ -212,7 +213,3 @@ def _made(key: str, layout: ShardLayout, position: ShardPosition, replica_id: Re
 def _ints(numbers: Iterable[int]) -> tuple[int, ...]:
     """Convert to Python numbers: shapes may hold NumPy's, which JSON refuses."""
     return tuple(map(int, numbers))
-
-
-def _hashable(tree: Any) -> Any:
-    return tuple(map(_hashable, tree)) if isinstance(tree, list) else tree

@@ -91,8 +91,7 @@ def _mismatch_error(key: str, first: ShardLayout, first_rank: int, layout: Shard
         name = next(name for name, said in _common_part(layout).items() if said != _common_part(first)[name])
         what = [f"has {name} {_shown(getattr(one, name))}" for one in (layout, first)]
     return ShardingError(
-        f"{key} {what[0]} on rank {rank}, and {what[1]} on rank {first_rank}; the ranks must describe what they hold under one key "
-        "alike"
+        f"{key} {what[0]} on rank {rank}, and {what[1]} on rank {first_rank}; all ranks must describe a key alike"
     )
 
 
@@ -138,9 +137,7 @@ def _check_key(key: str, layout: ShardLayout, shards: _Shards, all_ranks: Global
 
 def _check_layout(key: str, layout: ShardLayout) -> None:
     if any(side < 0 for side in layout.global_shape):
-        raise ShardingError(
-            f"{key}: global_shape {_shown(layout.global_shape)} has a side that is not known; give all of them"
-        )
+        raise ShardingError(f"{key}: global_shape {_shown(layout.global_shape)} has an unknown side; give all of them")
     counts = layout.axis_fragmentations
     if counts is not None and tuple(n * c for n, c in zip(layout.sides, counts, strict=True)) != layout.global_shape:
         raise ShardingError(

@@ -13,9 +13,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from ckpt.dist_checkpointing.common_state import compare_common
+from ckpt.dist_checkpointing.common_state import compare_common as compare_common
 from ckpt.dist_checkpointing.dict_utils import extract_matching_values, nested_values
-from ckpt.dist_checkpointing.global_metadata import GlobalMetadata, LocalMetadata, determine_global_metadata
+from ckpt.dist_checkpointing.global_metadata import GlobalMetadata, LocalMetadata
+from ckpt.dist_checkpointing.global_metadata import determine_global_metadata as determine_global_metadata
 from ckpt.dist_checkpointing.integrity import check_sharding, named_ranks
 from ckpt.dist_checkpointing.mapping import CommonStateDict, ShardedBase, ShardedStateDict
 from ckpt.dist_checkpointing.strategies.base import (
@@ -30,23 +31,6 @@ from ckpt.errors import CheckpointNotFoundError, ConfigurationError, MissingStat
 from ckpt.format.metadata import CONFIG_FNAME, maybe_load_config, other_format
 from ckpt.loading.report import some_of
 from ckpt.ranks.job import current_topology
-
-__all__ = [
-    "CkptShardedMetadata",
-    "GlobalMetadata",
-    "LocalMetadata",
-    "StrictHandling",
-    "adjust_non_strict_load",
-    "compare_common",
-    "determine_global_metadata",
-    "logger",
-    "maybe_report_missing_and_unexpected_keys",
-    "parse_strict_flag",
-    "validate_integrity_and_strict_load",
-    "validate_sharded_objects_handling",
-    "validate_sharding_integrity",
-    "verify_checkpoint_and_load_strategy",
-]
 
 CkptShardedMetadata = Mapping[str, ShardedBase]
 """Tensors and objects of a checkpoint, without data. Their `key` counts, not the mapping's."""

@@ -80,6 +80,17 @@ class RestoredLast(Protocol):
 
 
 @runtime_checkable
+class HasOptimizer(Protocol):
+    """Contains an optimizer whose steps a save must hold back.
+
+    Attributes:
+        optimizer: of torch, or an object that contains one itself.
+    """
+
+    optimizer: Any
+
+
+@runtime_checkable
 class RankPrivate(Protocol):
     """Declares entries that differ between ranks in a state that is otherwise equal.
 

@@ -27,7 +27,6 @@ from ckpt.state.replication import (
     differences,
     fingerprints,
     is_piece,
-    level_of,
     measure,
     plain_differences,
     private_keys,
@@ -44,6 +43,7 @@ from ckpt.state.sharing import (
     contributes,
     find_aliases,
     holders_of,
+    level_of,
     prefix_of,
 )
 
@@ -384,7 +384,7 @@ class _Merge:
         what, there = (repr(one[1]) if len(one) == 2 else "a tensor" for one in (row, other))
         return ReplicationError(
             f"component {self._component}: {key} is {what} on rank {rank} and {there} on rank {other_rank}; a plain value of "
-            "a sharded component must be equal wherever it is held"
+            "a sharded component must be equal on all ranks that hold it"
         )
 
 
@@ -406,7 +406,7 @@ def _require_one_nesting(component: str, rows: Mapping[str, Any], holder: Mappin
             if key != above and rows[key][0][: len(path)] == path:
                 raise ShardingError(
                     f"component {component}: {above} is {value[0]!r} on rank {holder.get(above, 0)}, and rank {holder.get(key, 0)} has "
-                    f"{key} below it; the ranks of a sharded component must nest what they hold alike"
+                    f"{key} below it; the ranks of a sharded component must nest their values alike"
                 )
 
 
@@ -446,13 +446,7 @@ def _add_fingerprints(
     """Hash the tensors of a component for the comparison and for the doctor. No tensor is hashed twice by every bit."""
     key, private = component.key, mine.private[component.key]
     tensors = {name: leaf for name, leaf in leaves.tensors.items() if name not in private}
-    level = ValidationLevel.NONE
-    if component.pattern in EQUAL_COPIES:
-        level = level_of(
-            validate_replication=component.validate_replication,
-            validation_level=component.validation_level,
-            validate_all=compare_all,
-        )
+    level = level_of(component, validate_all=compare_all)
     prints: dict[str, Fingerprint] = {}
     if level is not ValidationLevel.NONE:
         prints = fingerprints(tensors, level, progress)

@@ -133,7 +133,9 @@ def diagnose(component: str, declared: Sharing, seen: Sequence[Seen], ranks: Ran
     first = conflicts[0]
     both = (first.reference, first.rank)
     verdict = PatternVerdict.LOSES_STATE
-    if declared.pattern is SharingPattern.GLOBAL and not any(_is_tensor(one.key, seen) for one in conflicts):
+    if declared.pattern is SharingPattern.GLOBAL and not any(
+        leaves[one.key].dtype for one in conflicts for leaves in seen if one.key in leaves
+    ):
         verdict = PatternVerdict.SUSPICIOUS
     sentence = f"{_contradiction(component, declared, conflicts, seen)}; {_remedy(component, found, conflicts, seen)}"
     return Diagnosis(component, declared, found, verdict, sentence, first.key, both)
@@ -280,7 +282,3 @@ def _equal_ranks(seen: Sequence[Seen]) -> Iterable[list[int]]:
     for rank, leaves in enumerate(seen):
         classes.setdefault(frozenset(leaves.items()), []).append(rank)
     return classes.values()
-
-
-def _is_tensor(key: str, seen: Sequence[Seen]) -> bool:
-    return any(leaves[key].dtype for leaves in seen if key in leaves)

@@ -142,7 +142,7 @@ def check_plain_file(data: bytes, where: str, tensors: Collection[str]) -> None:
 
 def _joined_key(row: list[Any]) -> str:
     if not 1 <= len(row) <= 2 or type(row[0]) is not list:
-        raise Refused(f"{row!r:.80} is neither a path and a value nor a path")
+        raise Refused(f"{row!r:.80} is neither [path, value] nor [path]")
     return ".".join([part if type(part) is str else _step_text(part) for part in row[0]])
 
 
@@ -155,7 +155,7 @@ def _step_text(part: Any) -> str:
             return str(step)
         case [str() as step, "key" | "Namespace" | "SimpleNamespace"]:
             return step
-    raise Refused(f"{part!r:.80} is no step into a state dict")
+    raise Refused(f"{part!r:.80} is not a step of a path")
 
 
 def to_json(value: Any, what: str) -> Any:
@@ -256,7 +256,7 @@ def _value(value: Any) -> Any:
     if not tags:
         return {key: _value(item) for key, item in value.items()}
     if len(value) > 1 or tags[0] not in _FROM_TAG:
-        raise Refused(f"{tags[0]!r:.40} is no kind of plain value")
+        raise Refused(f"{tags[0]!r:.40} is not a known kind of plain value")
     return _FROM_TAG[tags[0]](value[tags[0]])
 
 
@@ -271,7 +271,7 @@ def _refusing(what: str) -> Iterator[None]:
         if isinstance(error, CorruptCheckpointError):
             raise
         reason = str(error) if isinstance(error, Refused) else sentence(error)
-        raise CorruptCheckpointError(f"{what} is none that was saved: {reason}") from error
+        raise CorruptCheckpointError(f"{what} is invalid: {reason}") from error
 
 
 def _enum_to_json(member: enum.Enum, what: str) -> list[Any]:
@@ -349,7 +349,7 @@ def _filled(namespace: Any, attributes: Mapping[Any, Any]) -> Any:
 def _attributes(data: Any) -> dict[Any, Any]:
     attributes = _value(data)
     if type(attributes) is not dict:
-        raise Refused("a namespace has attributes")
+        raise Refused("the attributes of a namespace should be a dictionary")
     return attributes
 
 
@@ -364,20 +364,20 @@ def _pairs(data: Any) -> dict[Any, Any]:
 
 def _list_of(data: Any) -> list[Any]:
     if type(data) is not list:
-        raise Refused(f"{data!r:.40} stands where a list should")
+        raise Refused(f"{data!r:.40} should be a list")
     return data
 
 
 def _bytes(data: Any) -> bytes:
     if type(data) is not str:
-        raise Refused(f"{data!r:.40} is no base64")
+        raise Refused(f"{data!r:.40} is not base64")
     return base64.b64decode(data, validate=True)
 
 
 def _number_type(name: Any) -> np.dtype[Any]:
     """Parse a NumPy type of plain numbers: others may hold objects, or have any length."""
     if type(name) is not str or not re.fullmatch(r"[<>|=][biufc]\d{1,2}", name):
-        raise Refused(f"{name!r:.40} is no data type of numbers")
+        raise Refused(f"{name!r:.40} is not a numeric data type")
     return np.dtype(name)
 
 
@@ -401,7 +401,7 @@ def _dtype(name: Any) -> torch.dtype:
     """Look up a data type by name in a table: torch's attributes include functions and modules."""
     found = _dtypes().get(name) if type(name) is str else None
     if found is None:
-        raise Refused(f"{name!r:.40} is no torch.dtype that this version of torch has")
+        raise Refused(f"{name!r:.40} is not a torch.dtype of this version of torch")
     return found
 
 
@@ -534,7 +534,7 @@ def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
 def _close(value: Any) -> Any:
     if isinstance(value, _Parts) and value.kind in _NAMESPACE_OF:
         if not all(type(name) is str for name in value):
-            raise TypeError(f"{value.kind} has attributes that are no names: {list(value)!r:.80}")
+            raise TypeError(f"{value.kind} has attributes that are not names: {list(value)!r:.80}")
         return _filled(_NAMESPACE_OF[value.kind](), {name: _close(child) for name, child in value.items()})
     if isinstance(value, _Parts):
         items = [_close(value[position]) for position in sorted(value)]

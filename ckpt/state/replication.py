@@ -77,7 +77,7 @@ class Fingerprint(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Size of the tensor, or of the plain value as JSON."""
-        return math.prod(self.shape) * (_dtype(self.dtype).itemsize if self.dtype else 1)
+        return math.prod(self.shape) * (getattr(torch, self.dtype).itemsize if self.dtype else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +128,6 @@ class Distance:
 def is_piece(leaf: TensorLeaf) -> bool:
     """Whether a leaf has its own position in a larger tensor."""
     return isinstance(leaf, ShardedTensor) or is_dtensor(leaf)
-
-
-def level_of(*, validate_replication: bool, validation_level: str | None, validate_all: bool) -> ValidationLevel:
-    """Return the level at which a save compares a component with equal copies.
-
-    Args:
-        validate_all: `save_checkpoint(validate=True)`: at least "tensor", except for a component that declares "none".
-    """
-    wanted = ValidationLevel(validation_level or ValidationLevel.TENSOR.value)
-    if wanted is ValidationLevel.NONE:
-        return ValidationLevel.NONE
-    if validate_all:
-        return wanted if wanted.covers(ValidationLevel.TENSOR) else ValidationLevel.TENSOR
-    return wanted if validate_replication else ValidationLevel.NONE
 
 
 def check_level(component: str, validation_level: str | None) -> None:
@@ -292,7 +278,7 @@ def measure(
         if mine is not None:
             measured[mine] = Distance()
         num_seen, seen = 0, copies[reference][key]
-        for cut in _cuts(seen.shape, _dtype(seen.dtype).itemsize):
+        for cut in _cuts(seen.shape, getattr(torch, seen.dtype).itemsize):
             host = _host(held[cut]) if held is not None else None
             outgoing = {}
             if topology.rank == reference:
@@ -410,12 +396,6 @@ def _place(leaf: TensorLeaf) -> str | None:
     address = address_of(leaf, "piece")
     sides = ", ".join(f"{side.start}:{side.stop}" for side in address.box.slices)
     return f"[{sides}] of {list(address.global_shape)}"
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _digest_of_all(local: torch.Tensor) -> str:

@@ -179,7 +179,7 @@ class ShardedTensor(ShardedBase):
             ShardingError: `data` is None.
         """
         if self.data is None:
-            raise ShardingError(f"{self.key} has no data, only a place; give it a tensor, or call init_data")
+            raise ShardingError(f"{self.key} has no data; give it a tensor, or call init_data")
         data = self.data.detach()
         if self.flattened_range is None:
             return [(self.box, data[(None,) * self.prepend_axis_num])]
@@ -360,7 +360,7 @@ def _narrowed_dim(tensor: ShardedTensor, dim: int, start: int, length: int) -> i
         )
     if local != side and (tensor.axis_fragmentations is None or not local or side % local):
         raise ShardingError(
-            f"{key}: chunks of length {local} along dim {dim} need not cut the global length {side} evenly, so they cannot be "
+            f"{key}: chunks of length {local} along dim {dim} need not divide the global length {side} evenly, so they cannot be "
             "narrowed alike; describe them with from_rank_offsets"
         )
     return dim
@@ -410,7 +410,7 @@ def _check_data(tensor: ShardedTensor) -> None:
         return
     if is_dtensor(tensor.data):
         raise ShardingError(
-            f"{tensor.key}: data is a DTensor, which says itself where it lies; give its to_local(), or put the DTensor itself into "
+            f"{tensor.key}: data is a DTensor, which has placements of its own; give its to_local(), or put the DTensor itself into "
             "a component of the coordinator"
         )
     shape = tuple(tensor.data.shape)

@@ -14,9 +14,10 @@ from ckpt.format.dtypes import is_dtensor
 from ckpt.format.names import COMPONENT_KEY
 from ckpt.planning.tables import Address
 from ckpt.ranks.topology import Topology
+from ckpt.state.abilities import Elastic
 from ckpt.state.address import DTensorBoxes, address_of, local_tensor
 from ckpt.state.flatten import Leaves, TensorLeaf
-from ckpt.state.replication import check_level
+from ckpt.state.replication import ValidationLevel, check_level
 from ckpt.state.sharded_tensor import ShardedTensor
 
 
@@ -102,8 +103,12 @@ class StateComponent:
             raise ConfigurationError(
                 f"component {self.key}: {type(self.stateful).__name__} has no state_dict/load_state_dict pair; wrap it in one"
             )
-        if self.elastic in DECIDED_BY_OBJECT:
-            _require_elastic(self)
+        if self.elastic in DECIDED_BY_OBJECT and not isinstance(self.stateful, Elastic):
+            raise ConfigurationError(
+                f"component {self.key}: elastic={self.elastic} needs an object with the methods fits and load_changed, of which "
+                f"{type(self.stateful).__name__} lacks at least one; add it (see ckpt.state.abilities.Elastic), or declare component "
+                f"{self.key} with elastic=None"
+            )
 
     @property
     def pattern(self) -> SharingPattern:
@@ -152,7 +157,7 @@ def check_component(
     choices = elastic_choices(pattern)
     if elastic is not None and elastic not in choices:
         raise ConfigurationError(
-            f"component {key}: elastic={elastic} is not what {pattern.value} components do when the ranks change; leave it "
+            f"component {key}: elastic={elastic} does not apply to {pattern.value} components; leave it "
             f"null or set it to {' or '.join(choices)}"
         )
     return pattern
@@ -170,6 +175,20 @@ def elastic_choices(pattern: SharingPattern) -> tuple[str, ...]:
     replica = ("replica",) if pattern in OWN_COPIES else ()
     decided = DECIDED_BY_OBJECT if pattern is not SharingPattern.SHARDED else ()
     return tuple(dict.fromkeys((default_elastic(pattern), *replica, *decided, "rebuild", "refuse")))
+
+
+def level_of(component: StateComponent, *, validate_all: bool) -> ValidationLevel:
+    """Return the level at which a save compares a component's equal copies.
+
+    Args:
+        validate_all: `save_checkpoint(validate=True)`: at least "tensor", except for a component that declares "none".
+    """
+    wanted = ValidationLevel(component.validation_level or ValidationLevel.TENSOR)
+    if component.pattern not in EQUAL_COPIES or wanted is ValidationLevel.NONE:
+        return ValidationLevel.NONE
+    if validate_all:
+        return wanted if wanted.covers(ValidationLevel.TENSOR) else ValidationLevel.TENSOR
+    return wanted if component.validate_replication else ValidationLevel.NONE
 
 
 def prefix_of(component: StateComponent, topology: Topology) -> str:
@@ -281,16 +300,6 @@ def _memory_layout(leaf: TensorLeaf) -> tuple[Any, ...]:
     memory = local_tensor(leaf)
     shapes = tuple(leaf.shape), tuple(memory.shape)  # type: ignore[union-attr]  # a ShardedTensor is never asked
     return memory.device, memory.data_ptr(), memory.dtype, *shapes, memory.stride()
-
-
-def _require_elastic(component: StateComponent) -> None:
-    for method in ("fits", "load_changed"):
-        if not callable(getattr(component.stateful, method, None)):
-            raise ConfigurationError(
-                f"component {component.key}: elastic={component.elastic} lets the object decide what a change of ranks means, but "
-                f"{type(component.stateful).__name__} has no method {method}; add it (ckpt.state.abilities.Elastic says what it "
-                f"does), or declare component {component.key} with elastic=None"
-            )
 
 
 def _require_inside(

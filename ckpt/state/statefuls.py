@@ -34,7 +34,7 @@ def _refusing_state(what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"{what} cannot have had the state that was saved: {sentence(error)}") from error
+        raise CorruptCheckpointError(f"{what} cannot load the saved state: {sentence(error)}") from error
 
 
 class ModelState:

@@ -120,11 +120,6 @@ def layout_of(checkpoint_dir: Path) -> MegatronFolder:
     return found
 
 
-def array_folders(checkpoint_dir: Path) -> list[str]:
-    """Return the keys of all tensors: the paths of the folders that hold metadata of a Zarr v2 array."""
-    return layout_of(checkpoint_dir).arrays
-
-
 @dataclass(frozen=True, slots=True)
 class MegatronArray:
     """Metadata of one stored tensor.

@@ -227,7 +227,7 @@ def load_megatron_object(
             shown = folder if folder.is_dir() else checkpoint_dir
             _log.debug("%s holds %s", shown, sorted(os.listdir(shown)))
             raise MissingStateError(
-                f"object {unique_key} is not in {checkpoint_dir}. Objects cannot be cut anew: ask for the shards that were saved. "
+                f"object {unique_key} is not in {checkpoint_dir}. Objects cannot be resharded: request the objects that were saved. "
                 "The debug log lists the folder."
             )
     return _unpickled(checkpoint_dir, path, allow_pickle, unknown)

@@ -313,7 +313,7 @@ def test_keys_do_not_mix_and_no_keys_at_all_are_fine() -> None:
 def test_an_object_whose_grid_is_not_known_is_refused() -> None:
     """S1.63: the last side is not in a unique key of old."""
     old = ShardedObject.empty_from_unique_key("rng/shard_0.0_1")
-    assert said([[old]]).startswith("rng: global_shape [1, -1] has a side that is not known")
+    assert said([[old]]).startswith("rng: global_shape [1, -1] has an unknown side")
 
 
 @given(shards=states, num_ranks=st.integers(1, 4), seed=st.integers(0, 99))

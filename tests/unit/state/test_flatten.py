@@ -203,7 +203,7 @@ def test_a_namespace_that_holds_tensors_is_taken_apart_and_made_again() -> None:
 @pytest.mark.parametrize("steps", [([0, "list"], ["x", "Namespace"]), (["x", "SimpleNamespace"], [0, "tuple"])])
 def test_paths_that_make_one_value_a_list_and_a_namespace_are_refused(steps: tuple[list[Any], ...]) -> None:
     paths = {str(step): path_from_json(["a", step]) for step in steps}
-    with pytest.raises(CorruptCheckpointError, match="a path in plain.json is none that was saved"):
+    with pytest.raises(CorruptCheckpointError, match="a path in plain.json is invalid"):
         unflatten(dict.fromkeys(paths, 1), paths)
 
 

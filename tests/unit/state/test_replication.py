@@ -24,14 +24,13 @@ from ckpt.state.replication import (
     ValidationLevel,
     differences,
     fingerprints,
-    level_of,
     measure,
     plain_differences,
     private_keys,
     replication_error,
     require_unchanged,
 )
-from ckpt.state.sharing import StateComponent
+from ckpt.state.sharing import StateComponent, level_of
 from tests.ranks import run_threads
 from tests.states import ALL_DTYPES, Held, random_bits
 
@@ -256,8 +255,8 @@ def test_a_set_whose_copies_agree_is_not_blamed_for_another_one() -> None:
 def test_the_level_follows_from_the_declaration_and_from_what_the_save_asks_for(
     validate: bool, level: str | None, all_of_them: bool, is_compared_by: str
 ) -> None:
-    got = level_of(validate_replication=validate, validation_level=level, validate_all=all_of_them)
-    assert got.value == is_compared_by
+    component = StateComponent("m", Held({}), "replicated", validate_replication=validate, validation_level=level)
+    assert level_of(component, validate_all=all_of_them).value == is_compared_by
 
 
 def test_an_unknown_level_is_refused_with_the_four_there_are() -> None:
