@@ -96,9 +96,12 @@ def test_the_object_may_decide_under_every_pattern_but_sharded_and_must_be_able_
         ConfigurationError, match=f"elastic={elastic} does not apply to sharded components.*set it to reshard"
     ):
         component(queue, "sharded", elastic)
-    queue.load_changed = None  # type: ignore[assignment, method-assign]
-    with pytest.raises(ConfigurationError, match="component data: .* Queue lacks at least one; add it"):
-        component(queue, "per_rank", elastic)
+
+    class Rigid(Queue):
+        load_changed = None  # type: ignore[assignment]
+
+    with pytest.raises(ConfigurationError, match="component data: .* Rigid lacks at least one; add it"):
+        component(Rigid(Topology.alone()), "per_rank", elastic)
     with pytest.raises(ConfigurationError, match="component x: .* Held lacks at least one; add it"):
         StateComponent("x", Held({}), "global", elastic=elastic)
 
