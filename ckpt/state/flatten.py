@@ -493,10 +493,6 @@ def _step(key: Any) -> PathPart:
     return key if type(key) in (str, int) else (json.dumps(to_json(key, "a state dict's key")), "key")
 
 
-def _is_position(part: PathPart) -> bool:
-    return isinstance(part, tuple) and part[1] != "key"
-
-
 def _holds_tensor(value: Any) -> bool:
     if isinstance(value, _TENSORS):
         return True
@@ -508,27 +504,30 @@ def _holds_tensor(value: Any) -> bool:
 class _Parts(dict[int | str, Any]):
     """List, tuple or namespace under construction: position or attribute -> value."""
 
-    kind = "list"
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
 
 def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
+    if not path:
+        return
     here: dict[Any, Any] = root
-    for at, part in enumerate(path):
-        key: Any = part[0] if isinstance(part, tuple) else part
-        if isinstance(part, tuple) and part[1] == "key":
-            key = from_json(json.loads(str(part[0])))
-        if at == len(path) - 1:
-            if type(value) is dict and not value:  # empty on one rank; others may have entries there
-                here.setdefault(key, {})
-            else:
-                here[key] = value
-            return
-        below = path[at + 1]
+    *above, last = map(_key_of, path)
+    for key, below in zip(above, path[1:], strict=True):
         if key not in here:
-            here[key] = _Parts() if _is_position(below) else {}
-            if isinstance(below, tuple) and _is_position(below):
-                here[key].kind = below[1]
+            here[key] = _Parts(below[1]) if isinstance(below, tuple) and below[1] != "key" else {}
         here = here[key]
+    if type(value) is dict and not value:  # empty on one rank; others may have entries there
+        here.setdefault(last, {})
+    else:
+        here[last] = value
+
+
+def _key_of(part: PathPart) -> Any:
+    if not isinstance(part, tuple):
+        return part
+    return from_json(json.loads(str(part[0]))) if part[1] == "key" else part[0]
 
 
 def _close(value: Any) -> Any:
