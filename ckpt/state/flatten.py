@@ -58,13 +58,13 @@ class Leaves:
     paths: dict[str, Path]
 
 
-def flatten(state_dict: Mapping[Any, Any], what: str) -> Leaves:
+def flatten(state_dict: Mapping[Any, Any], label: str) -> Leaves:
     """Flatten a nested state dict; keys are joined with `.`.
 
     Enters dictionaries, and lists, tuples and namespaces that hold a tensor at any depth: a list of numbers stays one leaf.
 
     Args:
-        what: name of the component, for messages.
+        label: name of the component, for messages.
 
     Raises:
         ShardingError: two leaves have one joined key.
@@ -77,9 +77,9 @@ def flatten(state_dict: Mapping[Any, Any], what: str) -> Leaves:
     leaves = Leaves({}, {}, {})
     given: Any = state_dict  # an object may return something else, such as None
     if isinstance(given, Mapping) or _is_entered(given):
-        _flatten_into(leaves, given, "", (), what)
+        _flatten_into(leaves, given, "", (), label)
     else:
-        _add_leaf(leaves, given, "", (), what)
+        _add_leaf(leaves, given, "", (), label)
     return leaves
 
 
@@ -158,18 +158,18 @@ def _step_text(part: Any) -> str:
     raise Refused(f"{part!r:.80} is not a step of a path")
 
 
-def to_json(value: Any, what: str) -> Any:
+def to_json(value: Any, label: str) -> Any:
     """Return JSON that `from_json` turns back into an equal value of equal type.
 
     Raises:
         ConfigurationError: the value holds an object that is not plain, or an enum member that a load would not find; the message
-            names it by `what` and the path below.
+            names it by `label` and the path below.
     """
     try:
-        return _json(value, what)
+        return _json(value, label)
     except ConfigurationError:
-        leaf, way = _refused_in(value)
-        return _json(leaf, what + way)
+        leaf, steps = _refused_in(value)
+        return _json(leaf, label + steps)
 
 
 def _refused_in(value: Any) -> tuple[Any, str]:
@@ -178,8 +178,8 @@ def _refused_in(value: Any) -> tuple[Any, str]:
         try:
             _json(inner, "")
         except ConfigurationError:
-            leaf, way = _refused_in(inner)
-            return leaf, step + way
+            leaf, steps = _refused_in(inner)
+            return leaf, step + steps
     return value, ""
 
 
@@ -192,31 +192,31 @@ def _steps_into(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{number}]", inner) for number, inner in enumerate(value))
 
 
-def _json(value: Any, what: str) -> Any:
+def _json(value: Any, label: str) -> Any:
     if isinstance(value, enum.Enum):
-        return {"~enum": _enum_to_json(value, what)}
+        return {"~enum": _enum_to_json(value, label)}
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"~float": repr(value)}
     if type(value) is list:
-        return [_json(item, what) for item in value]
+        return [_json(item, label) for item in value]
     if type(value) is tuple:
-        return {"~tuple": [_json(item, what) for item in value]}
+        return {"~tuple": [_json(item, label) for item in value]}
     if type(value) is torch.Size:
         return {"~Size": list(value)}
     if type(value) in (set, frozenset):  # sorted, so that all ranks write one order
-        return {f"~{type(value).__name__}": sorted((_json(item, what) for item in value), key=json.dumps)}
+        return {f"~{type(value).__name__}": sorted((_json(item, label) for item in value), key=json.dumps)}
     if type(value) in _NAMESPACES:
-        return {f"~{type(value).__name__}": _json(vars(value), what)}
+        return {f"~{type(value).__name__}": _json(vars(value), label)}
     if isinstance(value, torch.dtype):
         return {"~dtype": str(value).removeprefix("torch.")}
     if type(value) is io.BytesIO:
         return {"~BytesIO": base64.b64encode(value.getvalue()).decode("ascii")}
     if isinstance(value, dict):
         if all(type(key) is str and not key.startswith("~") for key in value):
-            return {key: _json(item, what) for key, item in value.items()}
-        return {"~dict": [[_json(key, what), _json(item, what)] for key, item in value.items()]}
+            return {key: _json(item, label) for key, item in value.items()}
+        return {"~dict": [[_json(key, label), _json(item, label)] for key, item in value.items()]}
     if isinstance(value, bytes):
         return {"~bytes": base64.b64encode(value).decode("ascii")}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
@@ -229,7 +229,7 @@ def _json(value: Any, what: str) -> Any:
     if type(value) in _UNKNOWN_ENUMS:
         return {"~enum": [*_UNKNOWN_ENUMS[type(value)], value.args[0]]}
     raise ConfigurationError(
-        f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which is neither a tensor nor plain (None, bool, number, "
+        f"{label} is a {type(value).__module__}.{type(value).__qualname__}, which is neither a tensor nor plain (None, bool, number, "
         "str, bytes, list, tuple, set, dict, namespace, enum member, torch.dtype, NumPy array). Give it as one of these, "
         "or leave it out; nothing is pickled."
     )
@@ -261,26 +261,26 @@ def _value(value: Any) -> Any:
 
 
 @contextmanager
-def _refusing(what: str) -> Iterator[None]:
+def _refusing(label: str) -> Iterator[None]:
     """Turn errors of rebuilding saved values into a `CorruptCheckpointError`."""
     try:
         yield
     except RecursionError:
-        raise CorruptCheckpointError(f"{what} is nested too deeply") from None
+        raise CorruptCheckpointError(f"{label} is nested too deeply") from None
     except (msgspec.MsgspecError, *_INVALID_DATA) as error:
         if isinstance(error, CorruptCheckpointError):
             raise
         reason = str(error) if isinstance(error, Refused) else sentence(error)
-        raise CorruptCheckpointError(f"{what} is invalid: {reason}") from error
+        raise CorruptCheckpointError(f"{label} is invalid: {reason}") from error
 
 
-def _enum_to_json(member: enum.Enum, what: str) -> list[Any]:
+def _enum_to_json(member: enum.Enum, label: str) -> list[Any]:
     """Return [module, class, name] of a member; for combined flags, such as A | B, the value instead of the name."""
     kind = type(member)
     given = int(member.value) if isinstance(member, enum.Flag) and member.name not in kind.__members__ else member.name
     if _enum_member(kind.__module__, kind.__qualname__, given) is not member:
         raise ConfigurationError(
-            f"{what} is {given!r} of the enum {kind.__qualname__}, which a load would not find under that name in module "
+            f"{label} is {given!r} of the enum {kind.__qualname__}, which a load would not find under that name in module "
             f"{kind.__module__}; define the enum at the top level of its module, under its own name, or give the member's value"
         )
     return [kind.__module__, kind.__qualname__, given]
@@ -436,7 +436,7 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _flatten_into(leaves: Leaves, value: Any, start: str, path: Path, what: str) -> None:
+def _flatten_into(leaves: Leaves, value: Any, start: str, path: Path, label: str) -> None:
     """Add the leaves below a dictionary, list or tuple.
 
     Args:
@@ -446,22 +446,22 @@ def _flatten_into(leaves: Leaves, value: Any, start: str, path: Path, what: str)
         key = f"{start}{step[0] if type(step) is tuple else step}"
         below = (*path, step)
         if not isinstance(child, _TENSORS) and _is_entered(child):
-            _flatten_into(leaves, child, f"{key}.", below, what)
+            _flatten_into(leaves, child, f"{key}.", below, label)
         else:
-            _add_leaf(leaves, child, key, below, what)
+            _add_leaf(leaves, child, key, below, label)
 
 
-def _add_leaf(leaves: Leaves, value: Any, key: str, path: Path, what: str) -> None:
+def _add_leaf(leaves: Leaves, value: Any, key: str, path: Path, label: str) -> None:
     if key in leaves.paths:
         raise ShardingError(
-            f"{what}: two entries of the state dict have the joined key {key!r}; rename one of them: tensors of a checkpoint are "
+            f"{label}: two entries of the state dict have the joined key {key!r}; rename one of them: tensors of a checkpoint are "
             "identified by this key"
         )
     leaves.paths[key] = path
     if isinstance(value, _TENSORS):
         leaves.tensors[key] = value
     else:
-        to_json(value, f"{what}: {key}")
+        to_json(value, f"{label}: {key}")
         leaves.plain[key] = value
 
 

@@ -97,7 +97,7 @@ class MegatronZarr:
     def mapped(self, key: str) -> list[tuple[Box, torch.Tensor]] | None:
         """Return every stored chunk of a tensor as a view of its file, cut at the tensor's edge; None if chunks are encoded.
 
-        Views are private mappings: writes do not reach the files, and are valid while nobody else changes these.
+        Views are private mappings: writes to them do not reach the files. They are valid until somebody else changes the files.
 
         Raises: those of `read`, and
             StorageError: a file cannot be mapped.
