@@ -16,12 +16,10 @@ from typing import Any
 
 from ckpt.format.gc_pause import gc_paused
 from ckpt.state.replication import Difference, Fingerprint, differences
-from ckpt.state.sharing import SharingPattern
+from ckpt.state.sharing import Ranks, Sets, Sharing, SharingPattern
 
 Seen = Mapping[str, Fingerprint]
 """Contents of a component on one rank: joined key -> fingerprint."""
-Sets = tuple[tuple[int, ...], ...]
-"""Sets of ranks whose members should hold the same state."""
 
 _MAX_SETS = 4
 
@@ -40,51 +38,6 @@ class PatternVerdict(Enum):
     WASTEFUL = "wasteful"
     SUSPICIOUS = "suspicious"
     LOSES_STATE = "loses state"
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Hosts and process groups of a run.
-
-    Attributes:
-        nodes: ranks by host.
-        groups: name of a process group -> its instances.
-    """
-
-    nodes: Sets
-    groups: Mapping[str, Sets]
-
-    @property
-    def world(self) -> tuple[int, ...]:
-        return tuple(sorted(rank for ranks in self.nodes for rank in ranks))
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """A pattern, with its group where it has one."""
-
-    pattern: SharingPattern
-    group: str | None = None
-
-    def __str__(self) -> str:
-        return self.pattern.name + (f" {self.group}" if self.group else "")
-
-    def declaration(self, component: str) -> str:
-        """Return the instruction for declaring this pattern."""
-        group = f" and process_group_name={self.group}" if self.group else ""
-        return f"declare component {component} with sharing_pattern={self.pattern.value}{group}"
-
-    def sets(self, ranks: Ranks) -> Sets:
-        """Return the sets of ranks that each hold one state."""
-        match self.pattern:
-            case SharingPattern.PER_RANK:
-                return tuple((rank,) for rank in ranks.world)
-            case SharingPattern.PER_NODE:
-                return ranks.nodes
-            case SharingPattern.PER_GROUP:
-                return ranks.groups[self.group or ""]
-            case _:
-                return (ranks.world,)
 
 
 @dataclass(frozen=True, slots=True)

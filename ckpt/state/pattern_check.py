@@ -11,9 +11,9 @@ import msgspec
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.format.manifest import digest_of
 from ckpt.ranks.topology import Topology
-from ckpt.state.doctor import Diagnosis, PatternVerdict, Ranks, Seen, Sharing, diagnose
+from ckpt.state.doctor import Diagnosis, PatternVerdict, Seen, diagnose
 from ckpt.state.replication import Fingerprint
-from ckpt.state.sharing import StateComponent
+from ckpt.state.sharing import Ranks, StateComponent
 
 _log = logging.getLogger("ckpt")
 
@@ -47,7 +47,7 @@ def examine(
     Raises:
         ConfigurationError: the ranks' declarations differ; on every rank.
     """
-    declared = {key: Sharing(one.pattern, one.process_group_name) for key, one in components.items()}
+    declared = {key: one.sharing for key, one in components.items()}
     with topology.phase("fingerprints") as phase:
         digests = {key: digest_of(msgspec.json.encode(leaves, order="sorted")) for key, leaves in seen.items()}
         phase.payload = [{key: str(one) for key, one in declared.items()}, digests]
@@ -56,7 +56,7 @@ def examine(
     held = _gather(seen, senders, topology)
     with topology.phase("diagnose") as phase:
         if topology.is_lead:
-            ranks = Ranks(topology.nodes, {name: group.instances for name, group in topology.groups.items()})
+            ranks = Ranks.of(topology)
             phase.payload = msgspec.to_builtins(
                 [diagnose(key, declared[key], [held[rank][key] for rank in senders[key]], ranks) for key in components]
             )

@@ -41,12 +41,63 @@ class SharingPattern(Enum):
     SHARDED = "sharded"
 
 
+Sets = tuple[tuple[int, ...], ...]
+"""Sets of ranks whose members should hold the same state."""
 OWN_COPIES = (SharingPattern.PER_RANK, SharingPattern.PER_GROUP, SharingPattern.PER_NODE)
 """Patterns with several states of one component in the checkpoint, each under a prefix."""
 EQUAL_COPIES = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP, SharingPattern.PER_NODE)
 """Patterns under which several ranks hold equal bits."""
 DECIDED_BY_OBJECT = ("derive", "repartition")
 """Values of `elastic` for objects that implement `ckpt.state.abilities.Elastic`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Hosts and process groups of a run.
+
+    Attributes:
+        nodes: ranks by host.
+        groups: name of a process group -> its instances.
+    """
+
+    nodes: Sets
+    groups: Mapping[str, Sets]
+
+    @classmethod
+    def of(cls, topology: Topology) -> Ranks:
+        return cls(topology.nodes, {name: group.instances for name, group in topology.groups.items()})
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        return tuple(sorted(rank for ranks in self.nodes for rank in ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """A pattern, with its group where it has one."""
+
+    pattern: SharingPattern
+    group: str | None = None
+
+    def __str__(self) -> str:
+        return self.pattern.name + (f" {self.group}" if self.group else "")
+
+    def declaration(self, component: str) -> str:
+        """Return the instruction for declaring this pattern."""
+        group = f" and process_group_name={self.group}" if self.group else ""
+        return f"declare component {component} with sharing_pattern={self.pattern.value}{group}"
+
+    def sets(self, ranks: Ranks) -> Sets:
+        """Return the sets of ranks that each hold one state."""
+        match self.pattern:
+            case SharingPattern.PER_RANK:
+                return tuple((rank,) for rank in ranks.world)
+            case SharingPattern.PER_NODE:
+                return ranks.nodes
+            case SharingPattern.PER_GROUP:
+                return ranks.groups[self.group or ""]
+            case _:
+                return (ranks.world,)
 
 
 @runtime_checkable
@@ -114,6 +165,11 @@ class StateComponent:
     def pattern(self) -> SharingPattern:
         """`sharing_pattern` as the enum."""
         return SharingPattern(self.sharing_pattern)
+
+    @property
+    def sharing(self) -> Sharing:
+        """The pattern with its process group."""
+        return Sharing(self.pattern, self.process_group_name)
 
 
 def check_component(
@@ -222,19 +278,11 @@ def copy_prefix(pattern: SharingPattern, number: int, group: str = "") -> str:
     return f"{'node' if pattern is SharingPattern.PER_NODE else group}-{number:04d}/"
 
 
-def holders_of(component: StateComponent, topology: Topology) -> tuple[tuple[int, ...], ...]:
+def holders_of(component: StateComponent, topology: Topology) -> Sets:
     """Return the sets of ranks that hold one state of a component: one set per prefix, in the order of the prefixes."""
-    match component.pattern:
-        case SharingPattern.GLOBAL:
-            return ((0,),)
-        case SharingPattern.PER_RANK:
-            return tuple((rank,) for rank in range(topology.world_size))
-        case SharingPattern.PER_NODE:
-            return topology.nodes
-        case SharingPattern.PER_GROUP:
-            return topology.groups[component.process_group_name or ""].instances
-        case _:
-            return (tuple(range(topology.world_size)),)
+    if component.pattern is SharingPattern.GLOBAL:
+        return ((0,),)
+    return component.sharing.sets(Ranks.of(topology))
 
 
 def contributes(component: StateComponent, topology: Topology) -> bool:
