@@ -20,7 +20,7 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.convert.atomic_directory import require_free
 from ckpt.convert.exporting import Selection, export, select, select_of_megatron
 from ckpt.convert.rewriting import rewrite
-from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr
+from ckpt.dist_checkpointing.megatron.zarr import is_megatron_zarr
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError
 from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.metadata import other_format

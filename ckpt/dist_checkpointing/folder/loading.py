@@ -16,8 +16,8 @@ from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_val
 from ckpt.dist_checkpointing.folder.folder import Given
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.megatron.chunks import MegatronChunks
-from ckpt.dist_checkpointing.megatron.layout import headless, is_megatron_zarr
-from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
+from ckpt.dist_checkpointing.megatron.layout import headless
+from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
 from ckpt.format.box import Box, overlap, whole
 from ckpt.format.dtypes import torch_dtype

@@ -12,8 +12,7 @@ from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dist_checkpointing.folder.destination import BESIDE_FILES, INDEX_FILES, holds_array
 from ckpt.dist_checkpointing.folder.removing_shards import copy_shards, list_shards, require_sound_shards, sweep_shards
-from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr
-from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
+from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.durable import replace_durably, write_durably

@@ -27,6 +27,7 @@ from ckpt.dist_checkpointing.megatron.layout import (
     layout_of,
     require_version,
 )
+from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr as is_megatron_zarr
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
 from ckpt.format import zarr_dtypes
 from ckpt.format.box import Box, chunk_box, chunks_meeting
