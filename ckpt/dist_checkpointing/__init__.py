@@ -1,17 +1,20 @@
 """Megatron-Core's `dist_checkpointing`, name for name: `megatron.core.dist_checkpointing.X` is `ckpt.dist_checkpointing.X`.
 
-Files, in the order in which data travels. Upstream has modules of the same names, but for those marked *.
+Files, in the order in which data travels:
 
     mapping, optimizer      wrapped values of a sharded state dict; the sharding of an optimizer's state
     serialization           save, load, and metadata of a checkpoint
     utils, dict_utils       splitting of sharded state dicts; nested dictionaries and lists
     validation              strategies of a load; missing and unexpected keys
-    global_metadata*, integrity*   what all ranks hold; exactly one main replica of every element
-    common_state*           differences between the ranks' common states
     core                    metadata.json
     strategies/             upstream's strategies and their registry
-    folder/*                a save into an existing folder, and a load from it
-    megatron/*              checkpoints written by Megatron-Core itself
+
+Files without a counterpart of that name in Megatron-Core:
+
+    global_metadata, integrity   metadata of all ranks; the check that every element has exactly one main replica
+    common_state            differences between the ranks' common states
+    folder/                 a save into an existing folder, and a load from it
+    megatron/               checkpoints written by Megatron-Core itself
 """
 
 from ckpt.dist_checkpointing.core import CheckpointingException, check_is_distributed_checkpoint
