@@ -159,7 +159,7 @@ def _check_runs(key: str, layout: ShardLayout, box: Box, runs: Sequence[_Run]) -
         if run.start > before.stop:
             raise ShardingError(
                 f"{key}: elements {before.stop} to {run.start} of {_described(layout, box)} are in no main replica's flattened range; "
-                f"{named_ranks(run.rank for run in runs)} {_have(run.rank for run in runs)} the others, and together they must fill it"
+                f"the others are on {named_ranks(run.rank for run in runs)}, and together they must fill it"
             )
         if run.start < before.stop:
             raise ShardingError(
@@ -233,15 +233,11 @@ def _gap_error(key: str, layout: ShardLayout, hole: Box, all_ranks: GlobalMetada
         held = [(layouts[row], positions[row]) for row in rows]
         boxes = [Box(at.offset, layout.sides) for layout, at in held if at.start != at.stop]
         others += [rank] * any(overlap(box, hole) is not None for box in boxes)
-    who = f"{named_ranks(others)} {_have(others)} it under other replica ids" if others else ""
-    who = who or f"{named_ranks(holders)} {_have(holders)} the rest of {key}"
+    rest = f"the rest of {key} is on {named_ranks(holders)}"
+    who = f"it is on {named_ranks(others)} under other replica ids" if others else rest
     return ShardingError(
         f"{key}: no rank has the main replica of {_described(layout, hole)}; {who}. One rank must give it, with replica_id 0."
     )
-
-
-def _have(ranks: Iterable[int]) -> str:
-    return "has" if len(set(ranks)) == 1 else "have"
 
 
 def _described(layout: ShardLayout, box: Box) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
+
 from ckpt.format.gc_pause import gc_paused
 from ckpt.state.replication import Difference, Fingerprint, differences
 from ckpt.state.sharing import Ranks, Sets, Sharing, SharingPattern
@@ -60,15 +62,9 @@ class Diagnosis:
     ranks: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "component": self.component,
-            "declared": str(self.declared),
-            "found": [str(one) for one in self.found],
-            "verdict": self.verdict.value,
-            "sentence": self.sentence,
-            "leaf": self.leaf,
-            "ranks": list(self.ranks),
-        }
+        found = [str(one) for one in self.found]
+        row: dict[str, Any] = msgspec.to_builtins(self)
+        return row | {"declared": str(self.declared), "found": found, "ranks": list(self.ranks)}
 
 
 @gc_paused()

@@ -218,11 +218,11 @@ def test_errors_name_the_ranks_and_what_is_missing_or_there_twice() -> None:
         "than 0"
     )
     assert said([[rows(0, 2)], [rows(1, 2, 1)], [rows(1, 2, (0, 2))]]) == (
-        "w: no rank has the main replica of the shard [2:4, 0:3] of the global shape [4, 3]; ranks 1-2 have it under other replica "
-        "ids. One rank must give it, with replica_id 0."
+        "w: no rank has the main replica of the shard [2:4, 0:3] of the global shape [4, 3]; it is on ranks 1-2 under other "
+        "replica ids. One rank must give it, with replica_id 0."
     )
     assert said([[rows(0, 3)], [rows(2, 3)]]) == (
-        "w: no rank has the main replica of the shard [2:4, 0:3] of the global shape [6, 3]; ranks 0-1 have the rest of w. One rank "
+        "w: no rank has the main replica of the shard [2:4, 0:3] of the global shape [6, 3]; the rest of w is on ranks 0-1. One rank "
         "must give it, with replica_id 0."
     )
     assert said([[piece((6,), (0,), (4,))], [], [piece((6,), (3,), (3,))]]) == (
@@ -230,8 +230,8 @@ def test_errors_name_the_ranks_and_what_is_missing_or_there_twice() -> None:
         "element must have one main replica"
     )
     assert said([[flat(0, 4), flat(5, 6)], [flat(4, 5, 1)]]) == (
-        "w: elements 4 to 5 of the shard [0:2, 0:3] of the global shape [2, 3] are in no main replica's flattened range; rank 0 has "
-        "the others, and together they must fill it"
+        "w: elements 4 to 5 of the shard [0:2, 0:3] of the global shape [2, 3] are in no main replica's flattened range; the others "
+        "are on rank 0, and together they must fill it"
     )
     assert said([[flat(0, 4)], [flat(3, 6)]]) == (
         "w: elements 3 to 4 of the shard [0:2, 0:3] of the global shape [2, 3] are in the flattened ranges of two main replicas, on "
@@ -239,11 +239,11 @@ def test_errors_name_the_ranks_and_what_is_missing_or_there_twice() -> None:
     )
     empty = replace(rows(1, 2), flattened_range=slice(0, 0))
     assert said([[replace(rows(0, 2), flattened_range=slice(0, 6))], [empty]]).endswith(
-        "[2:4, 0:3] of the global shape [4, 3]; ranks 0-1 have the rest of w. One rank must give it, with replica_id 0."
+        "[2:4, 0:3] of the global shape [4, 3]; the rest of w is on ranks 0-1. One rank must give it, with replica_id 0."
     )
     grid = [[ShardedObject("rng", None, (2, 2), number)] for number in [(0, 0), (0, 1), (1, 1)]]
     assert said(grid) == (
-        "rng: no rank has the main replica of the object [1:2, 0:1] of the global shape [2, 2]; ranks 0-2 have the rest of rng. One "
+        "rng: no rank has the main replica of the object [1:2, 0:1] of the global shape [2, 2]; the rest of rng is on ranks 0-2. One "
         "rank must give it, with replica_id 0."
     )
 
