@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -11,12 +12,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ckpt.errors import CorruptCheckpointError, StorageError, sentence
 from ckpt.loading.loader import LoadReport
 from ckpt.saving.checkpoint_root import SaveReport
+from recipes.support.cli import CONF
 from recipes.support.config import GIVEN, by_dotted_key, values_of
 
 SUMMARY_NAME = "summary.json"
@@ -197,7 +200,7 @@ class Report:
 
 
 def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
-    """Return one line for each key whose value is not the one that a checkpoint's config.yaml holds; one if that is no config."""
+    """Return a line for each key whose value differs from the checkpoint's config.yaml; one line if that file is no config."""
     try:
         before = values_of(saved)
     except CorruptCheckpointError as error:
@@ -207,8 +210,16 @@ def config_differences(saved: str, now: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
         for key in sorted({*before, *after})
-        if before.get(key, absent) != after.get(key, absent)
+        if before.get(key, absent) != after.get(key, absent) and not key.startswith(_wired_keys())
     ]
+
+
+@functools.cache
+def _wired_keys() -> tuple[str, ...]:
+    """The keys of `coordinator` that repeat keys elsewhere in the config, such as `coordinator.saves`; users set the others."""
+    node = OmegaConf.to_container(OmegaConf.load(CONF / "coordinator" / "default.yaml"), resolve=False)
+    assert isinstance(node, dict)
+    return tuple(f"coordinator.{key}" for key, value in node.items() if "${" in str(value))
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from ckpt.loading.loader import LoadReport
@@ -32,6 +33,19 @@ def test_only_what_differs_is_listed_one_line_a_key() -> None:
         "new.key: (not there) -> false",
         "resume: null -> latest",
         "train.steps: 6 -> 9",
+    ]
+
+
+def test_a_key_that_the_coordinator_repeats_is_listed_once() -> None:
+    """The coordinator's node refers to other keys; a checkpoint's config.yaml holds it resolved."""
+
+    def run(every: int, packed_mib: int) -> dict[str, object]:
+        save = {"every": every, "mode": "sync"}
+        return {"save": save, "coordinator": {"saves": {"save": save}, "packed_mib": packed_mib}}
+
+    assert config_differences(OmegaConf.to_yaml(OmegaConf.create(run(3, 32))), run(2, 64)) == [
+        "coordinator.packed_mib: 32 -> 64",
+        "save.every: 3 -> 2",
     ]
 
 
