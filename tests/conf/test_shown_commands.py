@@ -1,0 +1,85 @@
+"""README, MIGRATING, the handbook and the help texts show commands and names: each command composes, each name can be imported."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+CONF = CHECKOUT / "conf"
+PAGES = [*(CHECKOUT / name for name in ("README.md", "MIGRATING.md", "CONTRIBUTING.md")), *CHECKOUT.glob("docs/*.md")]
+COMMAND = r"\b(?:python|torchrun(?: --\S+)*) -m (recipes[\w.]*)"
+PLACEHOLDERS = {"workload=<name>": "workload=gpt2_fsdp", "<its venv>/bin/python": "python", "<path>": "python"} | {
+    "=<one>:": "=cuda",
+    "=...": "=outputs",
+}
+
+
+def _commands() -> list[tuple[str, ...]]:
+    """Every shown command once: its module, and its arguments up to the first word that is none."""
+    found = set()
+    for file in [*PAGES, *CONF.glob("*.yaml")]:
+        text = file.read_text().replace("\\\n", " ")
+        for placeholder, value in PLACEHOLDERS.items():
+            text = text.replace(placeholder, value)
+        for shown in re.finditer(rf"{COMMAND}([^`\n]*(?:\n[^`\n]*=[^`\n]*)?)", text):
+            words = []
+            for word in (one.strip("'") for one in shown[2].split()):
+                if "=" not in word and word != "-m":
+                    break
+                words.append(word[1:-1] if word.startswith("[") else word)  # brackets: it may be left out
+            found.add((shown[1].rstrip("."), *words))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("command", _commands(), ids=" ".join)
+def test_a_shown_command_is_a_module_that_takes_these_keys(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, *words = command
+    if "-m" in words:  # a sweep composes one job for each combination: here the first
+        words = [word if "[" in word else word.partition(",")[0] for word in words if word != "-m"]
+    is_package = (find_spec(module) or pytest.fail(f"there is no {module}")).submodule_search_locations is not None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [module, *words, "--cfg", "job"])
+    import_module(f"{module}.__main__" if is_package else module).main()
+    shown = capsys.readouterr()
+    assert shown.err == "" and not list(tmp_path.iterdir())
+    composed = OmegaConf.create(shown.out)
+    for key, _, value in (word.partition("=") for word in words):
+        if not (CONF / key).is_dir():  # a group, whose choice is not in the config by its name
+            assert OmegaConf.select(composed, key) == yaml.safe_load(value), key
+
+
+def _names() -> list[str]:
+    """Every `ckpt....` of the pages that is no key of the config, and every name that their code imports from there."""
+    keys = {f"ckpt.{key}" for file in CONF.glob("ckpt/*.yaml") for key in yaml.safe_load(file.read_text())}
+    found = set()
+    for page in PAGES:
+        text = page.read_text()
+        for module, names in re.findall(r"from (ckpt[\w.]*) import ([\w, ]+)", text):
+            found |= {f"{module}.{name.strip()}" for name in names.split(",")}
+        for module, choices in re.findall(r"`from (megatron[\w.]*)\.X import ...`, `X` one of ([`\w, ]+)", text):
+            package = module.replace("megatron.core", "ckpt")
+            found |= {f"{package}.{choice}" for choice in re.findall(r"`(\w+)`", choices)}
+        found |= set(re.findall(r"(?<![\w/.])ckpt(?:\.\w+)+(?![\w/]|\.py)", text)) - keys
+    return sorted(name for name in found if not name.endswith(".X"))
+
+
+@pytest.mark.parametrize("name", _names())
+def test_a_shown_name_can_be_imported(name: str) -> None:
+    if name == "ckpt.engine.verl_plugin":  # of verl's, which is not installed
+        assert find_spec(name) is not None
+        return
+    module, _, attribute = name.rpartition(".")
+    try:
+        import_module(name)
+    except ModuleNotFoundError:
+        assert hasattr(import_module(module), attribute)
