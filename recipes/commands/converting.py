@@ -27,7 +27,7 @@ from ckpt.format.metadata import other_format
 from ckpt.format.names import local_path
 from ckpt.format.stored import noticing_removal
 from recipes.commands.converting_megatron import convert_megatron
-from recipes.commands.reading import printable
+from recipes.support.tables import printable
 
 SAFETENSORS = "safetensors"
 _BACKENDS: dict[str, Callable[[], Backend]] = {

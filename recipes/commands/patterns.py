@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from ckpt.state.doctor import PatternVerdict
-from recipes.commands.reading import add_row, console, full_line, table_of
 from recipes.support.sentences import in_config_words
+from recipes.support.tables import add_row, console, full_line, table_of
 from recipes.training.training import set_up
 
 

@@ -23,8 +23,9 @@ from ckpt.loading.report import Misfits, Status
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern, default_elastic
 from ckpt.state.statefuls import RNGState, as_stateful
-from recipes.commands.reading import add_row, console, is_checkpoint, printable, table_of
+from recipes.commands.reading import is_checkpoint
 from recipes.support.config import OWN_COMPONENTS, checked, made
+from recipes.support.tables import add_row, console, printable, table_of
 from recipes.training.parallel.base import Arranged, Layout
 from recipes.training.training import Training
 

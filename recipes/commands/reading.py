@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from rich import box
-from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
 from ckpt.catalog.incremental import DiskUse, disk_use, linked_with
 from ckpt.catalog.ledger import Committed, Ledger
@@ -27,8 +21,7 @@ from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, 
 from ckpt.format.metadata import other_format
 from ckpt.format.names import local_path
 from ckpt.format.stored import gone, identity_of, noticing_removal, read_manifest
-
-_PIPE_WIDTH = 160
+from recipes.support.tables import add_row, console, full_line, printable, table_of
 
 
 @dataclass
@@ -139,11 +132,6 @@ def checkpoints_at(path: Path) -> list[Path]:
         return [path]
     committed = [one.path for one in committed_below(path)]
     return committed + sorted(one for one in path.glob("checkpoint-*") if one.is_dir() and one not in committed)
-
-
-def printable(text: str) -> str:
-    """Return text that any terminal shows as it is: names in a checkpoint are data, control characters included."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _examined(path: Path) -> Verification | None:
@@ -288,35 +276,3 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 def _counted(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
-def table_of(*columns: str, right: Sequence[int] = (), wide: Sequence[int] | None = None) -> Table:
-    """A table with these headings. Nothing in it is ever cut off: a text that has no room goes on in the next line.
-
-    Args:
-        right: numbers of the columns that hold numbers, which stay in one line.
-        wide: numbers of the columns that may be folded; None: all but those.
-    """
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for number, column in enumerate(columns):
-        folds = number not in right if wide is None else number in wide
-        justify: Literal["left", "right"] = "right" if number in right else "left"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=not folds)
-    return table
-
-
-def add_row(table: Table, *cells: str | Sequence[str]) -> None:
-    """Add a row of texts, shown as they are; a cell of several is as many lines."""
-    rows = ([cell] if isinstance(cell, str) else cell for cell in cells)
-    table.add_row(*(Text("\n".join(map(printable, lines))) for lines in rows))
-
-
-def full_line(text: str) -> Text:
-    """A line of text, shown as it is, folded where the console ends."""
-    return Text(printable(text), overflow="fold")
-
-
-def console() -> Console:
-    """Where tables are printed: as wide as the terminal or as COLUMNS says, or wide enough for a pipe."""
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(file=sys.stdout, width=None if known else _PIPE_WIDTH, highlight=False)

@@ -1,6 +1,6 @@
-"""The one door from a command line into Hydra: every recipe's main function is wrapped by `recipe`.
+"""Run a recipe under Hydra: the decorator `recipe` makes a command of a main function.
 
-A mistake of the user ends as one sentence on stderr and exit code 1; a mistake of ours keeps its traceback.
+An error of the user is printed as one sentence on stderr, with exit code 1; a bug keeps its traceback.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _LAUNCHERS = ("joblib", "submitit")
 
 
 def recipe(config_name: str, *, writes: bool = True) -> Callable[[Work], Callable[[], None]]:
-    """Make a command of a function of the composed config; what the function returns, if anything, is the exit code.
+    """Make a command of a function that takes the composed config and returns an exit code or None.
 
-    Under torchrun or Slurm every rank enters here: ranks other than 0 write no files of Hydra's own, and print only the
-    errors that rank 0 cannot know.
+    Under torchrun or Slurm every rank calls it. Ranks other than 0 write no Hydra files, and print only errors that
+    rank 0 cannot know.
 
     Args:
         config_name: the file in conf/ that the command composes, without `.yaml`.
-        writes: False for a command that only reads: it leaves no folder, no `.hydra/` and no log, and is never swept.
+        writes: False for a command that only reads: it makes no folder, no `.hydra/` and no log, and refuses a sweep.
     """
 
     def decorate(work: Work) -> Callable[[], None]:
@@ -60,7 +60,7 @@ def recipe(config_name: str, *, writes: bool = True) -> Callable[[Work], Callabl
 
 
 class _Command:
-    """One call of one recipe: a run, or a sweep, whose jobs the launcher that the user chose runs in this process or in others."""
+    """One call of a recipe: a run, or a sweep, whose jobs Hydra's launcher runs in this process or in others."""
 
     def __init__(self, work: Work, config_name: str, writes: bool) -> None:
         self.job = _Job(work, config_name, sys.stderr)
@@ -68,14 +68,18 @@ class _Command:
         self.writes = writes
         self.stderr = sys.stderr
         self.rank = 0
-        self.code = 0
+        self.code = 1
         self.sweep_dir: Path | None = None
-        self.new_folders: list[Path] = []  # that did not exist before this command, the deepest first
+        self.new_folders: list[Path] = []  # made by this command, the deepest first
         self.new_files: list[Path] = []
 
     def run(self) -> int:
-        """Compose and run, say in one sentence what went wrong, and return the exit code."""
-        self.rank = _rank_of_environment() if self.writes else 0
+        """Compose the config, run, print an error as one sentence, and return the exit code."""
+        if self.writes:
+            import_torch()
+            from recipes.support.ranks import rank_of_environment
+
+            self.rank = rank_of_environment()
         if not self.writes and {"-m", "--multirun"} & set(sys.argv):  # Hydra would make the folder of a sweep
             self._print(f"{self.config_name} only reads, one path at a time: leave out -m")
             return 1
@@ -92,23 +96,19 @@ class _Command:
         try:
             with _environment("HYDRA_FULL_ERROR", "1"), _arguments(self._overrides()), _own_stderr(self.stderr) as said:
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=self.config_name)(self.job)()
+            self.code = 0
         except KeyboardInterrupt:
             self._print("interrupted")
             self.code = 130
         except SystemExit as stop:  # argparse's
             if stop.code != 2:
                 raise
-            self.code = 1
             self._print(sentence_of_arguments("".join(said), sys.argv[1:]))
         except _Refused as refusal:
-            self.code = 1
-            assert refusal.__cause__ is not None
-            self._report(refusal.__cause__)
+            self._report(refusal.error)
         except _user_errors() as error:
-            self.code = 1
             self._report(error)
         except Exception as error:
-            self.code = 1
             self._report_unforeseen(error)
         if self.sweep_dir is not None and self.rank == 0:
             from recipes.support.sweep import show
@@ -116,7 +116,7 @@ class _Command:
             show(self.sweep_dir)
 
     def begin(self, folder: Path, hydra_files: Iterable[str]) -> None:
-        """Take note of the folder that Hydra is about to make, and of the files that it will write there by itself."""
+        """Note the folder that Hydra is about to make, and the files that it will write there."""
         self.new_folders = [one for one in (folder, *folder.parents) if not one.exists()]
         self.new_files = [folder / name for name in hydra_files if not (folder / name).exists()]
 
@@ -124,7 +124,7 @@ class _Command:
         """Hold the folder of a sweep until the sweep ends.
 
         Raises:
-            CheckpointError: it cannot be written, or another run or sweep uses it.
+            CheckpointError: the folder cannot be written, or another run or sweep uses it.
         """
         import_torch()
         from recipes.support.run_folder import lock_of, writing
@@ -137,12 +137,12 @@ class _Command:
                 self.held.enter_context(lock_of(folder, what, cfg))
 
     def _tidy(self) -> None:
-        """Remove what Hydra and this command have made for a run or sweep that was refused."""
+        """Remove the empty folders, and Hydra's files, of a run or sweep that was refused."""
         self.held.close()
         if self.sweep_dir is not None and not (self.sweep_dir / "sweep.json").exists():
             for file in self.new_files:
                 file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the first that holds something stays, and all above it
+        with contextlib.suppress(OSError):  # the first one that is not empty stays, and all above it
             for folder in self.new_folders:
                 folder.rmdir()
 
@@ -152,23 +152,22 @@ class _Command:
         return _SILENT if self.rank else ()
 
     def _report(self, error: BaseException) -> None:
-        if isinstance(error.__cause__ or error, BrokenPipeError):  # whoever read our output has enough, as in `| head`
+        from ckpt.errors import DeviceUnavailableError, RankAbsentError
+
+        cause = error.__cause__ or error
+        if isinstance(cause, BrokenPipeError):  # the reader of stdout has ended, as in `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
-        from ckpt.errors import CheckpointError
-
         text = sentence_of(error, CONF, self.config_name)
-        if (
-            self.job.calls == 0
-            and isinstance(error, OSError)
-            and not isinstance(error, (HydraException, CheckpointError))
-        ):
+        if self.job.calls == 0 and _is_of_system(error):
             text = f"the folder of the run cannot be made: {text}; choose another with output_dir=<folder>"
-        cause = error.__cause__ or error
-        self._print(text, only_here=_is_local(cause), lead_is_gone=_says_that_rank_0_is_gone(cause))
+        only_here = isinstance(cause, DeviceUnavailableError) or _is_of_system(
+            cause
+        )  # this host lacks a device or a file
+        self._print(text, only_here=only_here, lead_is_gone=isinstance(cause, RankAbsentError) and cause.rank == 0)
 
     def _report_unforeseen(self, error: Exception) -> None:
-        """Print a sentence for what is no bug of ours, or was printed by the job; otherwise raise it once more."""
+        """Print a sentence for an error of Hydra, of a launcher, or of a job that has printed its traceback; raise any other."""
         if isinstance(error, JobFailed):
             if error.pid != os.getpid():
                 self._print(str(error))
@@ -186,34 +185,36 @@ class _Command:
             print(f"rank {self.rank}: {text}", file=self.stderr, flush=True)
 
 
-_UNDER_WAY: ContextVar[_Command] = ContextVar("the command that Hydra runs in this context")
+_UNDER_WAY: ContextVar[_Command] = ContextVar("command under way")
 
 
 class _Refused(BaseException):
-    """A callback refuses to go on, for its cause. Hydra would turn an Exception of a callback into a warning."""
+    """A callback's error, which ends the command. Hydra turns an `Exception` of a callback into a warning."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class FolderCallback(Callback):
-    """A Hydra callback that tells the command under way where Hydra is about to write."""
+    """Hydra callback: tells the command under way which folder Hydra is about to write."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        command = _UNDER_WAY.get(None)
-        if command is not None:
+        if (command := _UNDER_WAY.get(None)) is not None:
             command.begin(Path(str(config.hydra.run.dir)).absolute(), ())
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        command = _UNDER_WAY.get(None)
-        if command is not None:
+        if (command := _UNDER_WAY.get(None)) is not None:
             folder = Path(str(config.hydra.sweep.dir)).absolute()
             command.begin(folder, ("multirun.yaml",))
             try:
                 command.begin_sweep(folder, config)
             except Exception as error:
-                raise _Refused from error
+                raise _Refused(error) from error
 
 
 class JobFailed(Exception):
-    """A job of a sweep met a bug. Its traceback went to the stderr of the process `pid`, which ran the job."""
+    """A bug in a job of a sweep. Process `pid` ran the job and printed the traceback on its stderr."""
 
     def __init__(self, message: str, pid: int) -> None:
         super().__init__(message, pid)
@@ -224,7 +225,7 @@ class JobFailed(Exception):
 
 
 class _Job:
-    """What Hydra calls for each job. Pickled by name, so that a launcher can call it in another process."""
+    """The function that Hydra calls for each job. Pickled by name, so that a launcher can call it in another process."""
 
     def __init__(self, work: Work, config_name: str, stderr: TextIO | None) -> None:
         self.__module__ = _module_of(work)  # Hydra names the job after it
@@ -244,7 +245,7 @@ class _Job:
             return self._work(cfg, swept)
 
     def _work(self, cfg: DictConfig, swept: bool) -> int | None:
-        """Do one job's work. Hydra sees what it raises: that is how a job of a sweep fails and the next begins."""
+        """Run one job. Hydra catches what it raises, so that a job of a sweep fails and the next one begins."""
         import_torch()
         try:
             code = self.work(cfg)
@@ -275,49 +276,33 @@ def _job_of(module: str, name: str, config_name: str) -> _Job:
 
 
 def import_torch() -> None:
-    """Import torch without the device plugins that it loads by itself.
+    """Import torch without the device plugins that it loads by itself, and without warnings of its C++ parts.
 
-    A plugin that is installed without its driver makes every plain `import torch` fail, whatever device the run is for.
-    So plugins are imported by name, by `ckpt.memory.device.Device` alone, which can say what is missing. Nor may torch's C++
-    parts warn on stderr: where no name server answers, they do so for every connection between ranks.
+    An installed plugin without its driver makes every plain `import torch` fail; `ckpt.memory.device.Device` imports plugins
+    by name and says what is missing. Where no name server answers, torch's C++ parts warn of every connection between ranks.
     """
     level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     with _environment("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"), _environment("TORCH_CPP_LOG_LEVEL", level):
         import torch  # noqa: F401
 
 
-def _rank_of_environment() -> int:
-    import_torch()
-    from recipes.support.ranks import rank_of_environment, ranks_exist
-
-    return rank_of_environment() if ranks_exist() else 0
-
-
 def _user_errors() -> tuple[type[BaseException], ...]:
-    """What is answered with a sentence."""
+    """The errors that are printed as a sentence."""
     import_torch()
     from ckpt.errors import CheckpointError
 
     return HydraException, OmegaConfBaseException, OSError, CheckpointError
 
 
-def _is_local(error: BaseException) -> bool:
-    """Whether this rank may be the only one that knows, because its host lacks a device or a file."""
-    from ckpt.errors import CheckpointError, DeviceUnavailableError
+def _is_of_system(error: BaseException) -> bool:
+    """Whether the operating system raised it. Some of Hydra's errors, and of ckpt's, are OSErrors too."""
+    from ckpt.errors import CheckpointError
 
-    if isinstance(error, DeviceUnavailableError):
-        return True
     return isinstance(error, OSError) and not isinstance(error, (CheckpointError, HydraException))
 
 
-def _says_that_rank_0_is_gone(error: BaseException) -> bool:
-    from ckpt.errors import RankAbsentError
-
-    return isinstance(error, RankAbsentError) and error.rank == 0
-
-
 def _leads_its_host() -> bool:
-    """Whether this rank is the one to speak for its host, where that is known."""
+    """Whether this rank has local rank 0, or none is known."""
     from ckpt.errors import ConfigurationError
     from recipes.support.ranks import Environment
 
@@ -334,15 +319,13 @@ def _environment(name: str, value: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        del os.environ[name]
+        os.environ |= {} if before is None else {name: before}
 
 
 @contextlib.contextmanager
 def _arguments(overrides: tuple[str, ...]) -> Iterator[None]:
-    """Add overrides to the command line, and put all of them in one place: argparse refuses `a=1 -m b=2,3`."""
+    """Add overrides to the command line, and put all overrides first: argparse refuses `a=1 -m b=2,3`."""
     before = sys.argv
     given = [word for word in before[1:] if not word.startswith("-") and ("=" in word or word.startswith("~"))]
     others = [word for word in before[1:] if word not in given]
@@ -355,12 +338,12 @@ def _arguments(overrides: tuple[str, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_stderr(stderr: TextIO) -> Iterator[list[str]]:
-    """Keep back what Hydra writes there by itself: the line of overrides above an error, and argparse's words, which are returned."""
+    """Hold back Hydra's line of overrides above an error, and argparse's messages, which are returned."""
     said: list[str] = []
 
     class Filter:
         def write(self, text: str) -> int:
-            if text.startswith("usage: ") or ": error: " in text:  # argparse; what jobs write does not come here
+            if text.startswith("usage: ") or ": error: " in text:  # of argparse; jobs write to the real stderr
                 said.append(text)
             elif not text.startswith("Error executing job with overrides:"):
                 return stderr.write(text)

@@ -1,7 +1,7 @@
-"""The table of a sweep: one row per job, written anew after every job, so that a broken sweep leaves what it had.
+"""The table of a sweep: one row per job, rewritten after every job, so that an interrupted sweep keeps its rows.
 
-Jobs may run at the same time in several processes (`hydra/launcher=joblib`, `submitit_local`): each leaves its row as a file of its own,
-and whoever writes the table gathers all rows. The command does so once more at the end.
+Jobs may run at the same time in several processes (`hydra/launcher=joblib`, `submitit_local`): each job writes its row to a file of
+its own, and then the table from all row files. The command writes the table once more at the end.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
-from rich import box
 from rich.console import Console, Group
 from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
 from recipes.support.report import SUMMARY_NAME
+from recipes.support.tables import add_row, full_line, table_of
 
 COLUMNS = ("save s", "load s", "blocked", "written", "read", "digest")
 _ROWS = ".rows"
-"""The folder of the jobs' rows, as long as the sweep runs."""
+"""The folder of the row files while the sweep runs."""
 
 
 class SweepTable(Callback):
-    """A Hydra callback that keeps sweep.json, sweep.txt and sweep.svg in the folder of the sweep.
+    """Hydra callback: keeps sweep.json, sweep.txt and sweep.svg in the folder of the sweep.
 
-    It holds nothing between jobs, the rows are in the file. Hydra calls no `on_multirun_end` when a job has failed.
+    It has no state of its own: rows are in files. Hydra calls no `on_multirun_end` when a job has failed.
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -48,15 +46,15 @@ class SweepTable(Callback):
             folder = _folder(config)
             (folder / _ROWS).mkdir(exist_ok=True)
             _write(folder / _ROWS / f"{config.hydra.job.num:05d}.json", json.dumps(row_of(job_return)))
-            with contextlib.suppress(OSError):  # a job that was refused has made no file
+            with contextlib.suppress(OSError):  # the folder of a refused job is empty
                 Path(str(config.hydra.runtime.output_dir)).rmdir()
             _leave_table(folder)
 
 
 def row_of(job: JobReturn) -> dict[str, Any]:
-    """Return what the table and sweep.json say of a job.
+    """Return the row of a job in sweep.json.
 
-    Seconds are the mean of the job's saves, bytes are those of one checkpoint: its last, which `load.reread` read back.
+    Seconds are the mean over the job's saves; bytes are of its last checkpoint, which `load.reread` reads back.
     """
     row: dict[str, Any] = {"overrides": [str(override) for override in job.overrides or ()], "error": None}
     if job.status is not JobStatus.COMPLETED:
@@ -78,49 +76,41 @@ def row_of(job: JobReturn) -> dict[str, Any]:
 
 
 def show(folder: Path) -> None:
-    """Write the table of the sweep in `folder` a last time, and print it, if a job has run there."""
+    """Write the table of the sweep in `folder` a last time, and print it if a job has run."""
     rows = _leave_table(folder)
     shutil.rmtree(folder / _ROWS, ignore_errors=True)
     if rows:
         console = Console()
         wide = console if console.is_terminal else Console(width=_WIDTH)
-        wide.print(table_of(rows))
+        wide.print(sweep_table(rows))
         print(f"sweep.json, sweep.txt and sweep.svg are in {folder}", flush=True)
 
 
-def table_of(rows: list[dict[str, Any]]) -> Group:
-    """Return the rows as a table that fits 80 columns, with what a failed job says below it.
+def sweep_table(rows: list[dict[str, Any]]) -> Group:
+    """Return the rows as a table that fits 80 columns, and the errors of failed jobs below it.
 
-    A job's own overrides stand each on a line, under the last part of the key; those of all jobs, and the keys in full, stand once
-    below the table. sweep.json has everything in full.
+    A row shows the overrides that not all jobs share, one a line, with shortened keys. Below the table are the shared overrides and
+    the full keys. sweep.json has everything in full.
     """
-    common = [override for override in rows[0]["overrides"] if all(override in row["overrides"] for row in rows[1:])]
-    common = common if len(rows) > 1 else []
+    first, *others = (row["overrides"] for row in rows)
+    common = [override for override in first if others and all(override in other for other in others)]
     own = [[one.partition("=") for one in row["overrides"] if one not in common] for row in rows]
     short = short_names([key for of_job in own for key, _, _ in of_job])
-    table = Table(
-        title=f"{len(rows)} jobs: seconds of a save and a load, bytes of one checkpoint",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("job", justify="right", no_wrap=True)
-    table.add_column("overrides", overflow="fold")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "digest" else "right", no_wrap=True)
+    table = table_of("job", "overrides", *COLUMNS, right=(0, *range(2, 1 + len(COLUMNS))), wide=(1,))
+    table.title = f"{len(rows)} jobs: seconds of a save and a load, bytes of one checkpoint"
     digits = _digest_digits(rows)
     for number, (row, of_job) in enumerate(zip(rows, own, strict=True)):
-        lines = [_line(f"{short[key]}{sign}", value) for key, sign, value in of_job]
-        table.add_row(str(number), Text("\n".join(lines)), *_cells(row, digits))
+        lines = [line for key, sign, value in of_job for line in _lines(f"{short[key]}{sign}", value)]
+        add_row(table, str(number), lines, *_cells(row, digits))
     notes = [f"in all jobs: {' '.join(common)}"] if common else []
     shortened = [key for key, name in short.items() if name != key]
     notes += [f"keys in full: {', '.join(shortened)}"] if shortened else []
     notes += [f"job {number} failed: {row['error']}" for number, row in enumerate(rows) if row["error"]]
-    return Group(table, *(Text(note, overflow="fold") for note in notes))
+    return Group(table, *map(full_line, notes))
 
 
 def short_names(keys: list[str]) -> dict[str, str]:
-    """Name each dotted key by its last part, or by as many as tell it from the others."""
+    """Shorten each dotted key to its last part, or to as many last parts as make it unique."""
     names = {}
     for key in keys:
         parts = key.split(".")
@@ -130,15 +120,15 @@ def short_names(keys: list[str]) -> dict[str, str]:
     return names
 
 
-def _line(key: str, value: str) -> str:
-    """An override on one line, or, if it is long, its value on the next one."""
-    return f"{key}{value}" if len(key) + len(value) <= _OVERRIDE_WIDTH else f"{key}\n  {value}"
+def _lines(key: str, value: str) -> list[str]:
+    """An override on one line, or on two if it is long."""
+    return [f"{key}{value}"] if len(key) + len(value) <= _OVERRIDE_WIDTH else [key, f"  {value}"]
 
 
 _OVERRIDE_WIDTH = 20
-"""Characters that are left for an override in 80 columns."""
+"""Characters for an override in a table of 80 columns."""
 _WIDTH = 200
-"""Characters of the table where no terminal sets a width."""
+"""Width of the table in files and in a pipe."""
 
 
 def _cells(row: dict[str, Any], digest_digits: int) -> list[str]:
@@ -150,7 +140,7 @@ def _cells(row: dict[str, Any], digest_digits: int) -> list[str]:
 
 
 def _digest_digits(rows: list[dict[str, Any]]) -> int:
-    """How many digits tell all digests of the table apart: 8, as good as always."""
+    """The number of digits that make all digests of the table distinct: nearly always 8."""
     digests = {row["state_digest"] for row in rows if not row["error"]}
     return next(n for n in range(8, 33) if n == 32 or len({digest[:n] for digest in digests}) == len(digests))
 
@@ -166,7 +156,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _leave_table(folder: Path) -> list[dict[str, Any]]:
-    """Gather the rows that there are, in the order of the jobs, and write the table if there are any."""
+    """Read the row files in the order of the jobs, write the table if there are any, and return the rows."""
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / _ROWS).glob("*.json"))]
     if rows:
         _write(folder / "sweep.json", json.dumps(rows, indent=2) + "\n")
@@ -176,15 +166,14 @@ def _leave_table(folder: Path) -> list[dict[str, Any]]:
 
 def _draw(folder: Path, rows: list[dict[str, Any]]) -> None:
     console = Console(file=io.StringIO(), record=True, width=_WIDTH)
-    console.print(table_of(rows))
+    console.print(sweep_table(rows))
     _write(folder / "sweep.svg", console.export_svg(title="sweep", clear=False))
     _write(folder / "sweep.txt", console.export_text())
 
 
 def _write(path: Path, text: str) -> None:
-    unfinished = path.with_name(
-        f".{path.name}.{socket.gethostname()}-{os.getpid()}.unfinished"
-    )  # jobs may end at a time
+    # Its name has the process in it: jobs may end at the same time.
+    unfinished = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.unfinished")
     unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, path)
 
@@ -194,6 +183,6 @@ def _folder(config: DictConfig) -> Path:
 
 
 def _is_lead() -> bool:
-    from recipes.support.ranks import rank_of_environment, ranks_exist
+    from recipes.support.ranks import rank_of_environment
 
-    return not ranks_exist() or rank_of_environment() == 0
+    return rank_of_environment() == 0

@@ -17,7 +17,7 @@ from ckpt.ranks.topology import Topology
 from recipes.benchmark.tables import tables_of
 from recipes.commands.patterns import show as show_doctor
 from recipes.commands.reading import ReadingKeys, show
-from recipes.support.sweep import short_names, table_of
+from recipes.support.sweep import short_names, sweep_table
 from tests.states import Held, coordinator, global_index
 
 KEYS = {
@@ -89,7 +89,7 @@ def joined(text: str) -> str:
 @pytest.mark.parametrize("num_keys", [1, 4, 9])
 def test_the_table_of_a_sweep_has_every_figure_and_override_in_80_columns(num_keys: int) -> None:
     swept = rows(num_keys)
-    text = printed(table_of(swept))
+    text = printed(sweep_table(swept))
     assert fits(text), text
     whole = joined(text)
     for number, row in enumerate(swept):
@@ -109,7 +109,7 @@ def test_the_table_of_a_sweep_has_every_figure_and_override_in_80_columns(num_ke
 def test_digests_that_begin_alike_are_shown_as_long_as_they_need_to_be() -> None:
     one, two = rows(1)[:2]
     one["state_digest"], two["state_digest"] = "0123456789" + "a" * 22, "0123456789" + "b" * 22
-    text = printed(table_of([one, two]))
+    text = printed(sweep_table([one, two]))
     assert "0123456789a " in text and "0123456789b " in text
 
 
