@@ -1,6 +1,7 @@
-"""The config's schema. Everything that can be wrong with a command line is found here, before any process starts.
+"""The schema of the config. It is checked here, before any process starts.
 
-Keys of the recipe are the dataclasses below. Keys of a node with a `_target_` are the keywords of what it names.
+The dataclasses below have the recipe's own keys. The keys of a node with a `_target_` are the arguments of the class or function
+that it names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from importlib import import_module
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -32,7 +33,7 @@ from ckpt.storage.pool import Memories
 from recipes.training.parallel.base import Layout
 
 OWN_COMPONENTS = ("model", "optimizer", "scheduler", "dataset", "rng")
-"""The components that the recipe itself has; any other brings its object, by `_target_`."""
+"""The components that the recipe makes; any other component names its class by `_target_`."""
 
 AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "ckpt": (),
@@ -44,21 +45,17 @@ AT_RUN_TIME: dict[str, tuple[str, ...]] = {
     "optimizer": ("params",),
     "coordinator": ("state_components", "process_groups", "topology", "config_text"),
 }
-"""The nodes with a `_target_`, and the arguments that each is given only once the ranks run."""
+"""The nodes with a `_target_`, and the arguments that each gets when the ranks run."""
 
 GIVEN = "given_on_the_command_line"
-"""The key of a checked config under which `given_keys` are; a checkpoint does not store it."""
+"""The key of a checked config that holds `given_keys`; a checkpoint does not store it."""
 
 _HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
 
 _MOST_CONFIG_CHARS, _MOST_LEVELS = 1 << 20, 64
-_OPENING = (
-    yaml.FlowSequenceStartToken,
-    yaml.FlowMappingStartToken,
-    yaml.BlockSequenceStartToken,
-    yaml.BlockMappingStartToken,
-)
-_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+_COUNTS = ("train.steps", "train.batch_size", "save.every", "save.keep_last", "launch.nproc_per_node")
+_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(("train.seed", "save.grace_s"), 0)
+_OWN_SAVE_KEYS = {"every": "int", "keep_last": "int | None", "on_sigterm": "bool"}
 
 
 @dataclass
@@ -70,17 +67,10 @@ class TrainKeys:
 
 SaveKeys = make_dataclass(
     "SaveKeys",
-    [
-        (name, kind, field(default=MISSING))
-        for name, kind in {
-            "every": "int",
-            "keep_last": "int | None",
-            "on_sigterm": "bool",
-            **{one.name: one.type for one in fields(SaveSettings)},
-        }.items()
-    ],
+    [(name, kind, field(default=MISSING)) for name, kind in _OWN_SAVE_KEYS.items()]
+    + [(one.name, one.type, field(default=MISSING)) for one in fields(SaveSettings)],
 )
-"""The keys below `save`: the recipes' own, and those of `SaveSettings`."""
+"""The keys of `save`: the recipe's own, and the fields of `SaveSettings`."""
 
 
 @dataclass
@@ -147,20 +137,20 @@ class RunKeys:
 
 
 def save_settings(save: Mapping[str, Any]) -> SaveSettings:
-    """Make the coordinator's argument `saves` of the keys below `save`."""
+    """Return the coordinator's argument `saves`, from the keys of `save`."""
     return SaveSettings(**{one.name: save[one.name] for one in fields(SaveSettings)})
 
 
 def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
-    """Return the run's config as a plain dictionary, resolved, with absolute paths and right types.
+    """Return the run's config as a plain dictionary, resolved, with absolute paths and typed values.
 
-    What costs next to nothing is made once for its own checks: device, backend, strategy, layout, data.
+    Device, backend, strategy, layout and data are made once, because their constructors check their arguments.
 
     Args:
-        num_ranks: of the run, if known; otherwise `launch.nproc_per_node`.
+        num_ranks: ranks of the run; None: `launch.nproc_per_node`.
 
     Raises:
-        ConfigurationError, OmegaConfBaseException: naming the key, what was found and the way out.
+        ConfigurationError, OmegaConfBaseException: a key or a value is wrong; names it and the next step.
         DeviceUnavailableError: this machine does not have the device.
     """
     typed = OmegaConf.merge(_structured(RunKeys), cfg)
@@ -185,7 +175,7 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
 
 
 def given_keys(overrides: Iterable[str]) -> list[str]:
-    """Return the dotted keys of values on the command line; choices of files, such as `ckpt=zarr`, count as keys, too."""
+    """Return the dotted keys that a command line sets, choices of files such as `ckpt=zarr` included."""
     keys = []
     for one in OverridesParser.create().parse_overrides(list(overrides)):
         name = one.get_key_element().lstrip("+~")
@@ -194,10 +184,10 @@ def given_keys(overrides: Iterable[str]) -> list[str]:
 
 
 def values_of(text: str) -> dict[str, Any]:
-    """Return the values of a checkpoint's config.yaml by dotted key; none of a checkpoint without one.
+    """Return the values of a checkpoint's config.yaml by dotted key; none if the checkpoint has no such file.
 
     Raises:
-        CorruptCheckpointError: it is no config that a run wrote. None has an alias: five lines of them can stand for gigabytes.
+        CorruptCheckpointError: no run wrote this text. A run writes no aliases, which can expand five lines to gigabytes.
     """
     try:
         _require_plain_yaml(text)
@@ -212,14 +202,14 @@ def _require_plain_yaml(text: str) -> None:
     depth = 0
     if len(text) > _MOST_CONFIG_CHARS:
         raise yaml.YAMLError("it is too long for one")
-    for token in yaml.scan(text):
-        depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
-        if isinstance(token, yaml.AliasToken) or depth > _MOST_LEVELS:
+    for event in yaml.parse(text):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or depth > _MOST_LEVELS:
             raise yaml.YAMLError("it has aliases, or is nested too deeply")
 
 
 def by_dotted_key(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dictionaries: `{"a": {"b": 1}}` is `{"a.b": 1}`. An empty dictionary is a value."""
+    """Flatten nested dictionaries: `{"a": {"b": 1}}` becomes `{"a.b": 1}`. An empty dictionary is a value."""
     if not (isinstance(node, Mapping) and node):
         return {prefix: node}
     found: dict[str, Any] = {}
@@ -229,31 +219,31 @@ def by_dotted_key(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def config_text(run: Mapping[str, Any]) -> str:
-    """What a checkpoint stores of the run's config."""
+    """Return the text of config.yaml in a checkpoint."""
     return OmegaConf.to_yaml(OmegaConf.create({key: value for key, value in run.items() if key != GIVEN}))
 
 
 def kept_memories(run: Mapping[str, Any]) -> Memories | None:
-    """The memory in which the run's backend keeps its saves; None: it keeps none. Makes backend and settings, for their checks.
+    """Return the host memory in which the run's backend keeps its saves, or None. Makes backend and settings, which are checked.
 
     Raises:
-        ConfigurationError: a setting of saves does not go with another, or with the backend.
+        ConfigurationError: a setting of saves contradicts another one, or the backend.
     """
     saves = made(run["coordinator"]["saves"]) if "saves" in run["coordinator"] else SaveSettings()
     return memories_of(made(run["ckpt"]), saves)
 
 
 def made(node: Mapping[str, Any], **given: Any) -> Any:
-    """Make the object of a node with `_target_`, with arguments that exist only at run time.
+    """Call the `_target_` of a node, with arguments that exist only at run time.
 
-    The call is ours, not Hydra's, which would copy lists and dictionaries and wrap what the target raises.
+    Hydra resolves the target, but does not call it: it would copy lists and dictionaries, and wrap the target's errors.
     """
     make: partial[Any] = instantiate({**node, "_partial_": True, "_convert_": "all"})
     return make(**given)
 
 
 def check_batch(run: Mapping[str, Any], layout: Layout, num_ranks: int) -> None:
-    """Refuse a batch that the ranks cannot share evenly: the loss is a mean of means."""
+    """Refuse a batch that does not divide evenly over the ranks: the loss is a mean of means."""
     size, parts = run["train"]["batch_size"], layout.num_parts(num_ranks)
     if size % parts:
         raise ConfigurationError(
@@ -263,26 +253,25 @@ def check_batch(run: Mapping[str, Any], layout: Layout, num_ranks: int) -> None:
 
 
 def bind(node: Mapping[str, Any], name: str, given: Collection[str] = ()) -> None:
-    """Hold a node with a `_target_` against the signature of what it names; nodes inside it too.
+    """Check a node with a `_target_`, and the nodes in it, against the target's signature.
 
-    Values are converted to the types that the signature asks for, in place.
+    Converts values in place to the annotated types, where OmegaConf knows them.
 
     Args:
         name: the node's key, for messages.
-        given: arguments that it gets at run time.
+        given: arguments that the target gets at run time.
 
     Raises:
-        ConfigurationError: there is no such target, its package is missing, or its keywords are others.
+        ConfigurationError: the target or its package is missing, or does not take a key, or needs another one.
     """
     if "_target_" not in node:
         raise ConfigurationError(f"{name} has no _target_, the class it should make; choose one with {name}=<choice>")
     target = _located(str(node["_target_"]), name)
     keys = [str(key) for key in node if key not in _HYDRAS_OWN]
     parameters = _parameters(target)
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for key in [*keys, *given]:
-        if key not in known and not open_ended:
+        if key not in known and not _is_open(parameters):
             takes = ", ".join(k for k in known if k not in given) or "no keys at all"
             raise ConfigurationError(f"{name}.{key}: {node['_target_']} takes no {key}; it takes {takes}")
     for parameter in (parameters[key] for key in known):
@@ -293,42 +282,35 @@ def bind(node: Mapping[str, Any], name: str, given: Collection[str] = ()) -> Non
     for key in keys:
         if isinstance(node[key], Mapping) and "_target_" in node[key]:
             bind(node[key], f"{name}.{key}")
-    _convert(node, target, name)
-
-
-def _makers(target: Any) -> list[Any]:
-    """The functions that take a target's arguments: itself; of a class that hands keywords on, also those that it hands them to."""
-    if not inspect.isclass(target):
-        return [target]
-    makers = []
-    for kind in target.__mro__[:-1]:
-        if "__init__" in vars(kind):
-            makers.append(vars(kind)["__init__"])
-            if all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(makers[-1]).parameters.values()):
-                break
-    return makers if len(makers) > 1 else [target]
+        elif key in parameters:
+            node[key] = _typed(node[key], parameters[key].annotation, f"{name}.{key}")
 
 
 def _parameters(target: Any) -> dict[str, inspect.Parameter]:
-    """All arguments of a target, by name."""
-    taken = [inspect.signature(maker).parameters for maker in _makers(target)]
-    is_open = any(p.kind is p.VAR_KEYWORD for p in taken[-1].values())  # nobody says to whom the rest is handed on
+    """The parameters of a target by name; of a class whose `__init__` takes `**keywords`, also those of its base classes."""
+    signatures = []
+    for kind in target.__mro__[:-1] if inspect.isclass(target) else ():
+        if "__init__" in vars(kind):
+            signatures.append(_signature(vars(kind)["__init__"]))
+            if not _is_open(signatures[-1]):
+                break
+    signatures = signatures if len(signatures) > 1 else [_signature(target)]
+    is_open = _is_open(signatures[-1])
     found: dict[str, inspect.Parameter] = {}
-    for parameters in reversed(taken):
+    for parameters in reversed(signatures):
         found |= {n: p for n, p in parameters.items() if n != "self" and (is_open or p.kind is not p.VAR_KEYWORD)}
     return found
 
 
-def _hints(target: Any) -> dict[str, Any]:
-    """The annotated types of all arguments, where they are known at run time."""
-    makers = _makers(target)
-    found: dict[str, Any] = {}
-    for maker in reversed(makers):
-        try:
-            found |= get_type_hints(maker.__init__ if inspect.isclass(maker) else maker)
-        except (NameError, TypeError):  # annotations that exist for type checkers only
-            continue
-    return found
+def _signature(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function, eval_str=True).parameters
+    except (NameError, TypeError):  # it has annotations that exist for type checkers only
+        return inspect.signature(function).parameters
+
+
+def _is_open(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _located(path: str, name: str) -> Any:
@@ -349,49 +331,33 @@ def _located(path: str, name: str) -> Any:
         ) from error
 
 
-def _convert(node: Mapping[str, Any], target: Any, name: str) -> None:
-    """Turn each value into the annotated type of its argument, where OmegaConf knows that type."""
-    hints = _hints(target)
-    for key in [key for key in node if key in hints and not isinstance(node[key], Mapping)]:
-        written = _written(hints[key])
-        if type(node[key]) in _choices(written):
-            continue
-        try:
-            schema = _schema(written)
-        except (OmegaConfBaseException, TypeError):  # a type of the target's own; or one without a hash
-            continue
-        try:
-            typed = OmegaConf.merge(schema, {"value": node[key]})
-        except OmegaConfBaseException as error:
-            raise ConfigurationError(f"{name}.{key}={node[key]}: {str(error).strip().splitlines()[0]}") from error
-        node[key] = OmegaConf.to_container(typed)["value"]  # type: ignore[index,call-overload]
-
-
-def _choices(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+def _typed(value: Any, hint: Any, key: str) -> Any:
+    """Convert a value to the annotated type of its argument, if OmegaConf knows that type."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    plain = tuple(kind for kind in kinds if kind in (bool, int, float, str, NoneType))
+    if isinstance(value, Mapping) or type(value) in kinds or hint is inspect.Parameter.empty:
+        return value
+    try:  # of `float | Tensor` a config can hold the float
+        schema = _schema(hint if plain in ((), (NoneType,)) else Union[plain])  # noqa: UP007
+    except (OmegaConfBaseException, TypeError):  # a class of the target's own, or a type without a hash
+        return value
+    try:
+        return OmegaConf.to_container(OmegaConf.merge(schema, {"value": value}))["value"]  # type: ignore[index,call-overload]
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(f"{key}={value}: {str(error).strip().splitlines()[0]}") from error
 
 
 @functools.cache
 def _schema(hint: Any) -> Any:
-    """A config of one value of this type."""
+    """The schema of one value of this type."""
     return OmegaConf.structured(make_dataclass("Argument", [("value", hint)]))
 
 
-@functools.cache
-def _structured(kind: type) -> Any:
-    """A config of a dataclass, which `OmegaConf.merge` copies."""
-    return OmegaConf.structured(kind)
-
-
-def _written(hint: Any) -> Any:
-    """The part of a union that can be written in a config: float of `float | Tensor`."""
-    plain = tuple(kind for kind in _choices(hint) if kind in (bool, int, float, str, NoneType))
-    return Union[plain] if plain not in ((), (NoneType,)) else hint  # noqa: UP007  # of a tuple
+_structured = functools.cache(OmegaConf.structured)
 
 
 def _component(key: str, node: Any, group_names: Collection[str]) -> dict[str, Any]:
-    """Return one component's node with all its keys, having checked it as far as that goes without its object."""
+    """Return a component's node with all its keys, checked as far as possible without its object."""
     where = f"components.{key}"
     if not isinstance(node, Mapping):
         raise ConfigurationError(
@@ -438,27 +404,17 @@ def _check_sharing(key: str, keys: Mapping[str, Any], group_names: Collection[st
 
 
 def _check_numbers(run: Mapping[str, Any]) -> None:
-    for key, least in {
-        "train.steps": 1,
-        "train.seed": 0,
-        "train.batch_size": 1,
-        "save.every": 1,
-        "save.keep_last": 1,
-        "save.grace_s": 0,
-        "launch.nproc_per_node": 1,
-    }.items():
-        section, name = key.split(".")
-        value = run[section][name]
-        if value is not None and value < least:
-            raise ConfigurationError(f"{key}={value}: expected at least {least}")
+    values = by_dotted_key(run)
+    for key, least in _LEAST.items():
+        if values[key] is not None and values[key] < least:
+            raise ConfigurationError(f"{key}={values[key]}: expected at least {least}")
     for key in ("agree.timeout_s", "ledger.stale_s"):
-        section, name = key.split(".")
-        if not run[section][name] > 0:
-            raise ConfigurationError(f"{key}={run[section][name]}: expected more than 0 seconds")
+        if not values[key] > 0:
+            raise ConfigurationError(f"{key}={values[key]}: expected more than 0 seconds")
 
 
 def require_names(run: Mapping[str, Any]) -> None:
-    """Refuse names and paths that are empty, as those are of `resume=` without a value."""
+    """Refuse empty names and paths, such as `resume=` without a value."""
     for key, wanted in {
         "resume": "latest, null or the path of a checkpoint",
         "run_name": "a name",
@@ -470,7 +426,7 @@ def require_names(run: Mapping[str, Any]) -> None:
 
 
 def _check_start(run: dict[str, Any]) -> None:
-    """Make the paths absolute: ranks may live elsewhere. Refuse two answers to where a run begins, and empty ones."""
+    """Make paths absolute, because ranks may have other working folders. Refuse contradicting or empty keys of where a run begins."""
     require_names(run)
     local_path(run["output_dir"], "output_dir")
     for key in ("run_dir", "checkpoint_root"):
@@ -487,6 +443,6 @@ def make_absolute(run: dict[str, Any], key: str) -> None:
     """Make a path in the config absolute.
 
     Raises:
-        ConfigurationError: it is the address of an object store.
+        ConfigurationError: the path is the address of an object store.
     """
     run[key] = str(local_path(run[key], key).absolute())

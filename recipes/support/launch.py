@@ -1,4 +1,4 @@
-"""Where the ranks of a run come from: they exist already, or this process is the only one, or they are started here."""
+"""Launch a run: join ranks that exist, run in this process alone, or start ranks here."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from recipes.support.ranks import Environment, Job, listening_on, number_of, ran
 from recipes.support.run_folder import RunFolder, opened
 
 _STORE_S = 300.0
-_PATIENCE_S = 10.0  # how long the rank that holds the store waits for the others to let go of it
+_PATIENCE_S = 10.0  # how long rank 0, which holds the store, waits for the other ranks to be done with it
 
 
 def launch(job: Job, cfg: dict[str, Any], folder: RunFolder | None = None) -> dict[str, Any] | None:
     """Run `job(cfg, topology)` on all ranks of this run, and return what it returned on rank 0.
 
-    Ranks that exist already (torchrun, Slurm: RANK is set) are joined: every one of them calls this, all of them run rank
-    0's `cfg`, and on all but rank 0 the result is None. Otherwise `cfg["launch"]["nproc_per_node"]` ranks are started on
-    this machine; one is this process itself, without store, threads or process group. With several ranks the default
-    process group is there while the job runs, with the collectives of `cfg["device"]`.
+    Ranks that exist already (torchrun, Slurm: RANK is set) all call this; all run rank 0's `cfg`, and the result is None on
+    all but rank 0. Otherwise `cfg["launch"]["nproc_per_node"]` ranks are started on this machine; a single rank is this
+    process itself, without store, threads or process group. With several ranks torch's default process group exists while
+    the job runs, with the collectives of `cfg["device"]`.
 
     Args:
         job: a function of an importable module.
         cfg: plain values that JSON can hold.
-        folder: the run's, held open for as long as the job runs: by this process if it starts the ranks or is the only one, by rank 0
-            of ranks that exist. None: the job writes nothing.
+        folder: of the run, open while the job runs: in this process if it starts the ranks or is the only one, in rank 0 of
+            ranks that exist. None: the job writes nothing.
 
     Raises:
-        CheckpointError: the job failed; with started ranks, one error that stands for all of them. Or the folder cannot be opened; then
-            no rank has begun.
+        CheckpointError: the job failed; started ranks raise one error for all of them. Or the folder cannot be opened; then
+            no rank has started.
     """
     if ranks_exist() and number_of("WORLD_SIZE") > 1:
         return _join_existing(job, cfg, folder)
     num_ranks = 1 if ranks_exist() else cfg["launch"]["nproc_per_node"]
     with opened(folder, cfg) as run:
         if num_ranks > 1:
-            from recipes.support.local_ranks import run_local_ranks  # a run of one rank does without
+            from recipes.support.local_ranks import run_local_ranks  # a run of one rank does not need it
 
             return run_local_ranks(job, run.cfg, num_ranks, run.held)
         with tracebacks_of_bugs(), listening_on(LOOPBACK), Topology.alone() as topology:
@@ -54,7 +54,7 @@ def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> d
     environment = Environment.read()
     try:
         store = _store_of(environment)
-        # One prefix per job: the second job of a sweep must not meet the first one's addresses. The store itself counts.
+        # One prefix per job: the second job of a sweep must not read the first one's addresses. The store counts the jobs.
         jobs = StoreClient(store, writer=environment.rank, timeout_s=_STORE_S)
         number = jobs.add(f"jobs/{environment.attempt}/{environment.rank}", 1)
     except StoreGoneError as error:
@@ -70,9 +70,9 @@ def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> d
 
 @functools.cache
 def _store_of(environment: Environment) -> dist.TCPStore:
-    """Return the store of the ranks that exist. It is theirs, not a job's, so all jobs of this process share it.
+    """Return the store of the ranks that exist, which all jobs of this process share.
 
-    Rank 0 holds it, unless the launcher does, and listens on the address that MASTER_ADDR names and on no other.
+    Rank 0 holds it, unless the launcher does, and listens only on the address that MASTER_ADDR names.
     """
     if environment.rank != 0 or environment.store_is_held:
         return reach(environment.address, environment.port, timeout_s=_STORE_S)
@@ -94,7 +94,7 @@ def _unreached(environment: Environment) -> RankAbsentError:
 
 
 def _let_go(store: dist.PrefixStore, environment: Environment) -> None:
-    """Rank 0 holds the store: it stays until the others are done with it, or have had the time."""
+    """Wait on rank 0, which holds the store, until all ranks are done with it, or for `_PATIENCE_S`."""
     deadline = time.monotonic() + _PATIENCE_S
     try:
         mailbox = StoreClient(store, writer=environment.rank, timeout_s=_PATIENCE_S)
@@ -103,4 +103,4 @@ def _let_go(store: dist.PrefixStore, environment: Environment) -> None:
             time.sleep(0.02)
             gone = mailbox.add("gone", 0)
     except StoreGoneError:
-        return  # the store went first: nothing is left to wait for
+        return  # the store is gone already

@@ -1,7 +1,7 @@
-"""Ranks started on this machine, from a forkserver that has everything imported.
+"""Start the ranks of a job on this machine, from a forkserver that has imported everything.
 
-The launcher holds the ranks' store, which listens on the loopback interface alone, so it can say of any rank what it last did; and
-a pipe: a rank that finds it closed ends itself, for its launcher is gone.
+The launcher holds the ranks' store, which listens only on the loopback interface; after a death it reads the rank's last heartbeat
+there. It also holds one end of a pipe: a rank whose end of the pipe closes exits, because its launcher is gone.
 """
 
 from __future__ import annotations
@@ -42,16 +42,20 @@ from recipes.support.run_folder import InheritedLock
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT stays Python's: KeyboardInterrupt
 _LINGER_S = 1.0
-_TOLD_TO_END_KEY = "told to end"  # a rank has saved what it was told to, and ends
+_TOLD_TO_END_KEY = "told to end"  # set when a rank has got SIGTERM, saved, and ends
 _STORE_S = 300.0
 _MORE_THAN_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
 class _Start:
-    """All that a rank is given. Of `lifeline` the launcher holds the other end, and never writes to it; rank 0 sends its `result`.
+    """The arguments of a rank's process.
 
-    `held` is the lock of the run's folder: it is free when the launcher and every rank have ended.
+    Attributes:
+        port: of the launcher's store.
+        lifeline: the read end of a pipe; the launcher holds the other end and never writes.
+        result: where rank 0 sends what the job returned.
+        held: the lock of the run's folder, which is free when the launcher and every rank have ended.
     """
 
     job: Job
@@ -67,14 +71,14 @@ class _Start:
 
 
 class _Failure(NamedTuple):
-    """The first rank that ended otherwise than well. A negative exit code is a signal."""
+    """The first rank whose exit code is not 0. A negative exit code is a signal."""
 
     rank: int
     exitcode: int
 
 
 class _AskedToEnd(BaseException):
-    """This process got a signal that ends it."""
+    """This process got a signal of `_SIGNALS`."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number)
@@ -84,22 +88,22 @@ class _AskedToEnd(BaseException):
 def run_local_ranks(
     job: Job, cfg: dict[str, Any], num_ranks: int, held: InheritedLock | None = None
 ) -> dict[str, Any] | None:
-    """Run the job on `num_ranks` new processes and return rank 0's result. Nothing of them is left afterwards.
+    """Run the job in `num_ranks` new processes and return rank 0's result. All of them have ended afterwards.
 
-    Only the forkserver stays, for the next job of this process, and ends with it.
+    The forkserver stays for the next job of this process, and ends with this process.
 
     Args:
         held: the lock of the run's folder, which the ranks share; None: the job has no folder.
 
     Raises:
-        CheckpointError: what the job failed of, once for all ranks. The traceback of an error that nobody foresaw is
-            written to stderr before.
+        CheckpointError: the job's error, one for all ranks. The traceback of a bug is written to stderr before.
     """
     store = serve(LOOPBACK, timeout_s=_STORE_S)
     context = multiprocessing.get_context("forkserver")
     lifeline, ours = context.Pipe(duplex=False)
     results, result = context.Pipe(duplex=False)
-    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, _num_cores() // num_ranks)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // num_ranks)
     with ours, lifeline, results, result, _start_method_that_ranks_know():
         start_forkserver(_modules_of(job))
         start = _Start(job, cfg, num_ranks, store.port, lifeline, result, dict(os.environ), os.getcwd(), threads, held)
@@ -107,33 +111,28 @@ def run_local_ranks(
         try:
             with _signals_raised():
                 outcome = _supervised(ranks, results, grace_s(cfg) + _MORE_THAN_GRACE_S)
-        except _AskedToEnd as asked:  # the ranks have ended; now the signal does what it does without us
+        except _AskedToEnd as asked:  # the ranks have ended; now the signal gets its default action
             sys.stdout.flush()
             if not store.check([_TOLD_TO_END_KEY]):
                 os.kill(os.getpid(), asked.number)
             raise SystemExit(128 + asked.number) from None
-    if isinstance(outcome, _Failure) and store.check([_TOLD_TO_END_KEY]):  # to one rank, which has told the others
+    if not isinstance(outcome, _Failure):
+        return outcome
+    if store.check([_TOLD_TO_END_KEY]):  # SIGTERM to one rank, which has told the others
         raise SystemExit(TOLD_TO_END)
-    if isinstance(outcome, _Failure):
-        error, unforeseen = _cause(store, outcome, num_ranks)
-        sys.stderr.write(unforeseen)
-        raise error
-    return outcome
-
-
-def _num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    error, traceback_of_bug = _cause(store, outcome, num_ranks)
+    sys.stderr.write(traceback_of_bug)
+    raise error
 
 
 def _supervised(
     ranks: Sequence[ForkServerProcess], results: Connection, patience_s: float
 ) -> dict[str, Any] | _Failure | None:
-    """Start the ranks and wait until all have ended well, or one has not; then the others are told to end, too.
+    """Start the ranks and wait until all have ended with exit code 0, or one with another; then signal the others.
 
     Args:
-        results: where rank 0's result comes.
-        patience_s: for a rank that is told to end; then it is killed.
+        results: where rank 0's result arrives.
+        patience_s: seconds that a rank may take to end after a signal, before it is killed.
     """
     outcome: dict[str, Any] | None = None
     number = signal.SIGTERM
@@ -145,7 +144,7 @@ def _supervised(
                 outcome = results.recv()
             ended = [(rank, process.exitcode) for rank, process in enumerate(ranks)]
             if failed := [_Failure(rank, exitcode) for rank, exitcode in ended if exitcode]:
-                # All know then, and end by themselves: a signal now would cut an orderly end short.
+                # After SIGTERM to one rank all ranks end by themselves: a signal now would interrupt their save.
                 if failed[0].exitcode == TOLD_TO_END:
                     _join(ranks, time.monotonic() + patience_s)
                 return failed[0]
@@ -158,13 +157,13 @@ def _supervised(
 
 
 def _join(ranks: Sequence[ForkServerProcess], until: float) -> None:
-    """Wait until all ranks have ended, but no longer than to a moment of `time.monotonic`."""
+    """Wait until all ranks have ended, or until this time of `time.monotonic`."""
     for rank in ranks:
         rank.join(max(0.0, until - time.monotonic()))
 
 
 def _end(ranks: Sequence[ForkServerProcess], number: signal.Signals, patience_s: float) -> None:
-    """Tell ranks to end, and kill those that take too long, or all where this is interrupted."""
+    """Send a signal to the ranks, and kill those that run after `patience_s`, or all if this is interrupted."""
     until = time.monotonic() + patience_s
     try:
         for rank in ranks:
@@ -196,31 +195,34 @@ def _signals_raised() -> Iterator[None]:
 
 
 def _modules_of(job: Job) -> list[str]:
-    """What a rank would import for a job."""
+    """The modules that a rank imports for a job."""
     spec = sys.modules["__main__"].__spec__
-    main = {"__main__", spec.name if spec else "__main__"}  # each rank runs it anew, and Python warns if it is there
+    main = {
+        "__main__",
+        spec.name if spec else "__main__",
+    }  # each rank runs it again, and Python warns if it is imported already
     package = job.__module__.partition(".")[0]
     ours = [name for name in sys.modules if name.partition(".")[0] == package and name not in main]
-    # The first optimizer of a process imports torch._dynamo, which takes a second: better once than in every rank.
+    # The first optimizer of a process imports torch._dynamo, which takes a second: here once, and not in every rank.
     return ["torch.nn.parallel", "torch._dynamo", __name__, *ours]
 
 
 def start_forkserver(modules: list[str]) -> None:
-    """Start it, unless it runs, with these modules imported and no thread in it, which a fork would lose."""
-    preload = [*modules, "recipes.support.forkserver"]  # what is registered last runs first when it ends
+    """Start the forkserver, unless it runs, with these modules imported. It has no threads, which a fork would lose."""
+    preload = [*modules, "recipes.support.forkserver"]  # its exit handler is registered last, and so runs first
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     wanted = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
-    wanted["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")  # a dead peer is told in our words
+    wanted["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")  # an error of ours names a dead peer
     with environment_with(wanted), _no_folder_left():
         multiprocessing.forkserver.ensure_running()
 
 
 @contextmanager
 def _no_folder_left() -> Iterator[None]:
-    """Let a forkserver that starts here listen on a socket that has no name any more, and so leaves no folder, however it ends.
+    """Unlink the socket of a forkserver that starts in the block, and its folder, so that a kill leaves neither behind.
 
-    Python's own would lie in a folder that only the launcher removes, and only if it is not killed. Folder and socket are reached by
-    their descriptors, which no path is too long for. Where there is no /proc all is as Python does it.
+    Python's folder of the socket is removed by the launcher alone, unless that is killed. Folder and socket are reached by their
+    descriptors in /proc, which are never too long for a socket's path. Without /proc the folder stays as Python makes it.
     """
     if not os.path.isdir("/proc/self/fd"):
         yield
@@ -245,7 +247,7 @@ def _no_folder_left() -> Iterator[None]:
 
 @contextmanager
 def _start_method_that_ranks_know() -> Iterator[None]:
-    """Replace a default start method that is not Python's, as in processes of joblib: new processes are told of it and do not find it."""
+    """Replace a default start method that is not Python's own, as joblib sets it: the ranks are told its name and do not know it."""
     before = multiprocessing.get_start_method(allow_none=True)
     if before in (None, *multiprocessing.get_all_start_methods()):
         yield
@@ -275,7 +277,7 @@ def _rank_main(start: _Start, rank: int) -> None:
     def job(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | None:
         with _reported(
             store, environment
-        ):  # before the process group goes, whose end the others would take for the cause
+        ):  # before the process group ends, which other ranks would report as the cause
             return start.job(cfg, topology)
 
     with _reported(store, environment):
@@ -285,23 +287,15 @@ def _rank_main(start: _Start, rank: int) -> None:
 
 
 def _variables(start: _Start, rank: int) -> dict[str, str]:
-    """What torchrun sets on one machine."""
-    world_size = str(start.num_ranks)
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(start.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    """The variables that torchrun sets on one machine."""
+    positions = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "MASTER_PORT": start.port}
+    sizes = {"WORLD_SIZE": start.num_ranks, "LOCAL_WORLD_SIZE": start.num_ranks, "GROUP_WORLD_SIZE": 1}
+    numbers = {name: str(number) for name, number in (positions | sizes).items()}
+    return numbers | {"MASTER_ADDR": LOOPBACK, "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _end_with_launcher(lifeline: Connection) -> None:
-    """Watch the pipe: it closes when the launcher's process is gone, however it went."""
+    """Exit when the pipe closes, which it does when the launcher's process is gone."""
 
     def watch() -> None:
         try:
@@ -314,7 +308,7 @@ def _end_with_launcher(lifeline: Connection) -> None:
 
 @contextmanager
 def _reported(store: dist.Store, environment: Environment) -> Iterator[None]:
-    """Tell the launcher what the job failed of, and end this process there and then."""
+    """Report an error of the block to the launcher, and exit at once."""
     try:
         yield
     except KeyboardInterrupt:  # Ctrl-C reaches the launcher too
@@ -328,21 +322,23 @@ def _reported(store: dist.Store, environment: Environment) -> Iterator[None]:
         try:
             _report(store, environment, error)
         except dist.DistError:
-            pass  # the launcher is gone, and with it whoever could read this
+            pass  # the launcher is gone, which would read it
         finally:
             _exit_at_once()
 
 
 def _report(store: dist.Store, environment: Environment, error: BaseException) -> None:
-    """Leave a report in the store; linger while others may be about to leave theirs, or their bodies.
+    """Write a report to the store, then wait up to `_LINGER_S` for the other ranks' reports.
 
-    The launcher ends all ranks when the first one ends. A rank that was killed must be that first one, and not one that
-    only lost its connection to it.
+    The launcher ends all ranks when the first one ends. That first one must be the rank that was killed, not one that only
+    lost its connection to it.
     """
     described = describe(error)
     if not isinstance(error, CheckpointError):
         described |= {"message": f"rank {environment.rank} failed: {sentence(error)}", "rank": environment.rank}
-    report = {"number": store.add("reports", 1), "error": described, "unforeseen": _unforeseen(error, environment.rank)}
+    bug = bug_beneath(error)  # it may be the cause of an error that all ranks agreed on
+    lines = [] if bug is None else [f"rank {environment.rank}:\n", *traceback.format_exception(bug)]
+    report = {"number": store.add("reports", 1), "error": described, "traceback": "".join(lines)}
     store.set(_report_key(environment.rank), json.dumps(report))
     everybody = [_report_key(rank) for rank in range(environment.world_size)]
     deadline = time.monotonic() + _LINGER_S
@@ -350,14 +346,8 @@ def _report(store: dist.Store, environment: Environment, error: BaseException) -
         time.sleep(0.01)
 
 
-def _unforeseen(error: BaseException, rank: int) -> str:
-    """Return the traceback of what nobody foresaw, which may be the cause of an error that all ranks agreed on."""
-    bug = bug_beneath(error)
-    return "" if bug is None else f"rank {rank}:\n" + "".join(traceback.format_exception(bug))
-
-
 def _exit_at_once() -> None:
-    """End without waiting for threads and process groups, which may wait for other ranks."""
+    """Exit without waiting for threads and process groups, which may wait for other ranks."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -372,7 +362,7 @@ def _report_key(rank: int) -> str:
 
 
 def _cause(store: dist.TCPStore, failure: _Failure, num_ranks: int) -> tuple[CheckpointError, str]:
-    """Return the error that stands for all ranks, and a traceback to show before, or ""."""
+    """Return the error that stands for all ranks, and the traceback of its bug, or ""."""
     keys = {rank: _report_key(rank) for rank in range(num_ranks)}
     reports = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
     collateral = failure.exitcode == -signal.SIGABRT and reports  # collectives abort when another rank is gone
@@ -380,32 +370,27 @@ def _cause(store: dist.TCPStore, failure: _Failure, num_ranks: int) -> tuple[Che
         return _death(store, *failure), ""
     first = min(reports.values(), key=lambda report: int(report["number"]))
     error = rebuild(first["error"])
-    same = [report["unforeseen"] for report in reports.values() if report["error"]["message"] == str(error)]
+    same = [report["traceback"] for report in reports.values() if report["error"]["message"] == str(error)]
     return error, next(filter(None, same), "")
 
 
 def _death(store: dist.TCPStore, rank: int, exitcode: int) -> RankAbsentError:
-    """Say how a rank ended that could not say so itself, and where its last heartbeat was: of a save in the background, that one's."""
+    """Return the error of a rank that left no report: its exit code, and the place of its last heartbeat, or of its background save's."""
     beats = list(_last_beats(store, rank))
     beat = next((beat for beat in beats if beat.what is not None and not beat.left), beats[0] if beats else None)
-    how = f"was killed by {_signal_name(exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
+    known = {int(number): number.name for number in signal.Signals}
+    killed = f"was killed by {known.get(-exitcode, f'signal {-exitcode}')}"
+    how = killed if exitcode < 0 else f"ended with exit code {exitcode}"
     where = beat.place if beat else "before it had joined the other ranks"
     hint = "; the kernel does that when memory runs out" if exitcode == -signal.SIGKILL else ""
     return RankAbsentError(f"rank {rank} {how} {where}{hint}", rank=rank, phase=beat.phase if beat else None)
 
 
 def _last_beats(store: dist.TCPStore, rank: int) -> Iterator[Beat]:
-    """The last heartbeats of a rank: where its own thread was, then where those were that save in the background."""
+    """The last heartbeats of a rank: of its main thread, then of its background saves."""
     own = beat_key(rank)
     parts = [key.removesuffix(f"/{own}") for key in store.list_keys() if key.endswith(f"/{own}")]
     for part in sorted(parts, key=len):
         data = StoreClient(dist.PrefixStore(part, store), writer=rank).peek(own)
         if data is not None:
             yield Beat.decode(data)
-
-
-def _signal_name(exitcode: int) -> str:
-    try:
-        return signal.Signals(-exitcode).name
-    except ValueError:
-        return f"signal {-exitcode}"

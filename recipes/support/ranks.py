@@ -1,4 +1,4 @@
-"""One rank of a run: what the environment says of it, and what it needs before its job begins.
+"""One rank of a run: read its environment, join the other ranks, take a device, make the process group, run the job.
 
 The only reader of RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT.
 """
@@ -11,49 +11,39 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
-from ckpt.memory.device import INTERFACE_VARIABLES
+from ckpt.memory.device import INTERFACE_VARIABLES, Device
 from ckpt.ranks.addresses import LOOPBACK, address_towards, interface_of, machine
 from ckpt.ranks.stores import connection
 from ckpt.ranks.topology import Topology
+from recipes.support.config import made
 from recipes.support.run_folder import RunFolder, opened
 
 Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
 
-RANK_VARIABLES = frozenset(
-    (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
-)
-"""What launchers set for each rank, and nobody passes on."""
+_POSITIONS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+RANK_VARIABLES = frozenset((*_POSITIONS, "MASTER_ADDR", "MASTER_PORT"))
+"""The variables that launchers set for each rank; they are not inherited by ranks started here."""
 
 
 def ranks_exist() -> bool:
-    """Is this process one rank of several that somebody else started?"""
+    """Whether another program, such as torchrun, started this process as one of several ranks."""
     return "RANK" in os.environ
 
 
 def rank_of_environment() -> int:
-    """Return this process's rank among those that exist; 0 if none do."""
+    """Return this process's rank among the ranks that exist; 0 if none do."""
     return number_of("RANK", default=0)
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What the launcher of the existing ranks tells each of them.
+    """The variables that the launcher of the existing ranks sets.
 
     Attributes:
         host: this rank's host; the agents of one torchrun on one machine count as hosts of their own.
@@ -100,7 +90,7 @@ def number_of(name: str, default: int | None = None) -> int:
 
 @contextmanager
 def environment_with(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment for a while; afterwards it is as before, whatever was set in it meanwhile."""
+    """Set environment variables inside the block; afterwards the whole environment is as before."""
     before = dict(os.environ)
     os.environ.update(wanted)
     try:
@@ -112,7 +102,7 @@ def environment_with(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def grace_s(cfg: Mapping[str, Any]) -> float:
-    """How long a rank that is told to end may take."""
+    """Return how many seconds a rank may take to end after SIGTERM."""
     seconds: float = cfg["save"]["grace_s"] if "save" in cfg else cfg["agree"]["grace_s"]
     return seconds
 
@@ -129,8 +119,8 @@ def run_job(
     """Join the other ranks in `store`, which this job alone uses, and run the job. Every rank calls it.
 
     Args:
-        take_from_lead: run rank 0's `cfg` in place of this rank's own, as it is once rank 0 has opened the run's folder.
-        folder: the run's, which rank 0 opens and holds while the job runs; None: it is open already, or the job writes nothing.
+        take_from_lead: run rank 0's `cfg`, as `RunFolder.opened` settled it, and not this rank's own.
+        folder: of the run; rank 0 opens it while the job runs. None: it is open already, or the job writes nothing.
     """
     topology = Topology.join(
         dist.PrefixStore("topology", store),
@@ -145,13 +135,14 @@ def run_job(
         if take_from_lead:
             cfg = _taken_from_lead(cfg, topology, folder, open_until_the_end)
         with topology.phase("take a device") as phase:
-            backends = _use_device(cfg["device"], topology.local_rank)
+            device: Device = made(cfg["device"])  # whose plugin may also bring the collectives
+            device.use(topology.local_rank)
             phase.payload = machine("net")
         num_members = cfg["launch"].get("in_process_group", topology.world_size)
         of_group = dist.PrefixStore("process group", connection(store, cfg["agree"]["timeout_s"]))
         with (
             listening_on(LOOPBACK if len(set(phase.payloads)) == 1 else _address_towards_store(environment)),
-            _process_group(backends, of_group, topology, num_members),
+            _process_group(device.backends, of_group, topology, num_members),
         ):
             result = job(cfg, topology)
     return result if environment.rank == 0 else None
@@ -160,7 +151,7 @@ def run_job(
 def _taken_from_lead(
     cfg: dict[str, Any], topology: Topology, folder: RunFolder | None, stack: ExitStack
 ) -> dict[str, Any]:
-    """Open the run's folder on the lead, and return its config on every rank, or raise on every rank why the folder does not open."""
+    """Open the run's folder on the lead, and return the lead's config on every rank; an error of opening is raised on every rank."""
     refusal: BaseException | None = None
     with topology.phase("take rank 0's configuration") as phase:
         if topology.is_lead:
@@ -175,26 +166,18 @@ def _taken_from_lead(
     return config
 
 
-def _use_device(node: dict[str, Any], local_rank: int) -> str:
-    """Make this process work on its device, whose plugin may also bring the collectives; return the process group's backends."""
-    module, _, name = node["_target_"].rpartition(".")
-    keywords = {key: value for key, value in node.items() if not key.startswith("_")}
-    device = getattr(import_module(module), name)(**keywords)
-    device.use(local_rank)
-    backends: str = device.backends
-    return backends
-
-
 @contextmanager
 def listening_on(address: str | None) -> Iterator[None]:
-    """Have process groups listen on the interface with this address, and on no other. Variables that are set already stand.
+    """Make process groups listen only on the interface with this address. Variables that are set already stay.
 
     Args:
-        address: of this machine; None: as torch does.
+        address: of this machine; None: torch chooses.
     """
     interface = address and interface_of(address)
     wanted = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    if interface and address == LOOPBACK:  # else their own choice: it also says through which interfaces tensors go
+    if (
+        interface and address == LOOPBACK
+    ):  # elsewhere NCCL and HCCL choose, for these also select the interfaces of tensors
         wanted |= dict.fromkeys(INTERFACE_VARIABLES, f"={interface}")
     new = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(new)
@@ -209,7 +192,7 @@ def _address_towards_store(environment: Environment) -> str | None:
     try:
         return address_towards(environment.address, environment.port)
     except OSError:
-        return None  # the store was reached, so there is a way that cannot be asked for
+        return None  # the store was reached, but the system does not tell over which interface
 
 
 @contextmanager
@@ -228,7 +211,7 @@ def _process_group(backends: str, store: dist.Store, topology: Topology, num_mem
 
 @contextmanager
 def tracebacks_of_bugs() -> Iterator[None]:
-    """Print where an unforeseen error came from, on the rank that met it: the agreed one that goes on is a sentence."""
+    """Print the traceback of a bug, on the rank that met it; the agreed error that is raised is one sentence."""
     try:
         yield
     except CheckpointError as error:
@@ -238,7 +221,7 @@ def tracebacks_of_bugs() -> Iterator[None]:
 
 
 def bug_beneath(error: BaseException) -> BaseException | None:
-    """Return the error that nobody foresaw, which made this one or is it; None if all of it was foreseen."""
+    """Return the bug that caused this error, or is it; None if the whole chain consists of expected errors."""
     cause: BaseException | None = error
     while isinstance(cause, CheckpointError):
         if isinstance(cause, RankAbsentError):

@@ -1,10 +1,10 @@
-"""The folder of a run: one run at a time, and nothing in it is written before the run has passed every check and holds the lock."""
+"""The folder of a run: one run at a time. Nothing is written in it before the config is checked and the lock is held."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import reduction
 from pathlib import Path
@@ -18,13 +18,13 @@ from ckpt.errors import CheckpointError, StorageError, sentence
 
 HYDRA_FOLDER = ".hydra"
 LOCK_NAME = ".folder.owner.json"
-"""The owner file in the folder of a run or of a sweep: which process uses it, and since when. The checkpoint root has another."""
+"""Lock file in the folder of a run or a sweep: names the process that uses it. The checkpoint root has a lock file of its own."""
 
 Settle = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def lock_of(folder: Path, what: str, cfg: Mapping[str, Any]) -> FolderLock:
-    """Return the lock of a run's or sweep's folder, not acquired yet.
+    """Return the lock of the folder of a run or a sweep, not yet acquired.
 
     Args:
         what: the folder's name in a refusal, such as "the folder of the run".
@@ -41,7 +41,7 @@ def lock_of(folder: Path, what: str, cfg: Mapping[str, Any]) -> FolderLock:
 
 @contextmanager
 def writing(what: str, folder: Path) -> Iterator[None]:
-    """Turn the file system's refusal into one sentence that names the folder."""
+    """Raise a `StorageError` that names the folder in place of an `OSError`."""
     try:
         yield
     except CheckpointError:
@@ -53,9 +53,9 @@ def writing(what: str, folder: Path) -> Iterator[None]:
 
 
 class InheritedLock:
-    """The descriptor of a lock. A process that receives it by multiprocessing keeps it to its end, and the lock with it.
+    """The descriptor of a lock. A process that receives it by multiprocessing holds the lock until it ends.
 
-    So ranks that outlive their launcher for a moment keep the next run out until the last one has ended.
+    The ranks hold it too, so no other run begins while a rank outlives its launcher.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -74,8 +74,8 @@ class Opened:
     """An open run folder.
 
     Attributes:
-        cfg: the config that the run was settled on.
-        held: the lock, for the processes that the run starts.
+        cfg: the config that `settle` returned.
+        held: the lock, for the processes that the run starts; None: the run has no folder.
     """
 
     cfg: dict[str, Any]
@@ -83,12 +83,12 @@ class Opened:
 
 
 class RunFolder:
-    """How the folder `run_dir` of a run is opened: by the process that starts the ranks, or by rank 0 of those that exist.
+    """The folder `run_dir` of a run. The process that starts the ranks opens it, or rank 0 of ranks that exist already.
 
     Args:
-        composed: the config as Hydra composed it. It is left in `.hydra/`, with Hydra's own config and the overrides.
-        settle: decides, under the lock and before anything is written, whether and with which config the run begins; raises if it may not.
-        temporary: a folder in `run_dir` that is removed at the end, whatever ranks have left in it that were killed.
+        composed: the config as Hydra composed it. Written to `.hydra/`, with Hydra's own config and the overrides.
+        settle: called under the lock, before anything is written; returns the config with which the run begins, or raises.
+        temporary: a folder in `run_dir` that is removed at the end, with all that killed ranks left in it.
     """
 
     def __init__(self, composed: DictConfig, settle: Settle = lambda cfg: cfg, temporary: str | None = None) -> None:
@@ -107,7 +107,7 @@ class RunFolder:
 
         Args:
             cfg: the checked config.
-            progress: called now and then while it waits for a sign of life of an owner on another machine.
+            progress: called from time to time while the lock waits for a sign of life of an owner on another machine.
 
         Raises:
             FolderInUseError: another run uses the folder.
@@ -136,13 +136,8 @@ class RunFolder:
             (folder / name).write_text(text, encoding="utf-8")
 
 
-@contextmanager
 def opened(
     folder: RunFolder | None, cfg: dict[str, Any], progress: Callable[[], object] = lambda: None
-) -> Iterator[Opened]:
-    """Hold the folder of a run open inside the block, if the run has one; see `RunFolder.opened`."""
-    if folder is None:
-        yield Opened(cfg, None)
-        return
-    with folder.opened(cfg, progress) as run:
-        yield run
+) -> AbstractContextManager[Opened]:
+    """Open the folder of a run inside the block, if the run has one; see `RunFolder.opened`."""
+    return nullcontext(Opened(cfg, None)) if folder is None else folder.opened(cfg, progress)

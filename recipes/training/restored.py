@@ -1,10 +1,11 @@
-"""After a resume: which values of the config a checkpoint has restored, and which the user has given anew."""
+"""After a resume: decide between values of the config that the checkpoint restored and values of the command line."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,19 +15,65 @@ from ckpt.loading.report import Status
 from recipes.support.config import GIVEN, values_of
 
 CHANGEABLE = ("lr", "weight_decay", "betas", "eps")
-"""Options of an optimizer that may change when a run goes on: none of them says what state the optimizer keeps."""
+"""Options of an optimizer that may change on a resume, because the optimizer's state does not depend on them."""
 
 
-class Settled(NamedTuple):
-    """The config as it is in use after a resume.
+@dataclass
+class Settled:
+    """The config in use after a resume.
 
     Attributes:
-        cfg: of the run; what the checkpoint restored is in it with the restored value.
-        lines: for the user, one for each value that is not the config's or not the checkpoint's.
+        cfg: of the run; values that the checkpoint restored replace those of the config.
+        lines: for the user, one for each value that differs between config and checkpoint.
     """
 
     cfg: dict[str, Any]
-    lines: list[str]
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    lines: list[str] = field(default_factory=list)
+
+    def settle_option(self, option: str, restored: Any) -> None:
+        """Keep the restored value of an optimizer's option, or apply the one that was given on the command line."""
+        key, wanted = f"optimizer.{option}", self.cfg["optimizer"][option]
+        if _plain(wanted) == restored:
+            return
+        if key not in self.cfg.get(GIVEN, ()):
+            self.cfg["optimizer"][option] = restored
+            self.lines.append(
+                f"{key}={restored} as in the checkpoint: the config says {wanted}, which was not given on the command line"
+            )
+            return
+        if option not in CHANGEABLE:
+            raise ConfigurationError(
+                f"{key}={wanted} given on the command line: the checkpoint has {restored}, and with it the optimizer's state; leave it "
+                "out, or leave the saved state out with ~components.optimizer ~components.scheduler"
+            )
+        self._apply(option, wanted)
+        self.lines.append(f"{key}={wanted} given on the command line: {restored} in the checkpoint")
+
+    def _apply(self, option: str, value: Any) -> None:
+        """Set an option of all groups; a learning rate as if the schedule had started from it."""
+        groups, scheduler = self.optimizer.param_groups, self.scheduler
+        for group in groups:
+            group[option] = value
+        if option == "lr":
+            scheduler.base_lrs = [value] * len(groups)
+            for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
+                group |= {"initial_lr": value, "lr": value * factor(scheduler.last_epoch)}
+            scheduler._last_lr = [group["lr"] for group in groups]
+
+    def settle_seed(self, seed: int, path: str) -> None:
+        """Keep the seed of the checkpoint, which its random numbers and its order of the data go on with."""
+        wanted = self.cfg["train"]["seed"]
+        if seed == wanted:
+            return
+        if "train.seed" in self.cfg.get(GIVEN, ()):
+            raise ConfigurationError(
+                f"train.seed={wanted} given on the command line: {path} goes on with the random numbers and the order of the data of "
+                f"train.seed={seed}; leave it out, or restore neither with ~components.rng ~components.dataset"
+            )
+        self.cfg["train"]["seed"] = seed
+        self.lines.append(f"train.seed={seed} as in the checkpoint: the config says {wanted}")
 
 
 def settle(
@@ -35,24 +82,27 @@ def settle(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LambdaLR,
 ) -> Settled:
-    """Apply what the user gave on the command line over what has just been loaded; let the config say what is in use.
+    """Apply values of the command line over those just loaded, and return the config in use.
 
     Every rank calls it with equal arguments, right after the load.
 
     Raises:
-        ConfigurationError: a given value contradicts what the checkpoint restored, and cannot take effect any more.
+        ConfigurationError: a value of the command line contradicts what the checkpoint restored, and can no longer take effect.
     """
+    settled = Settled(copy.deepcopy(dict(cfg)), optimizer, scheduler)
     restored = {one.key for one in loaded.components if one.status in (Status.RESTORED, Status.PARTLY)}
-    settled = Settled(copy.deepcopy(dict(cfg)), [])
-    given = cfg.get(GIVEN, ())
     stored = values_of(loaded.config_text)
+    options: dict[str, Any] = {}
     if "optimizer" in restored:
         _require_same_class(cfg, stored, loaded.path)
-    for option, in_use in _options_in_use(restored, optimizer, scheduler).items():
+        options |= {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "lr")}
+    if "scheduler" in restored:
+        options["lr"] = scheduler.base_lrs[0]
+    for option, value in options.items():
         if option in cfg["optimizer"]:
-            _settle_option(settled, option, in_use, given, optimizer, scheduler)
+            settled.settle_option(option, _plain(value))
     if restored & {"rng", "dataset"}:
-        _settle_seed(settled, stored, given, loaded.path)
+        settled.settle_seed(stored.get("train.seed", cfg["train"]["seed"]), loaded.path)
     return settled
 
 
@@ -64,71 +114,6 @@ def _require_same_class(cfg: Mapping[str, Any], stored: Mapping[str, Any], path:
             f"{path} holds the optimizer state of {saved}, but this run has {key}={now}: give {key}={saved}, or leave the saved state "
             "out with ~components.optimizer ~components.scheduler"
         )
-
-
-def _options_in_use(
-    restored: Collection[str], optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
-) -> dict[str, Any]:
-    """The restored options of the recipe's one parameter group; the learning rate is the one that the schedule starts from."""
-    group = optimizer.param_groups[0] if "optimizer" in restored else {}
-    options = {option: _plain(value) for option, value in group.items() if option not in ("params", "lr")}
-    return options | ({"lr": _plain(scheduler.base_lrs[0])} if "scheduler" in restored else {})
-
-
-def _settle_option(
-    settled: Settled,
-    option: str,
-    in_use: Any,
-    given: Collection[str],
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LambdaLR,
-) -> None:
-    key, wanted = f"optimizer.{option}", settled.cfg["optimizer"][option]
-    if _plain(wanted) == in_use:
-        return
-    if key not in given:
-        settled.cfg["optimizer"][option] = in_use
-        settled.lines.append(
-            f"{key}={in_use} as in the checkpoint: the config says {wanted}, which was not given on the command line"
-        )
-        return
-    if option not in CHANGEABLE:
-        raise ConfigurationError(
-            f"{key}={wanted} given on the command line: the checkpoint has {in_use}, and with it the optimizer's state; leave it out, "
-            "or leave the saved state out with ~components.optimizer ~components.scheduler"
-        )
-    _apply(option, wanted, optimizer, scheduler)
-    settled.lines.append(f"{key}={wanted} given on the command line: {in_use} in the checkpoint")
-
-
-def _apply(
-    option: str, value: Any, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR
-) -> None:
-    """Set an option of all groups; a learning rate as if the schedule had started from it."""
-    for group in optimizer.param_groups:
-        group[option] = value
-        if option == "lr":
-            group["initial_lr"] = value
-    if option == "lr":
-        scheduler.base_lrs = [value] * len(optimizer.param_groups)
-        for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
-            group["lr"] = value * factor(scheduler.last_epoch)
-        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
-
-
-def _settle_seed(settled: Settled, stored: Mapping[str, Any], given: Collection[str], path: str) -> None:
-    """Random numbers and the order of the data go on as the run began that the checkpoint is of."""
-    seed = stored.get("train.seed", settled.cfg["train"]["seed"])
-    wanted = settled.cfg["train"]["seed"]
-    if seed == wanted:
-        return
-    if "train.seed" in given:
-        raise ConfigurationError(
-            f"train.seed={wanted} given on the command line: {path} goes on with the random numbers and the order of the data of "
-            f"train.seed={seed}; leave it out, or restore neither with ~components.rng ~components.dataset"
-        )
-    settled.cfg["train"]["seed"] = seed
-    settled.lines.append(f"train.seed={seed} as in the checkpoint: the config says {wanted}")
 
 
 def _plain(value: Any) -> Any:

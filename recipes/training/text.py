@@ -1,11 +1,11 @@
-"""Bytes of real files as training samples, in an order that a checkpoint can name by one number."""
+"""Bytes of real files as training samples, in an order in which one number is the position."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,17 @@ from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 
 DEFAULT_BYTES = 4 << 20
-"""How much of the standard library's sources is read: enough for a million parameters, and listed in no time."""
+"""How much of the standard library's sources is read: enough for a million parameters, and quick to list."""
 _EDGE_BYTES = 64 << 10
+_NOT_MODULES = {"test", "tests", "site-packages", "dist-packages", "idlelib"}
 
 
 class TextData:
-    """Where the text is and how the ranks share it. Made before any rank starts, so a wrong path costs nothing.
+    """The text of `data.path`, and how ranks share it. Made before any rank starts, so that a wrong path is found there.
 
     Args:
-        path: a file, or a folder whose files are taken together; None: the sources of Python's standard library.
-        dispatch: rank 0 draws each global batch and sends it to all. False: each rank draws its own rows.
+        path: a file, or a folder whose files are joined; None: the sources of Python's standard library.
+        dispatch: rank 0 draws each global batch and broadcasts it. False: each rank draws its own rows.
 
     Raises:
         ConfigurationError: there is no such file or folder, or it holds no text.
@@ -36,6 +37,8 @@ class TextData:
     def __init__(self, *, path: str | None = None, dispatch: bool = True) -> None:
         self.dispatch = dispatch
         root = Path(sysconfig.get_path("stdlib")) if path is None else Path(path)
+        if not root.exists():
+            raise ConfigurationError(f"data.path={root}: there is no such file or folder")
         self.corpus = Corpus(root, _standard_library(root) if path is None else _files(root))
 
     def loader(
@@ -47,13 +50,13 @@ class TextData:
         topology: Topology,
         device: torch.device,
         share: tuple[int, int] | None = None,
-    ) -> DispatchedLoader | OwnLoader:
-        """Return this rank's batches.
+    ) -> TextLoader:
+        """Return the loader of this rank's batches.
 
         Args:
-            context: tokens in a sample; a sample is `context + 1` bytes, of which the last is only a target.
-            batch_size: of one step over all ranks; a multiple of the number of shares.
-            share: (number, count) of the part of each batch that this rank trains on; None: ranks share by their number.
+            context: tokens in a sample; a sample is `context + 1` bytes, of which the last one is only a target.
+            batch_size: samples of one step over all ranks; a multiple of the number of shares.
+            share: (number, count) of the part of each batch that this rank trains on; None: (rank, world_size).
         """
         num_samples = self.corpus.num_bytes // (context + 1)
         if num_samples < 1:
@@ -63,21 +66,20 @@ class TextData:
             )
         samples = Samples(self.corpus, context + 1, num=num_samples, seed=seed)
         share = share or (topology.rank, topology.world_size)
-        if self.dispatch:
-            return DispatchedLoader(samples, batch_size, share, topology, device)
-        return OwnLoader(samples, batch_size, share, device)
+        return TextLoader(samples, batch_size, share, topology, device, dispatch=self.dispatch)
 
 
 class Corpus:
-    """Files as one long row of bytes, read where they are wanted and never held.
+    """Files joined to one row of bytes, read on demand.
 
     Args:
-        root: what the user named, for messages; names in `digest` are relative to it.
+        root: the path that the user gave, for messages; names in `digest` are relative to it.
         files: path and size in bytes, in order.
     """
 
-    def __init__(self, root: Path, files: list[tuple[Path, int]]) -> None:
+    def __init__(self, root: Path, files: Iterable[tuple[Path, int]]) -> None:
         self.root = root
+        files = list(files)
         self.files = [path for path, _ in files]
         self.ends = list(accumulate(size for _, size in files))
         self.num_bytes = self.ends[-1] if files else 0
@@ -85,7 +87,7 @@ class Corpus:
             raise ConfigurationError(f"data.path={root} holds no text: name a file, or a folder with files in it")
 
     def read(self, start: int, length: int) -> bytes:
-        """Return `length` bytes from byte `start` of the row, which may run over the end of a file."""
+        """Return `length` bytes from byte `start` of the row, of several files where they cross a border."""
         pieces = []
         at = bisect_right(self.ends, start)
         while length:
@@ -96,7 +98,7 @@ class Corpus:
         return b"".join(pieces)
 
     def digest(self) -> str:
-        """Return a digest of the files' names, sizes and both ends: equal if, in all likelihood, the text is."""
+        """Return a digest of the files' names, sizes, first and last bytes; equal digests mean, very probably, equal text."""
         state = xxhash.xxh3_128()
         for path, begin, end in zip(self.files, [0, *self.ends], self.ends, strict=False):
             size = end - begin
@@ -107,12 +109,12 @@ class Corpus:
 
 
 class Samples:
-    """Endless samples: all windows of the corpus, shuffled anew in every epoch.
+    """Endless samples: all windows of the corpus, in a new order in every epoch.
 
-    Sample number n, counted over all epochs, depends on n, the seed and the text alone.
+    Sample number n, counted over all epochs, depends only on n, the seed and the text.
 
     Args:
-        length: bytes of a window; windows lie side by side.
+        length: bytes of a window; windows are adjacent.
         num: number of windows.
     """
 
@@ -128,36 +130,49 @@ class Samples:
         return torch.frombuffer(bytearray(self.corpus.read(window * self.length, self.length)), dtype=torch.uint8)
 
 
-class _Loader:
-    """What both ways of sharing the text have in common: step s trains on samples [s * B, (s + 1) * B), and the position
-    in samples is all that a checkpoint keeps. So a run may go on with any number of ranks, and either way.
+class TextLoader:
+    """The batches of one rank: step s trains on samples [s * B, (s + 1) * B).
+
+    A checkpoint keeps the position in samples alone, so a run can go on with any number of ranks, and with either `dispatch`.
 
     Args:
         batch_size: B, over all ranks.
         share: (number, count) of this rank's part of each batch: rows [number * B / count, (number + 1) * B / count).
+        dispatch: rank 0 draws the whole batch and broadcasts it: there is one position, and the state is GLOBAL. False: every
+            rank draws its own rows and has a position of its own: the state is PER_RANK.
     """
 
-    sharing_pattern: str
-
-    def __init__(self, samples: Samples, batch_size: int, share: tuple[int, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        batch_size: int,
+        share: tuple[int, int],
+        topology: Topology,
+        device: torch.device,
+        *,
+        dispatch: bool,
+    ) -> None:
         self.samples = samples
         self.batch_size = batch_size
         self.share = share
+        self.topology = topology
         self.device = device
+        self.dispatch = dispatch
+        self.sharing_pattern = "global" if dispatch else "per_rank"
         self.position = 0
         self.text = samples.corpus.digest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, in samples since the first epoch began, and what gives it its meaning."""
+        """Return the position, in samples since the first epoch began, and the properties of the text that it belongs to."""
         own = self.samples
         place = {"position": self.position, "epoch": self.position // own.num}
         return place | {"seed": own.seed, "windows": own.num, "window_bytes": own.length, "text": self.text}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a run stopped.
+        """Continue at the position of a checkpoint.
 
         Raises:
-            ConfigurationError: the text is another one, or cut in other windows, so that the position means nothing.
+            ConfigurationError: the text differs, or has windows of another size, so the position does not apply.
         """
         own = self.state_dict()
         for name in ("text", "windows", "window_bytes"):
@@ -171,14 +186,14 @@ class _Loader:
         self.samples.seed = int(state["seed"])
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Whatever rank saved it: the position is the whole run's."""
+        """Return True: the position is the whole run's, whichever rank saved it."""
         return True
 
     def load_changed(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from copies that other ranks kept: no sample is trained on twice, and none is left out.
+        """Continue from the copies of other ranks, so that no sample is repeated or left out.
 
         Raises:
-            ConfigurationError: the copies are of different moments; or see `load_state_dict`.
+            ConfigurationError: the copies have different positions; or see `load_state_dict`.
         """
         places = {(copy["position"], copy["seed"]) for copy in saved}
         if len(places) > 1:
@@ -188,29 +203,12 @@ class _Loader:
             )
         self.load_state_dict(saved[0])
 
-    def _rows(self, first: int, num: int) -> torch.Tensor:
-        """Rows [first, first + num) of the next batch, (num, context + 1), uint8; and on to the batch after it."""
-        rows = torch.stack([self.samples[self.position + row] for row in range(first, first + num)])
-        self.position += self.batch_size
-        return rows.to(self.device)
-
-
-class DispatchedLoader(_Loader):
-    """Rank 0 draws the whole batch and sends it; every rank takes its rows. There is one position: the state is GLOBAL."""
-
-    sharing_pattern = "global"
-
-    def __init__(
-        self, samples: Samples, batch_size: int, share: tuple[int, int], topology: Topology, device: torch.device
-    ) -> None:
-        super().__init__(samples, batch_size, share, device)
-        self.topology = topology
-
     def next_batch(self) -> torch.Tensor:
-        """Return this rank's rows of the next global batch: (batch_size / shares, context + 1), int64. Collective."""
+        """Return this rank's rows of the next global batch: (batch_size / shares, context + 1), int64. Collective if `dispatch`."""
         number, count = self.share
-        if self.topology.world_size == 1:
-            return self._rows(0, self.batch_size).long()
+        if not self.dispatch or self.topology.world_size == 1:
+            num = self.batch_size // count
+            return self._rows(number * num, num).long()
         if self.topology.is_lead:
             batch = self._rows(0, self.batch_size)
         else:
@@ -219,23 +217,18 @@ class DispatchedLoader(_Loader):
         torch.distributed.broadcast(batch, src=0)
         return batch.chunk(count)[number].long()
 
-
-class OwnLoader(_Loader):
-    """Every rank draws its own rows, and nothing is sent. Each has its own position, so the state is PER_RANK."""
-
-    sharing_pattern = "per_rank"
-
-    def next_batch(self) -> torch.Tensor:
-        """Return this rank's rows of the next global batch: (batch_size / shares, context + 1), int64."""
-        number, count = self.share
-        num = self.batch_size // count
-        return self._rows(number * num, num).long()
+    def _rows(self, first: int, num: int) -> torch.Tensor:
+        """Return rows [first, first + num) of the next batch, (num, context + 1), uint8, and advance to the batch after it."""
+        rows = torch.stack([self.samples[self.position + row] for row in range(first, first + num)])
+        self.position += self.batch_size
+        return rows.to(self.device)
 
 
 def shuffled(at: int, num: int, key: str) -> int:
-    """Return where position `at` of range(num) goes in the permutation named `key`, without making the permutation.
+    """Return the image of `at` under the permutation of range(num) named `key`, without listing the permutation.
 
-    A Feistel network permutes the next larger square power of two; what falls outside goes through it again.
+    Source: a Feistel network permutes the next larger power of four; an image outside of range(num) is permuted again
+    (cycle walking).
     """
     half = max(1, (num - 1).bit_length() + 1 >> 1)
     mask = (1 << half) - 1
@@ -248,41 +241,26 @@ def shuffled(at: int, num: int, key: str) -> int:
             return at
 
 
-def _files(root: Path) -> list[tuple[Path, int]]:
-    """All files at or below `root` with their sizes, in the order of their names; hidden ones are left out."""
+def _files(root: Path) -> Iterator[tuple[Path, int]]:
+    """All files at or below `root` that are not empty, with their sizes, in the order of their names; no hidden files."""
     if root.is_file():
-        return [(root, root.stat().st_size)]
-    if not root.is_dir():
-        raise ConfigurationError(f"data.path={root}: there is no such file or folder")
-    return [(path, size) for path in _walk(root) if (size := _regular_size(path)) > 0]
-
-
-def _walk(root: Path) -> Iterator[Path]:
+        yield root, root.stat().st_size
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
+            if path.is_file() and (size := path.stat().st_size):  # a broken link is no file
+                yield path, size
 
 
-def _regular_size(path: Path) -> int:
-    """Size in bytes; 0 for what is not a file, such as a broken link."""
-    return path.stat().st_size if path.is_file() else 0
-
-
-def _standard_library(root: Path) -> list[tuple[Path, int]]:
+def _standard_library(root: Path) -> Iterator[tuple[Path, int]]:
     """The library's own modules, without tests and installed packages, up to `DEFAULT_BYTES`."""
-    files: list[tuple[Path, int]] = []
     total = 0
-    for path in _walk(root):
-        parts = path.relative_to(root).parts
-        if path.suffix != ".py" or {"test", "tests", "site-packages", "dist-packages", "idlelib"} & set(parts):
-            continue
-        size = _regular_size(path)
-        if size:
-            files.append((path, size))
+    for path, size in _files(root):
+        if path.suffix == ".py" and not _NOT_MODULES & set(path.relative_to(root).parts):
+            yield path, size
             total += size
         if total >= DEFAULT_BYTES:
-            break
-    return files
+            return
 
 
 def _read(path: Path, offset: int, length: int) -> bytes:

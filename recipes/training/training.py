@@ -1,4 +1,4 @@
-"""The training run on one rank: what it is made of, which of it a checkpoint holds, and the loop."""
+"""The training run on one rank: its parts, the components of a checkpoint, and the loop."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from hydra.utils import instantiate
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.ledger import Committed, Ledger, newer_than
-from ckpt.errors import (
-    CheckpointExistsError,
-    ConfigurationError,
-    CorruptCheckpointError,
-    StorageError,
-    sentence,
-)
+from ckpt.errors import CheckpointExistsError, ConfigurationError, CorruptCheckpointError, StorageError, sentence
 from ckpt.loading.loader import LoadReport, require_checkpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
@@ -37,15 +31,15 @@ WARMUP_STEPS = 20
 
 
 def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
-    """Decide what `resume` means over the checkpoints there are, before any rank starts.
+    """Check `resume` against the existing checkpoints, before any rank starts.
 
     Returns:
-        the config, whose `resume=latest` has become null if there is nothing to go on from.
+        the config; `resume=latest` becomes null if there is no checkpoint.
 
     Raises:
         CheckpointNotFoundError: `resume` names a folder that holds no checkpoint.
-        CheckpointExistsError: the run would save among checkpoints that it does not go on from.
-        StorageError: there cannot be a checkpoint root, which better shows now than at the first save.
+        CheckpointExistsError: the checkpoint root holds checkpoints that the run does not continue.
+        StorageError: the checkpoint root cannot be made.
     """
     root, resumed = cfg["checkpoint_root"], cfg["resume"]
     if resumed not in (None, "latest"):
@@ -66,10 +60,10 @@ def settle_start(cfg: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed]) -> None:
-    """Refuse to save among checkpoints that the run does not go on from: `resume=latest` would go on from a mixture of both.
+    """Refuse to save beside checkpoints of another run: a later `resume=latest` would mix both.
 
     Raises:
-        CheckpointExistsError: there are such.
+        CheckpointExistsError: there are such checkpoints.
     """
     root, resumed = cfg["checkpoint_root"], cfg["resume"]
     if resumed is None and committed:
@@ -78,27 +72,24 @@ def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed])
             "with resume=latest, leave it and write elsewhere with run_name=<another>, or start anew over it with "
             "overwrite=true"
         )
-    if resumed in (None, "latest") or _has_nothing_to_do(Path(resumed), cfg["train"]["steps"]):
+    if resumed in (None, "latest"):
         return
+    step = Path(resumed).name.removeprefix("checkpoint-")
+    if step.isdecimal() and int(step) >= cfg["train"]["steps"]:
+        return  # a run that is resumed at its last step saves nothing
     newer = newer_than(Path(resumed), committed)
-    foreign = newer is None
     others = [one.path.name for one in (committed if newer is None else newer)]
     if others:
-        kind, then = ("checkpoints of another history", "remove") if foreign else ("newer checkpoints", "set aside")
+        foreign = ("checkpoints of another history", "remove")
+        kind, then = foreign if newer is None else ("newer checkpoints", "set aside")
         raise CheckpointExistsError(
             f"resume={resumed}: {root} holds {kind}: {', '.join(others)}. Give overwrite=true to {then} them, run_name=<another> to go on "
             "elsewhere, or resume=latest to go on from the newest"
         )
 
 
-def _has_nothing_to_do(resumed: Path, steps: int) -> bool:
-    """A run that is resumed at its last step saves nothing, among whatever checkpoints."""
-    step = resumed.name.removeprefix("checkpoint-")
-    return step.isdecimal() and int(step) >= steps
-
-
 def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
-    """Train from where `resume` says to `train.steps`, saving on the way; return the summary. Every rank calls it."""
+    """Train up to step `train.steps`, from `resume` on, and save; return the summary. Every rank calls it."""
     training, coordinator = set_up(cfg, topology)
     run_dir = Path(cfg["run_dir"])
     report = Report(cfg, shown=topology.is_lead)
@@ -128,7 +119,7 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
 
 
 def set_up(cfg: dict[str, Any], topology: Topology) -> tuple[Training, CheckpointCoordinator]:
-    """Make the run that a config describes, and the coordinator of its components. Collective."""
+    """Make the parts of a run, and the coordinator of its components. Collective."""
     make_coordinator = instantiate(cfg["coordinator"])
     device: Device = make_coordinator.keywords["device"]
     with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
@@ -146,7 +137,7 @@ def set_up(cfg: dict[str, Any], topology: Topology) -> tuple[Training, Checkpoin
 class Training:
     """Model, optimizer, schedule and data of one rank.
 
-    Making one moves nothing between ranks and draws from no global random generator; `join` comes after it on every rank.
+    The constructor is not collective and draws from no global random generator; every rank calls `join` after it.
     """
 
     optimizer: torch.optim.Optimizer
@@ -180,7 +171,7 @@ class Training:
         self.rng = RNGState(device, seed=seed, stream=self.layout.stream(rank, num_ranks), step=lambda: self.steps_done)
 
     def join(self) -> None:
-        """Lay the model out over the ranks, and make what goes by its parameters. Collective."""
+        """Lay the model out over the ranks, and make optimizer, schedule and added components. Collective."""
         arranged = self.layout.arrange(self.model, self.topology, self.device.torch_device)
         self.model, self._backward = arranged.module, arranged.backward
         with (
@@ -191,19 +182,24 @@ class Training:
             self._complete(arranged)
 
     def _complete(self, arranged: Arranged) -> None:
-        self.optimizer = arranged.wrap_optimizer(_made_optimizer(self.cfg["optimizer"], self.model))
+        node = self.cfg["optimizer"]
+        try:
+            optimizer = made(node, params=self.model.parameters())
+        except (TypeError, ValueError) as error:  # of values that their types allow, such as lr=-1
+            raise ConfigurationError(f"optimizer: {node['_target_']} refuses its values: {error}") from None
+        self.optimizer = arranged.wrap_optimizer(optimizer)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor)
         self.model_state = ModelState(self.model)
         self.optimizer_state = OptimizerState(self.optimizer, self.model)
         self.added = {
-            key: made(_without_component_keys(node), model=self.model)
+            key: made({k: v for k, v in node.items() if k not in COMPONENT_KEYS}, model=self.model)
             for key, node in self.cfg["components"].items()
             if "_target_" in node
         }
         self.rng.seed(self.cfg["train"]["seed"])
 
     def components(self) -> list[StateComponent]:
-        """Return what a checkpoint holds by the config: the recipe's own, then added ones, the generators last."""
+        """Return the components of the config: the recipe's own, then added ones, the random generators last."""
         own = {
             "model": self.model_state,
             "optimizer": self.optimizer_state,
@@ -217,7 +213,7 @@ class Training:
         return [_component(key, objects[key], nodes[key]) for key in order if key in nodes]
 
     def step(self) -> float:
-        """Make one step on the next batch and return its loss, the mean over the global batch. Collective."""
+        """Train one step on the next batch and return its loss, the mean over the global batch. Collective."""
         with self.device.telling_of_room():
             batch = self.loader.next_batch()
             self.optimizer.zero_grad(set_to_none=True)
@@ -229,7 +225,7 @@ class Training:
 
     @contextmanager
     def told_to_end(self, coordinator: CheckpointCoordinator) -> Iterator[None]:
-        """Inside the block, SIGTERM on any rank sets `is_told_to_end` on all of them, at the end of the step that it interrupts."""
+        """Inside the block, SIGTERM to any rank sets `is_told_to_end` on all ranks, at the end of the step that it interrupts."""
         if not self.cfg["save"]["on_sigterm"]:
             yield
             return
@@ -238,10 +234,10 @@ class Training:
             yield
 
     def save(self, coordinator: CheckpointCoordinator, step: int, summary: Summary) -> bool:
-        """Save the step if it is due: each `save.every`, the last one, and the one at which the run is told to end. Collective.
+        """Save every `save.every` steps, at the last step, and at the step that SIGTERM interrupts. Collective.
 
         Returns:
-            whether it was: `save.when_busy=skip` leaves a step out, but not one of the last two kinds.
+            whether the step was saved: `save.when_busy=skip` skips a step, but not one of the last two kinds.
         """
         is_last = step == self.cfg["train"]["steps"] or self.is_told_to_end
         if is_last:
@@ -254,7 +250,7 @@ class Training:
         return is_saved
 
     def require_not_told_to_end(self, summary: Summary, report: Report) -> None:
-        """End here a run that was told to end; all its saves are over.
+        """End a run that has got SIGTERM. Called when all its saves are done.
 
         Raises:
             SystemExit: with the exit code for SIGTERM.
@@ -267,12 +263,12 @@ class Training:
             raise SystemExit(TOLD_TO_END)
 
     def digest(self) -> str:
-        """Return the digest of model and optimizer, equal on any layout that holds the same values. Collective."""
+        """Return the digest of model and optimizer, which does not depend on the layout. Collective."""
         with self.topology.operation("the digest of the state"):
             return state_digest({"model": self.model_state, "optimizer": self.optimizer_state}, self.topology)
 
     def scramble(self) -> None:
-        """Overwrite every tensor of model and optimizer, so that a load which misses an element is seen."""
+        """Overwrite every tensor of model and optimizer, so that a load which misses an element is noticed."""
         for tensor in self.model.state_dict().values():
             _scramble(tensor)
         for state in self.optimizer.state.values():
@@ -281,9 +277,9 @@ class Training:
                     _scramble(value)
 
     def _mean(self, loss: torch.Tensor | None) -> float:
-        """The mean of the losses of a batch's parts, added up in the order of the ranks: always the same bits.
+        """Return the mean of the losses of a batch's parts, summed in the order of ranks, so that its bits are reproducible.
 
-        With its loss each rank sends whether it has been told to end.
+        Each rank sends with its loss whether it has got SIGTERM.
         """
         num_ranks = self.topology.world_size
         if num_ranks == 1:
@@ -300,24 +296,16 @@ class Training:
         return sum(known) / len(known)
 
 
-def _made_optimizer(node: Mapping[str, Any], model: torch.nn.Module) -> torch.optim.Optimizer:
-    try:
-        optimizer: torch.optim.Optimizer = made(node, params=model.parameters())
-    except (TypeError, ValueError) as error:  # of values that their types allow, such as lr=-1
-        raise ConfigurationError(f"optimizer: {node['_target_']} refuses its values: {error}") from None
-    return optimizer
-
-
 def learning_rate_factor(step: int) -> float:
-    """Rise over the first steps, then fall with the square root. Of the step alone: any run can be made longer."""
+    """Return the factor of the learning rate: linear over the first steps, then an inverse square root. Any run can be prolonged."""
     return min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
 
 
 def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:
-    """Load what `resume` names. Nothing after it draws a random number before the next step does.
+    """Load the checkpoint that `resume` names. Afterwards no random number is drawn until the next step.
 
-    Values that the user gave on the command line take effect over those that the checkpoint restored; from here on the
-    config of the run, and of its checkpoints, says what is in use.
+    Values of the command line take effect over those that the checkpoint restored. From then on the config of the run, and
+    of its checkpoints, has the values in use.
     """
     cfg = training.cfg
     path = None if cfg["resume"] == "latest" else cfg["resume"]
@@ -337,7 +325,7 @@ def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summ
 
 
 def _reread(training: Training, coordinator: CheckpointCoordinator, summary: Summary, report: Report) -> None:
-    """Load the checkpoint saved last over scrambled tensors, and make sure that the state is the one that was saved."""
+    """Load the last checkpoint into scrambled tensors, and compare the state's digest with the saved one."""
     path = summary.checkpoints[-1]["path"]
     training.scramble()
     loaded = _load(coordinator, path, strict=True)
@@ -363,20 +351,8 @@ def _component(key: str, stateful: Any, node: Mapping[str, Any]) -> StateCompone
             f"components.{key}.sharing_pattern=null leaves it to the object, but {type(stateful).__name__} has no "
             f"attribute sharing_pattern: give components.{key}.sharing_pattern=<pattern>"
         )
-    return StateComponent(
-        key,
-        stateful,
-        pattern,
-        process_group_name=node["process_group_name"],
-        required=node["required"],
-        validate_replication=node["validate_replication"],
-        validation_level=node["validation_level"],
-        elastic=node["elastic"],
-    )
-
-
-def _without_component_keys(node: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in node.items() if key not in COMPONENT_KEYS}
+    settings = {name: node[name] for name in COMPONENT_KEYS if name != "sharing_pattern"}
+    return StateComponent(key, stateful, pattern, **settings)
 
 
 def _scramble(tensor: torch.Tensor) -> None:

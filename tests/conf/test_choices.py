@@ -23,6 +23,7 @@ GROUPS = {
     "data": {"text"},
     "optimizer": {"adamw"},
     "launch": {"local"},
+    "save": {"default"},
     "coordinator": {"default"},
     "hydra": {"default"},
 }

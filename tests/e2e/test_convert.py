@@ -387,7 +387,7 @@ def test_a_size_is_read_as_hugging_face_does(size: str | None, num_bytes: int) -
 
 _MEASURED = """
 import sys, threading
-from recipes.commands.converting import ConvertKeys, LoadKeys, convert
+from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert
 
 def anonymous():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
@@ -399,7 +399,7 @@ def watch():
 ended, seen = threading.Event(), [anonymous()]
 watcher = threading.Thread(target=watch)
 watcher.start()
-convert(ConvertKeys(src=sys.argv[1], dst=sys.argv[2], to=sys.argv[3], load=LoadKeys(allow_pickle=True)))
+convert(ConvertKeys(src=sys.argv[1], dst=sys.argv[2], to=sys.argv[3], load=ConvertLoadKeys(allow_pickle=True)))
 ended.set()
 watcher.join()
 print(max(seen) - seen[0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
-from recipes.training.text import DEFAULT_BYTES, Corpus, DispatchedLoader, OwnLoader, Samples, TextData, shuffled
+from recipes.training.text import DEFAULT_BYTES, Corpus, Samples, TextData, TextLoader, shuffled
 
 CONTEXT = 7
 CPU = torch.device("cpu")
@@ -30,12 +30,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def loader(folder: Path, *, dispatch: bool = True, batch_size: int = 4, seed: int = 0) -> DispatchedLoader | OwnLoader:
+def loader(folder: Path, *, dispatch: bool = True, batch_size: int = 4, seed: int = 0) -> TextLoader:
     data = TextData(path=str(folder), dispatch=dispatch)
     return data.loader(context=CONTEXT, batch_size=batch_size, seed=seed, topology=Topology.alone(), device=CPU)
 
 
-def batches(source: DispatchedLoader | OwnLoader, num: int) -> list[list[list[int]]]:
+def batches(source: TextLoader, num: int) -> list[list[list[int]]]:
     return [source.next_batch().tolist() for _ in range(num)]
 
 
