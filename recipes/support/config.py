@@ -53,8 +53,6 @@ GIVEN = "given_on_the_command_line"
 _HYDRAS_OWN = ("_target_", "_partial_", "_convert_", "_recursive_")
 
 _MOST_CONFIG_CHARS, _MOST_LEVELS = 1 << 20, 64
-_COUNTS = ("train.steps", "train.batch_size", "save.every", "save.keep_last", "launch.nproc_per_node")
-_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(("train.seed", "save.grace_s"), 0)
 _OWN_SAVE_KEYS = {"every": "int", "keep_last": "int | None", "on_sigterm": "bool"}
 
 
@@ -155,7 +153,9 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     """
     typed = OmegaConf.merge(_structured(RunKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    _check_numbers(run)
+    counts = ("train.steps", "train.batch_size", "save.every", "save.keep_last", "launch.nproc_per_node")
+    least = dict.fromkeys(counts, 1) | {"train.seed": 0, "save.grace_s": 0}
+    require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s"))
     check_choice(run["pattern_check"])
     _check_start(run)
     for name, given in AT_RUN_TIME.items():
@@ -403,12 +403,21 @@ def _check_sharing(key: str, keys: Mapping[str, Any], group_names: Collection[st
         )
 
 
-def _check_numbers(run: Mapping[str, Any]) -> None:
+def require_numbers(run: Mapping[str, Any], least: Mapping[str, int], *, seconds: Collection[str] = ()) -> None:
+    """Refuse numbers that are too small.
+
+    Args:
+        least: dotted key -> the smallest value; null is allowed where the schema allows it.
+        seconds: dotted keys of times, which are more than 0.
+
+    Raises:
+        ConfigurationError: a number is too small.
+    """
     values = by_dotted_key(run)
-    for key, least in _LEAST.items():
-        if values[key] is not None and values[key] < least:
-            raise ConfigurationError(f"{key}={values[key]}: expected at least {least}")
-    for key in ("agree.timeout_s", "ledger.stale_s"):
+    for key, minimum in least.items():
+        if values[key] is not None and values[key] < minimum:
+            raise ConfigurationError(f"{key}={values[key]}: expected at least {minimum}")
+    for key in seconds:
         if not values[key] > 0:
             raise ConfigurationError(f"{key}={values[key]}: expected more than 0 seconds")
 

@@ -141,7 +141,11 @@ def run_job(
         num_members = cfg["launch"].get("in_process_group", topology.world_size)
         of_group = dist.PrefixStore("process group", connection(store, cfg["agree"]["timeout_s"]))
         with (
-            listening_on(LOOPBACK if len(set(phase.payloads)) == 1 else _address_towards_store(environment)),
+            listening_on(
+                LOOPBACK
+                if len(set(phase.payloads)) == 1
+                else own_address_towards(environment.address, environment.port)
+            ),
             _process_group(device.backends, of_group, topology, num_members),
         ):
             result = job(cfg, topology)
@@ -188,11 +192,12 @@ def listening_on(address: str | None) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _address_towards_store(environment: Environment) -> str | None:
+def own_address_towards(host: str, port: int) -> str | None:
+    """Return the address of this machine from which it reaches a host, or None if the system does not tell."""
     try:
-        return address_towards(environment.address, environment.port)
+        return address_towards(host, port)
     except OSError:
-        return None  # the store was reached, but the system does not tell over which interface
+        return None
 
 
 @contextmanager

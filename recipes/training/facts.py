@@ -1,4 +1,4 @@
-"""What a run tells rollouts of itself: data in `rendezvous.json`, of which each makes a config by its own conf/."""
+"""The facts of a run in `rendezvous.json`, as data. A rollout that joins makes its config from them and from its own conf/."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from recipes.support.cli import CONF
 from recipes.support.config import AT_RUN_TIME, bind
 
 ENGINE_AT_RUN_TIME = ("device", "colocated", "is_master")
-"""The arguments that an engine is given only once the ranks run."""
+"""The arguments that an engine gets when the ranks run."""
 _GIVEN = {"engine": ENGINE_AT_RUN_TIME, "model": AT_RUN_TIME["model"]}
 
 
 @dataclass(frozen=True)
 class RunOfRollouts:
-    """What a rollout makes of a run.
+    """The config of a rollout that joins a run.
 
     Attributes:
-        engine, model: nodes with a `_target_`, which is that of this installation's conf/, or of the command line.
+        engine, model: nodes whose `_target_` is from this installation's conf/, or from the command line.
         seed: of the trainers.
-        checkpoint_root: where the run's checkpoints are.
+        checkpoint_root: of the run.
     """
 
     engine: dict[str, Any]
@@ -34,43 +34,43 @@ class RunOfRollouts:
 
 
 def facts_of(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run tells of itself: plain values, and for engine and model the name of the file in conf/ that has the rest."""
+    """Return the facts of a run: plain values; of engine and model the file in conf/ that names the class."""
     return {
-        "engine": _told("engine", cfg["engine"]),
-        "model": _told("model", cfg["model"]),
+        "engine": _described("engine", cfg["engine"]),
+        "model": _described("model", cfg["model"]),
         "seed": cfg["train"]["seed"],
         "checkpoint_root": cfg["checkpoint_root"],
     }
 
 
 def run_of(facts: Mapping[str, Any], own: Mapping[str, Any], where: str) -> RunOfRollouts:
-    """What a rollout makes of these facts.
+    """Return the config of a rollout from a run's facts.
 
     Args:
-        own: `engine` and `model`, where the rollout's command line says what to use in place of the run's.
-        where: the file with the facts.
+        own: `engine` and `model` of the rollout's command line, which replace the run's; None: the run's.
+        where: the file with the facts, for messages.
 
     Raises:
-        ConfigurationError: a fact is missing, or is none; or conf/ has no such choice, or no such key, here.
+        ConfigurationError: a fact is missing or has a wrong type, or this conf/ lacks the choice or a key.
     """
     seed, root = facts.get("seed"), facts.get("checkpoint_root")
     if type(seed) is not int or not isinstance(root, str):
         raise ConfigurationError(
             f"{where}: expected a number as seed and a path as checkpoint_root, found {seed!r} and {root!r}"
         )
-    engine, model = (own[group] or _made_of(facts.get(group), group, where) for group in ("engine", "model"))
+    engine, model = (own[group] or _node_of(facts.get(group), group, where) for group in ("engine", "model"))
     return RunOfRollouts(engine, model, seed, root)
 
 
-def _told(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
+def _described(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
     choice = next((name for name, known in _choices(group).items() if known["_target_"] == node["_target_"]), None)
     return {"choice": choice, "values": {key: value for key, value in node.items() if not key.startswith("_")}}
 
 
-def _made_of(told: Any, group: str, where: str) -> dict[str, Any]:
-    """The node that is meant: of conf/, but for the values, which are held against its keys, and the types that its target takes."""
+def _node_of(described: Any, group: str, where: str) -> dict[str, Any]:
+    """Return the node of conf/ with the run's values, whose keys and types are checked."""
     choices = _choices(group)
-    choice, values = (told.get("choice"), told.get("values")) if isinstance(told, dict) else (None, None)
+    choice, values = (described.get("choice"), described.get("values")) if isinstance(described, dict) else (None, None)
     if choice not in choices or not isinstance(values, dict):
         raise ConfigurationError(
             f"{where}: the run's {group} is none of this installation's, {', '.join(choices)}: give {group}=<choice> here, too, with "
@@ -85,7 +85,7 @@ def _made_of(told: Any, group: str, where: str) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a value, or a list of values, that OmegaConf takes as it is."""
+    """Whether it is a plain value, or a list of plain values, without interpolation."""
     if isinstance(value, list):
         return all(_is_plain(one) and not isinstance(one, list) for one in value)
     return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and "${" not in value)

@@ -1,4 +1,4 @@
-"""A rollout that joins a running weight sync: how it finds the run, catches up, receives, and leaves."""
+"""A rollout that joins a running weight sync: it finds the run, catches up, receives updates, and leaves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,12 +25,11 @@ from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointEr
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import Loader, committed_newest_first
 from ckpt.memory.device import Device
-from ckpt.ranks.addresses import address_towards
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import StateComponent
 from ckpt.state.statefuls import ModelState
 from recipes.support.config import made
-from recipes.support.ranks import listening_on
+from recipes.support.ranks import listening_on, own_address_towards
 from recipes.training.facts import RunOfRollouts, run_of
 from recipes.training.rollout import held_by, live_model
 from recipes.training.syncing import RENDEZVOUS_NAME
@@ -40,7 +40,7 @@ _MOST_BYTES = 1 << 20
 
 
 def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
-    """Join the run in `cfg["run"]`, receive until it ends, or as many updates as wanted, and return what is held then.
+    """Join the run in `cfg["run"]`, receive until it ends, or `updates` times, and return the version and digest held then.
 
     Raises:
         RankAbsentError: there is no such run, or its first trainer is gone.
@@ -53,13 +53,13 @@ def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
     device: Device = made(cfg["device"])
     device.use(cfg["local_rank"])
     with (
-        listening_on(_address_towards(rendezvous)),
+        listening_on(own_address_towards(rendezvous.address, rendezvous.port)),
         ElasticEngine.come(made(job.engine, device=device), rendezvous) as member,
     ):
         live = live_model(job.model, member.engine, device, seed=job.seed + 1 + member.number)
         news = member.news()
         if news is not None:
-            live.check(news[1])  # before the others have to do with it
+            live.check(news[1])  # before this rollout takes part in an update
         if news is not None and cfg["catch_up"]:
             console.print(f"rollout {member.number} {_catch_up(live, member, job, device)}")
         with _leaving_when_told(member):
@@ -82,7 +82,7 @@ def join_rollout(cfg: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _receive(member: ElasticEngine, live: LiveModel, wanted: int | None, console: Console) -> int:
-    """Receive until there is no more, or so many; return how many came."""
+    """Receive until the run ends, or `wanted` updates; return the number of updates."""
     num_updates = 0
     while (report := await member.receive_into(live)) is not None:
         num_updates += 1
@@ -97,10 +97,10 @@ async def _receive(member: ElasticEngine, live: LiveModel, wanted: int | None, c
 
 @contextmanager
 def _leaving_when_told(member: ElasticEngine) -> Iterator[None]:
-    """End in order on SIGTERM: the others are told, and go on without this rollout from the next update on."""
+    """Leave the run on SIGTERM: the other members go on without this rollout from the next update on."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, before)  # the second time it ends at once
+        signal.signal(signal.SIGTERM, before)  # a second SIGTERM ends it at once
         member.ask_to_leave()
 
     before = signal.signal(signal.SIGTERM, leave)
@@ -111,11 +111,12 @@ def _leaving_when_told(member: ElasticEngine) -> Iterator[None]:
 
 
 def _found(run_dir: Path, wait_s: float) -> Rendezvous:
-    """What the run says of where to meet."""
+    """Read the run's rendezvous.json, once it exists."""
     path, until = run_dir / RENDEZVOUS_NAME, time.monotonic() + wait_s
     while True:
         try:
-            return Rendezvous.decode(_beginning_of(path), str(path))
+            with path.open("rb") as file:
+                return Rendezvous.decode(file.read(_MOST_BYTES), str(path))
         except FileNotFoundError as error:
             if time.monotonic() > until:
                 raise RankAbsentError(
@@ -125,40 +126,26 @@ def _found(run_dir: Path, wait_s: float) -> Rendezvous:
             time.sleep(_LOOK_S)
 
 
-def _beginning_of(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_MOST_BYTES)
-
-
-def _address_towards(rendezvous: Rendezvous) -> str | None:
-    try:
-        return address_towards(rendezvous.address, rendezvous.port)
-    except OSError:
-        return None  # to reach it fails with a sentence
-
-
 def _catch_up(live: LiveModel, member: ElasticEngine, job: RunOfRollouts, device: Device) -> str:
-    """Get the newest version there is, out of band, and say how that went. There may be none."""
+    """Get the newest version from the trainers' memory or from a checkpoint, and return a sentence about it."""
     told = []
     for _ in range(_TRIES):
         if (found := member.news()) is None or found[0].peers is None:
             break
         try:
-            return _said(_from_peers(live, member, *found, device), "out of the trainers' memory")
+            version = _from_peers(live, member, *found, device)
+            return f"caught up with version {version.step} out of the trainers' memory"
         except (CorruptCheckpointError, RankAbsentError, ConfigurationError) as error:
             told.append(str(error))
     for path in committed_newest_first(Path(job.checkpoint_root)):
         if (found := member.news()) is None:
             break
         try:
-            return _said(_from_checkpoint(live, member, *found, path, job.model), f"from {path}")
-        except (CheckpointError, OSError) as error:  # damaged, of another model, or removed meanwhile
+            version = _from_checkpoint(live, member, *found, path, job.model)
+            return f"caught up with version {version.step} from {path}"
+        except (CheckpointError, OSError) as error:  # damaged, of another model, or removed
             told.append(str(error))
     return f"could not catch up and waits for its first update: {'; '.join(told) or 'there is no checkpoint'}"
-
-
-def _said(version: WeightVersion, where: str) -> str:
-    return f"caught up with version {version.step} {where}"
 
 
 def _from_peers(
@@ -167,19 +154,14 @@ def _from_peers(
     from ckpt.engine.parameter_server import read_from_peers
 
     index = device.torch_device.index or 0
-    return load_from_peers(
-        live,
-        news,
-        layout,
-        member.engine.digest_of,
-        lambda buckets: read_from_peers(news.peers, buckets, device_type=device.type, device_index=index),
-    )
+    read = partial(read_from_peers, news.peers, device_type=device.type, device_index=index)
+    return load_from_peers(live, news, layout, member.engine.digest_of, read)
 
 
 def _from_checkpoint(
     live: LiveModel, member: ElasticEngine, news: News, layout: WeightLayout, path: Path, model: Mapping[str, Any]
 ) -> WeightVersion:
-    """Read the model's part of a checkpoint, and nothing else of it, in the trainers' own types."""
+    """Load the model component of a checkpoint, and no other, in the trainers' own types."""
     step = path.name.removeprefix("checkpoint-")
     if not step.isdecimal():
         raise ConfigurationError(f"{path.name} has an id that is no step")

@@ -1,4 +1,4 @@
-"""Ranks that train and ranks that receive: how many there are of each, and how the engine of each meets the others'."""
+"""Ranks that train and ranks that receive: their numbers, and how their engines join."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
-from recipes.support.config import AgreeKeys
+from recipes.support.config import AgreeKeys, require_numbers
 
 
 @dataclass
@@ -26,32 +26,28 @@ class RoleKeys:
 
 @dataclass
 class AgreeWithGraceKeys(AgreeKeys):
-    """Those of a run that saves nothing, or not always: `save.grace_s` goes by this."""
+    """The keys of `agree` in a run without checkpoints, or with optional ones: `save.grace_s` follows `agree.grace_s`."""
 
     grace_s: float = MISSING
 
 
 def check_roles(run: Mapping[str, Any], *, least_rollouts: int = 1) -> None:
-    """Refuse roles without ranks, and ranks without patience.
+    """Refuse a role without ranks, and a deadline of 0 seconds.
 
     Args:
-        least_rollouts: 0 where they may come later.
+        least_rollouts: 0 if rollouts may come later.
 
     Raises:
-        ConfigurationError: it is so.
+        ConfigurationError: a number is too small.
     """
-    for name, least in (("trainer", 1), ("rollout", least_rollouts)):
-        if run["roles"][name] < least:
-            raise ConfigurationError(f"roles.{name}={run['roles'][name]}: expected at least {least}")
-    if not run["agree"]["timeout_s"] > 0:
-        raise ConfigurationError(f"agree.timeout_s={run['agree']['timeout_s']}: expected more than 0 seconds")
+    require_numbers(run, {"roles.trainer": 1, "roles.rollout": least_rollouts}, seconds=("agree.timeout_s",))
 
 
 def require_ranks(roles: Mapping[str, Any], num_ranks: int, topology: Topology) -> None:
-    """Refuse other ranks than the roles take, as torchrun may have started.
+    """Refuse a number of ranks, such as torchrun's, that differs from that of the roles.
 
     Raises:
-        ConfigurationError: there are others.
+        ConfigurationError: the numbers differ.
     """
     if topology.world_size != num_ranks:
         raise ConfigurationError(
@@ -63,13 +59,13 @@ def require_ranks(roles: Mapping[str, Any], num_ranks: int, topology: Topology) 
 def found_job(
     make: Callable[[], VersionedEngine], topology: Topology, roles: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> tuple[ElasticEngine, Rendezvous]:
-    """Make this rank's engine and join the others', such that rollouts can come and go. Collective.
+    """Make this rank's engine and join the others', so that rollouts can come and go. Collective.
 
     Args:
-        facts: what a rollout that comes has to know of the job, as data.
+        facts: the job's facts for rollouts that join, as data.
 
     Returns:
-        the engine, and where such a rollout finds the job.
+        the engine, and the addresses by which such a rollout finds the job.
     """
     store: Store | None = None
     with topology.operation("the set-up of the run"), topology.phase("prepare the engine") as phase:
@@ -90,7 +86,7 @@ def found_job(
 
 
 def join_engine(make: Callable[[], Any], topology: Topology, roles: Mapping[str, Any]) -> VersionedEngine:
-    """Make this rank's engine and join the others', as a manager of workers does: ask all where to meet, and tell all. Collective."""
+    """Make this rank's engine and join the others', as a manager of workers does: collect and distribute the addresses. Collective."""
     with topology.operation("the set-up of the run"), topology.phase("prepare the engine") as phase:
         engine: VersionedEngine = make()
         master = engine.prepare()

@@ -1,4 +1,4 @@
-"""What a rollout of a recipe is made of: the model it generates with, and what it says of it."""
+"""A rollout of a recipe: its model, and the version that it holds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from recipes.support.config import made
 
 
 def live_model(node: Mapping[str, Any], engine: VersionedEngine, device: Device, *, seed: int) -> LiveModel:
-    """A model to generate with, in the types in which its weights come.
+    """Make the rollout's model, in the types in which its weights travel.
 
     Args:
         node: the job's `model`.
-        seed: another one than the trainers': what the model ends with, it has received.
+        seed: of the initial weights; it differs from the trainers', so that equal weights at the end were received.
     """
     model: torch.nn.Module = made(node, seed=seed)
     for name, parameter in model.eval().requires_grad_(False).named_parameters():
@@ -30,7 +30,7 @@ def live_model(node: Mapping[str, Any], engine: VersionedEngine, device: Device,
 
 
 def held_by(live: LiveModel, rank: int, topology: Topology) -> dict[str, Any]:
-    """Which version a rollout holds, by its own word and by the digest of its own tensors."""
+    """Return the version that a rollout holds, and the digest of its own tensors."""
     with live.reading() as version:
         return {
             "rank": rank,

@@ -1,4 +1,4 @@
-"""The keys of the weight sync recipes, and all that can be wrong with them before a rank starts."""
+"""The keys of the weight sync recipes, and their checks before a rank starts."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from recipes.support.config import (
     made,
     make_absolute,
     require_names,
+    require_numbers,
 )
 from recipes.training.facts import ENGINE_AT_RUN_TIME
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles
@@ -37,7 +38,7 @@ class ColocatedRoleKeys(RoleKeys):
 
 @dataclass
 class SyncKeys(RunKeys):
-    """Those of a training run, and those of giving its weights away."""
+    """The keys of a training run, and those of its weight updates."""
 
     roles: ColocatedRoleKeys = field(default_factory=ColocatedRoleKeys)
     agree: AgreeWithGraceKeys = field(default_factory=AgreeWithGraceKeys)  # one key more than training's
@@ -61,10 +62,10 @@ class JoinKeys:
 
 
 def checked_sync(cfg: DictConfig) -> dict[str, Any]:
-    """Return the run's config as a plain dictionary, resolved, with right types. Costs next to nothing; no rank has started.
+    """Return the run's config as a plain dictionary, resolved, with typed values. No rank has started yet.
 
     Raises:
-        ConfigurationError, OmegaConfBaseException: naming the key, what was found and the way out.
+        ConfigurationError, OmegaConfBaseException: a key or a value is wrong; names it and the next step.
         DeviceUnavailableError: this machine does not have the device.
     """
     typed = OmegaConf.merge(OmegaConf.structured(SyncKeys), cfg)
@@ -88,15 +89,12 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     check_batch(run, layout, roles["trainer"])
     run |= _checked_training(run) if run["ckpt"] is not None else {"components": {}}
     _check_published(run)
-    # Torch's default group is that of training; rollouts are none of its business.
+    # Torch's default process group has the trainers alone.
     return run | {"launch": {"nproc_per_node": num_ranks(roles), "in_process_group": roles["trainer"]}}
 
 
 def checked_join(cfg: DictConfig) -> dict[str, Any]:
-    """The same for a rollout that joins a running job.
-
-    Raises: as `checked_sync`.
-    """
+    """Return the config of a rollout that joins a running job, as `checked_sync` does, with the same errors."""
     typed = OmegaConf.merge(OmegaConf.structured(JoinKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     make_absolute(run, "run")
@@ -104,23 +102,19 @@ def checked_join(cfg: DictConfig) -> dict[str, Any]:
     for name, given in (("engine", ENGINE_AT_RUN_TIME), ("model", AT_RUN_TIME["model"])):
         if run[name] is not None:
             bind(run[name], name, given)
-    if run["updates"] is not None and run["updates"] < 1:
-        raise ConfigurationError(f"updates={run['updates']}: expected at least 1, or null to stay until the run ends")
-    for key in ("wait_s", "local_rank"):
-        if run[key] < 0:
-            raise ConfigurationError(f"{key}={run[key]}: expected at least 0")
+    require_numbers(run, {"updates": 1, "wait_s": 0, "local_rank": 0})
     made(run["device"]).require()
     return run
 
 
 def num_ranks(roles: Mapping[str, Any]) -> int:
-    """The ranks that a job starts with."""
+    """Return the number of ranks that a job starts with."""
     num: int = roles["trainer"] if roles["colocated"] else roles["trainer"] + roles["rollout"]
     return num
 
 
 def _checked_training(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of training, its checkpoints included, as `recipes.train` checks them, on the ranks that train."""
+    """Return the keys of training and of its checkpoints, checked as `recipes.train` does, for the ranks that train."""
     own = {one.name: run[one.name] for one in fields(RunKeys)}
     own["agree"] = {"timeout_s": run["agree"]["timeout_s"]}
     own["launch"] = {"nproc_per_node": run["roles"]["trainer"]}
@@ -142,7 +136,7 @@ def _check_saves(run: Mapping[str, Any]) -> None:
 
 
 def _check_published(run: Mapping[str, Any]) -> None:
-    """Refuse to publish saves out of host memory where none are kept."""
+    """Refuse `publish=saved` with a backend that keeps no save in host memory."""
     if run["publish"] == "live" or kept_memories(run) is not None:
         return
     writer, backend = run["save"]["writer"], run["ckpt"]["_target_"].rpartition(".")[2]
@@ -158,15 +152,9 @@ def _check_published(run: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(run: Mapping[str, Any]) -> None:
-    roles, train = run["roles"], run["train"]
+    roles = run["roles"]
     check_roles(run, least_rollouts=0)
-    for key, value, least in (
-        ("train.steps", train["steps"], 1),
-        ("train.seed", train["seed"], 0),
-        ("train.batch_size", train["batch_size"], 1),
-    ):
-        if value < least:
-            raise ConfigurationError(f"{key}={value}: expected at least {least}")
+    require_numbers(run, {"train.steps": 1, "train.seed": 0, "train.batch_size": 1})
     if roles["colocated"] and roles["trainer"] != roles["rollout"]:
         raise ConfigurationError(
             f"roles.colocated=true: each of the {roles['trainer']} trainers is a rollout; give roles.rollout={roles['trainer']}"

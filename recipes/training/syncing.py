@@ -1,11 +1,11 @@
-"""The weight sync run on one rank, a trainer, a rollout or both: what it is made of, and the loop."""
+"""The weight sync run on one rank, which is a trainer, a rollout or both: its parts, and the loop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ckpt.ranks.sigterm import sigterm_noted
 from ckpt.ranks.topology import Topology
 from ckpt.state.digest import state_digest
 from ckpt.state.statefuls import ModelState
-from recipes.support.config import config_text, made
+from recipes.support.config import made
 from recipes.support.report import Report, Summary, write_summary
 from recipes.training.facts import facts_of
 from recipes.training.roles import found_job, join_engine, require_ranks
@@ -33,16 +33,16 @@ from recipes.training.sync_config import num_ranks
 from recipes.training.training import Training, resume, settle_start
 
 RENDEZVOUS_NAME = "rendezvous.json"
-"""The file of a run that says where rollouts find it, as long as it runs."""
+"""The file of a run, while it runs, by which rollouts find it."""
 
 
 def settle_sync(cfg: dict[str, Any]) -> dict[str, Any]:
-    """Decide where the run begins, as `settle_start` does, if it has checkpoints."""
+    """Return the config with which the run begins, as `settle_start` does, if it has checkpoints."""
     return cfg if cfg["ckpt"] is None else settle_start(cfg)
 
 
 def sync_weights(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | None:
-    """Train up to step `train.steps`, each ending with an update of all rollouts; return the summary on rank 0. Every rank calls it."""
+    """Train up to step `train.steps` and update all rollouts after each; return the summary on rank 0. Every rank calls it."""
     roles = cfg["roles"]
     require_ranks(roles, num_ranks(roles), topology)
     run_dir = Path(cfg["run_dir"])
@@ -68,29 +68,21 @@ def sync_weights(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | No
 
 
 def _roll_out(cfg: Mapping[str, Any], topology: Topology, device: Device, member: ElasticEngine) -> None:
-    """A rollout that the job starts with."""
+    """Run a rollout that the job starts with."""
     with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
         live = live_model(cfg["model"], member.engine, device, seed=cfg["train"]["seed"] + 1 + topology.rank)
-    with _ending_with_trainers(cfg):
+    # Launchers send SIGTERM to all ranks; trainers that save at it tell rollouts when the run is over.
+    saves_at_sigterm = cfg["ckpt"] is not None and cfg["save"]["on_sigterm"]
+    with sigterm_noted(cfg["save"]["grace_s"]) if saves_at_sigterm else nullcontext():
         while asyncio.run(member.receive_into(live)) is not None:
             continue
         asyncio.run(member.reply(held_by(live, topology.rank, Topology.alone(topology.progress))))
     with topology.operation("the digests of the weights"), topology.phase("digest"):
-        pass  # the lead holds them against what it published, and all raise what it raises
-
-
-@contextmanager
-def _ending_with_trainers(cfg: Mapping[str, Any]) -> Iterator[None]:
-    """Put SIGTERM off: launchers send it to all ranks, and trainers that save at it tell rollouts when the run is over."""
-    if cfg["ckpt"] is None or not cfg["save"]["on_sigterm"]:
-        yield
-        return
-    with sigterm_noted(cfg["save"]["grace_s"]):
-        yield
+        pass  # the lead compares them with what it published; all ranks raise its error
 
 
 class _Colocated:
-    """Updates of a rollout that is this trainer."""
+    """Updates where each trainer is its own rollout. Other rollouts cannot join."""
 
     def __init__(self, cfg: Mapping[str, Any], topology: Topology, device: Device, engine: VersionedEngine) -> None:
         self.engine = engine
@@ -103,7 +95,7 @@ class _Colocated:
         self._live = live_model(self._cfg["model"], self.engine, self._device, seed=seed)
 
     def open(self, run_dir: Path) -> None:
-        """Nobody can come."""
+        """Do nothing: no rollout can join."""
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, Any]:
         assert self._live is not None
@@ -118,7 +110,7 @@ class _Colocated:
 
 
 class _Separate:
-    """Updates of rollouts that come and go, as a trainer sees them."""
+    """A trainer's updates of rollouts that come and go."""
 
     def __init__(self, topology: Topology, member: ElasticEngine, rendezvous: Rendezvous) -> None:
         self.engine = member.engine
@@ -127,15 +119,15 @@ class _Separate:
         self._rendezvous = rendezvous
 
     def build(self) -> None:
-        """The rollouts do."""
+        """Do nothing: the rollouts make their models."""
 
     def open(self, run_dir: Path) -> None:
-        """From now on rollouts can come."""
+        """Write rendezvous.json, by which rollouts can join from now on."""
         if self._topology.is_lead:
             replace_durably(run_dir / RENDEZVOUS_NAME, self._rendezvous.encode())
 
     def end(self, run_dir: Path, published: dict[str, Any]) -> list[dict[str, Any]]:
-        """What all rollouts hold, on the lead."""
+        """End the run for the rollouts; return what each of them holds, on the lead."""
         if not self._topology.is_lead:
             return []
         (run_dir / RENDEZVOUS_NAME).unlink(missing_ok=True)
@@ -144,7 +136,11 @@ class _Separate:
 
 
 class _Trainer:
-    """One trainer's part of the run."""
+    """One trainer's part of the run.
+
+    Args:
+        updates: how its updates reach rollouts.
+    """
 
     def __init__(
         self, cfg: dict[str, Any], topology: Topology, device: Device, updates: _Colocated | _Separate
@@ -163,24 +159,18 @@ class _Trainer:
             self.weights = WholeWeights(self.training.model_state, self.trainers)
             updates.build()
         if cfg["ckpt"] is not None:
-            self.coordinator = instantiate(cfg["coordinator"])(
-                state_components=self.training.components(),
-                process_groups=self.training.layout.process_groups(self.trainers),
-                topology=self.trainers,
-                config_text=config_text(cfg),
-            )
+            self.coordinator = self.training.coordinated(instantiate(cfg["coordinator"]))
 
     def run(self, run_dir: Path) -> dict[str, Any] | None:
         began = time.monotonic()
         with ExitStack() as context:
             if self.coordinator is not None:
                 context.enter_context(self.coordinator)
-            if self.coordinator is not None and self.cfg["resume"] is not None:
-                resume(self.training, self.coordinator, self.summary, self.report)
-            if self.coordinator is not None:
+                if self.cfg["resume"] is not None:
+                    resume(self.training, self.coordinator, self.summary, self.report)
                 context.enter_context(self.training.told_to_end(self.coordinator))
             self.updates.open(run_dir)
-            if self.summary.final_step:  # the rollouts get what was resumed, before the next step
+            if self.summary.final_step:  # the rollouts get the resumed weights before the next step
                 self._publish(self.summary.final_step)
             for step in range(self.summary.first_step, self.cfg["train"]["steps"] + 1):
                 self._step(step)
@@ -203,19 +193,20 @@ class _Trainer:
         return summary
 
     def _step(self, step: int) -> None:
-        """Train, save if it is time to, and update the rollouts."""
+        """Train a step, save it if it is due, and update the rollouts."""
         steps = self.cfg["train"]["steps"]
         loss = self.training.step()
         self.summary.add_step(step, loss)
-        is_saved = self.coordinator is not None and self.training.save(self.coordinator, step, self.summary)
+        is_saved = False
         if self.coordinator is not None:
+            is_saved = self.training.save(self.coordinator, step, self.summary)
             self.report.saved(self.summary.add_saves(self.coordinator.reports))
-        told = self._publish(step, saved=is_saved)
+        update = self._publish(step, saved=is_saved)
         if step in (1, steps) or step % max(1, steps // 12) == 0:
-            self.report.console.print(f"step {step:>6}/{steps}  loss {loss:.4f}  {_told(told)}")
+            self.report.console.print(f"step {step:>6}/{steps}  loss {loss:.4f}  {_shown(update)}")
 
     def _publish(self, step: int, *, saved: bool = False) -> dict[str, Any]:
-        """Give the rollouts the weights of a step, those that have just been saved, or those of the live model."""
+        """Update the rollouts with the weights of a step: of the live model, or with `publish=saved` of the save."""
         sender = self.updates.sender
         if saved and self.cfg["publish"] == "saved":
             assert self.coordinator is not None
@@ -226,10 +217,10 @@ class _Trainer:
         return report
 
     def _holders(self, run_dir: Path) -> dict[str, Any]:
-        """What every trainer and rollout holds, by digests of its own tensors.
+        """Return the version and the digest of the tensors that trainers and each rollout hold.
 
         Raises:
-            CorruptCheckpointError: a rollout holds other bits than the trainers; on all ranks of the job.
+            CorruptCheckpointError: on all ranks of the job; a rollout holds other bits than the trainers.
         """
         engine = self.updates.engine
         published = _Published(self.training.model_state, engine)
@@ -245,7 +236,7 @@ class _Trainer:
 
 
 class _Published:
-    """The trainers' weights in the types in which they travel."""
+    """The trainers' weights in the types in which they travel; read only."""
 
     def __init__(self, stateful: ModelState, engine: VersionedEngine) -> None:
         self._stateful = stateful
@@ -257,10 +248,10 @@ class _Published:
         return {name: tensor.to(self._engine.travels_as(name, tensor.dtype)) for name, tensor in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError("what is published is read only")
+        raise NotImplementedError
 
 
-def _told(report: Mapping[str, Any]) -> str:
+def _shown(report: Mapping[str, Any]) -> str:
     if not report.get("num_bytes"):
         return "published to nobody: no rollout has come"
     seconds = "  ".join(f"{part} {report[f'{part}_s']:.3f}" for part in ("offload", "gather", "transfer", "reload"))

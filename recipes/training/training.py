@@ -19,6 +19,7 @@ from ckpt.loading.loader import LoadReport, require_checkpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
+from ckpt.state.abilities import Declared
 from ckpt.state.address import local_tensor
 from ckpt.state.digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
@@ -125,13 +126,7 @@ def set_up(cfg: dict[str, Any], topology: Topology) -> tuple[Training, Checkpoin
     with topology.operation("the set-up of the run"), topology.phase("build"), device.telling_of_room():
         training = Training(cfg, topology, device)
     training.join()
-    coordinator: CheckpointCoordinator = make_coordinator(
-        state_components=training.components(),
-        process_groups=training.layout.process_groups(topology),
-        topology=topology,
-        config_text=config_text(cfg),
-    )
-    return training, coordinator
+    return training, training.coordinated(make_coordinator)
 
 
 class Training:
@@ -211,6 +206,11 @@ class Training:
         nodes = self.cfg["components"]
         order = [*(key for key in objects if key != "rng"), "rng"]
         return [_component(key, objects[key], nodes[key]) for key in order if key in nodes]
+
+    def coordinated(self, make: Callable[..., CheckpointCoordinator]) -> CheckpointCoordinator:
+        """Make the coordinator of these components. Collective."""
+        groups = self.layout.process_groups(self.topology)
+        return make(self.components(), groups, self.topology, config_text=config_text(self.cfg))
 
     def step(self) -> float:
         """Train one step on the next batch and return its loss, the mean over the global batch. Collective."""
@@ -345,7 +345,7 @@ def _load(coordinator: CheckpointCoordinator, path: str | None, *, strict: bool)
 
 
 def _component(key: str, stateful: Any, node: Mapping[str, Any]) -> StateComponent:
-    pattern = node["sharing_pattern"] or getattr(stateful, "sharing_pattern", None)
+    pattern = node["sharing_pattern"] or (stateful.sharing_pattern if isinstance(stateful, Declared) else None)
     if pattern is None:
         raise ConfigurationError(
             f"components.{key}.sharing_pattern=null leaves it to the object, but {type(stateful).__name__} has no "

@@ -134,7 +134,7 @@ def test_without_a_backend_nothing_of_checkpoints_is_asked_for(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["updates=0"], "updates=0: expected at least 1, or null to stay until the run ends"),
+        (["updates=0"], "updates=0: expected at least 1"),
         (["wait_s=-1"], "wait_s=-1.0: expected at least 0"),
         (["local_rank=-1"], "local_rank=-1: expected at least 0"),
         (["device=cuda", "+device.kind=3"], "device.kind"),

@@ -1,4 +1,4 @@
-"""Data parallelism as Hugging Face Accelerate arranges it."""
+"""Data parallelism by Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from recipes.support.ranks import environment_with
 from recipes.training.gpt import GPT, next_token_loss
-from recipes.training.parallel.base import Arranged, Backward
+from recipes.training.parallel.base import Arranged
 from recipes.training.parallel.replicated import DataParallel, WithOneUnused
 
 
 class Accelerated(DataParallel):
-    """The same as `parallel=ddp`, by Accelerate: `Accelerator.prepare` wraps model and optimizer, its `backward` runs.
+    """`parallel=ddp` by Accelerate: `Accelerator.prepare` wraps model and optimizer, `Accelerator.backward` computes gradients.
 
-    Accelerate keeps what it knows of the ranks in one place per process; a new job begins with it empty.
+    Accelerate keeps one state of the ranks per process; a new job resets it.
     """
 
     name = "accelerate"
@@ -31,10 +31,16 @@ class Accelerated(DataParallel):
             )
         one_unused = self.exact_resume and topology.world_size > 1
         wrapped = accelerator.prepare(WithOneUnused(model) if one_unused else model)
-        return Arranged(model, _backward(accelerator, wrapped), accelerator.prepare_optimizer)
+
+        def backward(rows: torch.Tensor) -> torch.Tensor:
+            loss = next_token_loss(wrapped(rows[:, :-1]), rows[:, 1:])
+            accelerator.backward(loss)
+            return loss.detach()
+
+        return Arranged(model, backward, accelerator.prepare_optimizer)
 
     def _accelerator(self, topology: Topology, device: torch.device) -> Accelerator:
-        """Make it on the process group that exists. It asks the environment about the ranks, also where they know it."""
+        """Make an accelerator on the existing process group. It reads ranks from the environment, which is set for the call."""
         neighbours = topology.nodes[topology.node_rank]
         ranks = {"RANK": topology.rank, "WORLD_SIZE": topology.world_size}
         ranks |= {"LOCAL_RANK": topology.local_rank, "LOCAL_WORLD_SIZE": len(neighbours)}
@@ -42,12 +48,3 @@ class Accelerated(DataParallel):
         handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)] if self.exact_resume else []
         with environment_with({name: str(number) for name, number in ranks.items()}):
             return Accelerator(cpu=device.type == "cpu", kwargs_handlers=handlers)
-
-
-def _backward(accelerator: Accelerator, wrapped: torch.nn.Module) -> Backward:
-    def backward(rows: torch.Tensor) -> torch.Tensor:
-        loss = next_token_loss(wrapped(rows[:, :-1]), rows[:, 1:])
-        accelerator.backward(loss)
-        return loss.detach()
-
-    return backward

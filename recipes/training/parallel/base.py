@@ -1,4 +1,4 @@
-"""What the training recipe wants of a layout, and the grid of ranks that most of the answers follow from."""
+"""The interface of a layout, and the grid of ranks on which it is built."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Backward = Callable[[torch.Tensor], "torch.Tensor | None"]
-"""Tokens (rows, context + 1) -> the mean loss over these rows, as far as this rank knows it, with all gradients made."""
+"""Tokens (rows, context + 1) -> the mean loss over these rows, or None on a rank without it; it also computes the gradients."""
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Arranged:
     """A model in its layout, on one rank.
 
     Attributes:
-        module: what this rank trains and saves of the model, by the parameter names of the whole model.
+        module: this rank's part of the model, with the parameter names of the whole model.
         backward: forward and backward pass over this rank's rows of a batch. Collective.
-        wrap_optimizer: what the layout makes of an optimizer over `module`'s parameters.
+        wrap_optimizer: wraps an optimizer of `module`'s parameters.
     """
 
     module: nn.Module
@@ -40,20 +40,20 @@ class Arranged:
 
 
 class Layout(ABC):
-    """Ranks in a grid: neighbours differ in the last axis first. Made before any rank starts, and again on every rank.
+    """Ranks in a grid, in row-major order: neighbours differ in the last axis. Made before ranks start, and again on each.
 
     Args:
-        sizes: ranks along each axis of `axes`; None: 2 along an inner axis, and what is left along the first.
+        sizes: ranks along each axis of `axes`; None: 2 along an inner axis, the rest along the first.
     """
 
     name: ClassVar[str]
-    """The choice of `parallel=`, for messages."""
+    """The value of `parallel=`, for messages."""
     axes: ClassVar[tuple[str, ...]]
-    """The process groups it makes, outermost first, for components that are shared per group."""
+    """The names of its process groups, outermost first, for components with a `process_group_name`."""
     data_axes: ClassVar[tuple[str, ...]] = ()
-    """Along these each rank takes its own part of a batch; ranks that differ in others only train on equal rows."""
+    """Ranks along these axes train on different parts of a batch; along the other axes on equal rows."""
     cuts_model: ClassVar[bool] = True
-    """Whether ranks hold parts of the model, which takes knowledge of it."""
+    """Whether ranks hold parts of the model, so that it has to be a GPT of ours."""
 
     def __init__(self, **sizes: int | None) -> None:
         for axis, size in sizes.items():
@@ -65,7 +65,7 @@ class Layout(ABC):
         """Return the ranks along each axis.
 
         Raises:
-            ConfigurationError: this number of ranks cannot be laid out so; names it, the axes and the way out.
+            ConfigurationError: the number of ranks is not the product of the axes.
         """
         inner = {axis: self._wanted.get(axis) or 2 for axis in self.axes[1:]}
         inside = math.prod(inner.values())
@@ -82,15 +82,14 @@ class Layout(ABC):
         return sizes
 
     def check(self, num_ranks: int) -> None:
-        """Refuse a number of ranks that the layout cannot use. See `sizes`."""
+        """Refuse a number of ranks that the layout cannot use; see `sizes`."""
         self.sizes(num_ranks)
 
     def fit(self, model: nn.Module, num_ranks: int) -> None:
-        """Refuse a model that cannot be laid out so.
+        """Refuse a model that the layout cannot cut.
 
         Raises:
-            ConfigurationError: the layout knows where to cut a GPT, and this is none; or the layout's key and the model's
-                number that do not go together.
+            ConfigurationError: the model is no GPT of ours, or its size does not fit the layout's.
         """
         if self.cuts_model and not isinstance(model, GPT):
             raise ConfigurationError(
@@ -100,17 +99,17 @@ class Layout(ABC):
 
     @abstractmethod
     def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
-        """Lay the model out. Collective; every rank gives the same model, whole, on its device."""
+        """Lay the model out. Collective; every rank passes the same whole model, on its device."""
 
     def position(self, rank: int, num_ranks: int) -> dict[str, int]:
-        """Return a rank's place along each axis."""
+        """Return a rank's coordinate along each axis."""
         place = {}
         for axis, size in reversed(self.sizes(num_ranks).items()):
             rank, place[axis] = divmod(rank, size)
         return place
 
     def instances(self, axis: str, num_ranks: int) -> list[list[int]]:
-        """Return the sets of ranks whose places differ along one axis only."""
+        """Return the sets of ranks whose coordinates differ only along one axis."""
         sets: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
         for rank in range(num_ranks):
             place = self.position(rank, num_ranks)
@@ -125,22 +124,22 @@ class Layout(ABC):
         }
 
     def share(self, rank: int, num_ranks: int) -> tuple[int, int]:
-        """Return (number, count): which of how many parts of each batch a rank trains on."""
+        """Return (number, count): the part of each batch that a rank trains on, and the number of parts."""
         return self._number_along(self.data_axes, rank, num_ranks)
 
     def stream(self, rank: int, num_ranks: int) -> tuple[int, int]:
-        """Return (number, count) of the stream of random numbers a rank draws from.
+        """Return (number, count) of a rank's stream of random numbers.
 
-        Ranks that hold parts of one layer draw alike, for what they drop out is one activation; stages have other layers.
+        Ranks that hold parts of one layer share a stream, because dropout is of one activation; pipeline stages do not.
         """
         return self._number_along((*self.data_axes, "pp"), rank, num_ranks)
 
     def num_parts(self, num_ranks: int) -> int:
-        """Return into how many equal parts a batch is cut."""
+        """Return the number of equal parts of a batch."""
         return self.share(0, num_ranks)[1]
 
     def knows_loss(self, rank: int, num_ranks: int) -> bool:
-        """Whether this rank speaks for its part of the batch. One rank does for each part."""
+        """Whether this rank reports the loss of its part of the batch. One rank does so for each part."""
         inside = {axis: at for axis, at in self.position(rank, num_ranks).items() if axis not in self.data_axes}
         last = self.sizes(num_ranks).get("pp", 1) - 1
         return all(at == (last if axis == "pp" else 0) for axis, at in inside.items())

@@ -1,4 +1,4 @@
-"""Gradients over ranks, in one order and in few messages: equal bits on every rank, and in every run."""
+"""Sum gradients over ranks, in a fixed order and few messages: equal bits on every rank, and in every run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ BUCKET_BYTES = 32 << 20
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace each gradient by its mean over the group. Collective; ranks give like parameters in like order."""
+    """Replace each gradient by its mean over the group. Collective; all ranks pass parameters of the same shapes, in one order."""
     num_ranks = dist.get_world_size(group)
     if num_ranks > 1:
         _sum(parameters, group, 1.0 / num_ranks)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace each gradient by its sum over the group: for copies of one parameter that are used in different places."""
+    """Replace each gradient by its sum over the group: for copies of one parameter in different stages."""
     _sum(parameters, group, 1.0)
 
 
@@ -38,7 +38,7 @@ def _sum(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, factor: f
 
 
 def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Group neighbours of one data type up to `BUCKET_BYTES`, so that a copy of all gradients is never held."""
+    """Group adjacent gradients of one data type up to `BUCKET_BYTES`, to bound the memory of copies."""
     bucket: list[torch.Tensor] = []
     size = 0
     for gradient in gradients:

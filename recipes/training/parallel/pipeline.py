@@ -10,17 +10,17 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from recipes.training.gpt import GPT, next_token_loss
-from recipes.training.parallel.base import Arranged, Layout, backward_of
+from recipes.training.parallel.base import Arranged, Backward, Layout, backward_of
 from recipes.training.parallel.gradients import average_gradients, sum_gradients
 
 
 class _Pipelined(Layout):
-    """What has a pipeline inside. A batch flows through it in micro-batches, one forward and one backward in turn."""
+    """A layout with a pipeline. A batch passes through it in micro-batches, one forward and one backward in turn (1F1B)."""
 
     microbatches: int | None
 
     def num_microbatches(self, num_ranks: int) -> int:
-        """Into how many micro-batches the rows of a rank are cut: as many as there are stages, unless told otherwise."""
+        """The number of micro-batches of a rank's rows: by default the number of stages."""
         return self.microbatches or self.sizes(num_ranks)["pp"]
 
     def num_parts(self, num_ranks: int) -> int:
@@ -44,10 +44,11 @@ class _Pipelined(Layout):
             passes = backward_of(model)
             tie = None
         else:
-            stage = self.position(rank, num_ranks)["pp"]
             tie = self._tie_ends(model, topology)
-            model.keep_stage(stage, pp)
-            passes = _Passes(model, stage, pp, self.num_microbatches(num_ranks), device, groups["pp"]).backward
+            number = self.position(rank, num_ranks)["pp"]
+            model.keep_stage(number, pp)
+            stage = PipelineStage(model, number, pp, device, group=groups["pp"])
+            passes = _backward_of_stage(stage, self.num_microbatches(num_ranks))
 
         def backward(rows: torch.Tensor) -> torch.Tensor | None:
             loss = passes(rows)
@@ -60,13 +61,13 @@ class _Pipelined(Layout):
         return Arranged(model, backward)
 
     def _new_groups(self, axis: str, topology: Topology) -> dist.ProcessGroup:
-        """Make all instances of a group, on all ranks in one order, and return this rank's."""
+        """Make all instances of a group, in the same order on all ranks, and return this rank's."""
         mine, _ = dist.new_subgroups_by_enumeration(self.instances(axis, topology.world_size))
         assert mine is not None
         return mine
 
     def _tie_ends(self, model: GPT, topology: Topology) -> dist.ProcessGroup | None:
-        """Return the group of the first and the last stage of this rank's pipeline, whose embedding and head are tied."""
+        """Return the group of the first and the last stage of this rank's pipeline, if embedding and head are tied."""
         if not model.tied_names:
             return None
         mine = None
@@ -81,8 +82,8 @@ class Pipeline(_Pipelined):
     """Each rank holds some of the layers.
 
     Args:
-        pp: how many stages; None: one for each rank.
-        microbatches: into how many parts a batch is cut; None: as many as stages.
+        pp: number of stages; None: one for each rank.
+        microbatches: number of parts of a batch; None: the number of stages.
     """
 
     name = "pipeline"
@@ -94,12 +95,12 @@ class Pipeline(_Pipelined):
 
 
 class DataParallelPipeline(_Pipelined):
-    """Copies of a pipeline, each taking its part of a batch. The ranks of one pipeline are neighbours.
+    """Copies of a pipeline, each with its part of a batch. The ranks of one pipeline are neighbours.
 
     Args:
-        dp: how many copies; None: as many as there are ranks for.
-        pp: how many stages; None: 2.
-        microbatches: into how many parts the rows of one copy are cut; None: as many as stages.
+        dp: number of copies; None: ranks / pp.
+        pp: number of stages; None: 2.
+        microbatches: number of parts of one copy's rows; None: the number of stages.
     """
 
     name = "ddp_pipeline"
@@ -111,30 +112,24 @@ class DataParallelPipeline(_Pipelined):
         self.microbatches = _positive(microbatches)
 
 
-class _Passes:
-    """Forward and backward passes of one stage, all micro-batches of a step."""
+def _backward_of_stage(stage: PipelineStage, microbatches: int) -> Backward:
+    """Return the forward and backward passes of one stage, over all micro-batches of a step."""
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=next_token_loss)
 
-    def __init__(
-        self, model: GPT, stage: int, pp: int, microbatches: int, device: torch.device, group: dist.ProcessGroup
-    ) -> None:
-        self._is_first = stage == 0
-        self._is_last = stage == pp - 1
-        self._schedule = Schedule1F1B(
-            PipelineStage(model, stage, pp, device, group=group), microbatches, loss_fn=next_token_loss
-        )
-
-    def backward(self, rows: torch.Tensor) -> torch.Tensor | None:
-        inputs = (rows[:, :-1].contiguous(),) if self._is_first else ()
-        if not self._is_last:
-            self._schedule.step(*inputs)
+    def backward(rows: torch.Tensor) -> torch.Tensor | None:
+        inputs = (rows[:, :-1].contiguous(),) if stage.is_first else ()
+        if not stage.is_last:
+            schedule.step(*inputs)
             return None
         losses: list[torch.Tensor] = []
-        self._schedule.step(*inputs, target=rows[:, 1:].contiguous(), losses=losses)
+        schedule.step(*inputs, target=rows[:, 1:].contiguous(), losses=losses)
         return torch.stack([loss.detach() for loss in losses]).mean()
+
+    return backward
 
 
 def _end_of(model: GPT) -> nn.Embedding | nn.Linear:
-    """The tied module of a stage that has one: the embedding of the first, the head of the last."""
+    """The tied module: the embedding of the first stage, the head of the last one."""
     end = model.wte if model.wte is not None else model.lm_head
     assert end is not None
     return end

@@ -34,13 +34,13 @@ class Single(Layout):
 
 
 class DataParallel(Layout):
-    """Every rank holds the whole model and takes its part of each batch: torch's DistributedDataParallel.
+    """Every rank holds the whole model and its part of each batch: torch's DistributedDataParallel.
 
     Args:
-        dp: how many ranks share a batch; None: all there are.
-        exact_resume: keep the gradient buckets as they are from the first step on. By default torch rebuilds them after
-            the first backward pass of each process, and then a resumed run on three or more ranks sums gradients in
-            another order than the run it continues.
+        dp: ranks that share a batch; None: all.
+        exact_resume: keep the gradient buckets of the first step. Otherwise torch rebuilds them after the first backward
+            pass of each process, and a resumed run on three or more ranks sums gradients in another order than the run
+            that it continues.
     """
 
     name = "ddp"
@@ -57,13 +57,13 @@ class DataParallel(Layout):
             return Arranged(model, backward_of(model))
         if not self.exact_resume:
             return Arranged(model, backward_of(DistributedDataParallel(model)))
-        # To look for unused parameters is what keeps DDP from rebuilding its buckets.
+        # With find_unused_parameters DDP does not rebuild its buckets.
         wrapped = DistributedDataParallel(WithOneUnused(model), find_unused_parameters=True)
         return Arranged(model, backward_of(wrapped))
 
 
 class WithOneUnused(nn.Module):
-    """A model beside a parameter that no step uses. Told to look for unused parameters, DDP warns if it finds none."""
+    """A model and a parameter that no step uses: DDP warns if it looks for unused parameters and finds none."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layouts in which ranks hold parts of tensors: torch's FSDP2 and DTensor tensor parallelism, and both together."""
+"""Layouts in which ranks hold parts of tensors: torch's FSDP2, DTensor tensor parallelism, and both together."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from recipes.training.parallel.gradients import average_gradients
 
 
 class FullySharded(Layout):
-    """Every rank holds an equal part of every tensor and takes its part of each batch: FSDP2.
+    """Every rank holds an equal part of every tensor, and its part of each batch: FSDP2.
 
     Args:
-        dp: how many ranks share a batch and the model; None: all there are.
+        dp: ranks that share a batch and the model; None: all.
     """
 
     name = "fsdp"
@@ -41,8 +41,8 @@ class HybridSharded(Layout):
     """Several copies of the model, each fully sharded over its ranks: FSDP2 on a mesh of two axes.
 
     Args:
-        dp: how many copies; None: as many as there are ranks for.
-        fsdp: how many ranks share one copy; None: 2.
+        dp: number of copies; None: ranks / fsdp.
+        fsdp: ranks that share one copy; None: 2.
     """
 
     name = "hsdp"
@@ -58,7 +58,7 @@ class HybridSharded(Layout):
 
 
 class _TensorParallel(Layout):
-    """What has a tensor-parallel axis inside: heads, MLP columns and the vocabulary are cut over its ranks."""
+    """A layout with a tensor-parallel axis: heads, MLP columns and the vocabulary are cut over its ranks."""
 
     axes = ("dp", "tp")
     data_axes = ("dp",)
@@ -78,14 +78,13 @@ class _TensorParallel(Layout):
 
 
 class TensorThenFullySharded(_TensorParallel):
-    """Each layer is cut over neighbouring ranks (DTensor), and what each then holds is sharded again (FSDP2).
+    """Each layer is cut over neighbouring ranks (DTensor), and each rank's part is sharded again (FSDP2).
 
-    Where both cut the same dimension, FSDP2 says so with a strided placement: a rank's rows come from the rows that
-    tensor parallelism had given it.
+    Where both cut the same dimension, FSDP2 uses a strided placement: it cuts the rows of the tensor-parallel part.
 
     Args:
-        dp: how many ranks share a batch, and each tensor-parallel part of the model; None: what is left.
-        tp: how many ranks share a layer; None: 2.
+        dp: ranks that share a batch, and each tensor-parallel part of the model; None: ranks / tp.
+        tp: ranks that share a layer; None: 2.
     """
 
     name = "tp_fsdp"
@@ -94,17 +93,17 @@ class TensorThenFullySharded(_TensorParallel):
         mesh = self.mesh(device, topology.world_size)
         cut_layers(model, mesh["tp"])
         shard(model, mesh["dp"])
-        # The logits are a view of a DTensor's memory; nobody here writes into them.
+        # The logits are a view of a DTensor's memory, which is not written to.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         return Arranged(model, backward_of(model))
 
 
 class TensorAndDataParallel(_TensorParallel):
-    """Each layer is cut over neighbouring ranks (DTensor); copies of that take their part of each batch.
+    """Each layer is cut over neighbouring ranks (DTensor); each copy has its part of each batch.
 
     Args:
-        dp: how many copies; None: as many as there are ranks for.
-        tp: how many ranks share a layer; None: 2.
+        dp: number of copies; None: ranks / tp.
+        tp: ranks that share a layer; None: 2.
     """
 
     name = "ddp_tp"
@@ -123,16 +122,16 @@ class TensorAndDataParallel(_TensorParallel):
 
 
 def shard(model: GPT, mesh: DeviceMesh) -> None:
-    """Shard every tensor's first dimension over the mesh, gathered block by block when it is needed."""
+    """Shard every tensor's first dimension over the mesh; FSDP2 gathers it block by block."""
     for block in model.h.values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)  # with the embeddings and the head, which may be tied
 
 
 def cut_layers(model: GPT, mesh: DeviceMesh) -> None:
-    """Cut the layers over a mesh of one axis, as Megatron does: columns first, rows after, one sum per half block.
+    """Cut the layers over a mesh of one axis, as Megatron does: first by columns, then by rows, one all-reduce per half block.
 
-    Every parameter becomes a DTensor, also those that every rank holds whole: an optimizer steps all of them together.
+    Every parameter becomes a DTensor, also those that every rank holds whole, because an optimizer steps all of them together.
     """
     for block in model.h.values():
         plan: dict[str, ParallelStyle] = {
@@ -157,7 +156,7 @@ def cut_layers(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def _hold_whole(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make a layer's parameters DTensors that every rank holds whole; plain tensors go in and come out."""
+    """Make a layer's parameters replicated DTensors; its inputs and outputs are plain tensors."""
 
     def enter(module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
         return tuple(DTensor.from_local(one, mesh, [Replicate()], run_check=False) for one in inputs)
