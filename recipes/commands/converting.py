@@ -1,14 +1,14 @@
-"""What `convert` does: it finds out what `src` is, and has it written as what `to` says. One process does it."""
+"""The command `convert`: find out the format of `src`, and write it in the format `to`, in one process."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.filesize import decimal
@@ -26,19 +26,17 @@ from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.metadata import other_format
 from ckpt.format.names import local_path
 from ckpt.format.stored import noticing_removal
-from recipes.commands.converting_megatron import convert_megatron
+from recipes.commands.converting_megatron import Converted, convert_megatron, differences
 from recipes.support.tables import printable
 
 SAFETENSORS = "safetensors"
 _BACKENDS: dict[str, Callable[[], Backend]] = {
     "zarr": ZarrBackend,
     "tensorstore": TensorStoreBackend,
-    "kimi-engine": partial(
-        KimiEngineBackend, pool=False
-    ),  # the process ends when it is done: nothing is to be kept in memory
+    "kimi-engine": partial(KimiEngineBackend, pool=False),  # the process ends after it: no save is kept in memory
 }
 _OF_SHARDED = ("zarr", "tensorstore")
-"""What Megatron-Core's zarr checkpoints can become: those of a sharded state dict."""
+"""The formats of a sharded state dict, which Megatron-Core's zarr checkpoints can become."""
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{unit}B": base**power
     for power, letter in enumerate("KMGT", 1)
@@ -48,7 +46,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 @dataclass
 class ConvertLoadKeys:
-    """How the old checkpoint may be read."""
+    """The keys of `load`."""
 
     allow_pickle: bool = False
 
@@ -67,82 +65,11 @@ class ConvertKeys:
     json: bool = False
 
 
-class Outcome(Protocol):
-    """What went over, and what did not; a dataclass of plain values.
-
-    Attributes:
-        num_files, num_bytes: of what was written, and read back.
-    """
-
-    src: str
-    dst: str
-    to: str
-    num_files: int
-    num_bytes: int
-
-    def lines(self) -> list[str]:
-        """What a person reads of it, beside these."""
-
-
-@dataclass(frozen=True)
-class Crossed:
-    """A checkpoint of ours in another format.
-
-    Attributes:
-        array_bytes: of all elements.
-    """
-
-    src: str
-    dst: str
-    to: str
-    components: list[str]
-    arrays: int
-    array_bytes: int
-    num_files: int
-    num_bytes: int
-
-    def lines(self) -> list[str]:
-        return [
-            f"  components {', '.join(self.components)}",
-            f"  arrays     {self.arrays}, {decimal(self.array_bytes)}",
-        ]
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Tensors in plain safetensors files.
-
-    Attributes:
-        left_out: one text each.
-        changed: which tensor, and what it is now.
-    """
-
-    src: str
-    dst: str
-    to: str
-    component: str | None
-    tensors: int
-    tensor_bytes: int
-    files: list[str]
-    left_out: list[str]
-    changed: list[str]
-    num_files: int
-    num_bytes: int
-
-    def lines(self) -> list[str]:
-        of = "of everything" if self.component is None else f"of component={self.component}"
-        return [
-            f"  tensors  {self.tensors}, {decimal(self.tensor_bytes)}, {of}",
-            *(f"  changed  {text}" for text in self.changed),
-            *(f"  left out {text}" for text in self.left_out),
-        ]
-
-
 def keys_of(cfg: DictConfig) -> ConvertKeys:
     """Return the config of the command, its types checked.
 
     Raises:
-        ConfigurationError: src or dst is missing or an address, there is no such `to`, or `max_shard_size` is no size.
+        ConfigurationError: src or dst is missing or a URL, or `to` or `max_shard_size` has a wrong value.
     """
     for name, what in (("src", "the old checkpoint"), ("dst", "a folder for the new one")):
         if OmegaConf.is_missing(cfg, name):
@@ -158,10 +85,10 @@ def keys_of(cfg: DictConfig) -> ConvertKeys:
 
 
 def shard_bytes(size: str | None) -> int:
-    """The bytes that `max_shard_size` stands for, such as "5GB", which is 5 * 10**9, or "5GiB"; None: no limit.
+    """Return the bytes of `max_shard_size`, such as "5GB", which is 5 * 10**9, or "5GiB"; None: no limit.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: the text is no size.
     """
     if size is None:
         return 1 << 62
@@ -174,22 +101,22 @@ def shard_bytes(size: str | None) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
-def convert(keys: ConvertKeys) -> Outcome:
-    """Write what is at `src` as `to` says, read it back, and only then give it the name `dst`.
+def convert(keys: ConvertKeys) -> Converted:
+    """Write the checkpoint at `src` in the format `to`, read it back, and then rename it to `dst`.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `src`.
-        CheckpointExistsError: there is something at `dst`.
-        ConfigurationError: this source does not go over into that, or pickles are not allowed, or hold what cannot go over.
+        CheckpointExistsError: `dst` exists and is not empty.
+        ConfigurationError: `src` cannot be converted to that format, or holds pickles that are not allowed or not convertible.
         CheckpointGoneError: the old checkpoint was removed while it was read.
-        CorruptCheckpointError: something of the old checkpoint is missing or damaged.
-        StorageError: what was written is not what is read back.
+        CorruptCheckpointError: the old checkpoint is damaged or incomplete.
+        StorageError: the bytes read back differ from those written.
     """
     with noticing_removal(Path(keys.src)):
         return _convert(keys)
 
 
-def _convert(keys: ConvertKeys) -> Outcome:
+def _convert(keys: ConvertKeys) -> Converted:
     src, dst = Path(keys.src), Path(keys.dst)
     is_megatron = _is_megatron(src)
     require_free(dst)
@@ -206,23 +133,24 @@ def _convert(keys: ConvertKeys) -> Outcome:
     return convert_megatron(src, dst, keys.to, allow_pickle=allow_pickle, leave_out_unknown=keys.leave_out_unknown)
 
 
-def show(found: Outcome, keys: ConvertKeys) -> None:
-    """Print what went over, and what did not."""
+def show(found: Converted, keys: ConvertKeys) -> None:
+    """Print what was converted, and what was left out."""
     if keys.json:
-        print(json.dumps(asdict(found), indent=2))  # type: ignore[call-overload]
+        places = {"src": found.src, "dst": found.dst, "to": found.to}
+        print(json.dumps(places | found.held | {"num_files": found.num_files, "num_bytes": found.num_bytes}, indent=2))
         return
     files = f"{found.num_files} file{'' if found.num_files == 1 else 's'}"
     first = (
         f"{found.src} is now {found.dst}, for to={found.to}; {files}, {decimal(found.num_bytes)}, read back and right"
     )
-    print("\n".join(printable(line) for line in (first, *found.lines())))
+    print("\n".join(printable(line) for line in (first, *found.lines)))
 
 
 def _is_megatron(src: Path) -> bool:
-    """Whether this is Megatron-Core's, and not one of ours.
+    """Whether Megatron-Core wrote the checkpoint at `src`, and not this library.
 
     Raises:
-        CheckpointNotFoundError: it is neither.
+        CheckpointNotFoundError: there is neither.
     """
     if not src.exists():
         raise CheckpointNotFoundError(f"src={src} does not exist")
@@ -242,36 +170,31 @@ def _is_checkpoint(path: Path) -> bool:
     return path.is_dir() and ((path / MANIFEST_NAME).is_file() or is_megatron_zarr(path))
 
 
-def _cross(keys: ConvertKeys) -> Crossed:
+def _cross(keys: ConvertKeys) -> Converted:
     done = rewrite(Path(keys.src), Path(keys.dst), _BACKENDS[keys.to]())
+    components = list(done.manifest.components)
     arrays = [entry for entry in done.manifest.arrays.values() if entry.alias_of is None]
-    return Crossed(
-        src=keys.src,
-        dst=keys.dst,
-        to=keys.to,
-        components=list(done.manifest.components),
-        arrays=len(arrays),
-        array_bytes=sum(entry.num_bytes for entry in arrays),
-        num_files=done.num_files,
-        num_bytes=done.num_bytes,
-    )
+    array_bytes = sum(entry.num_bytes for entry in arrays)
+    held: dict[str, Any] = {"components": components, "arrays": len(arrays), "array_bytes": array_bytes}
+    lines = [f"  components {', '.join(components)}", f"  arrays     {len(arrays)}, {decimal(array_bytes)}"]
+    return Converted(keys.src, keys.dst, keys.to, done.num_files, done.num_bytes, held, lines)
 
 
-def _export(keys: ConvertKeys, selection: Selection) -> Plain:
+def _export(keys: ConvertKeys, selection: Selection) -> Converted:
     done = export(selection, Path(keys.dst), shard_bytes(keys.max_shard_size))
-    return Plain(
-        src=keys.src,
-        dst=keys.dst,
-        to=keys.to,
-        component=keys.component,
-        tensors=len(selection.tensors),
-        tensor_bytes=sum(tensor.num_bytes for tensor in selection.tensors),
-        files=list(done.files),
-        left_out=[f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()],
-        changed=[
-            *(f"{name}: called {theirs}, for the format cannot call it so" for name, theirs in done.renamed.items()),
-            *(f"{name}: float64 in a dimension more, for the format has no complex128" for name in done.as_pairs),
-        ],
-        num_files=len(done.files) + (1 if len(done.files) > 1 else 0),
-        num_bytes=done.num_bytes,
-    )
+    num_files = len(done.files) + (1 if len(done.files) > 1 else 0)
+    tensor_bytes = sum(tensor.num_bytes for tensor in selection.tensors)
+    left_out = [f"{alias} (tied: it is {first})" for alias, first in selection.aliases.items()]
+    changed = [
+        *(f"{name}: called {theirs}, for the format cannot call it so" for name, theirs in done.renamed.items()),
+        *(f"{name}: float64 in a dimension more, for the format has no complex128" for name in done.as_pairs),
+    ]
+    held: dict[str, Any] = {
+        "component": keys.component,
+        "tensors": len(selection.tensors),
+        "tensor_bytes": tensor_bytes,
+    }
+    held |= {"files": list(done.files), "left_out": left_out, "changed": changed}
+    of = "of everything" if keys.component is None else f"of component={keys.component}"
+    lines = [f"  tensors  {len(selection.tensors)}, {decimal(tensor_bytes)}, {of}", *differences(changed, left_out)]
+    return Converted(keys.src, keys.dst, keys.to, num_files, done.num_bytes, held, lines)

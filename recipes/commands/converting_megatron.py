@@ -1,13 +1,13 @@
-"""What `convert` does to a checkpoint of Megatron-Core's zarr strategy: tensors, objects and common state go into one of ours.
+"""Convert a checkpoint of Megatron-Core's zarr strategy: tensors, objects and common state become a checkpoint of this library.
 
-Tensors are saved out of their mapped files, chunk by chunk, so that memory is needed for what is under way.
+Tensors are saved from memory-mapped files, chunk by chunk, so that memory is needed only for the chunks in flight.
 """
 
 from __future__ import annotations
 
 import argparse
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -40,11 +40,11 @@ _NAMED = 8
 
 @dataclass
 class _Notes:
-    """What does not go over as it was.
+    """Values that cannot be converted unchanged.
 
     Attributes:
-        left_out: one text each: where, and of which class.
-        changed: where, and what it is now.
+        left_out: one text each: the place, and the class.
+        changed: one text each: the place, and the new value.
     """
 
     left_out: list[str] = field(default_factory=list)
@@ -53,56 +53,47 @@ class _Notes:
 
 @dataclass(frozen=True)
 class Converted:
-    """What went over.
+    """A new checkpoint, or new files: written, and read back.
 
     Attributes:
-        array_bytes: of all elements.
-        common: the outermost entries of the common state.
-        num_files, num_bytes: of the new checkpoint, read back after it was written.
+        num_files, num_bytes: of what was written.
+        held: its content, under the keys of the command's JSON.
+        lines: its content, for people.
     """
 
     src: str
     dst: str
     to: str
-    arrays: int
-    array_bytes: int
-    objects: int
-    common: list[str]
-    left_out: list[str]
-    changed: list[str]
     num_files: int
     num_bytes: int
+    held: dict[str, Any]
+    lines: list[str]
 
-    def lines(self) -> list[str]:
-        """What a person reads of it."""
-        return [
-            f"  arrays   {self.arrays}, {decimal(self.array_bytes)}",
-            f"  objects  {self.objects}",
-            f"  common   {', '.join(self.common) or 'nothing'}",
-            *(f"  changed  {text}" for text in self.changed),
-            *(f"  left out {text}" for text in self.left_out),
-        ]
+
+def differences(changed: Sequence[str], left_out: Sequence[str]) -> list[str]:
+    """Return the lines of values that were changed or left out."""
+    return [*(f"  changed  {text}" for text in changed), *(f"  left out {text}" for text in left_out)]
 
 
 def convert_megatron(src: Path, dst: Path, to: str, *, allow_pickle: bool, leave_out_unknown: bool) -> Converted:
-    """Write the checkpoint at `src` as one of ours, check it, and only then give it the name `dst`.
+    """Write the checkpoint at `src` in this library's format, verify it, and then rename it to `dst`.
 
     Args:
-        to: what a strategy of ours is called, with version 1: "zarr" or "tensorstore".
+        to: the name of a strategy of version 1: "zarr" or "tensorstore".
 
     Raises:
-        CheckpointExistsError: there is something at `dst`.
-        ConfigurationError: pickles are not allowed, or hold values that cannot go over.
-        CorruptCheckpointError: something of the old checkpoint is missing or damaged.
-        StorageError: what was written is not what is read back.
+        CheckpointExistsError: `dst` exists and is not empty.
+        ConfigurationError: pickles are not allowed, or hold values that cannot be converted.
+        CorruptCheckpointError: the old checkpoint is damaged or incomplete.
+        StorageError: the bytes read back differ from those written.
     """
     require_free(dst)
     stored = MegatronZarr(src)
     if stored.layout.headless:
         raise headless(src, stored.layout.headless[0])
-    notes = _Notes([f"{path} (of no known meaning)" for path in stored.layout.others])
     unknown = _Notes()
-    common = _common(src, allow_pickle, unknown)
+    common = load_megatron_common(src, allow_pickle=allow_pickle, unknown="keep")
+    common = _Carry(unknown, "common.pt").entries(common, "")
     objects = _objects(src, allow_pickle, unknown)
     if unknown.left_out and not leave_out_unknown:
         raise ConfigurationError(
@@ -116,24 +107,23 @@ def convert_megatron(src: Path, dst: Path, to: str, *, allow_pickle: bool, leave
         examined = examine(folder)
         if examined.problems:
             raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
-    return Converted(
-        src=str(src),
-        dst=str(dst),
-        to=to,
-        arrays=len(stored.arrays),
-        array_bytes=sum(array.num_bytes for array in stored.arrays.values()),
-        objects=len(objects),
-        common=[str(key) for key in common],
-        left_out=notes.left_out + unknown.left_out,
-        changed=unknown.changed,
-        num_files=examined.num_files,
-        num_bytes=examined.num_bytes,
-    )
-
-
-def _common(src: Path, allow_pickle: bool, notes: _Notes) -> dict[Any, Any]:
-    common = load_megatron_common(src, allow_pickle=allow_pickle, unknown="keep")
-    return _Carry(notes, "common.pt").entries(common, "")
+    array_bytes = sum(array.num_bytes for array in stored.arrays.values())
+    names = [str(key) for key in common]
+    left_out = [*(f"{path} (of no known meaning)" for path in stored.layout.others), *unknown.left_out]
+    held: dict[str, Any] = {
+        "arrays": len(stored.arrays),
+        "array_bytes": array_bytes,
+        "objects": len(objects),
+        "common": names,
+    }
+    lines = [
+        f"  arrays   {len(stored.arrays)}, {decimal(array_bytes)}",
+        f"  objects  {len(objects)}",
+        f"  common   {', '.join(names) or 'nothing'}",
+        *differences(unknown.changed, left_out),
+    ]
+    held |= {"left_out": left_out, "changed": unknown.changed}
+    return Converted(str(src), str(dst), to, examined.num_files, examined.num_bytes, held, lines)
 
 
 def _objects(src: Path, allow_pickle: bool, notes: _Notes) -> list[ShardedObject]:
@@ -153,7 +143,7 @@ def _tensors(stored: MegatronZarr) -> dict[str, list[ShardedTensor]]:
 
 
 def _pieces(stored: MegatronZarr, key: str) -> list[tuple[Box, torch.Tensor]]:
-    """A tensor's chunks. Megatron-Core wrote them raw; if somebody encoded them since, the tensor is read into memory."""
+    """A tensor's chunks, mapped. Megatron-Core writes them raw; a tensor with encoded chunks is read into memory."""
     mapped = stored.mapped(key)
     if mapped:
         return mapped
@@ -166,21 +156,22 @@ def _pieces(stored: MegatronZarr, key: str) -> list[tuple[Box, torch.Tensor]]:
 def _state(
     common: dict[Any, Any], objects: list[ShardedObject], tensors: Mapping[str, list[ShardedTensor]]
 ) -> dict[Any, Any]:
-    """The sharded state dict to save. Tensors and objects go by their own keys, so where they stand in it means nothing."""
+    """The sharded state dict to save. Tensors and objects have keys of their own, so their place in it does not matter."""
     name = "sharded"
     while name in common:
         name += "_"
     sharded = {key: part for key, part in (("tensors", dict(tensors)), ("objects", objects)) if part}
-    return common | ({name: sharded} if sharded else {})  # an empty one would be a common value
+    return common | ({name: sharded} if sharded else {})  # an empty dictionary would be saved as a common value
 
 
 _LEFT_OUT = object()
 
 
 class _Carry:
-    """Makes of what a pickle held what a checkpoint of ours can hold, and notes what cannot go over.
+    """Converts values of a pickle to values that a checkpoint of this library can hold.
 
-    What cannot is left out with the entry of a dictionary, or the attribute, that it is in, for in a list the rest would move up.
+    A value that cannot be converted is left out with the dictionary entry or the attribute that holds it, not alone: in a list the
+    later items would move up.
     """
 
     def __init__(self, notes: _Notes, file: str) -> None:
@@ -188,7 +179,7 @@ class _Carry:
         self._file = file
 
     def __call__(self, value: Any, path: str) -> Any:
-        """The value to save, or `_LEFT_OUT`."""
+        """Return the value to save, or `_LEFT_OUT`."""
         if isinstance(value, torch.Tensor):
             return value.detach()
         if isinstance(value, dict):
@@ -207,7 +198,7 @@ class _Carry:
         return self._leaf(value, path)
 
     def entries(self, value: dict[Any, Any], path: str) -> dict[Any, Any]:
-        """A dictionary without what cannot go over."""
+        """Return a dictionary without the entries that cannot be converted."""
         carried = {}
         for key, item in value.items():
             below = f"{path}.{key}" if path else str(key)
@@ -222,11 +213,8 @@ class _Carry:
         try:
             to_json(value, path)
         except ConfigurationError:
-            kind = (
-                value.name
-                if isinstance(value, UnknownObject)
-                else f"{type(value).__module__}.{type(value).__qualname__}"
-            )
+            own = f"{type(value).__module__}.{type(value).__qualname__}"
+            kind = value.name if isinstance(value, UnknownObject) else own
             self._notes.left_out.append(f"{self._place(path)} ({kind})")
             return _LEFT_OUT
         return value

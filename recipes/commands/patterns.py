@@ -1,4 +1,4 @@
-"""What the doctor's command does: make the run, train a little, and show what the doctor says. Nothing here writes."""
+"""The command `doctor`: make a run, train a few steps, and show the verdict on each component. It writes nothing."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from recipes.training.training import set_up
 
 @dataclass
 class DoctorKeys:
-    """The keys that the doctor has on top of those of a training run."""
+    """The doctor's keys beside those of a training run."""
 
     steps: int = 2
     json: bool = False
 
 
 def keys_of(cfg: DictConfig) -> DoctorKeys:
-    """Take the doctor's own keys out of the config and return them, their types checked.
+    """Pop the doctor's own keys from the config and return them, their types checked.
 
     Raises:
-        ConfigurationError: there is no such key, or fewer than no steps.
+        ConfigurationError: there is no such key, or doctor.steps is negative.
     """
     with open_dict(cfg):
         own = cfg.pop("doctor")
@@ -46,7 +46,7 @@ def keys_of(cfg: DictConfig) -> DoctorKeys:
 
 
 def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
-    """Make the run, go on from where `resume` says, train some steps and diagnose. Every rank calls it."""
+    """Make the run, load what `resume` names, train some steps and diagnose. Every rank calls it."""
     training, coordinator = set_up(cfg, topology)
     if cfg["resume"] is not None:
         path = None if cfg["resume"] == "latest" else cfg["resume"]
@@ -62,7 +62,7 @@ def examine(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
 
 
 def show(result: Mapping[str, Any], *, as_json: bool) -> int:
-    """Print what was found, and return the exit code: 1 if a save would lose state."""
+    """Print the verdicts, and return the exit code: 1 if a save would lose state."""
     lost = [one["component"] for one in result["components"] if one["verdict"] == PatternVerdict.LOSES_STATE.value]
     if as_json:
         print(json.dumps({"ok": not lost, **result}, indent=2))

@@ -1,4 +1,4 @@
-"""What `plan` finds and shows: the run that would load a checkpoint, made rank by rank without starting one."""
+"""The command `plan`: preview a load, on the parts of every rank of a run, without starting ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from rich.filesize import decimal
 from rich.text import Text
@@ -26,11 +25,11 @@ from ckpt.state.statefuls import RNGState, as_stateful
 from recipes.commands.reading import is_checkpoint
 from recipes.support.config import OWN_COMPONENTS, checked, made
 from recipes.support.tables import add_row, console, printable, table_of
-from recipes.training.parallel.base import Arranged, Layout
+from recipes.training.parallel.base import Arranged, Layout, backward_of
 from recipes.training.training import Training
 
 MAX_LINES = 20
-"""How many keys of a component the table names."""
+"""The most keys of a component that the table lists."""
 
 
 @dataclass
@@ -44,13 +43,13 @@ class PlanKeys:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a load would do, and with what.
+    """The preview of a load.
 
     Attributes:
-        manifest: None for an old checkpoint.
+        manifest: of the checkpoint; None: it is an old one, made of .pt files.
         topology: of rank 0 of the run that would load.
-        layout: as `parallel=` names it, with the ranks along its axes.
-        bytes_are_exact: the components of which each rank's bytes are known; of the others, those of one whole copy.
+        layout: the value of `parallel=`, with the ranks along its axes.
+        bytes_are_exact: the components whose bytes are known for each rank; of the others, only those of a whole copy are.
     """
 
     path: Path
@@ -62,10 +61,10 @@ class Plan:
 
 
 def keys_of(cfg: DictConfig) -> PlanKeys:
-    """Take the command's own keys out of the config, their types checked; what stays is the config of a run.
+    """Pop the command's own keys from the config and return them, their types checked. The rest is the config of a run.
 
     Raises:
-        ConfigurationError: no checkpoint is given, or no node.
+        ConfigurationError: no checkpoint is given, or less than one node.
     """
     if OmegaConf.is_missing(cfg, "checkpoint"):
         raise ConfigurationError("no checkpoint is given; add checkpoint=<a checkpoint>")
@@ -79,11 +78,11 @@ def keys_of(cfg: DictConfig) -> PlanKeys:
 
 
 def plan(keys: PlanKeys, cfg: DictConfig) -> Plan:
-    """Make the parts of every rank of the run, and ask what a load of the checkpoint would do with them.
+    """Make the parts of every rank of the run, and preview a load of the checkpoint into them.
 
     Raises:
-        CheckpointNotFoundError: there is none at the path.
-        ConfigurationError: the run could not start in this layout, whatever it loads.
+        CheckpointNotFoundError: there is no checkpoint at the path.
+        ConfigurationError: the run could not start in this layout, with any checkpoint.
     """
     path = local_path(keys.checkpoint, "checkpoint")
     given = cfg.launch.nproc_per_node
@@ -104,14 +103,14 @@ def plan(keys: PlanKeys, cfg: DictConfig) -> Plan:
 
 
 class Unstarted(Training):
-    """The parts of one rank of a run that is not started: of the model, the layers that this rank would hold, uncut."""
+    """The parts of one rank of a run that is not started. Its model has the layers of this rank's stage, not cut further."""
 
     def join(self) -> None:
         sizes = self.layout.sizes(self.topology.world_size)
         if sizes.get("pp", 1) > 1:
             stage = self.layout.position(self.topology.rank, self.topology.world_size)["pp"]
             self.model.keep_stage(stage, sizes["pp"])  # type: ignore[operator]
-        self._complete(Arranged(self.model, _no_backward))
+        self._complete(Arranged(self.model, backward_of(self.model)))
 
     def components(self) -> list[Any]:
         found = super().components()
@@ -120,7 +119,7 @@ class Unstarted(Training):
         return found
 
     def on(self, topology: Topology) -> Unstarted:
-        """The same parts on another rank that holds the same layers; its place among the ranks is its own."""
+        """Return the same parts for another rank with the same layers, with that rank's topology, generators and loader."""
         other = copy.copy(self)
         other.topology = topology
         stream = self.layout.stream(topology.rank, topology.world_size)
@@ -130,7 +129,7 @@ class Unstarted(Training):
 
 
 def _parts_of_ranks(run: Mapping[str, Any], layout: Layout, num_ranks: int, nodes: int) -> list[Unstarted]:
-    """The parts of every rank. A model is made once for all ranks that hold the same layers."""
+    """The parts of every rank. Ranks of one stage share a model."""
     hosts = [f"host-{rank * nodes // num_ranks}" for rank in range(num_ranks)]
     groups = {axis: layout.instances(axis, num_ranks) for axis in layout.axes}
     by_stage: dict[int, Unstarted] = {}
@@ -145,12 +144,8 @@ def _parts_of_ranks(run: Mapping[str, Any], layout: Layout, num_ranks: int, node
     return parts
 
 
-def _no_backward(rows: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("nothing is trained here")
-
-
 def _exact(found: Forecast, layout: Layout, num_ranks: int) -> frozenset[str]:
-    """The components whose bytes are known for each rank. Of tensors that a layout would cut, only their sum is."""
+    """The components whose bytes are known for each rank. Of tensors that a layout would cut, only the sum is known."""
     whole = num_ranks == 1 or "pp" in layout.axes
     return frozenset(
         one.key
@@ -167,7 +162,8 @@ def show(found: Plan, keys: PlanKeys) -> None:
     if keys.json:
         print(json.dumps(as_json(found), indent=2))
         return
-    head = f"{found.path}: {_saved_by(found)}; wanted by {_count(found.topology.world_size)}, {found.layout}"
+    saved = "an old checkpoint" if found.manifest is None else f"saved by {_count(found.manifest.world_size)}"
+    head = f"{found.path}: {saved}; wanted by {_count(found.topology.world_size)}, {found.layout}"
     table = table_of("component", "saved as", "wanted as", "what will happen", "to read", right=(4,))
     for one in found.forecast.components:
         add_row(table, one.key, _saved_as(one, found), _wanted_as(one), what(one, found)[1], _to_read(one, found))
@@ -188,30 +184,22 @@ def show(found: Plan, keys: PlanKeys) -> None:
 
 
 def as_json(found: Plan) -> dict[str, Any]:
-    """The plan, every number and every key exactly."""
-    saved = None
-    if found.manifest is not None:
-        saved = {"world_size": found.manifest.world_size, "topology": found.manifest.topology}
-    topology = found.topology
+    """Return the plan, with every number and every key in full."""
+    manifest, topology = found.manifest, found.topology
+    groups = {name: group.instances for name, group in topology.groups.items()}
+    wanted = {"world_size": topology.world_size, "topology": {"nodes": topology.nodes, "groups": groups}}
     return {
         "checkpoint": str(found.path),
         "loads": found.forecast.loads,
         "refusal": found.forecast.refusal,
-        "saved": saved,
-        "wanted": {
-            "layout": found.layout,
-            "world_size": topology.world_size,
-            "topology": {
-                "nodes": topology.nodes,
-                "groups": {name: group.instances for name, group in topology.groups.items()},
-            },
-        },
+        "saved": None if manifest is None else {name: getattr(manifest, name) for name in ("world_size", "topology")},
+        "wanted": {"layout": found.layout} | wanted,
         "components": {one.key: _component_as_json(one, found) for one in found.forecast.components},
     }
 
 
 def what(one: LoadPreview, found: Plan) -> tuple[str, str]:
-    """What will happen to a component, as one word for programs and a few for people."""
+    """Return what a load does to a component: a verdict for programs, and a text for people."""
     report = one.report
     if report is None:
         return "refused", f"refused: {one.refusal}"
@@ -233,14 +221,12 @@ def _how(one: LoadPreview, found: Plan) -> tuple[str, str]:
     saved = found.manifest.components[one.key] if found.manifest is not None else None
     if saved is None:
         return "loaded", "loaded from an old file"
-    if SharingPattern.SHARDED in (component.pattern, SharingPattern(saved.sharing_pattern)) and _laid_out_otherwise(
-        found
-    ):
-        return "resharded", f"resharded {_from_to(found)}"
-    if one.moved and component.pattern in OWN_COPIES:
-        return "replica taken", f"one copy taken, for all are equal: {one.moved}"
+    is_sharded = SharingPattern.SHARDED in (component.pattern, SharingPattern(saved.sharing_pattern))
+    if is_sharded and (layouts := _change_of_layout(found)):
+        return "resharded", f"resharded {layouts}"
     if one.moved:
-        return "replica taken", f"replica taken: {one.moved}"
+        replica = "one copy taken, for all are equal" if component.pattern in OWN_COPIES else "replica taken"
+        return "replica taken", f"{replica}: {one.moved}"
     return "loaded", "loaded as it is"
 
 
@@ -248,30 +234,22 @@ def _by_object(one: LoadPreview) -> tuple[str, str]:
     first = one.plain[0] if one.plain else {}
     if one.component.elastic == "derive":
         known = "seed" in first and "step" in first
-        return (
-            "derived",
-            f"derived from seed {first['seed']}, step {first['step']}" if known else "derived from the first copy",
-        )
+        source = f"seed {first['seed']}, step {first['step']}" if known else "the first copy"
+        return "derived", f"derived from {source}"
     if "position" in first:
         return "repartitioned", f"repartitioned at sample {first['position']}"
     copies = f"{len(one.plain)} copies" if len(one.plain) != 1 else "the one copy"
     return "repartitioned", f"repartitioned from {copies}"
 
 
-def _laid_out_otherwise(found: Plan) -> bool:
-    assert found.manifest is not None
-    groups = {name: [list(ranks) for ranks in group.instances] for name, group in found.topology.groups.items()}
-    return (found.manifest.world_size, found.manifest.topology["groups"]) != (found.topology.world_size, groups)
-
-
-def _from_to(found: Plan) -> str:
+def _change_of_layout(found: Plan) -> str:
+    """How the ranks differ from those of the save; "" if they and their groups are the same."""
     assert found.manifest is not None
     before, after = found.manifest.world_size, found.topology.world_size
-    return f"from {before} to {_count(after)}" if before != after else f"among the same {_count(after)}"
-
-
-def _saved_by(found: Plan) -> str:
-    return "an old checkpoint" if found.manifest is None else f"saved by {_count(found.manifest.world_size)}"
+    if before != after:
+        return f"from {before} to {_count(after)}"
+    groups = {name: [list(ranks) for ranks in group.instances] for name, group in found.topology.groups.items()}
+    return f"among the same {_count(after)}" if found.manifest.topology["groups"] != groups else ""
 
 
 def _saved_as(one: LoadPreview, found: Plan) -> str:
@@ -293,9 +271,8 @@ def _wanted_as(one: LoadPreview) -> str:
 def _to_read(one: LoadPreview, found: Plan) -> str:
     if not any(one.bytes_by_rank):
         return ""
-    if one.key not in found.bytes_are_exact:
-        return f"a part of {decimal(max(one.bytes_by_rank))}"
-    return f"{decimal(max(one.bytes_by_rank))} a rank"
+    most = decimal(max(one.bytes_by_rank))
+    return f"{most} a rank" if one.key in found.bytes_are_exact else f"a part of {most}"
 
 
 def _component_as_json(one: LoadPreview, found: Plan) -> dict[str, Any]:

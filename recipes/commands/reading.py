@@ -1,4 +1,4 @@
-"""What `inspect` and `verify` show of a checkpoint, or of a folder of checkpoints. Nothing here writes."""
+"""The commands `inspect` and `verify`, for a checkpoint or a folder of checkpoints. They write nothing."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from ckpt.format.names import local_path
 from ckpt.format.stored import gone, identity_of, noticing_removal, read_manifest
 from recipes.support.tables import add_row, console, full_line, printable, table_of
 
+_VERSIONS = ("format_version", "ckpt_version", "pytorch_version")
+_HEAD = ("checkpoint_id", *_VERSIONS, "world_size", "topology", "training_args_hash")
+
 
 @dataclass
 class ReadingKeys:
@@ -36,7 +39,7 @@ def keys_of(cfg: DictConfig) -> ReadingKeys:
     """Return the config of such a command, its types checked.
 
     Raises:
-        ConfigurationError: no path is given, or the address of an object store.
+        ConfigurationError: no path is given, or the URL of an object store.
     """
     if OmegaConf.is_missing(cfg, "path"):
         raise ConfigurationError("no path is given; add path=<a checkpoint or a folder of checkpoints>")
@@ -47,7 +50,7 @@ def keys_of(cfg: DictConfig) -> ReadingKeys:
 
 
 def verify(keys: ReadingKeys) -> int:
-    """Read every byte of every checkpoint at the path, tell what is wrong, and return the exit code."""
+    """Read every byte of every checkpoint at the path, print the problems, and return the exit code."""
     results, removed = [], []
     for path in checkpoints_at(Path(keys.path)):
         found = _examined(path)
@@ -55,15 +58,8 @@ def verify(keys: ReadingKeys) -> int:
             removed.append(str(path))
             continue
         others = [str(one) for one in linked_with(path.absolute().parent, path, found.damaged)]
-        results.append(
-            {
-                "path": str(path),
-                "problems": found.problems,
-                "num_files": found.num_files,
-                "num_bytes": found.num_bytes,
-                "damage_shared_with": others,
-            }
-        )
+        counts = {"num_files": found.num_files, "num_bytes": found.num_bytes}
+        results.append({"path": str(path), "problems": found.problems, **counts, "damage_shared_with": others})
         if not keys.json:
             _tell_result(path, found.problems, f"{found.num_files} files, {found.num_bytes} bytes", others)
     if removed == [keys.path]:
@@ -127,7 +123,7 @@ def committed_below(root: Path) -> list[Committed]:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoint at a path, or all below it: those that are committed, and what is named like one but is not."""
+    """Return the checkpoint at a path, or all in it: committed ones, then folders named checkpoint-* that are not committed."""
     if is_checkpoint(path):
         return [path]
     committed = [one.path for one in committed_below(path)]
@@ -135,7 +131,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def _examined(path: Path) -> Verification | None:
-    """What was found; None: it was removed meanwhile."""
+    """Examine a checkpoint; None: it was removed meanwhile."""
     before = identity_of(path)
     try:
         found = examine(path)
@@ -149,15 +145,13 @@ def _tell_result(path: Path, problems: Sequence[str], counts: str, others: Seque
     if not problems:
         print(printable(f"{path}: ok, {counts}"))
         return
-    print(printable(f"{path}: {len(problems)} {'problem' if len(problems) == 1 else 'problems'}"))
-    for problem in problems:
-        print(printable(f"  {problem}"))
-    if others:
-        print(printable(f"  damaged files are shared with {', '.join(Path(one).name for one in others)}"))
+    shared = [f"  damaged files are shared with {', '.join(Path(one).name for one in others)}"] if others else []
+    lines = [f"{path}: {_counted(len(problems), 'problem')}", *(f"  {problem}" for problem in problems), *shared]
+    print("\n".join(map(printable, lines)))
 
 
 def _row(one: Committed) -> dict[str, Any] | None:
-    """What a table says of a checkpoint; None: it was removed since it was listed."""
+    """Return the row of a checkpoint in the table; None: it was removed since it was listed."""
     row: dict[str, Any] = {"id": one.id, "path": str(one.path), "timestamp": one.timestamp.isoformat()}
     try:
         manifest = read_manifest(one.path)
@@ -175,7 +169,7 @@ def _row(one: Committed) -> dict[str, Any] | None:
 
 
 def _below(path: Path, manifest: CheckpointManifest) -> dict[str, CheckpointManifest]:
-    """The checkpoints inside of a checkpoint, by folder."""
+    """The manifests of checkpoints inside of a checkpoint, by folder."""
     folders = [str(Path(file).parent) for file in manifest.files if Path(file).name == MANIFEST_NAME]
     with CheckpointFolder(path) as above:
         for folder in folders:
@@ -186,14 +180,8 @@ def _below(path: Path, manifest: CheckpointManifest) -> dict[str, CheckpointMani
 def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, Any]:
     return {
         "path": str(path),
-        "checkpoint_id": manifest.checkpoint_id,
-        "format_version": manifest.format_version,
-        "ckpt_version": manifest.ckpt_version,
-        "pytorch_version": manifest.pytorch_version,
+        **{name: getattr(manifest, name) for name in _HEAD},
         "timestamp": manifest.timestamp.isoformat(),
-        "world_size": manifest.world_size,
-        "topology": manifest.topology,
-        "training_args_hash": manifest.training_args_hash,
         "components": {key: component.to_json() for key, component in manifest.components.items()},
         "arrays": {name: entry.to_json() | {"size_bytes": entry.num_bytes} for name, entry in manifest.arrays.items()},
         "below": {folder: _checkpoint_as_json(path / folder, one) for folder, one in _below(path, manifest).items()},
@@ -201,7 +189,7 @@ def _checkpoint_as_json(path: Path, manifest: CheckpointManifest) -> dict[str, A
 
 
 def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int) -> None:
-    """Components that all checkpoints hold stand once above the table, problems below it: there they have the whole width."""
+    """Components that all checkpoints share are shown once above the table, problems below it, in the whole width."""
     table = table_of(
         "checkpoint", "committed\n(UTC)", "ranks", "arrays", "size", "files", "unique", right=(2, 3, 4, 5, 6), wide=(0,)
     )
@@ -246,7 +234,7 @@ def _component_cells(component: ComponentManifest) -> tuple[str, str, str, str]:
 
 
 def _where(entry: ArrayEntry, name: str) -> str:
-    """Its folder is named where that is not the array's own name, its chunks where there are several."""
+    """Where an array is stored: its folder, if that is not the array's name, its writers, and its chunks, if it has several."""
     if entry.alias_of is not None:
         return f"is {entry.alias_of}"
     if entry.packed_in:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from importlib import import_module
@@ -252,7 +252,7 @@ def check_batch(run: Mapping[str, Any], layout: Layout, num_ranks: int) -> None:
         )
 
 
-def bind(node: Mapping[str, Any], name: str, given: Collection[str] = ()) -> None:
+def bind(node: MutableMapping[str, Any], name: str, given: Collection[str] = ()) -> None:
     """Check a node with a `_target_`, and the nodes in it, against the target's signature.
 
     Converts values in place to the annotated types, where OmegaConf knows them.

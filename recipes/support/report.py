@@ -1,4 +1,4 @@
-"""What a run tells: lines or a bar on the terminal while it goes, and summary.json at its end."""
+"""The output of a run: lines or a progress bar on the terminal, and summary.json at the end."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from recipes.support.config import GIVEN, by_dotted_key, values_of
 SUMMARY_NAME = "summary.json"
 
 _LINES = 12
-"""About how many lines of progress a run prints where there is no bar."""
+"""About the number of lines that a run prints where there is no progress bar."""
 
 
 @dataclass
 class Summary:
-    """What `summary.json` holds. Bytes are summed over the ranks, seconds are the slowest rank's, paths are absolute.
+    """The fields of `summary.json`. Bytes are summed over the ranks, seconds are the slowest rank's, paths are absolute.
 
     Attributes:
-        losses: of this process's steps only: `losses[i]` belongs to step `first_step + i`; mean over the global batch.
-        fell_back_from: damaged checkpoints passed over by resume=latest, newest first.
+        losses: of this process's steps: `losses[i]` is of step `first_step + i`, the mean over the global batch.
+        fell_back_from: damaged checkpoints that resume=latest skipped, newest first.
         loaded_digest: of the state right after the load that resumed the run.
-        checkpoints: this process's saves.
-        skipped: steps whose save was due and left out, because the one before was still being written (`save.when_busy=skip`).
-        load_s: of the last load of this process, the one of `load.reread` included.
+        checkpoints: the saves of this process.
+        skipped: steps whose save was skipped, because the one before was still being written (`save.when_busy=skip`).
+        load_s: of the last load of this process, that of `load.reread` included.
     """
 
     world_size: int
@@ -71,18 +71,11 @@ class Summary:
         self.final_step = step
 
     def add_saves(self, reports: Sequence[SaveReport]) -> Sequence[SaveReport]:
-        """Add, of all saves of this process, those that are not here yet, and return them."""
+        """Add the saves of this process that are new, and return them."""
         new = reports[len(self.checkpoints) :]
         for saved in new:
-            self.checkpoints.append(
-                {
-                    "path": str(saved.path),
-                    "step": int(saved.checkpoint_id),
-                    "bytes": saved.bytes,
-                    "save_s": saved.save_s,
-                    "blocked_s": saved.blocked_s,
-                }
-            )
+            entry = {"path": str(saved.path), "step": int(saved.checkpoint_id), "bytes": saved.bytes}
+            self.checkpoints.append(entry | {"save_s": saved.save_s, "blocked_s": saved.blocked_s})
         return new
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,24 +83,24 @@ class Summary:
 
     @staticmethod
     def remove(run_dir: Path) -> None:
-        """Remove what an earlier run left, so that a run that is killed leaves no summary at all."""
+        """Remove the summary of an earlier run, so that a killed run leaves none."""
         (run_dir / SUMMARY_NAME).unlink(missing_ok=True)
 
     def write(self, run_dir: Path) -> Path:
-        """Write summary.json, whole or not at all, and return its path."""
+        """Write summary.json atomically, and return its path."""
         return write_summary(run_dir, self.as_dict())
 
     def write_if_none(self, run_dir: Path) -> Path:
-        """Write it for a run that had nothing to do, unless the one is there of the run that did it."""
+        """Write summary.json for a run that had no step left, unless the summary of an earlier run exists."""
         path = run_dir / SUMMARY_NAME
         return path if path.exists() else self.write(run_dir)
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
-    """Write a run's summary.json, whole or not at all, and return its path.
+    """Write a run's summary.json atomically, and return its path.
 
     Raises:
-        StorageError: it cannot be written, for the folder was removed, or the disk is full.
+        StorageError: the file cannot be written: the folder was removed, or the disk is full.
     """
     path = run_dir / SUMMARY_NAME
     unfinished = run_dir / f".{SUMMARY_NAME}.unfinished"
@@ -122,7 +115,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
 
 
 class Report:
-    """What the user sees of a run: a progress bar on a terminal, lines elsewhere.
+    """The progress of a run: a bar on a terminal, lines elsewhere.
 
     Args:
         shown: False on every rank but one.
@@ -139,7 +132,7 @@ class Report:
 
     @contextmanager
     def running(self, first_step: int) -> Iterator[None]:
-        """Show the steps from `first_step` on."""
+        """Show the progress of the steps from `first_step` on, inside the block."""
         self._started = time.monotonic()
         if first_step > self.steps:
             self._say(f"the run is at step {first_step - 1} already; nothing to do up to train.steps={self.steps}")
@@ -147,14 +140,14 @@ class Report:
             yield
             return
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[loss]}"))
-        # No thread of its own: a debugger in the training loop keeps the terminal to itself.
+        # No refresh thread, so that a debugger in the training loop has the terminal alone.
         with Progress(*columns, TimeRemainingColumn(), console=self.console, auto_refresh=False) as self._bar:
             self._task = self._bar.add_task("", total=self.steps, completed=first_step - 1, loss="")
             yield
         self._bar = None
 
     def step(self, step: int, loss: float, saved: Sequence[SaveReport]) -> None:
-        """Show one step, and the saves that have been committed since the last one."""
+        """Show a step, and the saves that were committed since the last one."""
         line = f"step {step:>6}/{self.steps}  loss {loss:.4f}"
         if len(saved) == 1 and int(saved[0].checkpoint_id) == step:
             self._say(f"{line}  {_saved(saved[0])}")
@@ -167,12 +160,12 @@ class Report:
             self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}", refresh=True)
 
     def saved(self, saved: Sequence[SaveReport]) -> None:
-        """Show saves that have been committed beside training."""
+        """Show saves that were committed in the background."""
         for one in saved:
             self._say(f"{_saved(one)}, of which training waited {one.blocked_s:.3f} s")
 
     def resumed(self, loaded: LoadReport) -> None:
-        """Say from where the run goes on, what was passed over, and what is configured otherwise than it was."""
+        """Show the checkpoint that was resumed, those that were skipped, and the keys of the config that differ."""
         if loaded.fell_back_from:
             damaged = ", ".join(loaded.fell_back_from)
             self._say(f"WARNING: resume=latest FELL BACK to {loaded.path}: damaged is {damaged}", style="bold red")
@@ -219,7 +212,7 @@ def _wired_keys() -> tuple[str, ...]:
     """The keys of `coordinator` that repeat keys elsewhere in the config, such as `coordinator.saves`; users set the others."""
     node = OmegaConf.to_container(OmegaConf.load(CONF / "coordinator" / "default.yaml"), resolve=False)
     assert isinstance(node, dict)
-    return tuple(f"coordinator.{key}" for key, value in node.items() if "${" in str(value))
+    return tuple(f"coordinator.{key!s}" for key, value in node.items() if "${" in str(value))
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
