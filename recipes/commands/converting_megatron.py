@@ -38,19 +38,6 @@ from ckpt.state.sharded_tensor import ShardedTensor
 _NAMED = 8
 
 
-@dataclass
-class _Notes:
-    """Values that cannot be converted unchanged.
-
-    Attributes:
-        left_out: one text each: the place, and the class.
-        changed: one text each: the place, and the new value.
-    """
-
-    left_out: list[str] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Converted:
     """A new checkpoint, or new files: written, and read back.
@@ -91,13 +78,12 @@ def convert_megatron(src: Path, dst: Path, to: str, *, allow_pickle: bool, leave
     stored = MegatronZarr(src)
     if stored.layout.headless:
         raise headless(src, stored.layout.headless[0])
-    unknown = _Notes()
-    common = load_megatron_common(src, allow_pickle=allow_pickle, unknown="keep")
-    common = _Carry(unknown, "common.pt").entries(common, "")
-    objects = _objects(src, allow_pickle, unknown)
-    if unknown.left_out and not leave_out_unknown:
+    plain = _PlainValues()
+    common = plain.entries(load_megatron_common(src, allow_pickle=allow_pickle, unknown="keep"), "")
+    objects = _objects(src, allow_pickle, plain)
+    if plain.left_out and not leave_out_unknown:
         raise ConfigurationError(
-            f"{src} holds values of classes that are not built here: {_listed(unknown.left_out)}. Go on without them with "
+            f"{src} holds values of classes that are not built here: {_listed(plain.left_out)}. Go on without them with "
             "leave_out_unknown=true, which says which they were."
         )
     state = _state(common, objects, _tensors(stored))
@@ -109,28 +95,24 @@ def convert_megatron(src: Path, dst: Path, to: str, *, allow_pickle: bool, leave
             raise StorageError(f"what was written for {dst} is not what is read back: {examined.problems[0]}")
     array_bytes = sum(array.num_bytes for array in stored.arrays.values())
     names = [str(key) for key in common]
-    left_out = [*(f"{path} (of no known meaning)" for path in stored.layout.others), *unknown.left_out]
-    held: dict[str, Any] = {
-        "arrays": len(stored.arrays),
-        "array_bytes": array_bytes,
-        "objects": len(objects),
-        "common": names,
-    }
+    left_out = [*(f"{path} (of no known meaning)" for path in stored.layout.others), *plain.left_out]
+    held: dict[str, Any] = {"arrays": len(stored.arrays), "array_bytes": array_bytes, "objects": len(objects)}
+    held |= {"common": names, "left_out": left_out, "changed": plain.changed}
     lines = [
         f"  arrays   {len(stored.arrays)}, {decimal(array_bytes)}",
         f"  objects  {len(objects)}",
         f"  common   {', '.join(names) or 'nothing'}",
-        *differences(unknown.changed, left_out),
+        *differences(plain.changed, left_out),
     ]
-    held |= {"left_out": left_out, "changed": unknown.changed}
     return Converted(str(src), str(dst), to, examined.num_files, examined.num_bytes, held, lines)
 
 
-def _objects(src: Path, allow_pickle: bool, notes: _Notes) -> list[ShardedObject]:
+def _objects(src: Path, allow_pickle: bool, plain: _PlainValues) -> list[ShardedObject]:
     found = []
     for unique_key, one in megatron_objects(src).items():
         data = load_megatron_object(src, unique_key, allow_pickle=allow_pickle, unknown="keep")
-        one.data = _Carry(notes, unique_key)(data, "")
+        plain.file = unique_key
+        one.data = plain.of(data, "")
         found += [] if one.data is _LEFT_OUT else [one]
     return found
 
@@ -167,18 +149,24 @@ def _state(
 _LEFT_OUT = object()
 
 
-class _Carry:
+@dataclass
+class _PlainValues:
     """Converts values of a pickle to values that a checkpoint of this library can hold.
 
     A value that cannot be converted is left out with the dictionary entry or the attribute that holds it, not alone: in a list the
     later items would move up.
+
+    Attributes:
+        file: that holds the values, for the texts below.
+        left_out: values without a plain form: the place, and the class.
+        changed: converted values: the place, and the new value.
     """
 
-    def __init__(self, notes: _Notes, file: str) -> None:
-        self._notes = notes
-        self._file = file
+    file: str = "common.pt"
+    left_out: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
 
-    def __call__(self, value: Any, path: str) -> Any:
+    def of(self, value: Any, path: str) -> Any:
         """Return the value to save, or `_LEFT_OUT`."""
         if isinstance(value, torch.Tensor):
             return value.detach()
@@ -187,13 +175,13 @@ class _Carry:
         if type(value) in (argparse.Namespace, types.SimpleNamespace):
             return type(value)(**self.entries(vars(value), path))
         if type(value) in (list, tuple, set, frozenset):
-            items = [self(item, f"{path}[{at}]") for at, item in enumerate(value)]
+            items = [self.of(item, f"{path}[{at}]") for at, item in enumerate(value)]
             if any(item is _LEFT_OUT for item in items):
-                self._notes.left_out.append(f"{self._place(path)} (all of this {type(value).__name__})")
+                self.left_out.append(f"{self._place(path)} (all of this {type(value).__name__})")
                 return _LEFT_OUT
             return type(value)(items)
         if isinstance(value, PurePath | torch.device):
-            self._notes.changed.append(f"{self._place(path)}: the text {str(value)!r}, was a {type(value).__name__}")
+            self.changed.append(f"{self._place(path)}: the text {str(value)!r}, was a {type(value).__name__}")
             return str(value)
         return self._leaf(value, path)
 
@@ -204,7 +192,7 @@ class _Carry:
             below = f"{path}.{key}" if path else str(key)
             if self._leaf(key, f"{path} (a key)") is _LEFT_OUT:
                 continue
-            made = self(item, below)
+            made = self.of(item, below)
             if made is not _LEFT_OUT:
                 carried[key] = made
         return carried
@@ -215,12 +203,12 @@ class _Carry:
         except ConfigurationError:
             own = f"{type(value).__module__}.{type(value).__qualname__}"
             kind = value.name if isinstance(value, UnknownObject) else own
-            self._notes.left_out.append(f"{self._place(path)} ({kind})")
+            self.left_out.append(f"{self._place(path)} ({kind})")
             return _LEFT_OUT
         return value
 
     def _place(self, path: str) -> str:
-        return f"{self._file}: {path}" if path else self._file
+        return f"{self.file}: {path}" if path else self.file
 
 
 def _listed(texts: list[str]) -> str:

@@ -424,12 +424,8 @@ def require_numbers(run: Mapping[str, Any], least: Mapping[str, int], *, seconds
 
 def require_names(run: Mapping[str, Any]) -> None:
     """Refuse empty names and paths, such as `resume=` without a value."""
-    for key, wanted in {
-        "resume": "latest, null or the path of a checkpoint",
-        "run_name": "a name",
-        "output_dir": "a folder",
-        "checkpoint_root": "a folder",
-    }.items():
+    expected = {"resume": "latest, null or the path of a checkpoint", "run_name": "a name"}
+    for key, wanted in (expected | dict.fromkeys(("output_dir", "checkpoint_root"), "a folder")).items():
         if key in run and run[key] is not None and not run[key].strip():
             raise ConfigurationError(f"{key}= has no value: it is {wanted}; leave the key out for its default")
 

@@ -58,7 +58,11 @@ def _join_existing(job: Job, cfg: dict[str, Any], folder: RunFolder | None) -> d
         jobs = StoreClient(store, writer=environment.rank, timeout_s=_STORE_S)
         number = jobs.add(f"jobs/{environment.attempt}/{environment.rank}", 1)
     except StoreGoneError as error:
-        raise _unreached(environment) from error
+        raise RankAbsentError(
+            f"rank {environment.rank} cannot reach the ranks' store at {environment.address}:{environment.port}: is rank 0 running, "
+            "are MASTER_ADDR and MASTER_PORT the same on every rank, and can others reach rank 0's machine by MASTER_ADDR?",
+            rank=environment.rank,
+        ) from error
     own = dist.PrefixStore(f"job-{environment.attempt}.{number}", store)
     try:
         with tracebacks_of_bugs():
@@ -83,14 +87,6 @@ def _store_of(environment: Environment) -> dist.TCPStore:
             f"rank 0 cannot hold the ranks' store at {environment.address}:{environment.port}: {error}. Set MASTER_ADDR to an address "
             "of rank 0's machine by which the others reach it, and MASTER_PORT to a free port"
         ) from error
-
-
-def _unreached(environment: Environment) -> RankAbsentError:
-    return RankAbsentError(
-        f"rank {environment.rank} cannot reach the ranks' store at {environment.address}:{environment.port}: is rank 0 running, are "
-        "MASTER_ADDR and MASTER_PORT the same on every rank, and is MASTER_ADDR an address by which others reach rank 0's machine?",
-        rank=environment.rank,
-    )
 
 
 def _let_go(store: dist.PrefixStore, environment: Environment) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ckpt.errors import CorruptCheckpointError, StorageError, sentence
+from ckpt.format.durable import replace_durably
 from ckpt.loading.loader import LoadReport
 from ckpt.saving.checkpoint_root import SaveReport
 from recipes.support.cli import CONF
@@ -103,10 +103,8 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
         StorageError: the file cannot be written: the folder was removed, or the disk is full.
     """
     path = run_dir / SUMMARY_NAME
-    unfinished = run_dir / f".{SUMMARY_NAME}.unfinished"
     try:
-        unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
+        replace_durably(path, (json.dumps(summary, indent=2) + "\n").encode())
     except OSError as error:
         raise StorageError(
             f"the summary of the run cannot be written: {sentence(error)}; was its folder removed while it ran?"

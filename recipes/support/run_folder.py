@@ -52,14 +52,14 @@ def writing(what: str, folder: Path) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True)
 class InheritedLock:
     """The descriptor of a lock. A process that receives it by multiprocessing holds the lock until it ends.
 
     The ranks hold it too, so no other run begins while a rank outlives its launcher.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+    descriptor: int
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (reduction.DupFd(self.descriptor),)
@@ -122,18 +122,14 @@ class RunFolder:
         with lock:
             cfg = self._settle(cfg)
             with writing(what, run_dir):
-                self._leave_config(run_dir)
+                (run_dir / HYDRA_FOLDER).mkdir(exist_ok=True)
+                for name, text in self._texts.items():
+                    (run_dir / HYDRA_FOLDER / name).write_text(text, encoding="utf-8")
             try:
                 yield Opened(cfg, InheritedLock(lock.fileno()))
             finally:
                 if self._temporary is not None:
                     shutil.rmtree(run_dir / self._temporary, ignore_errors=True)
-
-    def _leave_config(self, run_dir: Path) -> None:
-        folder = run_dir / HYDRA_FOLDER
-        folder.mkdir(exist_ok=True)
-        for name, text in self._texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
 
 
 def opened(

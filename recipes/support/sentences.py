@@ -1,12 +1,11 @@
-"""What Hydra and OmegaConf have to say about a wrong command line, in one sentence with the way out."""
+"""Errors of Hydra, OmegaConf and the library about a command line, as one sentence with the next step."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -16,11 +15,11 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 
 def sentence_of(error: BaseException, conf: Path, config_name: str) -> str:
-    """Return what the user should read of an error that is theirs to mend, in one line.
+    """Return the one-line text of an error that the user can correct.
 
     Args:
-        conf: the folder of the config files, where a mistyped key is compared with the existing ones.
-        config_name: the file there that the command composes.
+        conf: the folder of the config files, whose keys are compared with a mistyped one.
+        config_name: the file in it that the command composes.
     """
     if isinstance(error, MissingConfigException):
         return _no_such_choice(error)
@@ -59,18 +58,18 @@ _CONFIG_WORDS: tuple[tuple[str, str], ...] = (
     (r"(?<![\w.])rollout_dtype=", "engine.rollout_dtype="),
     (r"(?<![\w.])keep_last is\b", "save.keep_last is"),
 )
-"""How the library's sentences name its arguments -> how a command line names them."""
+"""Patterns of the library's argument names -> the keys of the config."""
 
 
 def in_config_words(said: str) -> str:
-    """Return a sentence of the library with the keys of the config in place of the library's arguments."""
+    """Return a sentence of the library with its argument names replaced by keys of the config."""
     for pattern, key in _CONFIG_WORDS:
         said = re.sub(pattern, key, said)
     return re.sub(r"(?<=[\w]\.)(\w+)=(None|True|False)\b", lambda found: f"{found[1]}={_VALUES[found[2]]}", said)
 
 
 def sentence_of_arguments(said: str, arguments: Sequence[str]) -> str:
-    """Return the same of what argparse says of options that do not exist or lack their value.
+    """Return the one-line text of argparse's error about options that do not exist or lack their value.
 
     Args:
         arguments: the command line, as the user typed it.
@@ -118,22 +117,17 @@ def _no_such_key(key: str, conf: Path, config_name: str) -> str:
 
 
 def _keys(conf: Path, config_name: str) -> list[str]:
-    """Every dotted key of the command's own config, as composed without overrides; none if it does not compose so."""
+    """Every dotted key of the command's config, composed without overrides; none if that fails."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf), version_base="1.3"):
             cfg = compose(config_name)
-    except HydraException:  # the user's --config-dir or --config-name: the keys would only have been a hint
+    except HydraException:  # of a --config-dir or --config-name of the user's
         return []
-    return list(_dotted(OmegaConf.to_container(cfg, resolve=False)))
+    from recipes.support.config import by_dotted_key
 
-
-def _dotted(node: Any, prefix: str = "") -> Iterator[str]:
-    if prefix:
-        yield prefix
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from _dotted(value, f"{prefix}.{key}" if prefix else str(key))
+    leaves = [key.split(".") for key in by_dotted_key(OmegaConf.to_container(cfg, resolve=False))]
+    return sorted({".".join(parts[: n + 1]) for parts in leaves for n in range(len(parts))})
 
 
 def _wrong_value(error: OmegaConfBaseException) -> str:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from omegaconf import DictConfig
 from rich.console import Console, Group
 from rich.filesize import decimal
 
+from ckpt.format.durable import replace_durably
 from recipes.support.report import SUMMARY_NAME
 from recipes.support.tables import add_row, full_line, table_of
 
@@ -45,7 +44,8 @@ class SweepTable(Callback):
         if str(config.hydra.mode).endswith("MULTIRUN") and _is_lead():
             folder = _folder(config)
             (folder / _ROWS).mkdir(exist_ok=True)
-            _write(folder / _ROWS / f"{config.hydra.job.num:05d}.json", json.dumps(row_of(job_return)))
+            row = json.dumps(row_of(job_return)).encode()
+            replace_durably(folder / _ROWS / f"{config.hydra.job.num:05d}.json", row)
             with contextlib.suppress(OSError):  # the folder of a refused job is empty
                 Path(str(config.hydra.runtime.output_dir)).rmdir()
             _leave_table(folder)
@@ -159,23 +159,12 @@ def _leave_table(folder: Path) -> list[dict[str, Any]]:
     """Read the row files in the order of the jobs, write the table if there are any, and return the rows."""
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / _ROWS).glob("*.json"))]
     if rows:
-        _write(folder / "sweep.json", json.dumps(rows, indent=2) + "\n")
-        _draw(folder, rows)
+        console = Console(file=io.StringIO(), record=True, width=_WIDTH)
+        console.print(sweep_table(rows))
+        svg, text = console.export_svg(title="sweep", clear=False), console.export_text()
+        for name, content in {"json": json.dumps(rows, indent=2) + "\n", "svg": svg, "txt": text}.items():
+            replace_durably(folder / f"sweep.{name}", content.encode())
     return rows
-
-
-def _draw(folder: Path, rows: list[dict[str, Any]]) -> None:
-    console = Console(file=io.StringIO(), record=True, width=_WIDTH)
-    console.print(sweep_table(rows))
-    _write(folder / "sweep.svg", console.export_svg(title="sweep", clear=False))
-    _write(folder / "sweep.txt", console.export_text())
-
-
-def _write(path: Path, text: str) -> None:
-    # Its name has the process in it: jobs may end at the same time.
-    unfinished = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
 
 
 def _folder(config: DictConfig) -> Path:

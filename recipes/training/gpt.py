@@ -1,7 +1,7 @@
 """A GPT in plain torch: learned positions, pre-norm blocks, GELU, parameters named as in GPT-2.
 
-It can be cut: into stages, of which each keeps its own part of the modules under the names of the whole, and across the
-heads, because the rows of `c_attn.weight` are ordered by head (query, key, value of the first, then of the second).
+It can be cut into pipeline stages, whose modules keep the names of the whole model, and across heads: the rows of
+`c_attn.weight` are ordered by head (query, key, value of the first head, then of the second).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ckpt.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Size:
-    """The numbers of one model.
+    """The dimensions of a model.
 
     Attributes:
-        vocabulary: token ids it can tell apart; the recipe's text is bytes, so at least 256.
+        vocabulary: number of token ids; the recipe's tokens are bytes, so at least 256.
         context: longest sequence, in tokens.
     """
 
@@ -43,13 +43,12 @@ SIZES = {
 class GPT(nn.Module):
     """The model of the training recipe.
 
-    Its initial values follow from `seed` alone, drawn from a generator of its own: they are equal on every rank, and
-    the global generators stay as they were.
+    Initial values are drawn from a generator with `seed`: they are equal on every rank, and global generators do not change.
 
     Args:
         size: a name in `SIZES`.
-        tie_embeddings: use the token embedding as output head, as GPT-2 does. The tie is declared in `tied_names`,
-            because a rank that holds only one of the two names could not see it.
+        tie_embeddings: use the token embedding as output head, as GPT-2 does. `tied_names` declares the tie, because a rank
+            that holds only one of the two names cannot see it.
         dropout: probability, after the embedding and after attention and MLP of every block.
     """
 
@@ -67,7 +66,7 @@ class GPT(nn.Module):
         self.wpe: nn.Embedding | None
         self.ln_f: nn.LayerNorm | None
         self.lm_head: nn.Linear | None
-        with torch.device("meta"):  # where torch's own initial values cost nothing and draw no random numbers
+        with torch.device("meta"):  # torch's own initial values cost nothing there and draw no random numbers
             self.wte = nn.Embedding(self.size.vocabulary, self.size.width)
             self.wpe = nn.Embedding(self.size.context, self.size.width)
             self.drop = nn.Dropout(dropout)
@@ -84,8 +83,7 @@ class GPT(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next token, (batch, length, vocabulary), for tokens (batch, length).
 
-        A stage takes what the one before it returned, hidden states (batch, length, width), and returns such, too,
-        unless it is the first or the last.
+        Between pipeline stages inputs and outputs are hidden states (batch, length, width).
         """
         hidden = inputs
         if self.wte is not None and self.wpe is not None:
@@ -98,9 +96,9 @@ class GPT(nn.Module):
         return hidden
 
     def keep_stage(self, stage: int, num_stages: int) -> None:
-        """Drop all modules but those of one stage of a pipeline. What stays keeps its name.
+        """Delete all modules but those of one pipeline stage; they keep their names.
 
-        The layers are dealt out in order, one more to the first stages where they do not divide.
+        Layers are assigned in order; the first stages have one more if the number does not divide.
         """
         least, more = divmod(self.size.layers, num_stages)
         first = stage * least + min(stage, more)
@@ -115,7 +113,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _initialize(self, seed: int) -> None:
-        """GPT-2's scheme: normal 0.02, and less for the layers that end in the residual stream."""
+        """Initialize as GPT-2: normal with deviation 0.02, and less for layers that write to the residual stream."""
         generator = torch.Generator().manual_seed(seed)
         residual = 0.02 / math.sqrt(2 * self.size.layers)
         for name, parameter in self.named_parameters():  # a tied parameter comes once, under its first name
@@ -133,7 +131,7 @@ def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a layer norm and beside the residual stream."""
+    """Attention and MLP, each with a layer norm before it and a residual connection."""
 
     def __init__(self, size: Size, dropout: float) -> None:
         super().__init__()
@@ -149,7 +147,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention over all heads, or over those whose rows of `c_attn` are here."""
+    """Causal self-attention over all heads, or over those whose rows of `c_attn` this rank holds."""
 
     def __init__(self, size: Size, dropout: float) -> None:
         super().__init__()
@@ -167,7 +165,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two layers, four times as wide between them."""
+    """Two linear layers; the inner width is four times the outer one."""
 
     def __init__(self, size: Size, dropout: float) -> None:
         super().__init__()

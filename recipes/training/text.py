@@ -6,6 +6,7 @@ import os
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ class TextData:
             )
         samples = Samples(self.corpus, context + 1, num=num_samples, seed=seed)
         share = share or (topology.rank, topology.world_size)
-        return TextLoader(samples, batch_size, share, topology, device, dispatch=self.dispatch)
+        return TextLoader(samples, batch_size, share, topology, device, self.dispatch)
 
 
 class Corpus:
@@ -108,6 +109,7 @@ class Corpus:
         return state.hexdigest()
 
 
+@dataclass(eq=False)
 class Samples:
     """Endless samples: all windows of the corpus, in a new order in every epoch.
 
@@ -118,11 +120,10 @@ class Samples:
         num: number of windows.
     """
 
-    def __init__(self, corpus: Corpus, length: int, *, num: int, seed: int) -> None:
-        self.corpus = corpus
-        self.length = length
-        self.num = num
-        self.seed = seed
+    corpus: Corpus
+    length: int
+    num: int
+    seed: int
 
     def __getitem__(self, number: int) -> torch.Tensor:
         epoch, at = divmod(number, self.num)
@@ -130,6 +131,7 @@ class Samples:
         return torch.frombuffer(bytearray(self.corpus.read(window * self.length, self.length)), dtype=torch.uint8)
 
 
+@dataclass(eq=False)
 class TextLoader:
     """The batches of one rank: step s trains on samples [s * B, (s + 1) * B).
 
@@ -142,25 +144,17 @@ class TextLoader:
             rank draws its own rows and has a position of its own: the state is PER_RANK.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        batch_size: int,
-        share: tuple[int, int],
-        topology: Topology,
-        device: torch.device,
-        *,
-        dispatch: bool,
-    ) -> None:
-        self.samples = samples
-        self.batch_size = batch_size
-        self.share = share
-        self.topology = topology
-        self.device = device
-        self.dispatch = dispatch
-        self.sharing_pattern = "global" if dispatch else "per_rank"
-        self.position = 0
-        self.text = samples.corpus.digest()
+    samples: Samples
+    batch_size: int
+    share: tuple[int, int]
+    topology: Topology
+    device: torch.device
+    dispatch: bool
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        self.sharing_pattern = "global" if self.dispatch else "per_rank"
+        self.text = self.samples.corpus.digest()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, in samples since the first epoch began, and the properties of the text that it belongs to."""

@@ -242,9 +242,7 @@ def test_an_empty_folder_is_a_free_destination_and_what_came_of_it_goes_on_into_
     assert json.loads(out)["components"] == ["sharded"]
     require_all_of(truth("tp2"), tmp_path / "newer", truth("tp2").common)
     said = convert.refused(f"src={tmp_path / 'new'}", f"dst={tmp_path / 'no'}", "to=kimi-engine")
-    assert said.endswith(
-        "which dist_checkpointing.load knows as zarr or tensorstore alone, not as safetensors; choose one of these"
-    )
+    assert "sharded state dict" in said and "zarr or tensorstore" in said
 
 
 @pytest.mark.parametrize("damage", ["chunk", "metadata", "object", "common", "full disk", "wrong bytes", "Ctrl-C"])
