@@ -27,7 +27,7 @@ from ckpt.format.metadata import other_format
 from ckpt.format.names import local_path
 from ckpt.format.stored import noticing_removal
 from recipes.commands.converting_megatron import Converted, convert_megatron, differences
-from recipes.support.tables import printable
+from recipes.support.tables import counted, printable
 
 SAFETENSORS = "safetensors"
 _BACKENDS: dict[str, Callable[[], Backend]] = {
@@ -95,9 +95,7 @@ def shard_bytes(size: str | None) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", size)
     unit = next((unit for unit in _UNITS if match and unit.lower() == match[2].lower()), None)
     if match is None or unit is None or float(match[1]) * _UNITS[unit] < 1:
-        raise ConfigurationError(
-            f"max_shard_size={size}: expected a size such as 5GB, 500MiB or 1000000 bytes, or null"
-        )
+        raise ConfigurationError(f"max_shard_size={size}: expected a size such as 5GB, 500MiB or 1000, or null")
     return int(float(match[1]) * _UNITS[unit])
 
 
@@ -126,8 +124,8 @@ def _convert(keys: ConvertKeys) -> Converted:
         return _cross(keys)
     if keys.to not in _OF_SHARDED:
         raise ConfigurationError(
-            f"{src} is a checkpoint of Megatron-Core's, a sharded state dict, which is not kept as {keys.to}: choose "
-            f"to={' or to='.join(_OF_SHARDED)}, or to={SAFETENSORS} for the tensors alone"
+            f"{src} is a sharded state dict of Megatron-Core's, which to={keys.to} cannot hold: choose to={' or to='.join(_OF_SHARDED)}, "
+            f"or to={SAFETENSORS} for the tensors alone"
         )
     allow_pickle = keys.load.allow_pickle
     return convert_megatron(src, dst, keys.to, allow_pickle=allow_pickle, leave_out_unknown=keys.leave_out_unknown)
@@ -139,7 +137,7 @@ def show(found: Converted, keys: ConvertKeys) -> None:
         places = {"src": found.src, "dst": found.dst, "to": found.to}
         print(json.dumps(places | found.held | {"num_files": found.num_files, "num_bytes": found.num_bytes}, indent=2))
         return
-    files = f"{found.num_files} file{'' if found.num_files == 1 else 's'}"
+    files = counted(found.num_files, "file")
     first = (
         f"{found.src} is now {found.dst}, for to={found.to}; {files}, {decimal(found.num_bytes)}, read back and right"
     )
@@ -161,8 +159,7 @@ def _is_megatron(src: Path) -> bool:
     below = sorted(path for path in src.iterdir() if _is_checkpoint(path)) if src.is_dir() else []
     hint = f"; below it there is src={below[-1]}" if below else ""
     raise CheckpointNotFoundError(
-        f"src={src} is no checkpoint: it has neither a {MANIFEST_NAME}, as ours have, nor a metadata.json with sharded_backend zarr, as "
-        f"those that Megatron-Core's zarr strategy wrote{hint}"
+        f"src={src} is no checkpoint: it has neither a {MANIFEST_NAME}, as ours have, nor a metadata.json of Megatron-Core's zarr{hint}"
     )
 
 

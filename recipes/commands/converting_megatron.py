@@ -18,13 +18,8 @@ from rich.filesize import decimal
 from ckpt.catalog.verify import examine
 from ckpt.convert.atomic_directory import atomic_directory, require_free
 from ckpt.dist_checkpointing.mapping import ShardedObject
+from ckpt.dist_checkpointing.megatron import zarr as megatron_zarr
 from ckpt.dist_checkpointing.megatron.layout import headless
-from ckpt.dist_checkpointing.megatron.zarr import (
-    MegatronZarr,
-    load_megatron_common,
-    load_megatron_object,
-    megatron_objects,
-)
 from ckpt.dist_checkpointing.serialization import save
 from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.box import Box, whole
@@ -75,16 +70,15 @@ def convert_megatron(src: Path, dst: Path, to: str, *, allow_pickle: bool, leave
         StorageError: the bytes read back differ from those written.
     """
     require_free(dst)
-    stored = MegatronZarr(src)
+    stored = megatron_zarr.MegatronZarr(src)
     if stored.layout.headless:
         raise headless(src, stored.layout.headless[0])
     plain = _PlainValues()
-    common = plain.entries(load_megatron_common(src, allow_pickle=allow_pickle, unknown="keep"), "")
+    common = plain.entries(megatron_zarr.load_megatron_common(src, allow_pickle=allow_pickle, unknown="keep"), "")
     objects = _objects(src, allow_pickle, plain)
     if plain.left_out and not leave_out_unknown:
         raise ConfigurationError(
-            f"{src} holds values of classes that are not built here: {_listed(plain.left_out)}. Go on without them with "
-            "leave_out_unknown=true, which says which they were."
+            f"{src} holds values of classes that are not built here: {_listed(plain.left_out)}. Leave them out with leave_out_unknown=true"
         )
     state = _state(common, objects, _tensors(stored))
     with atomic_directory(dst) as folder:
@@ -109,22 +103,22 @@ def convert_megatron(src: Path, dst: Path, to: str, *, allow_pickle: bool, leave
 
 def _objects(src: Path, allow_pickle: bool, plain: _PlainValues) -> list[ShardedObject]:
     found = []
-    for unique_key, one in megatron_objects(src).items():
-        data = load_megatron_object(src, unique_key, allow_pickle=allow_pickle, unknown="keep")
+    for unique_key, one in megatron_zarr.megatron_objects(src).items():
+        data = megatron_zarr.load_megatron_object(src, unique_key, allow_pickle=allow_pickle, unknown="keep")
         plain.file = unique_key
         one.data = plain.of(data, "")
         found += [] if one.data is _LEFT_OUT else [one]
     return found
 
 
-def _tensors(stored: MegatronZarr) -> dict[str, list[ShardedTensor]]:
+def _tensors(stored: megatron_zarr.MegatronZarr) -> dict[str, list[ShardedTensor]]:
     return {
         key: [ShardedTensor.at(key, values, array.shape, box.offsets) for box, values in _pieces(stored, key)]
         for key, array in stored.arrays.items()
     }
 
 
-def _pieces(stored: MegatronZarr, key: str) -> list[tuple[Box, torch.Tensor]]:
+def _pieces(stored: megatron_zarr.MegatronZarr, key: str) -> list[tuple[Box, torch.Tensor]]:
     """A tensor's chunks, mapped. Megatron-Core writes them raw; a tensor with encoded chunks is read into memory."""
     mapped = stored.mapped(key)
     if mapped:

@@ -14,7 +14,7 @@ from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from ckpt.state.doctor import PatternVerdict
 from recipes.support.sentences import in_config_words
-from recipes.support.tables import add_row, console, full_line, table_of
+from recipes.support.tables import add_row, console, counted, full_line, table_of
 from recipes.training.training import set_up
 
 
@@ -67,9 +67,8 @@ def show(result: Mapping[str, Any], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"ok": not lost, **result}, indent=2))
         return 1 if lost else 0
-    ranks = "1 rank" if result["world_size"] == 1 else f"{result['world_size']} ranks"
     table = table_of("component", "declared", "found", "verdict")
-    table.title = f"{result['parallel']} on {ranks}, after {result['steps']} steps"
+    table.title = f"{result['parallel']} on {counted(result['world_size'], 'rank')}, after {result['steps']} steps"
     for one in result["components"]:
         found = one["found"][0] if one["found"] else "nothing that fits"
         add_row(table, one["component"], one["declared"], found, one["verdict"])

@@ -24,7 +24,7 @@ from ckpt.state.sharing import OWN_COPIES, SharingPattern, default_elastic
 from ckpt.state.statefuls import RNGState, as_stateful
 from recipes.commands.reading import is_checkpoint
 from recipes.support.config import OWN_COMPONENTS, checked, made
-from recipes.support.tables import add_row, console, printable, table_of
+from recipes.support.tables import add_row, console, counted, printable, table_of
 from recipes.training.parallel.base import Arranged, Layout, backward_of
 from recipes.training.training import Training
 
@@ -162,8 +162,8 @@ def show(found: Plan, keys: PlanKeys) -> None:
     if keys.json:
         print(json.dumps(as_json(found), indent=2))
         return
-    saved = "an old checkpoint" if found.manifest is None else f"saved by {_count(found.manifest.world_size)}"
-    head = f"{found.path}: {saved}; wanted by {_count(found.topology.world_size)}, {found.layout}"
+    saved = "an old checkpoint" if found.manifest is None else f"saved by {counted(found.manifest.world_size, 'rank')}"
+    head = f"{found.path}: {saved}; wanted by {counted(found.topology.world_size, 'rank')}, {found.layout}"
     table = table_of("component", "saved as", "wanted as", "what will happen", "to read", right=(4,))
     for one in found.forecast.components:
         add_row(table, one.key, _saved_as(one, found), _wanted_as(one), what(one, found)[1], _to_read(one, found))
@@ -172,11 +172,10 @@ def show(found: Plan, keys: PlanKeys) -> None:
     if misfits:
         keys_table = table_of("component", "what does not fit")
         for one in misfits:
-            lines = list(_lines(one.misfits))
-            for line in lines[:MAX_LINES]:
+            lines = _lines(one.misfits)
+            more = [f"and {len(lines) - MAX_LINES} more, which json=true lists"] if len(lines) > MAX_LINES else []
+            for line in lines[:MAX_LINES] + more:
                 add_row(keys_table, one.key, line)
-            if len(lines) > MAX_LINES:
-                add_row(keys_table, one.key, f"and {len(lines) - MAX_LINES} more, which json=true lists")
         parts.append(keys_table)
     verdict = "It would load." if found.forecast.loads else "It would not load."
     parts.append(Text(printable(f"{verdict} {found.forecast.refusal}".strip())))
@@ -247,9 +246,9 @@ def _change_of_layout(found: Plan) -> str:
     assert found.manifest is not None
     before, after = found.manifest.world_size, found.topology.world_size
     if before != after:
-        return f"from {before} to {_count(after)}"
+        return f"from {before} to {counted(after, 'rank')}"
     groups = {name: [list(ranks) for ranks in group.instances] for name, group in found.topology.groups.items()}
-    return f"among the same {_count(after)}" if found.manifest.topology["groups"] != groups else ""
+    return f"among the same {counted(after, 'rank')}" if found.manifest.topology["groups"] != groups else ""
 
 
 def _saved_as(one: LoadPreview, found: Plan) -> str:
@@ -301,7 +300,3 @@ def _lines(misfits: Misfits) -> list[str]:
         *(f"{key}: only in the checkpoint" for key in misfits.only_saved),
         *(f"{key}: only wanted" for key in misfits.only_wanted),
     ]
-
-
-def _count(ranks: int) -> str:
-    return f"{ranks} rank{'' if ranks == 1 else 's'}"

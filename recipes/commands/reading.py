@@ -21,7 +21,7 @@ from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, CheckpointManifest, 
 from ckpt.format.metadata import other_format
 from ckpt.format.names import local_path
 from ckpt.format.stored import gone, identity_of, noticing_removal, read_manifest
-from recipes.support.tables import add_row, console, full_line, printable, table_of
+from recipes.support.tables import add_row, console, counted, full_line, printable, table_of
 
 _VERSIONS = ("format_version", "ckpt_version", "pytorch_version")
 _HEAD = ("checkpoint_id", *_VERSIONS, "world_size", "topology", "training_args_hash")
@@ -108,8 +108,7 @@ def committed_below(root: Path) -> list[Committed]:
         return committed
     if root.is_dir() and is_megatron_zarr(root):
         raise CheckpointNotFoundError(
-            f"{root} was written by Megatron-Core's zarr strategy; turn it into a checkpoint of this format with "
-            f"python -m recipes.convert src={root} dst=<a new folder> to=zarr"
+            f"{root} was written by Megatron-Core's zarr strategy; convert it with python -m recipes.convert src={root} dst=<a new folder>"
         )
     if (other := other_format(root)) is not None:
         raise CheckpointNotFoundError(other)
@@ -118,7 +117,7 @@ def committed_below(root: Path) -> list[Committed]:
     below = root / "checkpoints"
     hint = f"path={below}" if below.is_dir() else "a checkpoint or a folder of checkpoints as path="
     raise CheckpointNotFoundError(
-        f"{root} is no checkpoint, it has no {MANIFEST_NAME}, and it holds no committed checkpoint-*; give {hint}"
+        f"{root} is no checkpoint: it has no {MANIFEST_NAME}, and no committed checkpoint-*; give {hint}"
     )
 
 
@@ -146,7 +145,7 @@ def _tell_result(path: Path, problems: Sequence[str], counts: str, others: Seque
         print(printable(f"{path}: ok, {counts}"))
         return
     shared = [f"  damaged files are shared with {', '.join(Path(one).name for one in others)}"] if others else []
-    lines = [f"{path}: {_counted(len(problems), 'problem')}", *(f"  {problem}" for problem in problems), *shared]
+    lines = [f"{path}: {counted(len(problems), 'problem')}", *(f"  {problem}" for problem in problems), *shared]
     print("\n".join(map(printable, lines)))
 
 
@@ -203,7 +202,7 @@ def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int) -> None
             continue
         first = name if alike else (name, f"  {', '.join(row['components'])}")
         add_row(table, first, when, str(row["world_size"]), str(row["num_arrays"]), decimal(row["size_bytes"]), *use)
-    head = [f"{root}: {_counted(len(rows), 'checkpoint')}, the oldest commit first, {decimal(on_disk)} on disk"]
+    head = [f"{root}: {counted(len(rows), 'checkpoint')}, the oldest commit first, {decimal(on_disk)} on disk"]
     head += [f"components: {', '.join(sound[0]['components'])}"] if alike else []
     problems = [f"{Path(row['path']).name}: {row['problem']}" for row in rows if row["problem"] is not None]
     below = ["", *map(full_line, problems)] if problems else []
@@ -213,7 +212,7 @@ def _show_root(root: Path, rows: Sequence[dict[str, Any]], on_disk: int) -> None
 def _show_checkpoint(path: Path, manifest: CheckpointManifest, use: DiskUse) -> None:
     when = manifest.timestamp.isoformat(timespec="seconds")
     head = (
-        f"{path}: id {manifest.checkpoint_id}, committed {when} by {_counted(manifest.world_size, 'rank')}, format "
+        f"{path}: id {manifest.checkpoint_id}, committed {when} by {counted(manifest.world_size, 'rank')}, format "
         f"version {manifest.format_version}, ckpt {manifest.ckpt_version}, torch {manifest.pytorch_version}, "
         f"{decimal(use.apparent_bytes)} in files, {decimal(use.unique_bytes)} of them its own"
     )
@@ -260,7 +259,3 @@ def _ranks(ranks: Iterable[int]) -> str:
             runs.append([rank, rank])
     listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
     return f"rank{'' if len(distinct) == 1 else 's'} {listed}" if runs else "nobody"
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -94,7 +94,8 @@ class _Command:
 
     def _run(self) -> None:
         try:
-            with _environment("HYDRA_FULL_ERROR", "1"), _arguments(self._overrides()), _own_stderr(self.stderr) as said:
+            overrides = _NO_FOLDER if not self.writes else _SILENT if self.rank else ()
+            with _environment("HYDRA_FULL_ERROR", "1"), _arguments(overrides), _own_stderr(self.stderr) as said:
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=self.config_name)(self.job)()
             self.code = 0
         except KeyboardInterrupt:
@@ -105,7 +106,7 @@ class _Command:
                 raise
             self._print(sentence_of_arguments("".join(said), sys.argv[1:]))
         except _Refused as refusal:
-            self._report(refusal.error)
+            self._report(refusal.__cause__ or refusal)
         except _user_errors() as error:
             self._report(error)
         except Exception as error:
@@ -146,11 +147,6 @@ class _Command:
             for folder in self.new_folders:
                 folder.rmdir()
 
-    def _overrides(self) -> tuple[str, ...]:
-        if not self.writes:
-            return _NO_FOLDER
-        return _SILENT if self.rank else ()
-
     def _report(self, error: BaseException) -> None:
         from ckpt.errors import DeviceUnavailableError, RankAbsentError
 
@@ -189,11 +185,7 @@ _UNDER_WAY: ContextVar[_Command] = ContextVar("command under way")
 
 
 class _Refused(BaseException):
-    """A callback's error, which ends the command. Hydra turns an `Exception` of a callback into a warning."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
+    """Ends the command with its cause, the error of a callback. Hydra turns an `Exception` of a callback into a warning."""
 
 
 class FolderCallback(Callback):
@@ -210,7 +202,7 @@ class FolderCallback(Callback):
             try:
                 command.begin_sweep(folder, config)
             except Exception as error:
-                raise _Refused(error) from error
+                raise _Refused from error
 
 
 class JobFailed(Exception):

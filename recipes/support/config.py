@@ -36,11 +36,7 @@ OWN_COMPONENTS = ("model", "optimizer", "scheduler", "dataset", "rng")
 """The components that the recipe makes; any other component names its class by `_target_`."""
 
 AT_RUN_TIME: dict[str, tuple[str, ...]] = {
-    "ckpt": (),
-    "strategy": (),
-    "device": (),
-    "parallel": (),
-    "data": (),
+    **dict.fromkeys(("ckpt", "strategy", "device", "parallel", "data"), ()),
     "model": ("seed",),
     "optimizer": ("params",),
     "coordinator": ("state_components", "process_groups", "topology", "config_text"),
@@ -361,14 +357,14 @@ def _component(key: str, node: Any, group_names: Collection[str]) -> dict[str, A
     where = f"components.{key}"
     if not isinstance(node, Mapping):
         raise ConfigurationError(
-            f"{where}={node}: expected its keys, as in {where}.sharing_pattern=replicated; leave it out with ~{where}"
+            f"{where}={node}: expected its keys, such as {where}.sharing_pattern; leave it out with ~{where}"
         )
     rest = {k: v for k, v in node.items() if k not in COMPONENT_KEYS}
     if "_target_" in rest:
         bind(rest, where, ("model",))
     elif key not in OWN_COMPONENTS:
         raise ConfigurationError(
-            f"{where} has no object: the recipe has {', '.join(OWN_COMPONENTS)}; any other is given with "
+            f"{where} has no object: the recipe has {', '.join(OWN_COMPONENTS)}; give any other with "
             f"+{where}={{_target_: <class>, sharing_pattern: <pattern>}}"
         )
     elif rest:
@@ -390,16 +386,14 @@ def _check_sharing(key: str, keys: Mapping[str, Any], group_names: Collection[st
     if pattern is None:
         if key in OWN_COMPONENTS and key != "dataset":
             raise ConfigurationError(
-                f"components.{key}.sharing_pattern=null leaves it to the object, but only the dataset decides at run "
-                "time; give a pattern, such as replicated"
+                f"components.{key}.sharing_pattern=null leaves it to the object, but only the dataset has one: give a pattern"
             )
         return
     check_component(key, **{k: v for k, v in keys.items() if k != "required"})
     if group is not None and group not in group_names:
         has = f"has {', '.join(group_names)}" if group_names else "has none"
         raise ConfigurationError(
-            f"components.{key}.process_group_name={group}: there is no such process group; the layout chosen with "
-            f"parallel= {has}"
+            f"components.{key}.process_group_name={group}: there is no such process group; the layout chosen with parallel= {has}"
         )
 
 

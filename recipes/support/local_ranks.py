@@ -78,16 +78,10 @@ class _Failure(NamedTuple):
 
 
 class _AskedToEnd(BaseException):
-    """This process got a signal of `_SIGNALS`."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number)
-        self.number = number
+    """This process got a signal of `_SIGNALS`, which is the argument."""
 
 
-def run_local_ranks(
-    job: Job, cfg: dict[str, Any], num_ranks: int, held: InheritedLock | None = None
-) -> dict[str, Any] | None:
+def run_local_ranks(job: Job, cfg: dict[str, Any], num_ranks: int, held: InheritedLock | None) -> dict[str, Any] | None:
     """Run the job in `num_ranks` new processes and return rank 0's result. All of them have ended afterwards.
 
     The forkserver stays for the next job of this process, and ends with this process.
@@ -114,8 +108,8 @@ def run_local_ranks(
         except _AskedToEnd as asked:  # the ranks have ended; now the signal gets its default action
             sys.stdout.flush()
             if not store.check([_TOLD_TO_END_KEY]):
-                os.kill(os.getpid(), asked.number)
-            raise SystemExit(128 + asked.number) from None
+                os.kill(os.getpid(), asked.args[0])
+            raise SystemExit(128 + asked.args[0]) from None
     if not isinstance(outcome, _Failure):
         return outcome
     if store.check([_TOLD_TO_END_KEY]):  # SIGTERM to one rank, which has told the others
@@ -150,7 +144,7 @@ def _supervised(
                 return failed[0]
         return results.recv() if results.poll() else outcome
     except _AskedToEnd as asked:
-        number = asked.number
+        number = asked.args[0]
         raise
     finally:
         _end([rank for rank in ranks if rank.pid is not None], number, patience_s)
@@ -320,11 +314,13 @@ def _reported(store: dist.Store, environment: Environment) -> Iterator[None]:
             store.add(_TOLD_TO_END_KEY, 1)
             raise
         try:
-            _report(store, environment, error)
-        except dist.DistError:
-            pass  # the launcher is gone, which would read it
-        finally:
-            _exit_at_once()
+            with suppress(dist.DistError):  # the launcher is gone, which would read it
+                _report(store, environment, error)
+        finally:  # exit without waiting for threads and process groups, which may wait for other ranks
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 def _report(store: dist.Store, environment: Environment, error: BaseException) -> None:
@@ -344,14 +340,6 @@ def _report(store: dist.Store, environment: Environment, error: BaseException) -
     deadline = time.monotonic() + _LINGER_S
     while not store.check(everybody) and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-def _exit_at_once() -> None:
-    """Exit without waiting for threads and process groups, which may wait for other ranks."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def _report_key(rank: int) -> str:

@@ -25,6 +25,7 @@ from recipes.support.config import made
 from recipes.support.run_folder import RunFolder, opened
 
 Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
+"""What all ranks run, with the config of rank 0; what it returns on rank 0 is the result."""
 
 _POSITIONS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 RANK_VARIABLES = frozenset((*_POSITIONS, "MASTER_ADDR", "MASTER_PORT"))
@@ -103,8 +104,7 @@ def environment_with(wanted: Mapping[str, str]) -> Iterator[None]:
 
 def grace_s(cfg: Mapping[str, Any]) -> float:
     """Return how many seconds a rank may take to end after SIGTERM."""
-    seconds: float = cfg["save"]["grace_s"] if "save" in cfg else cfg["agree"]["grace_s"]
-    return seconds
+    return cfg["save"]["grace_s"] if "save" in cfg else cfg["agree"]["grace_s"]
 
 
 def run_job(
@@ -166,8 +166,7 @@ def _taken_from_lead(
     said = phase.payloads[0]
     if "refused" in said:
         raise rebuild(said["refused"]) from refusal
-    config: dict[str, Any] = said["config"]
-    return config
+    return said["config"]
 
 
 @contextmanager
@@ -183,13 +182,8 @@ def listening_on(address: str | None) -> Iterator[None]:
         interface and address == LOOPBACK
     ):  # elsewhere NCCL and HCCL choose, for these also select the interfaces of tensors
         wanted |= dict.fromkeys(INTERFACE_VARIABLES, f"={interface}")
-    new = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
+    with environment_with({name: value for name, value in wanted.items() if name not in os.environ}):
         yield
-    finally:
-        for name in new:
-            os.environ.pop(name, None)
 
 
 def own_address_towards(host: str, port: int) -> str | None:

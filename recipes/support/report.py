@@ -81,20 +81,6 @@ class Summary:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @staticmethod
-    def remove(run_dir: Path) -> None:
-        """Remove the summary of an earlier run, so that a killed run leaves none."""
-        (run_dir / SUMMARY_NAME).unlink(missing_ok=True)
-
-    def write(self, run_dir: Path) -> Path:
-        """Write summary.json atomically, and return its path."""
-        return write_summary(run_dir, self.as_dict())
-
-    def write_if_none(self, run_dir: Path) -> Path:
-        """Write summary.json for a run that had no step left, unless the summary of an earlier run exists."""
-        path = run_dir / SUMMARY_NAME
-        return path if path.exists() else self.write(run_dir)
-
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     """Write a run's summary.json atomically, and return its path.
@@ -106,9 +92,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     try:
         replace_durably(path, (json.dumps(summary, indent=2) + "\n").encode())
     except OSError as error:
-        raise StorageError(
-            f"the summary of the run cannot be written: {sentence(error)}; was its folder removed while it ran?"
-        ) from error
+        raise StorageError(f"{path} cannot be written: {sentence(error)}; was the folder removed?") from error
     return path
 
 

@@ -11,6 +11,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -65,9 +66,9 @@ def row_of(job: JobReturn) -> dict[str, Any]:
     summary = json.loads((run_dir / SUMMARY_NAME).read_text(encoding="utf-8"))
     saves = summary["checkpoints"]
     return row | {
-        "save_s": _mean([save["save_s"] for save in saves]),
+        "save_s": fmean(save["save_s"] for save in saves) if saves else None,
         "load_s": summary["load_s"],
-        "blocked_s": _mean([save["blocked_s"] for save in saves]),
+        "blocked_s": fmean(save["blocked_s"] for save in saves) if saves else None,
         "bytes_written": saves[-1]["bytes"] if saves else None,
         "bytes_read": summary["bytes_read"],
         "state_digest": summary["state_digest"],
@@ -149,10 +150,6 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.3f}" if value < 100 else f"{value:.1f}"
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _leave_table(folder: Path) -> list[dict[str, Any]]:

@@ -20,6 +20,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def counted(number: int, thing: str) -> str:
+    """Return such as "1 file" or "2 files"."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def table_of(*columns: str, right: Sequence[int] = (), wide: Sequence[int] | None = None) -> Table:
     """Make a table with these headings. A text that is wider than its column is folded.
 

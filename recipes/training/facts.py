@@ -55,9 +55,7 @@ def run_of(facts: Mapping[str, Any], own: Mapping[str, Any], where: str) -> RunO
     """
     seed, root = facts.get("seed"), facts.get("checkpoint_root")
     if type(seed) is not int or not isinstance(root, str):
-        raise ConfigurationError(
-            f"{where}: expected a number as seed and a path as checkpoint_root, found {seed!r} and {root!r}"
-        )
+        raise ConfigurationError(f"{where}: seed={seed!r} is no number, or checkpoint_root={root!r} no path")
     engine, model = (own[group] or _node_of(facts.get(group), group, where) for group in ("engine", "model"))
     return RunOfRollouts(engine, model, seed, root)
 
@@ -73,8 +71,7 @@ def _node_of(described: Any, group: str, where: str) -> dict[str, Any]:
     choice, values = (described.get("choice"), described.get("values")) if isinstance(described, dict) else (None, None)
     if choice not in choices or not isinstance(values, dict):
         raise ConfigurationError(
-            f"{where}: the run's {group} is none of this installation's, {', '.join(choices)}: give {group}=<choice> here, too, with "
-            "all keys that the run was given"
+            f"{where}: the run's {group} is none of this installation's, {', '.join(choices)}: give {group}=<choice> with all its keys"
         )
     for key, value in values.items():
         if key not in choices[choice] or not _is_plain(value):

@@ -142,8 +142,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.attn(self.ln_1(hidden))
-        out: torch.Tensor = hidden + self.mlp(self.ln_2(hidden))
-        return out
+        return hidden + self.mlp(self.ln_2(hidden))
 
 
 class Attention(nn.Module):
@@ -160,8 +159,7 @@ class Attention(nn.Module):
         by_head = self.c_attn(hidden).unflatten(-1, (-1, 3, self.head_width)).transpose(1, 2)
         query, key, value = by_head.unbind(-2)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: torch.Tensor = self.drop(self.c_proj(attended.transpose(1, 2).flatten(2)))
-        return out
+        return self.drop(self.c_proj(attended.transpose(1, 2).flatten(2)))
 
 
 class MLP(nn.Module):
@@ -174,5 +172,4 @@ class MLP(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.drop(self.c_proj(F.gelu(self.c_fc(hidden), approximate="tanh")))
-        return out
+        return self.drop(self.c_proj(F.gelu(self.c_fc(hidden), approximate="tanh")))

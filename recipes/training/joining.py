@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,9 @@ import torch
 from rich.console import Console
 
 from ckpt.engine import LiveModel
-from ckpt.engine.base import WeightVersion
 from ckpt.engine.elastic.elastic import ElasticEngine
 from ckpt.engine.elastic.late import load_from_checkpoint, load_from_peers
-from ckpt.engine.elastic.membership import News, Rendezvous
-from ckpt.engine.wire.layout import WeightLayout
+from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.loader import Loader, committed_newest_first
@@ -31,7 +29,7 @@ from ckpt.state.statefuls import ModelState
 from recipes.support.config import made
 from recipes.support.ranks import listening_on, own_address_towards
 from recipes.training.facts import RunOfRollouts, run_of
-from recipes.training.rollout import held_by, live_model
+from recipes.training.roles import held_by, live_model
 from recipes.training.syncing import RENDEZVOUS_NAME
 
 _LOOK_S = 0.1
@@ -133,7 +131,7 @@ def _catch_up(live: LiveModel, member: ElasticEngine, job: RunOfRollouts, device
         if (found := member.news()) is None or found[0].peers is None:
             break
         try:
-            version = _from_peers(live, member, *found, device)
+            version = load_from_peers(live, *found, member.engine.digest_of, _reader(found[0].peers, device))
             return f"caught up with version {version.step} out of the trainers' memory"
         except (CorruptCheckpointError, RankAbsentError, ConfigurationError) as error:
             told.append(str(error))
@@ -141,27 +139,21 @@ def _catch_up(live: LiveModel, member: ElasticEngine, job: RunOfRollouts, device
         if (found := member.news()) is None:
             break
         try:
-            version = _from_checkpoint(live, member, *found, path, job.model)
+            version = load_from_checkpoint(live, *found, member.engine.digest_of, *_model_in(path, job.model))
             return f"caught up with version {version.step} from {path}"
         except (CheckpointError, OSError) as error:  # damaged, of another model, or removed
             told.append(str(error))
     return f"could not catch up and waits for its first update: {'; '.join(told) or 'there is no checkpoint'}"
 
 
-def _from_peers(
-    live: LiveModel, member: ElasticEngine, news: News, layout: WeightLayout, device: Device
-) -> WeightVersion:
+def _reader(peers: Any, device: Device) -> Callable[[Any], None]:
     from ckpt.engine.parameter_server import read_from_peers
 
-    index = device.torch_device.index or 0
-    read = partial(read_from_peers, news.peers, device_type=device.type, device_index=index)
-    return load_from_peers(live, news, layout, member.engine.digest_of, read)
+    return partial(read_from_peers, peers, device_type=device.type, device_index=device.torch_device.index or 0)
 
 
-def _from_checkpoint(
-    live: LiveModel, member: ElasticEngine, news: News, layout: WeightLayout, path: Path, model: Mapping[str, Any]
-) -> WeightVersion:
-    """Load the model component of a checkpoint, and no other, in the trainers' own types."""
+def _model_in(path: Path, model: Mapping[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:
+    """Load the model component of a checkpoint, and no other, in the trainers' own types; return its step and its tensors."""
     step = path.name.removeprefix("checkpoint-")
     if not step.isdecimal():
         raise ConfigurationError(f"{path.name} has an id that is no step")
@@ -171,5 +163,4 @@ def _from_checkpoint(
     with Topology.alone() as topology:
         loader = Loader([component], topology, DirectLoad(), host, verify=True, allow_pickle=False)
         loader.load(path, strict=True)
-    weights: dict[str, torch.Tensor] = state.state_dict()
-    return load_from_checkpoint(live, news, layout, member.engine.digest_of, int(step), weights)
+    return int(step), state.state_dict()

@@ -1,4 +1,4 @@
-"""Ranks that train and ranks that receive: their numbers, and how their engines join."""
+"""Ranks that train and ranks that receive: their numbers, how their engines join, and the model of a rollout."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 from omegaconf import MISSING
 from torch._C._distributed_c10d import Store
 
-from ckpt.engine import MasterMetadata
+from ckpt.engine import LiveModel, MasterMetadata
 from ckpt.engine.elastic.elastic import ElasticEngine, meeting, reached_store
 from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
+from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
-from recipes.support.config import AgreeKeys, require_numbers
+from ckpt.state.digest import state_digest
+from ckpt.state.statefuls import ModelState
+from recipes.support.config import AgreeKeys, made, require_numbers
 
 
 @dataclass
@@ -96,3 +99,26 @@ def join_engine(make: Callable[[], Any], topology: Topology, roles: Mapping[str,
     own = {name: [*trainers[name], *rollouts[name]][topology.rank] for name in trainers}
     engine.init_process_group(**own, host=f"host-{topology.node_rank}")
     return engine
+
+
+def live_model(node: Mapping[str, Any], engine: VersionedEngine, device: Device, *, seed: int) -> LiveModel:
+    """Make the rollout's model, in the types in which its weights travel.
+
+    Args:
+        node: the job's `model`.
+        seed: of the initial weights; it differs from the trainers', so that equal weights at the end were received.
+    """
+    model = made(node, seed=seed)
+    for name, parameter in model.eval().requires_grad_(False).named_parameters():
+        parameter.data = parameter.to(engine.travels_as(name, parameter.dtype))
+    return LiveModel(ModelState(model.to(device.torch_device)))
+
+
+def held_by(live: LiveModel, rank: int, topology: Topology) -> dict[str, Any]:
+    """Return the version that a rollout holds, and the digest of its own tensors."""
+    with live.reading() as version:
+        return {
+            "rank": rank,
+            "version": version.step if version else None,
+            "digest": state_digest({"model": live}, topology),
+        }

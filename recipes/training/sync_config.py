@@ -11,20 +11,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
 from ckpt.format.names import local_path
-from recipes.support.config import (
-    AT_RUN_TIME,
-    LaunchKeys,
-    LoadKeys,
-    RunKeys,
-    bind,
-    check_batch,
-    checked,
-    kept_memories,
-    made,
-    make_absolute,
-    require_names,
-    require_numbers,
-)
+from recipes.support import config
 from recipes.training.facts import ENGINE_AT_RUN_TIME
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles
 
@@ -37,7 +24,7 @@ class ColocatedRoleKeys(RoleKeys):
 
 
 @dataclass
-class SyncKeys(RunKeys):
+class SyncKeys(config.RunKeys):
     """The keys of a training run, and those of its weight updates."""
 
     roles: ColocatedRoleKeys = field(default_factory=ColocatedRoleKeys)
@@ -45,8 +32,8 @@ class SyncKeys(RunKeys):
     engine: dict[str, Any] = MISSING
     publish: str = MISSING
     ckpt: dict[str, Any] | None = None  # type: ignore[assignment]  # a run that saves nothing
-    load: LoadKeys = field(default_factory=lambda: LoadKeys(reread=False))
-    launch: LaunchKeys = field(default_factory=lambda: LaunchKeys(nproc_per_node=0))  # follows from the roles
+    load: config.LoadKeys = field(default_factory=lambda: config.LoadKeys(reread=False))
+    launch: config.LaunchKeys = field(default_factory=lambda: config.LaunchKeys(nproc_per_node=0))  # the roles' ranks
 
 
 @dataclass
@@ -70,23 +57,23 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     """
     typed = OmegaConf.merge(OmegaConf.structured(SyncKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    require_names(run)
+    config.require_names(run)
     local_path(run["output_dir"], "output_dir")
-    make_absolute(run, "run_dir")
+    config.make_absolute(run, "run_dir")
     for name in ("device", "parallel", "model", "data", "optimizer"):
-        bind(run[name], name, AT_RUN_TIME[name])
-    bind(run["engine"], "engine", ENGINE_AT_RUN_TIME)
+        config.bind(run[name], name, config.AT_RUN_TIME[name])
+    config.bind(run["engine"], "engine", ENGINE_AT_RUN_TIME)
     _check_numbers(run)
     _check_saves(run)
-    made(run["device"]).require()
-    made(run["data"])
+    config.made(run["device"]).require()
+    config.made(run["data"])
     roles = run["roles"]
-    engine: VersionedEngine = made(run["engine"], colocated=roles["colocated"])
+    engine: VersionedEngine = config.made(run["engine"], colocated=roles["colocated"])
     if engine.colocated != roles["colocated"]:
         raise ConfigurationError("engine=naive has trainer and rollout in one process: give roles.colocated=true")
-    layout = made(run["parallel"])
+    layout = config.made(run["parallel"])
     layout.check(roles["trainer"])
-    check_batch(run, layout, roles["trainer"])
+    config.check_batch(run, layout, roles["trainer"])
     run |= _checked_training(run) if run["ckpt"] is not None else {"components": {}}
     _check_published(run)
     # Torch's default process group has the trainers alone.
@@ -97,28 +84,27 @@ def checked_join(cfg: DictConfig) -> dict[str, Any]:
     """Return the config of a rollout that joins a running job, as `checked_sync` does, with the same errors."""
     typed = OmegaConf.merge(OmegaConf.structured(JoinKeys), cfg)
     run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    make_absolute(run, "run")
-    bind(run["device"], "device", AT_RUN_TIME["device"])
-    for name, given in (("engine", ENGINE_AT_RUN_TIME), ("model", AT_RUN_TIME["model"])):
+    config.make_absolute(run, "run")
+    config.bind(run["device"], "device", config.AT_RUN_TIME["device"])
+    for name, given in (("engine", ENGINE_AT_RUN_TIME), ("model", config.AT_RUN_TIME["model"])):
         if run[name] is not None:
-            bind(run[name], name, given)
-    require_numbers(run, {"updates": 1, "wait_s": 0, "local_rank": 0})
-    made(run["device"]).require()
+            config.bind(run[name], name, given)
+    config.require_numbers(run, {"updates": 1, "wait_s": 0, "local_rank": 0})
+    config.made(run["device"]).require()
     return run
 
 
 def num_ranks(roles: Mapping[str, Any]) -> int:
     """Return the number of ranks that a job starts with."""
-    num: int = roles["trainer"] if roles["colocated"] else roles["trainer"] + roles["rollout"]
-    return num
+    return roles["trainer"] if roles["colocated"] else roles["trainer"] + roles["rollout"]
 
 
 def _checked_training(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of training and of its checkpoints, checked as `recipes.train` does, for the ranks that train."""
-    own = {one.name: run[one.name] for one in fields(RunKeys)}
+    own = {one.name: run[one.name] for one in fields(config.RunKeys)}
     own["agree"] = {"timeout_s": run["agree"]["timeout_s"]}
     own["launch"] = {"nproc_per_node": run["roles"]["trainer"]}
-    found = checked(OmegaConf.create(own), num_ranks=run["roles"]["trainer"])
+    found = config.checked(OmegaConf.create(own), num_ranks=run["roles"]["trainer"])
     return found | {"agree": run["agree"]}
 
 
@@ -137,13 +123,13 @@ def _check_saves(run: Mapping[str, Any]) -> None:
 
 def _check_published(run: Mapping[str, Any]) -> None:
     """Refuse `publish=saved` with a backend that keeps no save in host memory."""
-    if run["publish"] == "live" or kept_memories(run) is not None:
+    if run["publish"] == "live" or config.kept_memories(run) is not None:
         return
     writer, backend = run["save"]["writer"], run["ckpt"]["_target_"].rpartition(".")[2]
     if writer == "process":
         raise ConfigurationError(
-            "publish=saved takes the weights of a save out of the trainers' memory, and with save.writer=process they are in that of the "
-            "writers: give save.writer=thread, or publish=live"
+            "publish=saved takes the weights of a save out of the trainers' memory, but with save.writer=process the writers hold them: "
+            "give save.writer=thread, or publish=live"
         )
     raise ConfigurationError(
         f"publish=saved takes the weights of a save out of host memory, and the backend chosen with ckpt=, {backend}, keeps none there: "
@@ -154,7 +140,7 @@ def _check_published(run: Mapping[str, Any]) -> None:
 def _check_numbers(run: Mapping[str, Any]) -> None:
     roles = run["roles"]
     check_roles(run, least_rollouts=0)
-    require_numbers(run, {"train.steps": 1, "train.seed": 0, "train.batch_size": 1})
+    config.require_numbers(run, {"train.steps": 1, "train.seed": 0, "train.batch_size": 1})
     if roles["colocated"] and roles["trainer"] != roles["rollout"]:
         raise ConfigurationError(
             f"roles.colocated=true: each of the {roles['trainer']} trainers is a rollout; give roles.rollout={roles['trainer']}"

@@ -25,10 +25,9 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.digest import state_digest
 from ckpt.state.statefuls import ModelState
 from recipes.support.config import made
-from recipes.support.report import Report, Summary, write_summary
+from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary
 from recipes.training.facts import facts_of
-from recipes.training.roles import found_job, join_engine, require_ranks
-from recipes.training.rollout import held_by, live_model
+from recipes.training.roles import found_job, held_by, join_engine, live_model, require_ranks
 from recipes.training.sync_config import num_ranks
 from recipes.training.training import Training, resume, settle_start
 
@@ -48,8 +47,8 @@ def sync_weights(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | No
     run_dir = Path(cfg["run_dir"])
     if topology.is_lead:
         run_dir.mkdir(parents=True, exist_ok=True)
-        Summary.remove(run_dir)
-        (run_dir / RENDEZVOUS_NAME).unlink(missing_ok=True)
+        for name in (SUMMARY_NAME, RENDEZVOUS_NAME):
+            (run_dir / name).unlink(missing_ok=True)
     device: Device = made(cfg["device"])
     device.use(topology.local_rank)
     make = partial(made, cfg["engine"], device=device, colocated=roles["colocated"])
@@ -246,9 +245,6 @@ class _Published:
     def state_dict(self) -> dict[str, Any]:
         state = self._stateful.state_dict()
         return {name: tensor.to(self._engine.travels_as(name, tensor.dtype)) for name, tensor in state.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError
 
 
 def _shown(report: Mapping[str, Any]) -> str:

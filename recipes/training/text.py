@@ -50,23 +50,22 @@ class TextData:
         seed: int,
         topology: Topology,
         device: torch.device,
-        share: tuple[int, int] | None = None,
+        share: tuple[int, int],
     ) -> TextLoader:
         """Return the loader of this rank's batches.
 
         Args:
             context: tokens in a sample; a sample is `context + 1` bytes, of which the last one is only a target.
             batch_size: samples of one step over all ranks; a multiple of the number of shares.
-            share: (number, count) of the part of each batch that this rank trains on; None: (rank, world_size).
+            share: (number, count) of the part of each batch that this rank trains on.
         """
         num_samples = self.corpus.num_bytes // (context + 1)
         if num_samples < 1:
             raise ConfigurationError(
-                f"data.path={self.corpus.root} holds {self.corpus.num_bytes} bytes of text, but the model's context of "
-                f"{context} needs at least {context + 1}: give more text with data.path=<folder>"
+                f"data.path={self.corpus.root} holds {self.corpus.num_bytes} bytes of text, but model.context={context} needs at least "
+                f"{context + 1}: give more text with data.path=<folder>"
             )
         samples = Samples(self.corpus, context + 1, num=num_samples, seed=seed)
-        share = share or (topology.rank, topology.world_size)
         return TextLoader(samples, batch_size, share, topology, device, self.dispatch)
 
 
@@ -172,9 +171,8 @@ class TextLoader:
         for name in ("text", "windows", "window_bytes"):
             if state[name] != own[name]:
                 raise ConfigurationError(
-                    f"the text in {self.samples.corpus.root} is not the one the checkpoint was saved with ({name} "
-                    f"{state[name]}, now {own[name]}): give that text with data.path=, or begin this one at its start "
-                    "with ~components.dataset"
+                    f"the text in {self.samples.corpus.root} differs from the checkpoint's ({name} {state[name]}, now {own[name]}): "
+                    "give that text with data.path=, or start this text at its beginning with ~components.dataset"
                 )
         self.position = int(state["position"])
         self.samples.seed = int(state["seed"])
@@ -192,8 +190,8 @@ class TextLoader:
         places = {(copy["position"], copy["seed"]) for copy in saved}
         if len(places) > 1:
             raise ConfigurationError(
-                f"the ranks that saved the position in the text disagree about it, (position, seed) is one of "
-                f"{sorted(places)}: they did not share one order of samples, so it cannot be divided anew"
+                f"the saved positions of the ranks differ, (position, seed) is one of {sorted(places)}: they did not share one order of "
+                "samples, so it cannot be repartitioned"
             )
         self.load_state_dict(saved[0])
 

@@ -24,7 +24,7 @@ from ckpt.state.address import local_tensor
 from ckpt.state.digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 from recipes.support.config import COMPONENT_KEYS, check_batch, config_text, made
-from recipes.support.report import Report, Summary
+from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary
 from recipes.training.parallel.base import Arranged, Layout
 from recipes.training.restored import settle
 
@@ -69,9 +69,8 @@ def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed])
     root, resumed = cfg["checkpoint_root"], cfg["resume"]
     if resumed is None and committed:
         raise CheckpointExistsError(
-            f"{root} holds the checkpoints of an earlier run, the newest is {committed[-1].path.name}: go on from it "
-            "with resume=latest, leave it and write elsewhere with run_name=<another>, or start anew over it with "
-            "overwrite=true"
+            f"{root} holds the checkpoints of an earlier run, up to {committed[-1].path.name}: resume with resume=latest, write elsewhere "
+            "with run_name=<another>, or replace them with overwrite=true"
         )
     if resumed in (None, "latest"):
         return
@@ -84,15 +83,15 @@ def _require_own_history(cfg: Mapping[str, Any], committed: Sequence[Committed])
         foreign = ("checkpoints of another history", "remove")
         kind, then = foreign if newer is None else ("newer checkpoints", "set aside")
         raise CheckpointExistsError(
-            f"resume={resumed}: {root} holds {kind}: {', '.join(others)}. Give overwrite=true to {then} them, run_name=<another> to go on "
-            "elsewhere, or resume=latest to go on from the newest"
+            f"resume={resumed}: {root} holds {kind}: {', '.join(others)}. Give overwrite=true to {then} them, run_name=<another> to write "
+            "elsewhere, or resume=latest to resume from the newest"
         )
 
 
 def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     """Train up to step `train.steps`, from `resume` on, and save; return the summary. Every rank calls it."""
     training, coordinator = set_up(cfg, topology)
-    run_dir = Path(cfg["run_dir"])
+    summary_path = Path(cfg["run_dir"], SUMMARY_NAME)
     report = Report(cfg, shown=topology.is_lead)
     summary = Summary(world_size=topology.world_size)
     with coordinator:
@@ -100,7 +99,7 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
             resume(training, coordinator, summary, report)
         has_steps = summary.first_step <= cfg["train"]["steps"]
         if topology.is_lead and has_steps:
-            Summary.remove(run_dir)
+            summary_path.unlink(missing_ok=True)  # so that a killed run leaves no summary
         with report.running(summary.first_step), training.told_to_end(coordinator):
             for step in range(summary.first_step, cfg["train"]["steps"] + 1):
                 summary.add_step(step, training.step())
@@ -115,7 +114,9 @@ def train(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         if cfg["load"]["reread"] and summary.checkpoints:
             _reread(training, coordinator, summary, report)
     if topology.is_lead:
-        report.done(summary, summary.write(run_dir) if has_steps else summary.write_if_none(run_dir))
+        if has_steps or not summary_path.exists():  # else the run that made the last step has left its summary
+            write_summary(summary_path.parent, summary.as_dict())
+        report.done(summary, summary_path)
     return summary.as_dict()
 
 
@@ -311,9 +312,7 @@ def resume(training: Training, coordinator: CheckpointCoordinator, summary: Summ
     path = None if cfg["resume"] == "latest" else cfg["resume"]
     loaded = _load(coordinator, path, strict=cfg["load"]["strict"])
     if not loaded.checkpoint_id.isdecimal():
-        raise ConfigurationError(
-            f"{loaded.path} has the id {loaded.checkpoint_id!r}, which is no step: it was not saved by this recipe"
-        )
+        raise ConfigurationError(f"{loaded.path} has an id that is no step: this recipe did not save it")
     training.steps_done = int(loaded.checkpoint_id)
     summary.add_resume(loaded, training.digest())
     settled = settle(cfg, loaded, training.optimizer, training.scheduler)
@@ -332,7 +331,7 @@ def _reread(training: Training, coordinator: CheckpointCoordinator, summary: Sum
     digest = training.digest()
     if digest != summary.state_digest:
         raise CorruptCheckpointError(
-            f"load.reread: {path} was saved with the state digest {summary.state_digest}, but {digest} came back"
+            f"load.reread: {path} has the state digest {summary.state_digest}, read back was {digest}"
         )
     summary.add_load(loaded)
     report.reread(loaded)
@@ -348,8 +347,7 @@ def _component(key: str, stateful: Any, node: Mapping[str, Any]) -> StateCompone
     pattern = node["sharing_pattern"] or (stateful.sharing_pattern if isinstance(stateful, Declared) else None)
     if pattern is None:
         raise ConfigurationError(
-            f"components.{key}.sharing_pattern=null leaves it to the object, but {type(stateful).__name__} has no "
-            f"attribute sharing_pattern: give components.{key}.sharing_pattern=<pattern>"
+            f"components.{key}.sharing_pattern=null leaves it to the object, but {type(stateful).__name__} has no attribute sharing_pattern"
         )
     settings = {name: node[name] for name in COMPONENT_KEYS if name != "sharing_pattern"}
     return StateComponent(key, stateful, pattern, **settings)

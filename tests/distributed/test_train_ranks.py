@@ -54,7 +54,8 @@ def test_one_data_parallel_rank_equals_the_single_layout(tmp_path: Path) -> None
 def test_rank_0_draws_and_every_rank_takes_its_rows(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(i % 251 for i in range(1000)))
     data = TextData(path=str(tmp_path))
-    alone = data.loader(context=7, batch_size=6, seed=0, topology=Topology.alone(), device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    alone = data.loader(context=7, batch_size=6, seed=0, topology=Topology.alone(), device=cpu, share=(0, 1))
     expected = [alone.next_batch() for _ in range(3)]
     parts = run_ranks(3, _draw, data, process_group=True)
     for step in range(3):
@@ -74,5 +75,6 @@ def _train(topology: Topology, runs: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def _draw(topology: Topology, data: TextData) -> tuple[list[Any], dict[str, Any]]:
-    loader = data.loader(context=7, batch_size=6, seed=0, topology=topology, device=torch.device("cpu"))
+    share, cpu = (topology.rank, topology.world_size), torch.device("cpu")
+    loader = data.loader(context=7, batch_size=6, seed=0, topology=topology, device=cpu, share=share)
     return [loader.next_batch().tolist() for _ in range(3)], loader.state_dict()

@@ -26,8 +26,8 @@ class Accelerated(DataParallel):
         accelerator = self._accelerator(topology, device)
         if accelerator.num_processes != topology.world_size:
             raise ConfigurationError(
-                f"parallel=accelerate: Accelerate found {accelerator.num_processes} ranks where there are "
-                f"{topology.world_size}; choose parallel=ddp, or look for ACCELERATE_ variables in the environment"
+                f"parallel=accelerate: Accelerate found {accelerator.num_processes} ranks, not {topology.world_size}; choose parallel=ddp, "
+                "or unset ACCELERATE_ variables"
             )
         one_unused = self.exact_resume and topology.world_size > 1
         wrapped = accelerator.prepare(WithOneUnused(model) if one_unused else model)

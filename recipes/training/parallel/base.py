@@ -93,8 +93,7 @@ class Layout(ABC):
         """
         if self.cuts_model and not isinstance(model, GPT):
             raise ConfigurationError(
-                f"parallel={self.name} knows where to cut a recipes.training.gpt.GPT, but the model is a {type(model).__name__}: "
-                "choose parallel=ddp, or model=gpt"
+                f"parallel={self.name} knows where to cut a recipes GPT, but the model is a {type(model).__name__}: choose parallel=ddp"
             )
 
     @abstractmethod

@@ -13,25 +13,21 @@ from ckpt.state.address import local_tensor
 BUCKET_BYTES = 32 << 20
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace each gradient by its mean over the group. Collective; all ranks pass parameters of the same shapes, in one order."""
+def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, mean: bool = False) -> None:
+    """Replace each gradient by its sum, or its mean, over the group.
+
+    Collective; all ranks pass parameters of the same shapes, in one order. The sum is for copies of one parameter in different
+    pipeline stages, the mean for data parallelism.
+    """
     num_ranks = dist.get_world_size(group)
-    if num_ranks > 1:
-        _sum(parameters, group, 1.0 / num_ranks)
-
-
-def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace each gradient by its sum over the group: for copies of one parameter in different stages."""
-    _sum(parameters, group, 1.0)
-
-
-def _sum(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, factor: float) -> None:
+    if num_ranks == 1:
+        return
     gradients = (local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None)
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=group)
-        if factor != 1.0:
-            flat *= factor
+        if mean:
+            flat *= 1.0 / num_ranks
         sizes = [gradient.numel() for gradient in bucket]
         for gradient, summed in zip(bucket, flat.split(sizes), strict=True):
             gradient.copy_(summed.view_as(gradient))

@@ -11,13 +11,17 @@ from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from recipes.training.gpt import GPT, next_token_loss
 from recipes.training.parallel.base import Arranged, Backward, Layout, backward_of
-from recipes.training.parallel.gradients import average_gradients, sum_gradients
+from recipes.training.parallel.gradients import sum_gradients
 
 
 class _Pipelined(Layout):
     """A layout with a pipeline. A batch passes through it in micro-batches, one forward and one backward in turn (1F1B)."""
 
-    microbatches: int | None
+    def __init__(self, microbatches: int | None, **sizes: int | None) -> None:
+        super().__init__(**sizes)
+        if microbatches is not None and microbatches < 1:
+            raise ConfigurationError(f"parallel.microbatches={microbatches}: expected at least 1, or null")
+        self.microbatches = microbatches
 
     def num_microbatches(self, num_ranks: int) -> int:
         """The number of micro-batches of a rank's rows: by default the number of stages."""
@@ -32,13 +36,13 @@ class _Pipelined(Layout):
         pp, layers = self.sizes(num_ranks)["pp"], model.size.layers
         if pp > layers:
             raise ConfigurationError(
-                f"parallel.pp={pp} asks for more stages than the model has layers, {layers}: give "
-                f"parallel.pp={layers} or fewer, or another model.size"
+                f"parallel.pp={pp} asks for more stages than the model has layers, {layers}: give parallel.pp={layers} or fewer"
             )
 
     def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
         rank, num_ranks = topology.rank, topology.world_size
-        groups = {axis: self._new_groups(axis, topology) for axis in self.axes}
+        # Every rank makes all instances of a group, in the same order, and gets its own.
+        groups = {axis: dist.new_subgroups_by_enumeration(self.instances(axis, num_ranks))[0] for axis in self.axes}
         pp = dist.get_world_size(groups["pp"])
         if pp == 1:
             passes = backward_of(model)
@@ -52,19 +56,14 @@ class _Pipelined(Layout):
 
         def backward(rows: torch.Tensor) -> torch.Tensor | None:
             loss = passes(rows)
-            if tie is not None:
-                sum_gradients([_end_of(model).weight], tie)
+            if tie is not None:  # the embedding of the first stage, the head of the last one
+                end = model.wte if model.wte is not None else model.lm_head
+                sum_gradients([end.weight], tie)
             if "dp" in groups:
-                average_gradients(model.parameters(), groups["dp"])
+                sum_gradients(model.parameters(), groups["dp"], mean=True)
             return loss
 
         return Arranged(model, backward)
-
-    def _new_groups(self, axis: str, topology: Topology) -> dist.ProcessGroup:
-        """Make all instances of a group, in the same order on all ranks, and return this rank's."""
-        mine, _ = dist.new_subgroups_by_enumeration(self.instances(axis, topology.world_size))
-        assert mine is not None
-        return mine
 
     def _tie_ends(self, model: GPT, topology: Topology) -> dist.ProcessGroup | None:
         """Return the group of the first and the last stage of this rank's pipeline, if embedding and head are tied."""
@@ -90,8 +89,7 @@ class Pipeline(_Pipelined):
     axes = ("pp",)
 
     def __init__(self, *, pp: int | None = None, microbatches: int | None = None) -> None:
-        super().__init__(pp=pp)
-        self.microbatches = _positive(microbatches)
+        super().__init__(microbatches, pp=pp)
 
 
 class DataParallelPipeline(_Pipelined):
@@ -108,8 +106,7 @@ class DataParallelPipeline(_Pipelined):
     data_axes = ("dp",)
 
     def __init__(self, *, dp: int | None = None, pp: int | None = None, microbatches: int | None = None) -> None:
-        super().__init__(dp=dp, pp=pp)
-        self.microbatches = _positive(microbatches)
+        super().__init__(microbatches, dp=dp, pp=pp)
 
 
 def _backward_of_stage(stage: PipelineStage, microbatches: int) -> Backward:
@@ -126,16 +123,3 @@ def _backward_of_stage(stage: PipelineStage, microbatches: int) -> Backward:
         return torch.stack([loss.detach() for loss in losses]).mean()
 
     return backward
-
-
-def _end_of(model: GPT) -> nn.Embedding | nn.Linear:
-    """The tied module: the embedding of the first stage, the head of the last one."""
-    end = model.wte if model.wte is not None else model.lm_head
-    assert end is not None
-    return end
-
-
-def _positive(microbatches: int | None) -> int | None:
-    if microbatches is not None and microbatches < 1:
-        raise ConfigurationError(f"parallel.microbatches={microbatches}: expected at least 1, or null")
-    return microbatches

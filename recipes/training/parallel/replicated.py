@@ -25,8 +25,7 @@ class Single(Layout):
     def check(self, num_ranks: int) -> None:
         if num_ranks != 1:
             raise ConfigurationError(
-                f"parallel=single trains on one rank, but there are {num_ranks}: choose parallel=ddp to use them all, "
-                "or launch.nproc_per_node=1"
+                f"parallel=single trains on one rank, but there are {num_ranks}: choose parallel=ddp, or launch.nproc_per_node=1"
             )
 
     def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
@@ -71,5 +70,4 @@ class WithOneUnused(nn.Module):
         self.unused = nn.Parameter(torch.zeros(1, device=next(model.parameters()).device))
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.model(*inputs)
-        return out
+        return self.model(*inputs)

@@ -15,7 +15,7 @@ from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from recipes.training.gpt import GPT
 from recipes.training.parallel.base import Arranged, Layout, backward_of
-from recipes.training.parallel.gradients import average_gradients
+from recipes.training.parallel.gradients import sum_gradients
 
 
 class FullySharded(Layout):
@@ -37,7 +37,7 @@ class FullySharded(Layout):
         return Arranged(model, backward_of(model))
 
 
-class HybridSharded(Layout):
+class HybridSharded(FullySharded):
     """Several copies of the model, each fully sharded over its ranks: FSDP2 on a mesh of two axes.
 
     Args:
@@ -50,11 +50,7 @@ class HybridSharded(Layout):
     data_axes = ("dp", "fsdp")
 
     def __init__(self, *, dp: int | None = None, fsdp: int | None = None) -> None:
-        super().__init__(dp=dp, fsdp=fsdp)
-
-    def arrange(self, model: GPT, topology: Topology, device: torch.device) -> Arranged:
-        shard(model, self.mesh(device, topology.world_size))
-        return Arranged(model, backward_of(model))
+        Layout.__init__(self, dp=dp, fsdp=fsdp)
 
 
 class _TensorParallel(Layout):
@@ -72,8 +68,7 @@ class _TensorParallel(Layout):
         tp, heads = self.sizes(num_ranks)["tp"], model.size.heads
         if heads % tp:
             raise ConfigurationError(
-                f"parallel.tp={tp} cuts the model across its heads, but does not divide their number, {heads}: "
-                "give parallel.tp=<a divisor> or another model.size"
+                f"parallel.tp={tp} cuts the model across its heads, but does not divide their number, {heads}: give a divisor"
             )
 
 
@@ -115,7 +110,7 @@ class TensorAndDataParallel(_TensorParallel):
 
         def backward(rows: torch.Tensor) -> torch.Tensor | None:
             loss = plain(rows)
-            average_gradients(model.parameters(), mesh.get_group("dp"))
+            sum_gradients(model.parameters(), mesh.get_group("dp"), mean=True)
             return loss
 
         return Arranged(model, backward)

@@ -32,7 +32,9 @@ def folder(tmp_path: Path) -> Path:
 
 def loader(folder: Path, *, dispatch: bool = True, batch_size: int = 4, seed: int = 0) -> TextLoader:
     data = TextData(path=str(folder), dispatch=dispatch)
-    return data.loader(context=CONTEXT, batch_size=batch_size, seed=seed, topology=Topology.alone(), device=CPU)
+    return data.loader(
+        context=CONTEXT, batch_size=batch_size, seed=seed, topology=Topology.alone(), device=CPU, share=(0, 1)
+    )
 
 
 def batches(source: TextLoader, num: int) -> list[list[list[int]]]:
@@ -118,9 +120,7 @@ def test_the_loader_says_who_holds_its_state(folder: Path) -> None:
 def test_another_text_is_not_taken_for_the_saved_one(folder: Path) -> None:
     state = loader(folder).state_dict()
     (folder / "c").write_bytes((folder / "c").read_bytes()[::-1])
-    with pytest.raises(
-        ConfigurationError, match=r"is not the one the checkpoint was saved with .*~components\.dataset"
-    ):
+    with pytest.raises(ConfigurationError, match=r"differs from the checkpoint's .*~components\.dataset"):
         loader(folder).load_state_dict(state)
 
 
@@ -157,7 +157,7 @@ def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
 def test_a_text_shorter_than_one_sample_is_refused_with_the_length_that_is_needed(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"1234567")
     with pytest.raises(
-        ConfigurationError, match="holds 7 bytes of text, .* context of 7 needs at least 8: .*data.path"
+        ConfigurationError, match="holds 7 bytes of text, .* model.context=7 needs at least 8: .*data.path"
     ):
         loader(tmp_path)
 
