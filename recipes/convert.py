@@ -1,6 +1,6 @@
-"""python -m recipes.convert src=<checkpoint> dst=<new folder> to=<format>: write it in another format."""
+"""python -m recipes.convert src=<checkpoint> dst=<new folder> to=<format>: write a checkpoint in another format."""
 
-if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+if not __package__:  # run by path: sys.path[0] is this folder, whose inspect.py would hide the standard library's
     import sys
     from os.path import abspath, dirname
 

@@ -1,6 +1,6 @@
-"""Train a few steps and say which sharing pattern each component truly has: python -m recipes.doctor"""
+"""python -m recipes.doctor: train a few steps and report the true sharing pattern of each component."""
 
-if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+if not __package__:  # run by path: sys.path[0] is this folder, whose inspect.py would hide the standard library's
     import sys
     from os.path import abspath, dirname
 

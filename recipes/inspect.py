@@ -1,6 +1,6 @@
-"""python -m recipes.inspect path=<checkpoint or folder of checkpoints>: show what is in it."""
+"""python -m recipes.inspect path=<checkpoint or folder of checkpoints>: show its content."""
 
-if not __package__:  # run by path: this folder comes first, and this file would hide the standard library's inspect
+if not __package__:  # run by path: sys.path[0] is this folder, and this file would hide the standard library's inspect
     import sys
     from os.path import abspath, dirname
 

@@ -1,6 +1,6 @@
-"""Join a running weight sync as one more rollout: python -m recipes.join_rollout run=<its folder>"""
+"""python -m recipes.join_rollout run=<folder of the run>: join a running weight sync as one more rollout."""
 
-if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+if not __package__:  # run by path: sys.path[0] is this folder, whose inspect.py would hide the standard library's
     import sys
     from os.path import abspath, dirname
 

@@ -1,6 +1,6 @@
-"""python -m recipes.plan checkpoint=<checkpoint> <overrides of train>: say what a load on that layout would do."""
+"""python -m recipes.plan checkpoint=<checkpoint> <overrides of train>: preview a load on that layout."""
 
-if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+if not __package__:  # run by path: sys.path[0] is this folder, whose inspect.py would hide the standard library's
     import sys
     from os.path import abspath, dirname
 

@@ -1,6 +1,6 @@
-"""Train, and give the weights to rollouts after every step: python -m recipes.sync_weights"""
+"""python -m recipes.sync_weights: train, and send the weights to rollouts after every step."""
 
-if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+if not __package__:  # run by path: sys.path[0] is this folder, whose inspect.py would hide the standard library's
     import sys
     from os.path import abspath, dirname
 

@@ -1,6 +1,6 @@
-"""Compose a run, train, save, resume: python -m recipes.train"""
+"""python -m recipes.train: train, save checkpoints, resume."""
 
-if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+if not __package__:  # run by path: sys.path[0] is this folder, whose inspect.py would hide the standard library's
     import sys
     from os.path import abspath, dirname
 

@@ -1,6 +1,6 @@
-"""python -m recipes.verify path=<checkpoint or folder of checkpoints>: read every byte and say what is wrong."""
+"""python -m recipes.verify path=<checkpoint or folder of checkpoints>: read every byte and report damage."""
 
-if not __package__:  # run by path: this folder comes first, and its inspect.py would hide the standard library's
+if not __package__:  # run by path: sys.path[0] is this folder, whose inspect.py would hide the standard library's
     import sys
     from os.path import abspath, dirname
 

@@ -1,1 +1,7 @@
-"""The work behind the commands that look at checkpoints or rewrite them: inspect, verify, plan, doctor, convert."""
+"""Commands that read or convert checkpoints.
+
+reading         inspect, verify
+planning        plan
+patterns        doctor
+converting, converting_megatron   convert
+"""

@@ -1,1 +1,13 @@
-"""What every command needs: Hydra's door, the checks of a config, ranks and their launcher, the folder of a run, and what it reports."""
+"""Modules of every command: entry into Hydra, schema and checks of a config, ranks and their launcher, the folder of a run, reports.
+
+cli             the decorator `recipe`, which runs a main function under Hydra
+sentences       errors of Hydra and of the library as one sentence
+config          the schema of a config, and its checks
+run_folder      the folder of a run, and its lock
+launch          joins ranks that exist, or starts them
+ranks           one rank: its environment, device and process group
+local_ranks, forkserver   ranks started on this machine
+report          progress, and summary.json
+sweep           the table of a sweep
+tables          tables on the terminal
+"""

@@ -1,1 +1,12 @@
-"""The runs: a small GPT on text over each layout of ranks, alone (`training`), or with rollouts that get its weights (`syncing`)."""
+"""The runs: a small GPT on text in each layout of ranks, alone (`training`) or with rollouts that get its weights (`syncing`).
+
+gpt, text       the model and the data
+parallel/       layouts of the model over ranks
+training        the run of `recipes.train`
+restored        config and checkpoint after a resume
+roles           trainers and rollouts: numbers, engines, the rollout's model
+sync_config     keys of the weight sync, and their checks
+syncing         the run of `recipes.sync_weights`
+facts           the facts of a run for rollouts that join
+joining         the rollout of `recipes.join_rollout`
+"""

@@ -1,1 +1,1 @@
-"""How the model is laid out over the ranks: one class per choice of `parallel=`; its keywords are the choice's keys."""
+"""Layouts of the model over ranks: one class for each value of `parallel=`, whose keyword arguments are the keys."""
