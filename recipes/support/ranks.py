@@ -25,7 +25,7 @@ from recipes.support.config import made
 from recipes.support.run_folder import RunFolder, opened
 
 Job = Callable[[dict[str, Any], Topology], dict[str, Any] | None]
-"""What all ranks run, with the config of rank 0; what it returns on rank 0 is the result."""
+"""The function that all ranks run, with rank 0's config; its value on rank 0 is the result."""
 
 _POSITIONS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 RANK_VARIABLES = frozenset((*_POSITIONS, "MASTER_ADDR", "MASTER_PORT"))

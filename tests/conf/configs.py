@@ -99,12 +99,12 @@ _merged: _Kept = {}
 
 
 def _places(repository: ConfigRepository | CachingConfigRepository) -> tuple[Any, ...]:
-    """Where Hydra looks."""
+    """The folders in which Hydra looks."""
     return tuple((source.scheme(), source.path) for source in repository.get_sources())
 
 
 def _once(kept: _Kept, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """What was made for this key, pickled, as Hydra writes into what it is given; of a folder of a user's own, made anew."""
+    """The object of this key, pickled, because Hydra writes into it; made each time for a config folder of the user's."""
     places = key[0]
     if not {path for scheme, path in places if scheme == "file"} <= {str(CONF)}:
         return make()

@@ -68,7 +68,7 @@ def test_every_choice_composes_and_binds_to_the_signatures_it_targets(group: str
 
 @pytest.mark.parametrize(("group", "name"), [choice for choice in CHOICES if choice[0] in AT_RUN_TIME])
 def test_no_file_leaves_a_key_of_its_target_unsaid(group: str, name: str, tmp_path: Path) -> None:
-    """What `--help` does not show, nobody finds. Torch's own optimizers have options that a run does not need."""
+    """`--help` shows every key. Torch's own optimizers have options that a run does not need."""
     import inspect
     from importlib import import_module
 

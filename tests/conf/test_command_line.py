@@ -87,7 +87,7 @@ def summary(run_dir: str = "outputs/dev") -> dict[str, Any]:
 
 
 def files(run_dir: str = "outputs/dev") -> dict[str, tuple[bytes, int]]:
-    """What lies in a run's folder: content and time of each file."""
+    """The files of a run's folder: content and time of each."""
     found = [path for path in Path(run_dir).rglob("*") if path.is_file()]
     return {str(path.relative_to(run_dir)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 

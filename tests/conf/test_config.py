@@ -1,4 +1,4 @@
-"""What is wrong with a config is said before any process starts, in one sentence with the way out."""
+"""Errors of a config are raised before any process starts, as one sentence with the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells rollouts that come is data: each makes its config of it by its own conf/, and runs nothing that the file names."""
+"""The facts of a run for rollouts that join are data: a rollout makes its config by its own conf/, and calls nothing from them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ KEYS = re.compile(
     r"(?:^|[\s(;,:])(?:~?components\.|save\.[a-z_]+(?:[= ]|$)|load\.[a-z_]+=|ckpt(?:\.\w+)?=|strategy\.\w+|output_dir=<|run_name=|"
     r"resume=|launch\.|device\.[a-z]+=|engine\.[a-z_]+=|parallel=|agree\.)"
 )
-"""How a command line names things."""
+"""The keys of a config replace argument names."""
 TO_BE_WRITTEN_ANEW = {"ledger.py", "owner.py", "save_settings.py"}
 """Files some of whose sentences still do so."""
 

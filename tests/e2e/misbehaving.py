@@ -1,4 +1,4 @@
-"""What can go wrong on one rank in the middle of a save, as choices of a config: given to the command by `_target_`."""
+"""Faults of one rank in the middle of a save, as classes that a config names by `_target_`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def marked(run_dir: Path) -> list[psutil.Process]:
 
 
 def left_after(seconds: float, find: Callable[[], list[psutil.Process]]) -> list[str]:
-    """What `find` still finds when the time is up; at once if that is nothing."""
+    """Return the result of `find` when it is empty, or when the time is up."""
     deadline = time.monotonic() + seconds
     while (found := find()) and time.monotonic() < deadline:
         time.sleep(0.02)

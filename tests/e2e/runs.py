@@ -32,7 +32,7 @@ TEXT = Path(sysconfig.get_path("stdlib"), "stat.py")
 """Five kilobytes: every seven steps or so the text begins anew, so resumed runs cross that border too."""
 
 SMALL = [f"data.path={TEXT}", "model.size=nano"]
-"""What every run here is given first: what it is given besides may say otherwise."""
+"""The first overrides of every run here; later ones may replace them."""
 
 BACKENDS = {
     "zarr": ["ckpt=zarr"],

@@ -1,4 +1,4 @@
-"""Whatever happens to whichever file of a checkpoint: verify names it, a load refuses it, resume=latest goes on without."""
+"""Any damage to any file of a checkpoint: verify names it, a load refuses it, resume=latest skips it."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _loads_refuse(run_dir: Path, newest: Path, damages: list[Damage]) -> None:
 
 
 def _attempts(run_dir: Path, resume: str, damages: list[Damage], *, steps: int) -> list[dict[str, Any]]:
-    """What becomes of a run that resumes, once for each damage: its summary, or its error. Nothing is trained or saved."""
+    """The summary or the error of a run that resumes, once for each damage. Nothing is trained or saved."""
     overrides = [f"resume={resume}", f"train.steps={steps}"]
     return run(run_dir, *overrides, ranks=2, job=_Attempt(damages))["outcomes"]  # type: ignore[no-any-return]
 

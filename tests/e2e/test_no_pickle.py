@@ -32,7 +32,7 @@ FORBIDDEN_CALLS = {
     "send_object_list", "recv_object_list", "numpy.save", "np.save", "np.load",
 }  # fmt: skip
 OLD_FILES = {"unpickling.py": {"torch.load"}}
-"""What may be called where, behind load.allow_pickle: with weights_only, as the test below makes sure."""
+"""The calls that load.allow_pickle allows, and their files: with weights_only, as the test below checks."""
 BETWEEN_OWN_PROCESSES = {
     name: {"pickle"}
     for name in ("channel.py", "serialized_errors.py", "writer_child.py", "writer_process.py", "worker_line.py")
@@ -149,7 +149,7 @@ def _kind_of(name: str, data: bytes, chunks: list[tuple[int, int, int, tuple[int
 
 
 def _parse_ocdbt(data: bytes, name: str) -> None:
-    """What is no chunk in a file of a database: nodes, which begin with their length, Zarr's JSON, and zeros."""
+    """The parts of a database file that are no chunks: nodes, which begin with their length, Zarr's JSON, and zeros."""
     at = 0
     while at < len(data):
         if data[at] == 0:  # the rest of a disk block

@@ -46,7 +46,7 @@ class Plan:
         return code, *self.capsys.readouterr()
 
     def json(self, *overrides: str) -> dict[str, Any]:
-        """What it prints with json=true, by what it calls once Hydra has composed."""
+        """The output with json=true, by the function that the command calls after Hydra."""
         cfg = composed(Path.cwd(), *SMALL, *overrides, "json=true", root="plan")
         keys = keys_of(cfg)
         self.capsys.readouterr()

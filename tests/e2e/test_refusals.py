@@ -1,4 +1,4 @@
-"""What cannot be ends as one sentence on stderr and exit code 1, from the command as a user starts it."""
+"""A run that cannot start ends with one sentence on stderr and exit code 1, from the command as a user starts it."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _stamps(run_dir: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in root_of(run_dir).rglob("*")}
 
 
-# What the checkpoint restores, and the command line gives anew
+# Values of the checkpoint, and of the command line
 
 
 def _config_of(path: Path) -> Any:
@@ -294,7 +294,7 @@ def test_other_ranks_take_up_the_text_where_the_saved_ones_stopped(tmp_path: Pat
 
 
 def test_an_old_folder_of_pickled_files_goes_on_behind_its_switch_only(tmp_path: Path) -> None:
-    """What Forgather's trainers left: a file per component, and optimizer state by position."""
+    """A checkpoint of Forgather's trainers: a file per component, and optimizer state by position."""
     training = Training(config(tmp_path / "old run", *SMALL), Topology.alone(), cpu())
     training.join()
     for _ in range(3):

@@ -95,7 +95,7 @@ def test_the_stages_one_after_the_other_are_the_whole_model(num_stages: int) -> 
 
 
 def test_a_head_can_be_cut_off_by_its_rows() -> None:
-    """What tensor parallelism does: each rank has the query, key and value rows of its own heads, nobody else's."""
+    """The cut of tensor parallelism: each rank has only the query, key and value rows of its own heads."""
     attention = GPT(seed=2).h["0"].attn
     half = GPT(seed=2).h["0"].attn
     rows = 3 * 128 // 2

@@ -1,4 +1,4 @@
-"""Which rank does what in each layout: pure arithmetic, for any number of ranks."""
+"""The role of each rank in each layout: pure arithmetic, for any number of ranks."""
 
 from __future__ import annotations
 
