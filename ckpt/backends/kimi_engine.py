@@ -30,7 +30,6 @@ from ckpt.backends.safetensors_format import (
     index_bytes,
     read_shard,
 )
-from ckpt.backends.safetensors_removal import remove_from_files
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box, overlap
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -138,10 +137,6 @@ class KimiEngineBackend:
                 if known is None or math.prod(known.grid) < math.prod(grid):
                     arrays[path] = ArraySpec(path, entry.dtype, shape, grid)
         return dict(sorted(arrays.items()))
-
-    def remove(self, root: Path, paths: Collection[str]) -> None:
-        """Remove the arrays at these paths, from files and indexes. Other arrays move in their files."""
-        remove_from_files(root, paths)
 
 
 def _values(file: Path, entry: Entry) -> torch.Tensor:

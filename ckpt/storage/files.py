@@ -6,10 +6,9 @@ import ctypes
 import errno
 import os
 import re
-import shutil
 import stat
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -195,9 +194,3 @@ def _syncfs(root: Path) -> None:
 
 def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
-
-
-def remove_arrays(root: Path, paths: Iterable[str]) -> None:
-    """Remove the folders of these arrays."""
-    for path in paths:
-        shutil.rmtree(root / path)

@@ -5,5 +5,5 @@ Files, in the order in which data travels:
     folder                  what is saved, and the steps of a save
     destination, save_marker   the folder as the place of a save; the sign that one has begun
     loading                 a load
-    removing, removing_shards   takes tensors out of a checkpoint
+    removing                removes tensors from a checkpoint
 """
