@@ -178,6 +178,11 @@ class RankWritePlan:
         """Of all items, as they are stored."""
         return sum(map(self.item_bytes, self.items))
 
+    def item_name(self, number: int) -> str:
+        """The name of an item, for errors: that of its array."""
+        item = self.items[number]
+        return item.path if isinstance(item, Pack) else item.name
+
     def item_bytes(self, item: Item) -> int:
         """Of one item."""
         if isinstance(item, Pack):

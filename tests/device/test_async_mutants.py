@@ -75,7 +75,7 @@ ON_HOST = [
         "the process that writes asks for the next item before it is done with one",
         "ckpt/saving/background/writer_child.py: _Server._staged",
         "yield Staged(number, [self._tensor(*place) for place in places], digests)",
-        "self._channel.send(('next', None))\nyield Staged(number, [self._tensor(*place) for place in places], digests)",
+        "self._trainer.tell('next')\nyield Staged(number, [self._tensor(*place) for place in places], digests)",
         (f"{MEMORY}::test_a_save_over_budget_streams_part_by_part_through_what_it_is_given[process]",),
     ),
     Mutant(

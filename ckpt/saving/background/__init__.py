@@ -6,5 +6,5 @@ Files, in the order in which data travels:
     snapshot                a copy of one rank's share in host memory
     priority                how much of the machine the writer may take
     async_utils             requests, and the queue in which all ranks finish theirs in one order
-    writer_process, writer_child, channel, serialized_errors   a process that writes, and how it is spoken to
+    writer_process, writer_child, serialized_errors   a process that writes, the program that it runs, errors between the two
 """
