@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import starmap
 from typing import Protocol
 
 import torch
@@ -13,9 +14,7 @@ from ckpt.format.dtypes import contiguous, raw_bytes, torch_dtype
 from ckpt.memory.copies import Halves, Staging
 from ckpt.planning.plan import SavePlan
 from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged
-from ckpt.state.address import local_tensor
 from ckpt.state.collect import RankState
-from ckpt.state.flatten import TensorLeaf
 
 
 class ByteSource(Protocol):
@@ -37,7 +36,7 @@ class Regions:
     def __init__(self, plan: SavePlan, contribution: RankState) -> None:
         self._plan = plan
         self._contribution = contribution
-        self._by_box: dict[str, dict[Box, TensorLeaf]] = {}
+        self._by_box: dict[str, dict[Box, torch.Tensor]] = {}
 
     def of_item(self, item: Item) -> list[torch.Tensor]:
         """The tensors of an item: the boxes of a chunk that are this rank's, or those of a pack."""
@@ -49,12 +48,11 @@ class Regions:
         """A part of an array, on whatever device and of whatever strides."""
         if 0 in box.shape:
             return torch.empty(box.shape, dtype=torch_dtype(self._plan.arrays[name].dtype))
-        held, leaf = self._held(name, box)
-        local = local_tensor(leaf)
+        held, local = self._held(name, box)
         return local if box == held else local[box.relative_to(held).slices]
 
-    def _held(self, name: str, box: Box) -> tuple[Box, TensorLeaf]:
-        """What of ours holds a box; whole pieces, which most are, are found at once, however many there are."""
+    def _held(self, name: str, box: Box) -> tuple[Box, torch.Tensor]:
+        """The piece of this rank's memory that contains a box. A whole piece, the usual case, is found in constant time."""
         pieces = self._contribution.held[name]
         if len(pieces) == 1:
             return pieces[0]
@@ -78,13 +76,8 @@ class LiveTensors:
         return sent(self._share, self._regions, self._staging)
 
     def items(self) -> Iterator[Staged]:
-        numbered = enumerate(self._share.items)
-        for (number, item), hosts in self._staging.ahead(numbered, lambda one: self._regions.of_item(one[1])):
-            if isinstance(item, Pack):
-                flat = torch.empty(item.num_elements, dtype=torch_dtype(item.dtype))
-                yield Staged(number, [laid_end_to_end(hosts, flat)])
-            else:
-                yield Staged(number, hosts)
+        numbered = ((number, self._regions.of_item(item)) for number, item in enumerate(self._share.items))
+        return starmap(Staged, self._staging.ahead(numbered))
 
     def check(self) -> None:
         self._contribution.require_unchanged()
@@ -93,13 +86,7 @@ class LiveTensors:
 def sent(share: RankWritePlan, regions: Regions, staging: Staging) -> dict[int, bytes]:
     """The parts of chunks that other ranks write, by rank, copied."""
     outgoing: dict[int, list[bytes]] = defaultdict(list)
-    for send, (host,) in staging.ahead(share.sends, lambda send: [regions.of(send.name, send.box)]):
-        outgoing[send.to].append(raw_bytes(contiguous(host)).numpy().tobytes())
+    tensors = ((send.to, [regions.of(send.name, send.box)]) for send in share.sends)
+    for to, (host,) in staging.ahead(tensors):
+        outgoing[to].append(raw_bytes(contiguous(host)).numpy().tobytes())
     return {to: b"".join(parts) for to, parts in outgoing.items()}
-
-
-def laid_end_to_end(hosts: Iterable[torch.Tensor], flat: torch.Tensor) -> torch.Tensor:
-    """Fill `flat` with host tensors, one behind the other, and return it."""
-    if flat.numel():
-        torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in hosts], out=flat)
-    return flat

@@ -84,12 +84,19 @@ class Pack:
 Item = ChunkTask | Pack
 
 
+def laid_end_to_end(hosts: Iterable[torch.Tensor], flat: torch.Tensor) -> torch.Tensor:
+    """Fill `flat` with host tensors, one behind the other, and return it."""
+    if flat.numel():
+        torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in hosts], out=flat)
+    return flat
+
+
 class Staged(NamedTuple):
     """The bytes of one item of a share, on the host.
 
     Attributes:
         number: of the item.
-        hosts: a tensor for each box of a chunk that is this rank's; one flat tensor of a pack.
+        hosts: a tensor for each box of a chunk that is this rank's, or of a pack; a pack may also be one flat tensor.
         digests: of each host, block by block, as they were when it was copied: whoever writes them makes sure that they are so
             still. None: these are the tensors themselves.
     """
@@ -250,7 +257,7 @@ class _Writing:
         for number, hosts, digests in staged:
             item = self._share.items[number]
             if isinstance(item, Pack):
-                self._write_packed(item, hosts[0], digests)
+                self._write_packed(item, hosts, digests)
             else:
                 self._write_chunk(number, item, hosts, digests)
         self._writer.describe(self._described, self._share.groups)
@@ -309,10 +316,15 @@ class _Writing:
             whole[box.relative_to(task.box).slices] = torch.frombuffer(data, dtype=whole.dtype).view(box.shape)
         return whole
 
-    def _write_packed(self, pack: Pack, host: torch.Tensor, digests: Sequence[tuple[int, ...]] | None) -> None:
-        """Write small boxes that lie end to end, noting where each begins. Where all of them are empty there is no array."""
+    def _write_packed(
+        self, pack: Pack, hosts: Sequence[torch.Tensor], digests: Sequence[tuple[int, ...]] | None
+    ) -> None:
+        """Write small boxes end to end, noting where each begins. Where all of them are empty there is no array."""
         self._note_pieces(pack)
         if pack.num_elements:
+            host = contiguous(hosts[0].reshape(-1))
+            if len(hosts) > 1:
+                host = laid_end_to_end(hosts, torch.empty(pack.num_elements, dtype=torch_dtype(pack.dtype)))
             self._described.append(self._share.array_of(pack))
             self._writer.write(self._described[-1], 0, host, None if digests is None else digests[0])
             self._count(pack.tasks[0].name, host)

@@ -120,7 +120,7 @@ def save_state(
             folder.mkdir(exist_ok=True)
     with topology.phase("collect"):
         mine = collect([StateComponent(key, Given(state), pattern)], topology)
-    device = device_of(tensor for held in mine.held.values() for _, tensor in held if isinstance(tensor, torch.Tensor))
+    device = device_of(tensor for held in mine.held.values() for _, tensor in held)
     place = GivenFolder(folder, mine.components, is_marked=True)
     FolderSave(place, mine, Planner(topology, backend, device)).run()
 

@@ -27,8 +27,8 @@ from ckpt.memory.arena import Arena, room_for
 from ckpt.memory.copies import Halves, Staging, Streams
 from ckpt.memory.device import same_device, uses_accelerator, wait_for_accelerator
 from ckpt.planning.plan import ChunkTask, SavePlan
-from ckpt.saving.gathering import Regions, laid_end_to_end, sent
-from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged
+from ckpt.saving.gathering import Regions, sent
+from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, laid_end_to_end
 from ckpt.state.collect import RankState
 from ckpt.state.overlap import Watched
 
@@ -242,10 +242,10 @@ class Snapshot:
         rooms: dict[int, torch.Tensor] = {}
         coming = 0
 
-        def tensors_of(numbered: tuple[int, Item]) -> list[torch.Tensor]:
+        def with_tensors() -> Iterator[tuple[tuple[int, Item], list[torch.Tensor]]]:
             nonlocal coming
-            coming = numbered[0]
-            return self._the_regions.of_item(numbered[1])
+            for coming, item in items:
+                yield (coming, item), self._the_regions.of_item(item)
 
         def room_in_arena(num_bytes: int) -> torch.Tensor:
             rooms[coming] = self._take(coming, num_bytes)
@@ -253,7 +253,7 @@ class Snapshot:
 
         through = room_in_arena if self._pinned_bytes is None else Halves(self._pinned_bytes)
         try:
-            for (number, item), hosts in Staging(through, self._streams).ahead(items, tensors_of):
+            for (number, item), hosts in Staging(through, self._streams).ahead(with_tensors()):
                 if number not in rooms:
                     rooms[number] = self._take(number, sum(map(_in_a_row, _bytes_of(self._share, item))))
                     hosts = _copied(item, hosts, rooms[number])
