@@ -1,4 +1,4 @@
-"""Where the bytes of a save come from: the tensors themselves, while training waits. (From a copy of them: snapshot.py.)"""
+"""Bring the tensors of each item to the host, while training waits. (`ckpt.saving.background.snapshot` copies them instead.)"""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ckpt.state.collect import RankState
 
 
 class ByteSource(Protocol):
-    """The bytes of one save of a share. Used by the thread that writes it, in this order."""
+    """The source of a share's bytes in one save. Called by the thread that writes the share: `sends`, `items`, `check`."""
 
     def sends(self) -> dict[int, bytes]:
-        """Rank -> the parts of its chunks that lie here, end to end."""
+        """Rank -> the partial chunks for it, end to end."""
 
     def items(self) -> Iterator[Staged]:
-        """Every item, in any order. Its memory is good until the next one is asked for."""
+        """Yield every item once, in any order. Its memory is valid until the next one is requested."""
 
     def check(self) -> None:
-        """Raise if what was given out is not the state at the time of the save."""
+        """Raise if the state has changed since the save began."""
 
 
 class Regions:
-    """The tensors of one rank, box by box."""
+    """Finds the memory of this rank behind a box of a global array."""
 
     def __init__(self, plan: SavePlan, contribution: RankState) -> None:
         self._plan = plan
@@ -39,13 +39,13 @@ class Regions:
         self._by_box: dict[str, dict[Box, torch.Tensor]] = {}
 
     def of_item(self, item: Item) -> list[torch.Tensor]:
-        """The tensors of an item: the boxes of a chunk that are this rank's, or those of a pack."""
+        """The tensors of an item: this rank's boxes of a chunk, or those of a pack."""
         if isinstance(item, Pack):
             return [self.of(name, box) for name, box in item.tasks]
         return [self.of(item.name, box) for box in item.own]
 
     def of(self, name: str, box: Box) -> torch.Tensor:
-        """A part of an array, on whatever device and of whatever strides."""
+        """The part of an array in a box; on its own device, with its own strides."""
         if 0 in box.shape:
             return torch.empty(box.shape, dtype=torch_dtype(self._plan.arrays[name].dtype))
         held, local = self._held(name, box)
@@ -64,7 +64,7 @@ class Regions:
 
 
 class LiveTensors:
-    """The source of a save that training waits for: each tensor is written where it lies, or while the next one comes from its device."""
+    """The state itself as the source of a save: host tensors are not copied, and device tensors come while the one before is written."""
 
     def __init__(self, share: RankWritePlan, plan: SavePlan, contribution: RankState, pinned_bytes: int) -> None:
         self._share = share
@@ -84,7 +84,7 @@ class LiveTensors:
 
 
 def sent(share: RankWritePlan, regions: Regions, staging: Staging) -> dict[int, bytes]:
-    """The parts of chunks that other ranks write, by rank, copied."""
+    """Rank -> copies of the partial chunks that it writes, end to end."""
     outgoing: dict[int, list[bytes]] = defaultdict(list)
     tensors = ((send.to, [regions.of(send.name, send.box)]) for send in share.sends)
     for to, (host,) in staging.ahead(tensors):
