@@ -1,4 +1,4 @@
-"""The lead's part of a save: what all ranks wrote is joined, described, and put on record in the manifest."""
+"""The lead's part of a save: join the arrays of all ranks, and write the manifest."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from ckpt.version import __version__
 
 @dataclass
 class ManifestWriter:
-    """Puts one save on record, once every rank's bytes are durable. Lead rank only.
+    """Writes the manifest of one save, once every rank's bytes are durable. Lead rank only.
 
     Attributes:
         votes: of every rank, in order.
-        config_text: stored as config.yaml; None: there is none.
+        config_text: stored as config.yaml; None: no such file.
         commit: its place in the order of commits; None: it is in no checkpoint root.
         run_id: of the run's training history.
-        beside: files that lie in the folder already and belong to the checkpoint, relative to it.
+        beside: files that are in the folder already and belong to the checkpoint, relative to it.
         manifest_digest: of the bytes of the manifest, once it is written.
-        made: the small files, beside the ranks' own, that the checkpoint has besides; by path.
+        made: path -> content of the small files that no rank's index lists.
     """
 
     save: PreparedSave[Any]
@@ -63,7 +63,7 @@ class ManifestWriter:
         """Join the arrays, write the config and, last, the manifest; return the bytes that this adds.
 
         Raises:
-            StorageError: what a rank wrote is not seen here.
+            StorageError: the file of some rank is not visible here.
         """
         folder, beside = self.save.destination.folder, self.beside
         _await_indexes(folder, self.votes, self.topology)
@@ -128,7 +128,7 @@ def join_arrays(
     progress: Callable[[int], None],
     beside: Sequence[str] = (),
 ) -> dict[str, bytes]:
-    """Make one of the arrays that the ranks have written; return the small files that this takes, and those beside them, by path."""
+    """Join the arrays of all ranks; return path -> content of the small files that this makes, and of those in `beside`."""
     writers = [rank for rank, vote in enumerate(votes) if vote.wrote_arrays]
     found = {}
     for path in [*backend.join(folder, writers, progress), *beside]:
@@ -139,17 +139,17 @@ def join_arrays(
 
 
 def listed_files(made: Mapping[str, bytes], votes: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
-    """Size and digest of each file that a manifest lists: of what the lead has made, its plain values, and every index."""
+    """Path -> size and digest of the files that a manifest lists: those that the lead made, its plain values, and every index."""
     files = {path: (len(data), digest_of(data)) for path, data in made.items()}
     files |= {path: (size, digest) for path, (size, digest) in votes[0].plain_files.items()}
     return files | {index_name(rank): (vote.index[0], vote.index[1]) for rank, vote in enumerate(votes) if vote.index}
 
 
 def entries_of(plan: SavePlan, components: Mapping[str, StateComponent], store: str) -> dict[str, ArrayEntry]:
-    """What a manifest says of the arrays of a save; the same on every rank.
+    """The manifest's entries for the arrays of a save; the same on every rank.
 
     Args:
-        store: what the manifest calls the format.
+        store: the manifest's name for the format.
     """
     packed: dict[tuple[Any, ...], ArrayEntry] = {}
     arrays = {}
@@ -169,7 +169,7 @@ def entries_of(plan: SavePlan, components: Mapping[str, StateComponent], store: 
 
 
 def _await_indexes(folder: Path, votes: Sequence[WriteResult], topology: Topology) -> None:
-    """Wait until the lead sees every index in its full length, on file systems where that takes a while."""
+    """Wait until the lead sees every index in full length: network file systems show files late."""
     deadline = time.monotonic() + topology.timeout_s
     for rank, vote in enumerate(votes):
         path = folder / index_name(rank)

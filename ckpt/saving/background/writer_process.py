@@ -135,7 +135,7 @@ class WriterProcess:
                 child.await_up(progress, self._start_timeout_s)
                 return child.write(share, job, staged, progress)
             except _Gone:
-                error = child.obituary()
+                error = child.error_of_end()
                 child.end()
                 raise error from None
 
@@ -153,7 +153,7 @@ class WriterProcess:
                 raise StorageError("the writer process was closed; nothing more can be saved with it")
             child = self._child
             if child is not None and not child.has_ended and child.process.poll() is not None:
-                _log.warning("%s; another one is started", child.obituary())
+                _log.warning("%s; another one is started", child.error_of_end())
                 child.end()
             if child is None or child.has_ended:
                 child = self._child = _Child(self._settings, backend)
@@ -301,7 +301,7 @@ class _Child:
         self._how = self._how or how
         self._end()
 
-    def obituary(self) -> StorageError:
+    def error_of_end(self) -> StorageError:
         """An error with how the process ended, what it was doing, and what it left on stderr."""
         how, hint = self._how, ""
         if how is None:
