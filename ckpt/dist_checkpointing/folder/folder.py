@@ -1,4 +1,4 @@
-"""Saves into a folder that the user has made, by all ranks or none: what the first reference's strategies do with a directory."""
+"""Save into a folder that the user has made, on all ranks or on none. Used by Megatron-Core's strategies."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ckpt.state.sharing import SharingPattern, StateComponent
 
 
 class FolderSave:
-    """One save of what the ranks contribute into a folder. The steps, in order: `prepare`, `write`, `finish`.
+    """One save of the ranks' tensors into a folder, in steps: `prepare`, `write`, `finish`.
 
-    All are called by all ranks, but only the first and the last talk to the others: `write` may run in another thread.
+    All ranks call all steps. `write` communicates with no other rank, and may run in another thread.
     """
 
     def __init__(self, folder: GivenFolder, mine: RankState, planner: Planner) -> None:
@@ -45,11 +45,12 @@ class FolderSave:
         """Agree on who writes what, and exchange the slivers. Collective.
 
         Args:
-            arena: where the tensors are copied, so that they may change from then on. None: they stay as they are until `write` is over.
+            arena: memory to copy the tensors to, so that they may change when this returns. None: they must not change until `write` is
+                over.
 
         Raises:
-            CheckpointExistsError: a checkpoint, or a part of one, lies in the folder.
-            ShardingError, ShapeMismatchError, ReplicationError: what the ranks hold does not make up one state.
+            CheckpointExistsError: a checkpoint, or a part of one, is in the folder.
+            ShardingError, ShapeMismatchError, ReplicationError: the states of the ranks do not make up one.
         """
         self._folder.open(self._topology)
         with self._topology.phase("collect") as phase:
@@ -59,7 +60,7 @@ class FolderSave:
         self._save.exchange_slivers(self._topology, self._source)
 
     def write(self) -> None:
-        """Write this rank's share, durably. Talks to nobody."""
+        """Write this rank's share durably. Communicates with no other rank."""
         self._vote = self._save.write(self._source, RankWritePlan.write, self._topology)
 
     def _copied_to(self, arena: Arena) -> ByteSource:
@@ -68,21 +69,21 @@ class FolderSave:
         _, num_bytes = arena_bytes(save.share, is_pinned=save.device.type != "cpu")
         arena.grow(num_bytes, lambda: None)
         snapshot.take()
-        self._snapshot = snapshot  # not before: `give_up` waits for the end of what has been taken
+        self._snapshot = snapshot  # not before: `give_up` waits for the end of `take`
         return snapshot
 
     def finish(self) -> None:
-        """Put the save on record, when all ranks have written. Collective.
+        """Write the manifest, once all ranks have written. Collective.
 
         Raises:
-            CheckpointExistsError: another save into the folder has begun since this one did.
+            CheckpointExistsError: a later save has taken over the folder.
         """
         with self._topology.phase("votes") as phase:
             phase.payload = self._vote.to_json()
         self._folder.publish(self._save, [WriteResult(**tree) for tree in phase.payloads], self._topology)
 
     def run(self) -> None:
-        """All three steps, as one operation."""
+        """Run all three steps as one operation."""
         with self._folder.discarding(), self._topology.operation(self._folder.what):
             self.prepare()
             with self._topology.phase("write"):
@@ -90,14 +91,17 @@ class FolderSave:
             self.finish()
 
     def abandon(self) -> None:
-        """The save has failed after `prepare` began, on this rank or another: let others have the folder, and the memory."""
+        """Release the folder and the memory of a save that has failed after `prepare` began, on this rank or another."""
         if self._snapshot is not None:
             self._snapshot.give_up()
         self._folder.discard()
 
 
 def require_alike(said: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ranks that call a save differently. Every rank finds the same in what all have said.
+    """Require the same arguments of a save on all ranks. Every rank finds the same difference.
+
+    Args:
+        said: the arguments of each rank.
 
     Raises:
         ConfigurationError: it names the first difference.
@@ -110,10 +114,10 @@ def require_alike(said: Sequence[Mapping[str, Any]]) -> None:
 def save_state(
     folder: Path, key: str, state: Mapping[str, Any], pattern: SharingPattern, topology: Topology, backend: Backend
 ) -> None:
-    """Save one nested state dict as the component `key` of a checkpoint that is nothing else. Collective.
+    """Save one nested state dict as a checkpoint with the only component `key`. Collective.
 
     Args:
-        pattern: GLOBAL, or PER_RANK where the ranks hold different keys of it: then no rank looks at another's.
+        pattern: GLOBAL, or PER_RANK if the ranks hold different keys.
     """
     with topology.phase("make the folder"):
         if topology.is_lead:
@@ -126,11 +130,11 @@ def save_state(
 
 
 def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) -> RankState:
-    """What this rank gives of a sharded state dict's tensors.
+    """Describe the tensors of a sharded state dict as this rank's state.
 
     Args:
-        spread_replicas: give replicas, too, so that any of the ranks that hold a shard may write it. Without, only the main
-            ones: nobody checks that the others hold equal bits.
+        spread_replicas: include replicas, so that any rank that holds a shard may write it. Otherwise only main replicas are
+            included, and the bits of the others are not compared.
 
     Raises:
         ShardingError: a main replica has no data.
@@ -157,13 +161,13 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) 
 
 
 def _all_of_nothing(tensor: ShardedTensor) -> list[tuple[Box, torch.Tensor]]:
-    """A run without elements is no box; but where the whole tensor has none, this is what says that there is such a tensor."""
+    """The box of a tensor without elements, so that the checkpoint lists it; otherwise an empty flattened range is no box."""
     shape = tuple(tensor.global_shape)
     return [(whole(shape), torch.empty(shape, dtype=tensor.dtype))] if 0 in shape else []
 
 
 class Given:
-    """A state dict as the object behind a component."""
+    """A state dict as the stateful object of a component."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = dict(state)
@@ -172,4 +176,4 @@ class Given:
         return self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: what is saved from a given state dict is loaded into a new one."""
+        """Do nothing: a load makes a new state dict."""
