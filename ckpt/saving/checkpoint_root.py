@@ -247,7 +247,7 @@ class CheckpointRoot(Destination):
             return None
         return previous_of(self._previous, rank, self._roots.min_live)
 
-    def publish(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> None:
+    def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
         """Commit: the lead joins the arrays of all ranks, writes the manifest, and renames the folder.
 
         A failure of any rank before phase publish commits nothing. After the rename the checkpoint is committed, and a later error says so.
@@ -256,7 +256,7 @@ class CheckpointRoot(Destination):
         target = self._target
         with topology.phase("commit") as phase:
             if topology.is_lead:
-                phase.payload = self._record(save, votes, topology)
+                phase.payload = self._record(save, results, topology)
         total, digest = phase.payloads[0]
         with topology.phase("publish") as phase:
             if topology.is_lead:
@@ -265,24 +265,24 @@ class CheckpointRoot(Destination):
                 phase.stands = _is_committed(path)
             phase.payload = [str(path) if topology.is_lead else None, said_places(self._memory)]
         path = Path(phase.payloads[0][0])
-        held = self._held(path, digest, save, votes, [places for _, places in phase.payloads])
-        seconds = max(vote.write_s for vote in votes) + time.perf_counter() - started
-        alarms = self._settle(topology, path, votes)
+        held = self._held(path, digest, save, results, [places for _, places in phase.payloads])
+        seconds = max(result.write_s for result in results) + time.perf_counter() - started
+        alarms = self._settle(topology, path, results)
         if self._roots.keeper is not None and held is not None:
             self._roots.keeper.keep(held)
         self._release()
-        linked = sum(vote.linked_bytes for vote in votes)
+        linked = sum(result.linked_bytes for result in results)
         self.report = SaveReport(
             str(path), target.checkpoint_id, total, seconds, seconds, total - linked, tuple(alarms)
         )
 
-    def _record(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> list[Any]:
+    def _record(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> list[Any]:
         """Write the manifest; return the bytes of all files, and the digest of the manifest. Lead rank only."""
         commit = self._ledger.next_commit()
         self._tell_of_clock(commit)
         record = ManifestWriter(
             save,
-            votes,
+            results,
             topology,
             config_text=self._target.config_text,
             commit=commit,
@@ -293,7 +293,7 @@ class CheckpointRoot(Destination):
             _require_sound(self.folder, topology.progress)
         if self._memory is not None:
             self._memory.add(record.made)
-        return [added + sum(vote.total_bytes for vote in votes), record.manifest_digest]
+        return [added + sum(result.total_bytes for result in results), record.manifest_digest]
 
     def _tell_of_clock(self, commit: Commit) -> None:
         """Warn once if the clock of this host was set back, or is behind that of another host."""
@@ -311,17 +311,17 @@ class CheckpointRoot(Destination):
         path: Path,
         manifest_digest: str,
         save: PreparedSave[Any],
-        votes: Sequence[WriteResult],
+        results: Sequence[WriteResult],
         places: Sequence[Mapping[str, Any] | None],
     ) -> HeldStep | None:
         """The files of this save that all ranks hold in memory, now that it is committed; None: none are kept."""
         if self._memory is None:
             return None
-        known = self._target.checkpoint_id, votes, save.plan, save.mine.components, save.backend.store
+        known = self._target.checkpoint_id, results, save.plan, save.mine.components, save.backend.store
         manifest = partial(_known_manifest, *known)
         return HeldStep(known[0], path, manifest_digest, manifest, heard_places(places), self._memory)
 
-    def _settle(self, topology: Topology, path: Path, votes: Sequence[WriteResult]) -> list[str]:
+    def _settle(self, topology: Topology, path: Path, results: Sequence[WriteResult]) -> list[str]:
         """After the commit: remove older checkpoints, and return alarms about state that did not change."""
         target = self._target
         if target.keep_last is not None or target.remove_others or target.condemned:
@@ -330,7 +330,7 @@ class CheckpointRoot(Destination):
                 if topology.is_lead:
                     self._ledger.quarantine(target.condemned, keep=path)
                     self._ledger.retain(keep=path, own=target.run_ids or None, remove_others=target.remove_others)
-        alarms = self._sameness.alarms(target.checkpoint_id, votes)
+        alarms = self._sameness.alarms(target.checkpoint_id, results)
         for alarm in alarms if topology.is_lead else ():
             _log.warning("%s", alarm)
         return alarms
@@ -353,7 +353,7 @@ class CheckpointRoot(Destination):
 
 def _known_manifest(
     checkpoint_id: str,
-    votes: Sequence[WriteResult],
+    results: Sequence[WriteResult],
     plan: SavePlan,
     components: Mapping[str, StateComponent],
     store: str,
@@ -362,11 +362,13 @@ def _known_manifest(
     return CheckpointManifest(
         checkpoint_id=checkpoint_id,
         timestamp=datetime.now(UTC),
-        world_size=len(votes),
+        world_size=len(results),
         topology={},
         components={},
         arrays=entries_of(plan, components, store),
-        files={index_name(rank): (vote.index[0], vote.index[1]) for rank, vote in enumerate(votes) if vote.index},
+        files={
+            index_name(rank): (result.index[0], result.index[1]) for rank, result in enumerate(results) if result.index
+        },
     )
 
 

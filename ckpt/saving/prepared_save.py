@@ -49,7 +49,7 @@ class Destination(ABC):
         """Prepare the folder, and check that every rank sees it."""
 
     @abstractmethod
-    def publish(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> None:
+    def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
         """Make the folder a checkpoint, once all ranks have written durably. Its last step makes it visible to readers."""
 
     @abstractmethod
@@ -101,9 +101,9 @@ class PreparedSave(Generic[Place]):
         """Write this rank's share durably. Communicates with no other rank; in any thread."""
         place = self.destination
         job = WriteJob(place.folder, self.backend, self.plain, self.slivers, place.previous(topology.rank))
-        vote = write(self.share, job, source.items(), topology.progress)
+        result = write(self.share, job, source.items(), topology.progress)
         source.check()
-        return vote
+        return result
 
     def run(self, topology: Topology, source: ByteSource, write: Write, *, started: float) -> None:
         """Open, write and publish. Collective over the topology; in any thread.
@@ -115,9 +115,9 @@ class PreparedSave(Generic[Place]):
             self.destination.open(topology)
             self.exchange_slivers(topology, source)
             with topology.phase("write") as phase:
-                vote = self.write(source, write, topology)
-                vote.write_s = time.perf_counter() - started
-                phase.payload = vote.to_json()
+                result = self.write(source, write, topology)
+                result.write_s = time.perf_counter() - started
+                phase.payload = result.to_json()
             self.destination.publish(self, [WriteResult(**tree) for tree in phase.payloads], topology)
 
 

@@ -32,13 +32,13 @@ class StaleStateCheck:
         }
         self._seen: dict[str, dict[str, str]] = {}
 
-    def alarms(self, checkpoint_id: str, votes: Sequence[WriteResult]) -> list[str]:
+    def alarms(self, checkpoint_id: str, results: Sequence[WriteResult]) -> list[str]:
         """Return a sentence for each component that equals that of an earlier step, and should not; remember this checkpoint.
 
         Ids that are numbers are steps, in their order; other ids are different steps if they differ.
         """
-        keys = sorted({key for vote in votes for key in vote.tensor_checksums})
-        now = {key: joined_checksum(vote.tensor_checksums.get(key, "") for vote in votes) for key in keys}
+        keys = sorted({key for result in results for key in result.tensor_checksums})
+        now = {key: joined_checksum(result.tensor_checksums.get(key, "") for result in results) for key in keys}
         older = {key: self._older(key, digest, checkpoint_id) for key, digest in now.items()}
         for key, digest in now.items():
             self._seen.setdefault(key, {})[digest] = checkpoint_id

@@ -248,7 +248,7 @@ class _Writing:
         self._writer = writer
         self._slivers = slivers
         self._index = Index(share.rank)
-        self._vote = WriteResult()
+        self._result = WriteResult()
         self._described: list[ArraySpec] = list(share.described)
 
     def write(self, plain: PlainFiles, staged: Iterable[Staged]) -> WriteResult:
@@ -265,7 +265,7 @@ class _Writing:
         self._add_checksums()
         self._write_index()
         self._writer.make_durable()
-        return self._vote
+        return self._result
 
     @gc_paused()
     def _expect(self) -> None:
@@ -277,8 +277,8 @@ class _Writing:
         for (path, number), extent in written.chunks.items():
             self._index.chunks.setdefault(path, {})[number] = extent
         self._index.dead.update(written.dead)
-        self._vote.wrote_arrays = bool(written.files)
-        self._vote.linked_bytes = written.linked_bytes
+        self._result.wrote_arrays = bool(written.files)
+        self._result.linked_bytes = written.linked_bytes
 
     def _write_chunk(
         self,
@@ -341,30 +341,30 @@ class _Writing:
     def _write_plain(self, plain: PlainFiles) -> None:
         for path, (component, data) in plain.items():
             self._writer.add(path, data)
-            self._vote.plain_files[path] = [len(data), digest_of(data)]
-            self._vote.sizes[component] = self._vote.sizes.get(component, 0) + len(data)
+            self._result.plain_files[path] = [len(data), digest_of(data)]
+            self._result.sizes[component] = self._result.sizes.get(component, 0) + len(data)
             if self._share.rank != 0:  # the lead's own stand in the manifest
                 self._index.files[path] = FileRecord(len(data), digest_of(data))
 
     def _write_index(self) -> None:
-        self._vote.total_bytes = sum(record.size for record in self._index.files.values())
+        self._result.total_bytes = sum(record.size for record in self._index.files.values())
         if self._index.files or self._index.pieces:
             data = self._index.to_bytes()
             self._writer.add(index_name(self._index.rank), data)
-            self._vote.index = [len(data), digest_of(data)]
-            self._vote.total_bytes += len(data)
+            self._result.index = [len(data), digest_of(data)]
+            self._result.total_bytes += len(data)
 
     @gc_paused()
     def _add_checksums(self) -> None:
-        plain = {path: digest for path, (_, digest) in self._vote.plain_files.items()}
-        self._vote.checksums = checksums_of(self._index, plain, self._vote.sizes)
-        self._vote.tensor_checksums = checksums_of(
+        plain = {path: digest for path, (_, digest) in self._result.plain_files.items()}
+        self._result.checksums = checksums_of(self._index, plain, self._result.sizes)
+        self._result.tensor_checksums = checksums_of(
             self._index, {}, {_component_of(path) for path in self._index.chunks}
         )
 
     def _count(self, name: str, host: torch.Tensor) -> None:
         key = _component_of(name)
-        self._vote.sizes[key] = self._vote.sizes.get(key, 0) + host.numel() * host.element_size()
+        self._result.sizes[key] = self._result.sizes.get(key, 0) + host.numel() * host.element_size()
 
 
 def plain_files(

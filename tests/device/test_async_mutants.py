@@ -174,7 +174,7 @@ ON_HOST = [
     Mutant(
         "a checkpoint that is equal to an older one raises no alarm",
         "ckpt/saving/checkpoint_root.py: CheckpointRoot._settle",
-        "alarms = self._sameness.alarms(target.checkpoint_id, votes)",
+        "alarms = self._sameness.alarms(target.checkpoint_id, results)",
         "alarms: list[str] = []",
         (f"{BYTES}::test_the_alarm_is_raised_on_every_rank_alike",),
     ),

@@ -68,7 +68,7 @@ class GivenFolder(Destination):
         with topology.phase("reach"):
             require_reachable(self.folder, topology)
 
-    def publish(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> None:
+    def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
         """Write the manifest.
 
         Raises:
@@ -80,7 +80,7 @@ class GivenFolder(Destination):
                     self._mark.require()
                 parts = [f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS)]
                 beside = [path for path in parts if (self.folder / path).is_file()]
-                ManifestWriter(save, votes, topology, beside=beside).write(self.folder.name)
+                ManifestWriter(save, results, topology, beside=beside).write(self.folder.name)
                 self.discard()
 
     def discard(self, error: BaseException | None = None) -> None:

@@ -61,7 +61,7 @@ class FolderSave:
 
     def write(self) -> None:
         """Write this rank's share durably. Communicates with no other rank."""
-        self._vote = self._save.write(self._source, RankWritePlan.write, self._topology)
+        self._result = self._save.write(self._source, RankWritePlan.write, self._topology)
 
     def _copied_to(self, arena: Arena) -> ByteSource:
         save = self._save
@@ -79,7 +79,7 @@ class FolderSave:
             CheckpointExistsError: a later save has taken over the folder.
         """
         with self._topology.phase("votes") as phase:
-            phase.payload = self._vote.to_json()
+            phase.payload = self._result.to_json()
         self._folder.publish(self._save, [WriteResult(**tree) for tree in phase.payloads], self._topology)
 
     def run(self) -> None:
