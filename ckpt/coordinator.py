@@ -36,7 +36,6 @@ from ckpt.saving.arguments import (
     as_topology,
     check_count,
     check_flags,
-    check_keep_last,
     check_seconds,
     check_text,
 )
@@ -128,8 +127,9 @@ class CheckpointCoordinator:
         _require_distinct(components)
         process_groups, saves = as_groups(process_groups), as_saves(saves)
         backend, strategy, device = as_backend(backend), as_strategy(strategy), as_device(device)
-        check_keep_last(keep_last)
-        check_count("packed_mib", packed_mib, unit=" MiB")
+        if keep_last is not None:
+            check_count("keep_last", keep_last, ", or None to keep every checkpoint")
+        check_count("packed_mib", packed_mib, " MiB")
         check_seconds("stale_s", stale_s)
         check_text("config_text", config_text)
         check_flags(verify=verify, overwrite=overwrite, shared_root=shared_root, allow_pickle=allow_pickle)
@@ -147,7 +147,7 @@ class CheckpointCoordinator:
         self._topology = topology
         self._saves = saves
         self._background = Background(run, saves) if saves.is_async else None
-        self._keeper = host_cache_of(backend, saves)
+        self._host_cache = host_cache_of(backend, saves)
         run_id = secrets.token_hex(8)
         self._roots = KnownRoots(
             self.output_dir,
@@ -156,21 +156,21 @@ class CheckpointCoordinator:
             shared_root=shared_root,
             min_live=saves.incremental_min_live if saves.incremental else None,
             delete=self._background.delete if self._background is not None else None,
-            keeper=self._keeper,
+            host_cache=self._host_cache,
         )
         self._history = RunHistory(topology, self._roots, run_id, keep_last=keep_last, overwrite=overwrite)
         self._saver = Saver(run, self._roots, pattern_check=pattern_check, packed_bytes=packed_mib << 20)
         self._strategy = strategy
         self._strategy.bind(backend)
-        files_of = self._keeper.files_of if self._keeper is not None else None
+        files_of = self._host_cache.files_of if self._host_cache is not None else None
         self._loader = Loader(
             components, topology, strategy, device, verify=verify, allow_pickle=allow_pickle, files_of=files_of
         )
         self._publisher: Publisher | None = None
-        if self._keeper is not None:
+        if self._host_cache is not None:
             patterns = {component.key: component.pattern for component in components}
             settled = self._background.wait_until_over if self._background is not None else lambda: None
-            self._publisher = Publisher(topology, self._keeper, patterns, settled)
+            self._publisher = Publisher(topology, self._host_cache, patterns, settled)
 
         # Last: an error before leaves no hooks behind.
         self._optimizers = Optimizers(components if saves.overlap else ())
@@ -342,8 +342,8 @@ class CheckpointCoordinator:
         self._strategy.close()
         if self._publisher is not None:
             self._publisher.close()
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._host_cache is not None:
+            self._host_cache.close()
         self._roots.close()
 
     def _finalize(self, *, blocking: bool) -> list[SaveReport]:

@@ -140,16 +140,10 @@ def check_flags(**given: object) -> None:
             raise _refused(name, value, "True or False")
 
 
-def check_count(name: str, given: object, *, unit: str = "") -> None:
-    """Require a whole number of at least 1."""
+def check_count(name: str, given: object, more: str) -> None:
+    """Require a whole number of at least 1. `more` is the rest of the error's sentence."""
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise _refused(name, given, f"a whole number of at least 1{unit}")
-
-
-def check_keep_last(given: object) -> None:
-    """Require a number of checkpoints to keep, or None."""
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise _refused("keep_last", given, "a whole number of at least 1, or None to keep every checkpoint")
+        raise _refused(name, given, f"a whole number of at least 1{more}")
 
 
 def check_seconds(name: str, given: object) -> None:

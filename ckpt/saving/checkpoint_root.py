@@ -21,10 +21,11 @@ from ckpt.catalog.incremental import previous_of
 from ckpt.catalog.ledger import ROOT_OWNER, Commit, Ledger
 from ckpt.catalog.owner import FolderLock
 from ckpt.errors import CorruptCheckpointError, StorageError
+from ckpt.format.held import places_from_json
 from ckpt.format.manifest import CheckpointManifest, index_name
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
-from ckpt.saving.host_cache import HeldStep, HostCache, heard_places, said_places
+from ckpt.saving.host_cache import HeldStep, HostCache, places_to_json
 from ckpt.saving.manifest_writer import ManifestWriter, entries_of
 from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
 from ckpt.saving.stale_state_check import StaleStateCheck
@@ -101,7 +102,7 @@ class KnownRoots:
         run_id, stale_s, delete: see `Ledger`.
         shared_root: several runs may save into one root, so none is locked.
         min_live: of incremental saves: the fraction of a data file that must still be used to be linked; None: nothing is linked.
-        keeper: keeps saves in memory; None: nothing is kept.
+        host_cache: keeps saves in memory; None: nothing is kept.
         in_use: the roots that are known to exist.
         reached: the roots that every rank is known to reach.
         distrusted: checkpoints that no save links to. May differ between ranks; the lead's counts.
@@ -115,7 +116,7 @@ class KnownRoots:
     shared_root: bool = False
     min_live: float | None = None
     delete: Callable[[Path], None] | None = None
-    keeper: HostCache | None = None
+    host_cache: HostCache | None = None
     in_use: set[Path] = field(default_factory=set)
     reached: set[Path] = field(default_factory=set)
     distrusted: set[Path] = field(default_factory=set)
@@ -169,12 +170,12 @@ class CheckpointRoot(Destination):
         report: set by `publish`.
     """
 
-    def __init__(self, target: SaveTarget, roots: KnownRoots, sameness: StaleStateCheck) -> None:
+    def __init__(self, target: SaveTarget, roots: KnownRoots, stale_check: StaleStateCheck) -> None:
         self.what = target.what
         self.report: SaveReport | None = None
         self._target = target
         self._roots = roots
-        self._sameness = sameness
+        self._stale_check = stale_check
         self._ledger = Ledger(
             target.root, run_id=roots.run_id, keep_last=target.keep_last, stale_s=roots.stale_s, delete=roots.delete
         )
@@ -209,10 +210,10 @@ class CheckpointRoot(Destination):
 
         Empty for incremental saves: the chunks that are linked, and so the layout of the files, are not known before the writing.
         """
-        if self._roots.keeper is None or self._roots.min_live is not None:
+        if self._roots.host_cache is None or self._roots.min_live is not None:
             return {}
-        self._memory = self._roots.keeper.begin()
-        return self._roots.keeper.rooms(self._memory, share, backend)
+        self._memory = self._roots.host_cache.begin()
+        return self._roots.host_cache.rooms(self._memory, share, backend)
 
     def open(self, topology: Topology) -> None:
         """Make the unpublished folder, on the lead rank; in the first save into a root every rank checks that it sees it."""
@@ -229,10 +230,10 @@ class CheckpointRoot(Destination):
             self._roots.in_use.add(root)
         self.folder = root / name
         self._previous = root / previous if previous is not None else None
-        if self._roots.keeper is not None:
-            self._memory = self._memory or self._roots.keeper.begin()
+        if self._roots.host_cache is not None:
+            self._memory = self._memory or self._roots.host_cache.begin()
             self._assigned = self.folder, topology.rank
-            self._roots.keeper.assign(*self._assigned, self._memory)
+            self._roots.host_cache.assign(*self._assigned, self._memory)
 
     def _newest_sound(self) -> str | None:
         """The newest checkpoint without known damage, which unchanged chunks are linked to."""
@@ -263,13 +264,13 @@ class CheckpointRoot(Destination):
                 topology.require_awaited()
                 path = self._ledger.publish(self.folder, target.checkpoint_id, refused=target.refused)
                 phase.stands = _is_committed(path)
-            phase.payload = [str(path) if topology.is_lead else None, said_places(self._memory)]
+            phase.payload = [str(path) if topology.is_lead else None, places_to_json(self._memory)]
         path = Path(phase.payloads[0][0])
         held = self._held(path, digest, save, results, [places for _, places in phase.payloads])
         seconds = max(result.write_s for result in results) + time.perf_counter() - started
         alarms = self._settle(topology, path, results)
-        if self._roots.keeper is not None and held is not None:
-            self._roots.keeper.keep(held)
+        if self._roots.host_cache is not None and held is not None:
+            self._roots.host_cache.keep(held)
         self._release()
         linked = sum(result.linked_bytes for result in results)
         self.report = SaveReport(
@@ -319,7 +320,9 @@ class CheckpointRoot(Destination):
             return None
         known = self._target.checkpoint_id, results, save.plan, save.mine.components, save.backend.store
         manifest = partial(_known_manifest, *known)
-        return HeldStep(known[0], path, manifest_digest, manifest, heard_places(places), self._memory)
+        return HeldStep(
+            known[0], path, manifest_digest, manifest, [places_from_json(one or {}) for one in places], self._memory
+        )
 
     def _settle(self, topology: Topology, path: Path, results: Sequence[WriteResult]) -> list[str]:
         """After the commit: remove older checkpoints, and return alarms about state that did not change."""
@@ -330,7 +333,7 @@ class CheckpointRoot(Destination):
                 if topology.is_lead:
                     self._ledger.quarantine(target.condemned, keep=path)
                     self._ledger.retain(keep=path, own=target.run_ids or None, remove_others=target.remove_others)
-        alarms = self._sameness.alarms(target.checkpoint_id, results)
+        alarms = self._stale_check.alarms(target.checkpoint_id, results)
         for alarm in alarms if topology.is_lead else ():
             _log.warning("%s", alarm)
         return alarms
@@ -338,8 +341,8 @@ class CheckpointRoot(Destination):
     def discard(self, error: BaseException | None = None) -> None:
         """Release the memory of the save, and remove its folder. No thread writes to it any more."""
         memory, self._memory = self._memory, None
-        if self._roots.keeper is not None and memory is not None:
-            self._roots.keeper.drop(self._assigned, memory)
+        if self._roots.host_cache is not None and memory is not None:
+            self._roots.host_cache.drop(self._assigned, memory)
         if isinstance(error, CorruptCheckpointError) and error.file is not None and self._previous is not None:
             self._roots.distrusted.add(self._previous)
         self._ledger.discard_all()

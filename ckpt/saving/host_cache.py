@@ -17,7 +17,7 @@ import torch
 
 from ckpt.backends.base import Backend, KeepsSaves
 from ckpt.errors import ConfigurationError
-from ckpt.format.held import NOTHING_HELD, HeldFiles, MemoryFile, places_from_json
+from ckpt.format.held import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.format.manifest import CheckpointManifest, digest_of
 from ckpt.format.records import Expected
 from ckpt.ranks.topology import Topology
@@ -158,10 +158,10 @@ class HostCache:
         self.pool.close()
 
 
-def memories_of(backend: Backend, saves: SaveSettings) -> Memories | None:
-    """The memory in which a backend keeps saves; None: it keeps none.
+def host_cache_of(backend: Backend, saves: SaveSettings) -> HostCache | None:
+    """The cache of saves through a backend; None: no save is kept.
 
-    A writer process (`saves.writer="process"`) would keep them in its own memory, so its saves are not kept.
+    A writer process (`saves.writer="process"`) would keep saves in its own memory, so they are not kept.
 
     Raises:
         ConfigurationError: there is a budget for host memory, and neither copies nor kept saves use any.
@@ -169,16 +169,10 @@ def memories_of(backend: Backend, saves: SaveSettings) -> Memories | None:
     memories = backend.memories if isinstance(backend, KeepsSaves) else None
     if memories is None and not saves.is_async and saves.staging_budget_mib is not None:
         raise saves.without_effect("staging_budget_mib")
-    return None if saves.writer == "process" else memories
-
-
-def host_cache_of(backend: Backend, saves: SaveSettings) -> HostCache | None:
-    """The cache of saves through a backend; None: no save is kept. Raises as `memories_of` does."""
-    memories = memories_of(backend, saves)
-    if memories is None:
+    if memories is None or saves.writer == "process":
         return None
     num_copies = 2 if saves.when_busy == "queue" else 1
-    if saves.is_async and saves.incremental:  # what is to be compared is copied elsewhere first
+    if saves.is_async and saves.incremental:  # the copy that is compared takes other memory
         num_copies *= 2
     return HostCache(memories, budget_mib=saves.staging_budget_mib, num_copies=num_copies)
 
@@ -198,11 +192,6 @@ def _places_of(share: RankWritePlan, backend: Any) -> dict[int, _Room]:
     return rooms
 
 
-def said_places(save: PooledSave | None) -> dict[str, Any] | None:
+def places_to_json(save: PooledSave | None) -> dict[str, Any] | None:
     """The places of a rank's files in its memory, as JSON for the other ranks."""
     return None if save is None else {name: list(place) for name, place in save.settle().items()}
-
-
-def heard_places(said: Sequence[Mapping[str, Any] | None]) -> list[dict[str, MemoryFile]]:
-    """Parse the `said_places` of every rank."""
-    return [places_from_json(one or {}) for one in said]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,8 +92,9 @@ class PreparedSave(Generic[Place]):
         """The state itself as source; it must not change until the save is over."""
         return LiveTensors(self.share, self.plan, self.mine, self.device.pinned_bytes)
 
-    def exchange_slivers(self, topology: Topology, source: ByteSource) -> None:
-        """Send partial chunks to the ranks that write them, and receive those that this rank writes. Collective."""
+    def open(self, topology: Topology, source: ByteSource) -> None:
+        """Open the destination, and exchange partial chunks with the ranks that write them. Collective."""
+        self.destination.open(topology)
         if self.share.sends_slivers:
             self.slivers = topology.exchange("slivers", source.sends(), self.share.sources)
 
@@ -112,13 +113,20 @@ class PreparedSave(Generic[Place]):
             started: `time.perf_counter` at the call of this rank.
         """
         with self.destination.discarding(), topology.operation(self.destination.what):
-            self.destination.open(topology)
-            self.exchange_slivers(topology, source)
+            self.open(topology, source)
             with topology.phase("write") as phase:
                 result = self.write(source, write, topology)
                 result.write_s = time.perf_counter() - started
                 phase.payload = result.to_json()
-            self.destination.publish(self, [WriteResult(**tree) for tree in phase.payloads], topology)
+            self.publish(phase.payloads, topology)
+
+    def publish(self, results: Iterable[Mapping[str, Any]], topology: Topology) -> None:
+        """Make a checkpoint of the files of all ranks. Collective.
+
+        Args:
+            results: of all ranks' writes, as JSON.
+        """
+        self.destination.publish(self, [WriteResult(**tree) for tree in results], topology)
 
 
 def require_reachable(folder: Path, topology: Topology) -> None:

@@ -11,7 +11,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -169,10 +168,14 @@ class Publisher:
     """
 
     def __init__(
-        self, topology: Topology, keeper: HostCache, patterns: Mapping[str, SharingPattern], settled: Callable[[], None]
+        self,
+        topology: Topology,
+        host_cache: HostCache,
+        patterns: Mapping[str, SharingPattern],
+        settled: Callable[[], None],
     ) -> None:
         self._topology = topology
-        self._keeper = keeper
+        self._host_cache = host_cache
         self._patterns = patterns
         self._settled = settled
         self._name = topology.name_branch()
@@ -183,7 +186,7 @@ class Publisher:
     async def publish(self, engine: WeightSender, step: int, component: str) -> dict[str, Any]:
         """See `CheckpointCoordinator.publish`."""
         await asyncio.to_thread(self._settled)
-        with self._keeper.reading() as held:
+        with self._host_cache.reading() as held:
             weights = await asyncio.to_thread(self._agreed, held, step, component)
             return await engine.send_weights(weights, step)
 
@@ -196,7 +199,8 @@ class Publisher:
 
     def _agreed(self, held: HeldStep | None, step: int, component: str) -> HeldWeights:
         """Agree that all ranks hold the step, and return its weights. Collective; in a thread, as training and its event loop go on."""
-        with self._one_at_a_time, self._joined() as topology, topology.operation(f"publication of step {step}"):
+        with self._one_at_a_time, self._joined().operation(f"publication of step {step}"):
+            topology = self._joined()
             with topology.phase("look into memory") as phase:
                 self._require_one_copy(component)
                 phase.payload = [held.checkpoint_id, held.manifest_digest] if held is not None else None
@@ -206,11 +210,11 @@ class Publisher:
                 assert held is not None, "all ranks hold it"
                 return HeldWeights(held, component, topology, self._memory)
 
-    def _joined(self) -> AbstractContextManager[Topology]:
+    def _joined(self) -> Topology:
         """The ranks' topology for publications, which stays open."""
         if self._branch is None:
             self._branch = self._topology.branch(self._name)
-        return nullcontext(self._branch)
+        return self._branch
 
     def _require_one_copy(self, component: str) -> None:
         if component not in self._patterns:

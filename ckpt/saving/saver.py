@@ -60,7 +60,7 @@ class Saver:
         self._was_examined = False
         self._planner = Planner(run.topology, run.backend, run.device, packed_bytes=packed_bytes)
         self._fits: RankWritePlan | None = None
-        self._sameness = StaleStateCheck(run.components)
+        self._stale_check = StaleStateCheck(run.components)
 
     def save(self, target: SaveTarget) -> SaveReport:
         """Save once, while training waits. See `CheckpointCoordinator.save_checkpoint`."""
@@ -73,7 +73,7 @@ class Saver:
 
     def prepare(self, target: SaveTarget) -> PreparedSave[CheckpointRoot]:
         """Collect the state, exchange digests, and plan. Writes nothing. Collective."""
-        root = CheckpointRoot(target, self._roots, self._sameness)
+        root = CheckpointRoot(target, self._roots, self._stale_check)
         with root.unclaimed_if_refused():
             look = self._is_to_look(target.validate)
             claim = partial(root.claim, self._topology)
@@ -85,10 +85,10 @@ class Saver:
 
     def _require_room(self, share: RankWritePlan) -> None:
         """Require memory for the saves that are kept, once for each plan."""
-        keeper = self._roots.keeper
-        if keeper is not None and share is not self._fits:
+        host_cache = self._roots.host_cache
+        if host_cache is not None and share is not self._fits:
             with self._topology.phase("room in memory"):
-                keeper.require_room(share.num_bytes, self._topology)
+                host_cache.require_room(share.num_bytes, self._topology)
             self._fits = share
 
     def diagnose(self) -> list[Diagnosis]:

@@ -146,7 +146,7 @@ ON_HOST = [
     Mutant(
         "a process that is told to end does not wait for its saves",
         "ckpt/saving/background/background.py: Background.begin",
-        "self._epilogue.arm()",
+        "self._sigterm.arm()",
         "",
         (f"{SIGTERM}::test_a_save_that_takes_less_than_the_grace_is_committed_before_the_process_ends",),
     ),
@@ -174,7 +174,7 @@ ON_HOST = [
     Mutant(
         "a checkpoint that is equal to an older one raises no alarm",
         "ckpt/saving/checkpoint_root.py: CheckpointRoot._settle",
-        "alarms = self._sameness.alarms(target.checkpoint_id, results)",
+        "alarms = self._stale_check.alarms(target.checkpoint_id, results)",
         "alarms: list[str] = []",
         (f"{BYTES}::test_the_alarm_is_raised_on_every_rank_alike",),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,16 @@ from ckpt.memory.device import device_of
 from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Topology, first_difference
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
-from ckpt.saving.gathering import ByteSource
 from ckpt.saving.planner import Planner
-from ckpt.saving.writing import RankWritePlan, WriteResult
+from ckpt.saving.prepared_save import PreparedSave
+from ckpt.saving.writing import RankWritePlan
 from ckpt.state.collect import RankState, collect
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 
 
 class FolderSave:
-    """One save of the ranks' tensors into a folder, in steps: `prepare`, `write`, `finish`.
+    """One save of the ranks' tensors into a folder: `run`, or in steps `prepare`, `write`, `finish`.
 
     All ranks call all steps. `write` communicates with no other rank, and may run in another thread.
     """
@@ -41,36 +42,35 @@ class FolderSave:
         self._topology = planner.topology
         self._snapshot: Snapshot | None = None
 
-    def prepare(self, arena: Arena | None = None) -> None:
-        """Agree on who writes what, and exchange the slivers. Collective.
+    def run(self) -> None:
+        """Save at once. Collective.
 
-        Args:
-            arena: memory to copy the tensors to, so that they may change when this returns. None: they must not change until `write` is
-                over.
+        Raises: as `prepare` and `finish`.
+        """
+        started = time.perf_counter()
+        with self._folder.discarding(), self._topology.operation(self._folder.what):
+            save = self._planned()
+            save.run(self._topology, save.live_tensors(), RankWritePlan.write, started=started)
+
+    def prepare(self, arena: Arena) -> None:
+        """Plan the save, copy this rank's share to the arena, and exchange partial chunks. Collective.
 
         Raises:
             CheckpointExistsError: a checkpoint, or a part of one, is in the folder.
             ShardingError, ShapeMismatchError, ReplicationError: the states of the ranks do not make up one.
         """
-        self._folder.open(self._topology)
-        with self._topology.phase("collect") as phase:
-            phase.payload = self._mine.summary()
-        self._save = self._planner.prepare(self._folder, self._mine, phase.payloads)
-        self._source = self._save.live_tensors() if arena is None else self._copied_to(arena)
-        self._save.exchange_slivers(self._topology, self._source)
-
-    def write(self) -> None:
-        """Write this rank's share durably. Communicates with no other rank."""
-        self._result = self._save.write(self._source, RankWritePlan.write, self._topology)
-
-    def _copied_to(self, arena: Arena) -> ByteSource:
-        save = self._save
+        self._save = save = self._planned()
         snapshot = Snapshot(save.share, save.plan, save.mine, arena, watched=None, pinned_bytes=None)
         _, num_bytes = arena_bytes(save.share, is_pinned=save.device.type != "cpu")
         arena.grow(num_bytes, lambda: None)
         snapshot.take()
         self._snapshot = snapshot  # not before: `give_up` waits for the end of `take`
-        return snapshot
+        save.open(self._topology, snapshot)
+
+    def write(self) -> None:
+        """Write this rank's share durably. Communicates with no other rank."""
+        assert self._snapshot is not None, "it is prepared"
+        self._result = self._save.write(self._snapshot, RankWritePlan.write, self._topology)
 
     def finish(self) -> None:
         """Write the manifest, once all ranks have written. Collective.
@@ -80,21 +80,18 @@ class FolderSave:
         """
         with self._topology.phase("votes") as phase:
             phase.payload = self._result.to_json()
-        self._folder.publish(self._save, [WriteResult(**tree) for tree in phase.payloads], self._topology)
-
-    def run(self) -> None:
-        """Run all three steps as one operation."""
-        with self._folder.discarding(), self._topology.operation(self._folder.what):
-            self.prepare()
-            with self._topology.phase("write"):
-                self.write()
-            self.finish()
+        self._save.publish(phase.payloads, self._topology)
 
     def abandon(self) -> None:
         """Release the folder and the memory of a save that has failed after `prepare` began, on this rank or another."""
         if self._snapshot is not None:
             self._snapshot.give_up()
         self._folder.discard()
+
+    def _planned(self) -> PreparedSave[GivenFolder]:
+        with self._topology.phase("collect") as phase:
+            phase.payload = self._mine.summary()
+        return self._planner.prepare(self._folder, self._mine, phase.payloads)
 
 
 def require_alike(said: Sequence[Mapping[str, Any]]) -> None:

@@ -79,9 +79,7 @@ class Background:
         self._given_up = threading.Event()
         self._has_told = False
         self._throttle = None if settings.writer_mib_s is None else Throttle(settings.writer_mib_s)
-        self._epilogue = SigtermDeferral(
-            settings.grace_s, is_over=self._is_over, hurry=self.hurry, give_up=self.give_up
-        )
+        self._sigterm = SigtermDeferral(settings.grace_s, is_over=self._is_over, hurry=self.hurry, give_up=self.give_up)
         if settings.writer == "process":
             self._process = WriterProcess(
                 num_cores=settings.writer_cores, mib_s=settings.writer_mib_s, local_rank=topology.local_rank
@@ -102,7 +100,7 @@ class Background:
             started: `time.perf_counter` at the call of the save.
             watched: tensors that only steps of optimizers change, to be copied beside training.
         """
-        self._epilogue.arm()
+        self._sigterm.arm()
         self.wait_for_snapshots()  # or this save could take the room that the one before needs
         snapshot = self._snapshot(prepared, watched)
         # The thread of a save that was given up may still run.
@@ -161,7 +159,7 @@ class Background:
                 continue
             break
         if not self.num_pending:
-            self._epilogue.disarm()
+            self._sigterm.disarm()
         reports, self._finalized = self._finalized, []
         return reports
 
@@ -177,17 +175,17 @@ class Background:
     @contextmanager
     def sigterm_left_to_others(self) -> Iterator[None]:
         """Leave the handling of SIGTERM to the caller inside the block."""
-        self._epilogue.disarm()
+        self._sigterm.disarm()
         try:
             yield
         finally:
             if self.num_pending:
-                self._epilogue.arm()
+                self._sigterm.arm()
 
     def close(self) -> None:
         """Wait for unfinished saves, and release memory, threads and the writer process. Raises nothing of a save that failed."""
         self._drain()
-        self._epilogue.disarm()
+        self._sigterm.disarm()
         if self._branch is not None:
             self._branch.close()
             self._branch = None
