@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ckpt.backends.base import Backend
-from ckpt.errors import (
-    ConfigurationError,
-    MissingStateError,
-)
+from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.loading.loader import Loader
 from ckpt.loading.report import LoadReport
 from ckpt.loading.strategy import LoadingStrategy
