@@ -437,27 +437,17 @@ def _cut(tasks: Iterable[PackTask], most: int) -> Iterator[list[PackTask]]:
     yield few
 
 
-def folder_of(name: str, components: Mapping[str, StateComponent]) -> str:
-    """`<component>/<prefix>` of an array name of this save, other ranks' prefixes included."""
-    component, _, rest = name.partition("/")
-    return _folder(component, rest, components[component].pattern in OWN_COPIES)
-
-
 def folders_of(names: Iterable[str], components: Mapping[str, StateComponent]) -> Iterator[str]:
-    """`folder_of` for many names."""
+    """Yield `<component>/<prefix>` of array names of this save, other ranks' prefixes included."""
     has_own = {key: component.pattern in OWN_COPIES for key, component in components.items()}
     for name in names:
         component, _, rest = name.partition("/")
-        yield _folder(component, rest, has_own[component])
-
-
-def _folder(component: str, rest: str, has_own: bool) -> str:
-    return f"{component}/{rest.partition('/')[0]}/" if has_own else f"{component}/"
+        yield f"{component}/{rest.partition('/')[0]}/" if has_own[component] else f"{component}/"
 
 
 def path_of(name: str, components: Mapping[str, StateComponent]) -> str:
     """The path of an array that is not packed."""
-    folder = folder_of(name, components)
+    (folder,) = folders_of([name], components)
     return folder + encode_key(name.removeprefix(folder))
 
 
