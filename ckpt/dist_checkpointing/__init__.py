@@ -2,12 +2,19 @@
 
 Files, in the order in which data travels:
 
-    serialization           save, load and what one may ask of a checkpoint
-    core, dict_utils, mapping, optimizer, utils, validation   upstream's modules of these names
+    mapping, optimizer      wrapped values of a sharded state dict; the sharding of an optimizer's state
+    serialization           save, load, and metadata of a checkpoint
+    utils, dict_utils       splitting of sharded state dicts; nested dictionaries and lists
+    validation              strategies of a load; missing and unexpected keys
+    core                    metadata.json
     strategies/             upstream's strategies and their registry
-    state/                  checks over all ranks' shards, factories and objects
-    folder/                 a save into a folder that is there already, and a load from it
-    megatron/               checkpoints that upstream itself wrote
+
+Files without a counterpart of that name in Megatron-Core:
+
+    global_metadata, integrity   metadata of all ranks; the check that every element has exactly one main replica
+    common_state            differences between the ranks' common states
+    folder/                 a save into an existing folder, and a load from it
+    megatron/               checkpoints written by Megatron-Core itself
 """
 
 from ckpt.dist_checkpointing.core import CheckpointingException, check_is_distributed_checkpoint

@@ -1,4 +1,4 @@
-"""Which formats a checkpoint was written in: upstream's module of this name. What is behind it is `ckpt.format.metadata`."""
+"""`metadata.json`, which names the formats of a checkpoint. Re-exports `ckpt.format.metadata` under Megatron-Core's module name."""
 
 from ckpt.format.metadata import (
     CheckpointingConfig,

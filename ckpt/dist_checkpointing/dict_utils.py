@@ -1,7 +1,4 @@
-"""Tools for nested dictionaries and lists. Everything else, tuples included, is a leaf.
-
-Names follow megatron.core.dist_checkpointing.dict_utils.
-"""
+"""Nested dictionaries and lists: map, merge, split, compare. Everything else, tuples included, is a leaf. Names follow Megatron-Core."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from ckpt.format.dtypes import raw_bytes
 
 Container = dict[Any, Any] | list[Any]
 Path = tuple[Any, ...]
-"""The way to a value: dictionary keys and positions."""
+"""Dictionary keys and list positions, from the outermost."""
 Mismatch = tuple[Path, type, type]
 T = TypeVar("T")
 
@@ -40,15 +37,14 @@ def extract_matching_values(
 def extract_matching_values(
     x: Container, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Container, Container]:
-    """Part a nested container in two of the same nesting: the leaves that match, and the others. `x` is left as it is.
+    """Split a nested container into (matching leaves, other leaves), both nested as `x`, which is not changed.
 
-    Where nothing is left of a container, neither is the container. One that was empty before does not match, as a dictionary's
-    value; as an element of a list it is asked about like a leaf, so that a list all of whose elements match stays whole.
+    Containers that become empty are dropped. A container that was empty before does not match if it is a dictionary's value; in a
+    list the predicate decides, so that a list all of whose elements match stays complete.
 
     Args:
-        predicate: of a leaf.
-        return_lists_as_dicts: turn lists into {position: element}, so that the parts still say where everything was. Without,
-            what is left of a list closes ranks.
+        predicate: called with a leaf.
+        return_lists_as_dicts: turn lists into {position: element}, which keeps positions. Otherwise the remaining elements move up.
 
     Raises:
         ConfigurationError: `x` is neither a dictionary nor a list.
@@ -58,22 +54,22 @@ def extract_matching_values(
         ({'a': [1, 2]}, {'a': ['b'], 'c': 'd'})
     """
     if not isinstance(x, dict | list):
-        raise ConfigurationError(f"a {type(x).__name__} is given where a dict or list is parted; wrap it in one")
+        raise ConfigurationError(f"a {type(x).__name__} is given where a dict or list is split; wrap it in one")
     with _nesting():
-        return _part(x, predicate, return_lists_as_dicts)
+        return _split(x, predicate, return_lists_as_dicts)
 
 
 def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Path], list[Path], list[Mismatch]]:
-    """Compare two nested values, tuples and arrays of objects looked into as well.
+    """Compare two nested values; also enters tuples and arrays of objects.
 
-    Tensors and arrays are equal if data type, shape and every bit are, on whatever devices: a NaN equals the same NaN. Of
-    objects that carry data and a replica id (`ShardedTensor`), the data are compared. What cannot be compared is unequal.
+    Tensors and arrays are equal if data type, shape and every bit are, on any device: a NaN equals the same NaN. Objects with
+    data and a replica id (`ShardedTensor`) are compared by their data. Values that cannot be compared are unequal.
 
     Args:
-        prefix: goes before every path.
+        prefix: prepended to every path.
 
     Returns:
-        (paths only in `x1`, paths only in `x2`, (path, type in `x1`, type in `x2`) where both have a value and not the same).
+        (paths only in `x1`, paths only in `x2`, (path, type in `x1`, type in `x2`) where the values differ).
 
     Example:
         >>> diff({"a": [1, 2], "b": 3}, {"a": [1], "b": "3"})
@@ -89,7 +85,7 @@ def inspect_types(x: Any, prefix: Path = (), indent: int = 4) -> None:
     """Print a nested value as a tree of keys and types.
 
     Args:
-        prefix: one step of it per level that the tree is moved to the right.
+        prefix: its length is the number of levels to indent the tree by.
         indent: columns per level.
     """
     with _nesting():
@@ -121,9 +117,9 @@ def dict_map_with_key(f: Callable[[Any, Any], Any], d: Container) -> None:
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Replace every leaf by f(leaf), in place, and return `x`; of a leaf itself, return f(x).
+    """Replace every leaf by f(leaf), in place, and return `x`; for a leaf, return f(x).
 
-    A container that stands in several places is mapped once. What `f` returns is not looked into.
+    A container that appears several times is mapped once. Results of `f` are not entered.
     """
     if not isinstance(x, dict | list):
         return f(x)
@@ -133,7 +129,7 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Return new containers with f(leaf) for every leaf; of a leaf itself, f(x)."""
+    """Return new containers with f(leaf) for every leaf; for a leaf, f(x)."""
     with _nesting():
         return _mapped(f, x)
 
@@ -143,13 +139,13 @@ def merge(x1: dict[Any, Any], x2: dict[Any, Any], key: Path = ()) -> dict[Any, A
 @overload
 def merge(x1: list[Any], x2: list[Any], key: Path = ()) -> list[Any]: ...
 def merge(x1: Container, x2: Container, key: Path = ()) -> Container:
-    """Put all of `x2` into `x1`, in place, and return `x1`. Lists of one length are merged element by element.
+    """Merge `x2` into `x1`, in place, and return `x1`. Lists of one length are merged element by element.
 
     Args:
-        key: the way to both, for messages.
+        key: path of both, for messages.
 
     Raises:
-        ConfigurationError: a leaf is in both, or two lists differ in length; it names the place, and `x1` is as it was.
+        ConfigurationError: a leaf is in both, or two lists differ in length; names the path. `x1` is unchanged then.
     """
     with _nesting():
         _require_mergeable(x1, x2, key)
@@ -163,7 +159,7 @@ def map_reduce(
     value_fn: Callable[[T], Any] = lambda x: x,
     reduce_fn: Callable[[list[Any]], Any] = lambda values: values,
 ) -> dict[Any, Any]:
-    """Group by `key_fn`, turn each member into its `value_fn`, and each group's values into one by `reduce_fn`.
+    """Group `xs` by `key_fn`, and apply `reduce_fn` to the list of `value_fn` results of each group.
 
     Example:
         >>> map_reduce(["a", "bc", "d"], key_fn=len, reduce_fn="+".join)
@@ -176,15 +172,14 @@ def map_reduce(
 
 
 def path_name(path: Path) -> str:
-    """A path as people write it: `optimizer.param_groups.0.lr`."""
+    """Format a path: `optimizer.param_groups.0.lr`."""
     return ".".join(map(str, path)) or "the top level"
 
 
 def same_bits(x1: torch.Tensor, x2: torch.Tensor) -> bool:
-    """Whether two tensors are equal in data type, shape and every bit, wherever they lie.
+    """Whether two tensors are equal in data type, shape and every bit, on any device.
 
-    Of DTensors, this rank's parts are compared. Only what lies in memory row by row has bits to compare: sparse, quantised and
-    meta tensors equal themselves alone.
+    DTensors are compared by this rank's parts. Sparse, quantised and meta tensors equal themselves alone.
     """
     if x1 is x2:
         return True
@@ -197,7 +192,7 @@ def same_bits(x1: torch.Tensor, x2: torch.Tensor) -> bool:
 
 @contextmanager
 def _nesting() -> Iterator[None]:
-    """Turn the end of Python's stack into a sentence."""
+    """Turn a RecursionError into a ConfigurationError."""
     try:
         yield
     except RecursionError:
@@ -218,11 +213,11 @@ def _leaves(x: Container) -> Iterator[tuple[Container, Any, Any]]:
             yield x, key, value
 
 
-def _part(x: Container, predicate: Callable[[Any], bool], as_dicts: bool) -> tuple[Container, Container]:
+def _split(x: Container, predicate: Callable[[Any], bool], as_dicts: bool) -> tuple[Container, Container]:
     parts: tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]] = ([], [])
     for key, value in _items(x):
         if isinstance(value, dict | list) and (value or isinstance(x, dict)):
-            matching, others = _part(value, predicate, as_dicts)
+            matching, others = _split(value, predicate, as_dicts)
             if matching:
                 parts[0].append((key, matching))
             if others or not value:
@@ -235,7 +230,7 @@ def _part(x: Container, predicate: Callable[[Any], bool], as_dicts: bool) -> tup
 
 
 def _map_in_place(f: Callable[[Any, Any], Any], x: Container, done: set[int]) -> None:
-    """Args: done: containers that have been mapped, by identity; they live as long as the walk, for `x` holds them."""
+    """Args: done: ids of the containers that have been mapped; `x` keeps them alive."""
     if id(x) in done:
         return
     done.add(id(x))
@@ -281,7 +276,7 @@ def _merge(x1: Container, x2: Container) -> None:
 
 
 def _compare(x1: Any, x2: Any, path: Path, left: list[Path], right: list[Path], mismatch: list[Mismatch]) -> None:
-    """Add what differs to the three lists of `diff`."""
+    """Append differences to the three lists of `diff`."""
     children = _children(x1, x2)
     if children is None:
         if not _equal(x1, x2):
@@ -296,7 +291,7 @@ def _compare(x1: Any, x2: Any, path: Path, left: list[Path], right: list[Path], 
 
 
 def _children(x1: Any, x2: Any) -> tuple[dict[Any, Any], dict[Any, Any]] | None:
-    """What is inside of two values that are looked into together, by key; None of values that are compared as they are."""
+    """Return the entries of both values by key; None if the two are compared as leaves."""
     if isinstance(x1, dict) and isinstance(x2, dict):
         return x1, x2
     if any(isinstance(x1, kind) and isinstance(x2, kind) for kind in (list, tuple)):
@@ -317,7 +312,7 @@ def _equal(x1: Any, x2: Any) -> bool:
         if isinstance(x1, np.ndarray) or isinstance(x2, np.ndarray):
             return isinstance(x1, np.ndarray) and isinstance(x2, np.ndarray) and _same_array(x1, x2)
         return x1 is x2 or bool(x1 == x2)
-    except Exception:  # whatever an object's __eq__ may raise, it does not say "equal"
+    except Exception:  # raised by an object's __eq__
         return False
 
 

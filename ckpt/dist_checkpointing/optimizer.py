@@ -1,7 +1,7 @@
-"""The sharding of an optimizer's state, from that of the model's parameters. Names follow Megatron-Core.
+"""Sharding of an optimizer's state, derived from the model's. Names follow Megatron-Core.
 
-A state that an optimizer keeps for a parameter has the parameter's shape, so it lies in its global tensor where the parameter
-lies in its own, and goes through the parameter's factory if that has one.
+A state of a parameter has the parameter's shape, so it has the parameter's offset in its own global tensor, and is converted by the
+parameter's factory if there is one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Number an optimizer's parameters as its state dict does: id() of the parameter, or of its local part, -> its number.
+    """Map id() of each parameter to its number in the optimizer's state dict.
 
     Args:
-        optim_params_iter: all parameters, in the order of the optimizer's groups. One that comes twice keeps its first number.
-            The local part of a DTensor is its `_local_tensor`.
+        optim_params_iter: all parameters, in the order of the optimizer's groups. A repeated one keeps its first number. For a
+            DTensor the id is that of its `_local_tensor`.
     """
     numbers: dict[int, int] = {}
     for number, parameter in enumerate(optim_params_iter):
@@ -39,11 +39,11 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.Tensor]
 ) -> dict[int, ShardedTensor | ShardedTensorFactory]:
-    """Return, for the number of each parameter in the optimizer's state dict, what the model's sharded state dict says of it.
+    """Map each parameter's number in the optimizer's state dict to its entry in the model's sharded state dict.
 
     Args:
         model_sharded_state_dict: nested in any way. Its sharded tensors and factories hold the parameters themselves, as
-            `state_dict(keep_vars=True)` gives them; those that the optimizer does not have are left out.
+            `state_dict(keep_vars=True)` returns them; parameters that the optimizer does not have are left out.
         optim_params_iter: as for `get_optim_param_to_id_map`.
     """
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
@@ -61,10 +61,10 @@ def get_param_id_to_sharded_param_map(
 def make_sharded_optimizer_tensor(
     model_param: ShardedTensor | ShardedTensorFactory, optim_param: torch.Tensor, prefix: str
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Return what the model says of a parameter, said of a state that the optimizer keeps for it: the key is `<prefix>.<key>`.
+    """Shard an optimizer state as its parameter is sharded, under the key `<prefix>.<key of the parameter>`.
 
     Raises:
-        ShapeMismatchError: the state has another shape than the parameter's local part.
+        ShapeMismatchError: the state and the parameter's local part differ in shape.
     """
     state, key = _local(optim_param), f"{prefix}.{model_param.key}"
     shape = _data_shape(model_param)
@@ -85,17 +85,17 @@ def optim_state_to_sharding_state(
 ) -> None:
     """Shard an optimizer's state dict as its model is sharded, in place.
 
-    Every state becomes a tensor of its own, `optimizer.state.<name of the state>.<key of the parameter>`. Which parameters are
-    in which group is a matter of this process, and is not saved.
+    Every state becomes a tensor `optimizer.state.<name of the state>.<key of the parameter>`. The parameter lists of the groups
+    are not saved: they belong to this process.
 
     Args:
-        optim_state_dict: as a torch optimizer gives it, with `state` and `param_groups`.
+        optim_state_dict: of a torch optimizer, with `state` and `param_groups`.
         id_to_sharded_param_map: from `get_param_id_to_sharded_param_map`.
         exclude_keys: names of states to leave out, or one name.
 
     Raises:
-        ShardingError: the model's sharded state dict says nothing of a parameter; the dict is as it was.
-        ShapeMismatchError: a state has another shape than its parameter; the dict is as it was.
+        ShardingError: the model's sharded state dict lacks a parameter; the dict is unchanged then.
+        ShapeMismatchError: a state and its parameter differ in shape; the dict is unchanged then.
     """
     excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
     state = {
@@ -127,13 +127,13 @@ def _described(
 
 
 def _data_shape(parameter: ShardedTensor | ShardedTensorFactory) -> tuple[int, ...] | None:
-    """Of the parameter on this rank; None of a factory without data, which does not say."""
+    """Shape of the parameter on this rank; None for a factory without data."""
     if isinstance(parameter, ShardedTensor):
         return parameter.data_shape
     return None if parameter.data is None else tuple(parameter.data.shape)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, or this rank's part of a DTensor: that very object, which `to_local()` of a parameter is not (torch 2.13)."""
+    """Return the tensor, or a DTensor's `_local_tensor`: `to_local()` of a parameter makes a new object (torch 2.13)."""
     local: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return local

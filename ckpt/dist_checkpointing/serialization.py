@@ -1,7 +1,7 @@
-"""Entry points of the first reference: `save` and `load` of sharded state dicts, and what one may ask of a checkpoint.
+"""Entry points: `save` and `load` of sharded state dicts, and a checkpoint's metadata. Names follow Megatron-Core.
 
-A sharded state dict is nested, and tells by ShardedTensors and ShardedObjects which pieces of one global state this rank holds.
-Everything else in it is *common*: equal on all ranks, and saved by rank 0.
+A sharded state dict is nested; its ShardedTensors and ShardedObjects describe the pieces of one global state that this rank holds.
+All other values are *common*: equal on all ranks, and saved by rank 0.
 
 | step of `save` | writes |
 |---|---|
@@ -9,7 +9,7 @@ Everything else in it is *common*: equal on all ranks, and saved by rank 0.
 | 2 common state | `common/` |
 | 3 ShardedObjects | `objects/` |
 | 4 ShardedTensors | `sharded/`, `index-*.json`, `checkpoint_manifest.json` |
-| 5 which strategies did it | `metadata.json`, whose presence says that all of it is there |
+| 5 names of the formats | `metadata.json`; its presence marks the checkpoint as complete |
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from ckpt.dist_checkpointing.mapping import (
     StateDict,
     apply_factory_merges,
 )
-from ckpt.dist_checkpointing.state.parting import prepared_to_load, prepared_to_save
 from ckpt.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadCommonStrategy,
@@ -40,9 +39,11 @@ from ckpt.dist_checkpointing.strategies.base import (
     get_default_strategy,
 )
 from ckpt.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
+from ckpt.dist_checkpointing.utils import split_for_load, split_for_save
 from ckpt.dist_checkpointing.validation import (
     CkptShardedMetadata,
     StrictHandling,
+    chosen_strategy,
     compare_common,
     determine_global_metadata,
     parse_strict_flag,
@@ -70,31 +71,31 @@ def save(
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None = None,
 ) -> AsyncRequest | None:
-    """Save a sharded state dict into a folder that exists. Collective; if it fails on one rank, it does on all.
+    """Save a sharded state dict into an existing folder. Collective; fails on all ranks or on none.
 
-    What an interrupted save has left in the folder is removed first; files of other people are left alone.
+    Files of an interrupted save are removed first; other files in the folder stay.
 
     Args:
         sharded_state_dict: nested; not changed.
         sharded_strategy: an object, or (backend, version) of a registered one; None: ("zarr", 1).
         common_strategy: likewise; None: ("json", 1).
-        validate_access_integrity: make sure that every shard, and every object, has exactly one main replica, and warn where the
-            ranks' common states differ.
+        validate_access_integrity: check that every shard and object has exactly one main replica, and warn if the ranks' common
+            states differ.
         async_sharded_save: copy the tensors, and return the rest of the save as a request for the caller to schedule
-            (`ckpt.saving.background.async_utils`). metadata.json is written by its last finalizer.
-        preprocess_common_before_consistancy_check: returns what of the common state should be equal on all ranks; must not
-            change it.
+            (`ckpt.saving.background.async_utils`). Its last finalizer writes metadata.json.
+        preprocess_common_before_consistancy_check: returns the part of the common state that should be equal on all ranks; must
+            not change its argument.
 
     Raises:
         CheckpointNotFoundError: the folder does not exist.
-        CheckpointExistsError: it holds a checkpoint, or files of others where a save puts its own.
-        ConfigurationError: no such strategy; or one that cannot save asynchronously; or a value that is neither a tensor nor plain.
-        ShardingError, ShapeMismatchError: the ranks' shards do not make up global tensors.
+        CheckpointExistsError: it holds a checkpoint, or other files where a save puts its own.
+        ConfigurationError: unknown strategy, one that cannot save asynchronously, or a value that is neither a tensor nor plain.
+        ShardingError, ShapeMismatchError: the ranks' shards do not form global tensors.
     """
     topology, folder = current_topology(), local_path(checkpoint_dir, "checkpoint_dir")
     with topology.operation(f"save into {folder}"):
         with topology.phase("strategies") as phase:
-            sharded, common = _sharded_strategy(sharded_strategy), _common_strategy(common_strategy)
+            sharded, common = _sharded_saver(sharded_strategy), _common_saver(common_strategy)
             phase.payload = {
                 "sharded_strategy": sharded.described,
                 "common_strategy": common.described,
@@ -107,41 +108,29 @@ def save(
                 raise ConfigurationError(
                     f"{sharded} saves before it returns: give async_sharded_save=False, or another strategy"
                 )
-            tensors, common_state = prepared_to_save(sharded_state_dict)
+            tensors, common_state = split_for_save(sharded_state_dict)
             mark = take(folder) if topology.is_lead else None
         with marked(mark):
-            return _save_parts(
-                tensors,
-                common_state,
-                folder,
-                sharded,
-                common,
-                validate=validate_access_integrity,
-                preprocess=preprocess_common_before_consistancy_check,
-                in_background=async_sharded_save,
-                mark=mark,
-            )
+            if validate_access_integrity:
+                _, all_ranks = determine_global_metadata(tensors)
+                with topology.phase("integrity"):
+                    validate_sharding_integrity(all_ranks)
+                compare_common(common_state, preprocess_common_before_consistancy_check)
+            return _write(tensors, common_state, folder, sharded, common, mark, in_background=async_sharded_save)
 
 
-def _save_parts(
+def _write(
     tensors: ShardedStateDict,
     common_state: StateDict,
     folder: Path,
     sharded: SaveShardedStrategy,
     common: SaveCommonStrategy,
-    *,
-    validate: bool,
-    preprocess: Callable[[CommonStateDict], StateDict] | None,
-    in_background: bool,
     mark: SaveMarker | None,
+    *,
+    in_background: bool,
 ) -> AsyncRequest | None:
-    """The steps of a save from the integrity check on, into a folder that is marked as this save's."""
+    """Write common state, objects, tensors and metadata.json into a folder that bears this save's mark."""
     topology = current_topology()
-    if validate:
-        _, everybodys = determine_global_metadata(tensors)
-        with topology.phase("integrity"):
-            validate_sharding_integrity(everybodys)
-        compare_common(common_state, preprocess)
     common.save_common(common_state, folder)
     if not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)
@@ -170,26 +159,26 @@ def load(
     *,
     allow_pickle: bool = False,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
-    """Load the state that a sharded state dict describes. Collective; if it fails on one rank, it does on all.
+    """Load the state that a sharded state dict describes. Collective; fails on all ranks or on none.
 
     Args:
-        sharded_state_dict: which piece of which global tensor goes where; cut as this run needs it, whoever saved it. Not changed.
-        sharded_strategy, common_strategy: an object, or (backend, version) of a registered one; None: what the checkpoint asks for.
-        validate_access_integrity: make sure that the ranks together ask for every shard exactly once as main replica.
-        strict: what becomes of keys that are asked for and not in the checkpoint (*unexpected*), or there and not asked for
-            (*missing*): the words are the first reference's, and the reverse of torch's.
-        allow_pickle: a checkpoint that Megatron-Core wrote keeps its common state and objects in pickles: read them; tensors,
-            plain values and containers. Instead of objects of other classes there are inert `UnknownObject`s, and a warning
-            names them; what is given to `torch.serialization.add_safe_globals` is made.
+        sharded_state_dict: pieces of global tensors that this rank wants, sharded in any way. Not changed.
+        sharded_strategy, common_strategy: an object, or (backend, version) of a registered one; None: of the checkpoint's formats.
+        validate_access_integrity: check that the ranks together request every shard exactly once as main replica.
+        strict: treatment of keys that are requested and not in the checkpoint (*unexpected*), or there and not requested
+            (*missing*): Megatron-Core's words, the reverse of torch's.
+        allow_pickle: read the pickles of a checkpoint that Megatron-Core wrote (common state, objects): tensors, plain values,
+            containers, and classes given to `torch.serialization.add_safe_globals`. Objects of other classes become inert
+            `UnknownObject`s, and a warning names them.
 
     Returns:
         the state dict, common state included; under a `strict` that returns keys, also the missing and the unexpected ones.
 
     Raises:
         CheckpointNotFoundError: the folder does not exist or holds no complete checkpoint.
-        ConfigurationError: a strategy cannot read it; or pickles would have to be read.
-        MissingStateError, ShapeMismatchError, ShardingError: what is asked for does not fit what is there.
-        CorruptCheckpointError: bytes are missing or not as they were written.
+        ConfigurationError: a strategy cannot read it; or it holds pickles and `allow_pickle` is False.
+        MissingStateError, ShapeMismatchError, ShardingError: the requests do not fit the checkpoint.
+        CorruptCheckpointError: bytes are missing or changed.
     """
     topology, folder = current_topology(), local_path(checkpoint_dir, "checkpoint_dir")
     with topology.operation(f"load of {folder}"):
@@ -199,16 +188,16 @@ def load(
                 common_strategy = _of_pickles()
             sharded, common = verify_checkpoint_and_load_strategy(str(folder), sharded_strategy, common_strategy)
             state = common.load_common(folder)
-            wanted, local, factories = prepared_to_load(sharded_state_dict)
+            wanted, local, factories = split_for_load(sharded_state_dict)
             merge(state, local)
             saved = None
             if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
                 saved = _sharded_metadata(folder, sharded, common)
-        local_metadata, everybodys = None, None
+        local_metadata, all_ranks = None, None
         if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
-            local_metadata, everybodys = determine_global_metadata(wanted)
+            local_metadata, all_ranks = determine_global_metadata(wanted)
         wanted, missing, unexpected = validate_integrity_and_strict_load(
-            wanted, handling, validate_access_integrity, local_metadata, everybodys, saved
+            wanted, handling, validate_access_integrity, local_metadata, all_ranks, saved
         )
         if not sharded.can_handle_sharded_objects:
             objects, wanted = extract_matching_values(wanted, lambda value: isinstance(value, ShardedObject))
@@ -224,7 +213,7 @@ def load(
 
 
 def load_common_state_dict(checkpoint_dir: str | Path, *, allow_pickle: bool = False) -> StateDict:
-    """Load what is not sharded. Any process, alone."""
+    """Load the common state. Any process, alone."""
     common = _of_pickles() if allow_pickle and _is_pickled(Path(checkpoint_dir)) else None
     _, strategy = verify_checkpoint_and_load_strategy(str(checkpoint_dir), None, common)
     return strategy.load_common(Path(checkpoint_dir))
@@ -233,7 +222,7 @@ def load_common_state_dict(checkpoint_dir: str | Path, *, allow_pickle: bool = F
 def load_tensors_metadata(
     checkpoint_dir: str | Path, sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None
 ) -> CkptShardedMetadata:
-    """Describe the tensors in a checkpoint: key -> ShardedTensor without data and uncut. Any process, alone."""
+    """Return the tensors of a checkpoint: key -> ShardedTensor of the whole, without data. Any process, alone."""
     strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir), sharded_strategy)
     return strategy.load_tensors_metadata(Path(checkpoint_dir))
 
@@ -243,20 +232,20 @@ def load_sharded_metadata(
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
 ) -> CkptShardedMetadata:
-    """Describe the tensors and objects in a checkpoint; objects go by their unique key. Any process, alone."""
+    """Return the tensors by key and the objects by unique key, without data. Any process, alone."""
     sharded, common = verify_checkpoint_and_load_strategy(str(checkpoint_dir), sharded_strategy, common_strategy)
     return _sharded_metadata(Path(checkpoint_dir), sharded, common)
 
 
 def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
-    """Load all tensors whole: key -> tensor. The common state is not among them. Any process, alone."""
+    """Load all tensors whole: key -> tensor, without the common state. Any process, alone."""
     with use_topology(Topology.alone()):
         strategy, _ = verify_checkpoint_and_load_strategy(str(checkpoint_dir))
         return strategy.load(strategy.load_tensors_metadata(Path(checkpoint_dir)), Path(checkpoint_dir))
 
 
 def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
-    """Remove every tensor whose key starts with `key_prefix`; what remains is a whole checkpoint. Collective."""
+    """Remove every tensor whose key starts with `key_prefix`; the rest stays a complete checkpoint. Collective."""
     topology = current_topology()
     with topology.operation(f"removal of {key_prefix}* from {checkpoint_dir}"):
         with topology.phase("look at the checkpoint"):
@@ -265,7 +254,7 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
 
 
 def _complete(config: CheckpointingConfig, folder: Path, topology: Topology, mark: SaveMarker | None) -> None:
-    """The last step of a save. Should another rank fail in it, the error says that the checkpoint is complete all the same."""
+    """Write metadata.json, the last step of a save. If another rank fails in it, the error says that the checkpoint is complete."""
     with topology.phase("complete") as phase:
         if mark is not None:
             mark.require()
@@ -289,51 +278,40 @@ def _is_pickled(folder: Path) -> bool:
 
 
 def _of_pickles() -> LoadCommonStrategy:
-    """What reads the pickles of a user who has allowed that."""
+    """Make the strategy that reads pickles, after the user allowed it."""
     return TorchCommonLoadStrategy(allow_pickle=True, unknown="keep")
 
 
 def get_default_save_sharded_strategy(backend: str = "zarr", version: int = 1) -> SaveShardedStrategy:
-    """The strategy that `save` takes when none is given."""
+    """Return the default `sharded_strategy` of `save`."""
     return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
 
 
 def get_default_save_common_strategy(backend: str = "json", version: int = 1) -> SaveCommonStrategy:
-    """The strategy for the common state that `save` takes when none is given."""
+    """Return the default `common_strategy` of `save`."""
     return get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
-    """The strategy that `load` takes for a checkpoint when none is given."""
+    """Return the default `sharded_strategy` of `load` for a checkpoint."""
     return verify_checkpoint_and_load_strategy(str(checkpoint_dir))[0]
 
 
-def _sharded_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:
-    if given is None or isinstance(given, tuple):
-        backend, version = given or ("zarr", 1)
-        if backend == "torch_dist":
-            raise ConfigurationError(
-                'sharded_strategy ("torch_dist", ...) is not offered; save with ("zarr", 1) or ("tensorstore", 1)'
-            )
-        return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
-    _require_object(given, SaveShardedStrategy, "sharded_strategy")
-    return given
-
-
-def _common_strategy(given: SaveCommonStrategy | tuple[str, int] | None) -> SaveCommonStrategy:
-    if given is None or isinstance(given, tuple):
-        backend, version = given or ("json", 1)
-        if backend == "torch":
-            TorchCommonSaveStrategy(backend, version)  # raises
-        return get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)
-    _require_object(given, SaveCommonStrategy, "common_strategy")
-    return given
-
-
-def _require_object(given: object, kind: type, name: str) -> None:
-    if isinstance(given, kind):
-        return
-    what = f"the class {given.__name__}" if isinstance(given, type) else f"{given!r:.60}"
-    raise ConfigurationError(
-        f"{name}: {what} is no {kind.__name__}; give an object of such a class, or (backend, version) of a registered one"
+def _sharded_saver(given: object) -> SaveShardedStrategy:
+    if isinstance(given, tuple) and given[0] == "torch_dist":
+        raise ConfigurationError(
+            'sharded_strategy ("torch_dist", ...) is not offered; save with ("zarr", 1) or ("tensorstore", 1)'
+        )
+    strategy: SaveShardedStrategy = chosen_strategy(
+        given or ("zarr", 1), SaveShardedStrategy, StrategyAction.SAVE_SHARDED, "sharded_strategy"
     )
+    return strategy
+
+
+def _common_saver(given: object) -> SaveCommonStrategy:
+    if isinstance(given, tuple) and given[0] == "torch":
+        TorchCommonSaveStrategy(*given)  # raises
+    strategy: SaveCommonStrategy = chosen_strategy(
+        given or ("json", 1), SaveCommonStrategy, StrategyAction.SAVE_COMMON, "common_strategy"
+    )
+    return strategy

@@ -1,10 +1,11 @@
-"""Tools for sharded state dicts: parting them by kind of value, and renaming what they hold. Names follow Megatron-Core."""
+"""Sharded state dicts split by kind of value, or with other keys. Names follow Megatron-Core."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from ckpt.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from ckpt.dist_checkpointing.dict_utils import dict_list_map_outplace, extract_matching_values, nested_values
 from ckpt.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -12,8 +13,9 @@ from ckpt.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensorFactory,
     StateDict,
+    apply_factories,
 )
-from ckpt.errors import ShardingError
+from ckpt.errors import ConfigurationError, ShardingError
 from ckpt.state.sharded_tensor import ShardedTensor
 
 _ShardId = tuple[str, tuple[int, ...], tuple[int, int] | None]
@@ -21,45 +23,43 @@ _ObjectId = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """Part a state dict in the ShardedTensors and the rest, both nested as it is."""
-    return _part(sharded_state_dict, ShardedTensor)
+    """Split into (ShardedTensors, others), both nested as the state dict."""
+    return _split(sharded_state_dict, ShardedTensor)
 
 
-def extract_sharded_tensors_and_factories(
-    sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
-    """Part a state dict in the ShardedTensors with their factories, and the rest, both nested as it is."""
-    return _part(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
+def extract_sharded_tensors_and_factories(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
+    """Split into (ShardedTensors and factories, others), both nested as the state dict."""
+    return _split(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
 
 
 def extract_sharded_tensors_or_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Part a state dict in the ShardedTensors, factories and values that no checkpoint holds, and the rest."""
-    return _part(sharded_state_dict, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
+    """Split into (ShardedTensors, factories and local objects; others), both nested as the state dict."""
+    return _split(sharded_state_dict, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
 
 
 def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """Part a state dict in all that is sharded (tensors, objects, factories) and the rest, both nested as it is."""
-    return _part(sharded_state_dict, ShardedBase)
+    """Split into (sharded tensors, objects and factories; others), both nested as the state dict."""
+    return _split(sharded_state_dict, ShardedBase)
 
 
 def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """Part a state dict in the values that no checkpoint holds and the rest, both nested as it is."""
-    return _part(sharded_state_dict, LocalNonpersistentObject)
+    """Split into (local objects, others), both nested as the state dict."""
+    return _split(sharded_state_dict, LocalNonpersistentObject)
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
-    """Put a prefix before the key of all that is sharded in a state dict; the dict's own keys stay."""
+    """Prefix the `key` of every sharded value. The dict's own keys stay."""
     for one in _sharded(sharded_state_dict):
         one.key = f"{prefix}{one.key}"
 
 
 def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
-    """Replace the prefix with which the key of all that is sharded in a state dict begins; the dict's own keys stay.
+    """Replace the prefix in the `key` of every sharded value. The dict's own keys stay.
 
     Raises:
-        ShardingError: a key begins otherwise; no key is changed then.
+        ShardingError: a key does not start with `old_prefix`; no key is changed then.
     """
     found = _sharded(sharded_state_dict)
     for one in found:
@@ -73,10 +73,10 @@ def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix
 
 
 def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]) -> None:
-    """Replace the prefix of every key of a state dict's sharded values that begins with one of these; leave the others.
+    """Replace prefixes in the `key` of sharded values; keys without any of them stay.
 
     Args:
-        prefix_map: old prefix -> new one. Of several that fit, the first one counts.
+        prefix_map: old prefix -> new one. The first match counts.
     """
     for one in _sharded(sharded_state_dict):
         fitting = next((old for old in prefix_map if one.key.startswith(old)), None)
@@ -85,21 +85,77 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mappi
 
 
 def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
-    """What copies of one shard on several ranks have in common, and no other shard."""
+    """Identity of a shard, equal for its copies on several ranks."""
     run = sharded_tensor.flattened_range
     return sharded_tensor.key, sharded_tensor.global_offset, None if run is None else (run.start, run.stop)
 
 
 def _sharded_object_id(sharded_object: ShardedObject) -> _ObjectId:
-    """What copies of one object on several ranks have in common, and no other object."""
+    """Identity of an object, equal for its copies on several ranks."""
     return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
 
 
-def _part(state_dict: ShardedStateDict, *kinds: type) -> tuple[ShardedStateDict, StateDict]:
+def _split(state_dict: ShardedStateDict, *kinds: type) -> tuple[ShardedStateDict, StateDict]:
     return extract_matching_values(state_dict, lambda value: isinstance(value, kinds))
 
 
 def _sharded(state_dict: ShardedStateDict) -> list[ShardedBase]:
-    """All that is sharded in a state dict; what stands at several places in it, once."""
+    """Distinct sharded values of a state dict."""
     found = {id(value): value for value in nested_values([state_dict]) if isinstance(value, ShardedBase)}
     return list(found.values())
+
+
+_COMMON = "common values"
+_KINDS = (
+    (ShardedTensor, "sharded tensors"),
+    (ShardedObject, "sharded objects"),
+    (LocalNonpersistentObject, "local objects"),
+)
+
+
+def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict for a save into (sharded values, factories applied; common values). Drops local objects.
+
+    Raises:
+        ConfigurationError: a list mixes kinds of values, or `sharded_state_dict` is not a dictionary.
+    """
+    if not isinstance(sharded_state_dict, dict):
+        raise ConfigurationError(f"sharded_state_dict is a {type(sharded_state_dict).__name__}; give a dictionary")
+    copy = dict_list_map_outplace(lambda value: value, sharded_state_dict)
+    apply_factories(copy)
+    _require_whole_lists(copy, "")
+    _, copy = extract_nonpersistent(copy)
+    return extract_sharded_base(copy)
+
+
+def _require_whole_lists(value: Any, path: str) -> set[str]:
+    """Refuse lists of mixed kinds: split by kind, their elements would lose their positions. Returns the kinds of the leaves."""
+    if isinstance(value, dict):
+        kinds = [_require_whole_lists(inner, f"{path}.{key}" if path else str(key)) for key, inner in value.items()]
+        return set().union(*kinds)
+    if not isinstance(value, list):
+        return {next((name for kind, name in _KINDS if isinstance(value, kind)), _COMMON)}
+    # An empty container in a list counts as a common value.
+    kinds = [_require_whole_lists(inner, f"{path}[{number}]") or {_COMMON} for number, inner in enumerate(value)]
+    for number, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            both = "; ".join(" and ".join(sorted(one)) for one in (kinds[0], kind))
+            raise ConfigurationError(
+                f"{path} is a list whose elements 0 and {number} hold different kinds of values ({both}): split by kind they would "
+                "lose their positions; give a dictionary instead"
+            )
+    return kinds[0] if kinds else set()
+
+
+def split_for_load(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict, dict[Any, Any]]:
+    """Split a state dict for a load into (sharded values, factories applied; local objects, unwrapped; factories without data)."""
+    copy = dict_list_map_outplace(lambda value: value, sharded_state_dict)
+    factories, _ = extract_matching_values(
+        copy, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
+    )
+    factories = dict_list_map_outplace(lambda factory: factory.without_data(), factories)
+    apply_factories(copy)
+    local, copy = extract_nonpersistent(copy)
+    local = dict_list_map_outplace(lambda one: one.unwrap(), local)
+    wanted, _ = extract_sharded_base(copy)
+    return wanted, local, factories

@@ -1,15 +1,15 @@
-"""From the objects of a training run to leaves with addresses, and what is true of their copies.
+"""From the objects of a training run to tensors with addresses; comparison of equal copies.
 
 Files, in the order in which data travels:
 
     statefuls, wrappers     modules, optimizers and random generators as components; names without wrappers
-    sharing, provider       who holds a component; trainers that describe themselves
-    abilities               what an object of a component may offer beside its state
-    flatten                 nested state dicts and their leaves
-    sharded_base, sharded_tensor   tensors that say which piece of a global one they are
-    address                 which piece of which global array a leaf is
-    collect                 what one rank brings to a save
-    replication, digest     are copies equal; one number for a whole state
-    doctor, pattern_check   which sharing pattern is true, for one component and over all ranks
-    overlap                 what an optimizer's step waits for while a copy is taken
+    sharing, provider       ranks that hold a component; trainers that declare their components
+    abilities               optional methods and attributes of a component's object
+    flatten                 nested state dicts <-> leaves
+    sharded_base, sharded_tensor   tensors with their position in a global tensor
+    address                 position of a leaf in its global array
+    collect                 the state of one rank for a save; exchange of plain values and address tables
+    replication, digest     comparison of equal copies; one digest for a whole state
+    doctor, pattern_check   the sharing pattern inferred from data, for one component and over all ranks
+    overlap                 hooks that hold back an optimizer's step during a copy
 """

@@ -1,4 +1,4 @@
-"""What an object of a component may offer beside `state_dict` and `load_state_dict`. Whoever asks for an ability asks here."""
+"""Optional methods and attributes of a component's object, beside `state_dict` and `load_state_dict`, as typed protocols."""
 
 from __future__ import annotations
 
@@ -10,60 +10,59 @@ from ckpt.format.manifest import ArrayEntry
 
 @runtime_checkable
 class Prepared(Protocol):
-    """It knows exactly which keys it wants. Others are given whatever was saved."""
+    """Loads exactly the keys of its own `state_dict()`. An object without it receives all saved keys."""
 
     def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
-        """Make the tensors that a load will fill. Called on every rank before `state_dict()`, with the saved keys."""
+        """Make the tensors for a load to fill. Called on every rank before `state_dict()`, with the saved keys."""
 
 
 @runtime_checkable
 class Forgetful(Protocol):
-    """It has made something for a load that does not come."""
+    """Discards what it prepared for a load that failed."""
 
     def forget_prepared(self) -> None:
-        """Undo `Prepared.prepare_to_load`. May be called without need."""
+        """Undo `Prepared.prepare_to_load`. Idempotent."""
 
 
 @runtime_checkable
 class Elastic(Protocol):
-    """It can go on where it was saved by other ranks than these: `elastic` is "derive" or "repartition".
+    """Adapts its state to a change of ranks: `elastic` is "derive" or "repartition".
 
-    A load asks `fits` first, on every rank. If all say yes, and the saved copies belong to the same ranks, nodes or groups
-    under the same pattern, `load_state_dict` gets this rank's copy, as ever. If not, every rank gets `load_changed`, and no
-    `load_state_dict`. Both see nested dictionaries, as `state_dict` gave them; of a `Prepared` object the tensors stand under
-    their joined keys.
+    A load first calls `fits` on every rank. If all return True, and the saved copies belong to the same ranks, nodes or groups
+    under the same pattern, `load_state_dict` receives this rank's copy. Otherwise every rank calls `load_changed` instead.
+    Both receive nested dictionaries, as `state_dict` returned them; tensors of a `Prepared` object stand under their joined keys.
     """
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Whether this rank may go on with its own saved copy as it stands. Changes nothing; other ranks may say no.
+        """Whether this rank can load its own saved copy unchanged. Changes nothing; other ranks may answer differently.
 
         Args:
-            saved: the plain values of the copy, without its tensors; of the only copy where all ranks share one.
+            saved: plain values of the copy, without tensors; of the only copy if all ranks share one.
         """
 
     def load_changed(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Make this rank's state from what others saved, or raise, which refuses the load on every rank.
+        """Make this rank's state from the saved copies of other ranks. An exception refuses the load on every rank.
 
         Args:
-            saved: the copies, tensors (new ones, on the host) and plain values, in the order of the ranks, nodes or group
+            saved: copies with tensors (new ones, on the host) and plain values, in the order of the ranks, nodes or group
                 instances that saved them: all of them for "repartition", the first one alone for "derive".
         """
 
 
 @runtime_checkable
 class NamedFromPositions(Protocol):
-    """It reads old states, which go by the positions of parameters."""
+    """Converts old states, which are keyed by the positions of parameters."""
 
     def named_from_positions(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of a pickled file under the names of parameters."""
+        """Return the state of a pickled file keyed by parameter names."""
 
 
 @runtime_checkable
 class Tied(Protocol):
-    """It says which names stand for one tensor.
+    """Declares tied tensors.
 
     Attributes:
-        tied_names: alias -> the name under which the tensor is saved; None: there are none.
+        tied_names: alias -> name under which the tensor is saved; None: no tied tensors.
     """
 
     tied_names: Mapping[str, str] | None
@@ -71,18 +70,29 @@ class Tied(Protocol):
 
 @runtime_checkable
 class RestoredLast(Protocol):
-    """It has a say in when it is restored.
+    """Declares when a load restores it.
 
     Attributes:
-        restored_last: after all others, as random generators are.
+        restored_last: True: after all others, such as random generators.
     """
 
     restored_last: bool
 
 
 @runtime_checkable
+class HasOptimizer(Protocol):
+    """Contains an optimizer whose steps a save must hold back.
+
+    Attributes:
+        optimizer: of torch, or an object that contains one itself.
+    """
+
+    optimizer: Any
+
+
+@runtime_checkable
 class RankPrivate(Protocol):
-    """It keeps entries of each rank's own, though as a whole it is the same everywhere.
+    """Declares entries that differ between ranks in a state that is otherwise equal.
 
     Attributes:
         rank_private: patterns of joined keys. See `ckpt.state.replication.private_keys`.
@@ -93,15 +103,15 @@ class RankPrivate(Protocol):
 
 @runtime_checkable
 class Declared(Protocol):
-    """It says itself who holds it.
+    """Declares its own sharing pattern.
 
     Attributes:
-        sharing_pattern: one of `SharingPattern`, or its value; None: it does not say.
+        sharing_pattern: one of `SharingPattern`, or its value; None: not declared.
     """
 
     sharing_pattern: Any
 
 
 def tied_names(stateful: object) -> Mapping[str, str]:
-    """Return alias -> the name under which a tensor is saved, of an object that says so."""
+    """Return alias -> name under which the tensor is saved; {} if the object declares none."""
     return (stateful.tied_names or {}) if isinstance(stateful, Tied) else {}

@@ -1,4 +1,4 @@
-"""Where a leaf lies: which global array it is a piece of, and where in it; by its own account, by its placements, or whole."""
+"""Position of a leaf in its global array: from a ShardedTensor's fields, from a DTensor's placements, or the whole array."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ckpt.state.sharded_tensor import ShardedTensor
 
 
 def local_tensor(leaf: torch.Tensor | ShardedTensor) -> torch.Tensor:
-    """The memory of this rank behind a leaf, in the shape of its box. See `address_of` for what it refuses.
+    """Return this rank's tensor of a leaf, in the shape of its box. Raises as `address_of`.
 
-    Whoever asks for many does so where gradients are off: to turn them off for each takes longer than the rest.
+    Call it under `torch.no_grad()` for many leaves: switching gradients off for each takes longer than the rest.
     """
     if isinstance(leaf, ShardedTensor):
         return _only_piece(leaf, leaf.key)[1]
@@ -29,19 +29,19 @@ def _local_part(leaf: Any) -> torch.Tensor:
     if not torch.is_grad_enabled():
         local: torch.Tensor = leaf.to_local()
         return local
-    with torch.no_grad():  # without which to_local() goes through autograd, at ten times the price
+    with torch.no_grad():  # otherwise to_local() goes through autograd, and takes ten times as long
         return _local_part(leaf)
 
 
 def address_of(leaf: torch.Tensor | ShardedTensor, name: str, known: DTensorBoxes | None = None) -> Address:
-    """Where a leaf lies in its global array: by its own account, by its placements, or whole.
+    """Return the address of a leaf in its global array.
 
     Args:
-        known: boxes of other leaves of the same state dict, where many are to be placed.
+        known: cache of boxes, for many leaves of one state dict.
 
     Raises:
-        ShardingError: a DTensor is a pending sum (Partial), which has no place in a checkpoint; a ShardedTensor has no data, or
-            is flattened, and so more than one box.
+        ShardingError: a DTensor holds a pending sum (Partial), which cannot be saved; a ShardedTensor has no data, or is flattened
+            and therefore more than one box.
     """
     return Address(name, *place_of(leaf, name, known))
 
@@ -49,7 +49,7 @@ def address_of(leaf: torch.Tensor | ShardedTensor, name: str, known: DTensorBoxe
 def place_of(
     leaf: torch.Tensor | ShardedTensor, name: str, known: DTensorBoxes | None = None
 ) -> tuple[str, tuple[int, ...], Box]:
-    """The same without the name, which is for messages here: data type, global shape and box."""
+    """Return (data type, global shape, box) of a leaf. The name is for messages. Arguments and errors as `address_of`."""
     if isinstance(leaf, ShardedTensor):
         return zarr_name(leaf.dtype), leaf.global_shape, _only_piece(leaf, name)[0]
     if is_dtensor(leaf):
@@ -60,7 +60,7 @@ def place_of(
 
 @lru_cache(maxsize=4096)
 def _all_of(dtype: torch.dtype, shape: torch.Size) -> tuple[str, tuple[int, ...], Box]:
-    """Where a tensor that is held whole lies, worked out once for all that are alike."""
+    """Return the position of a tensor that is held whole."""
     box = whole(tuple(shape))
     return zarr_name(dtype), box.shape, box
 
@@ -75,16 +75,16 @@ def _only_piece(leaf: ShardedTensor, name: str) -> tuple[Box, torch.Tensor]:
 
 
 class DTensorBoxes:
-    """The boxes of DTensors. Torch takes 0.3 ms to work one out, and a model's layers and their moments are laid out alike.
+    """Cache of DTensor boxes. Torch takes 0.3 ms to compute one, and the layers of a model share layouts.
 
-    Not to be kept: meshes are told apart by their identity.
+    For one state dict only: meshes are identified by id().
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, tuple[Any, ...], tuple[int, ...]], Box] = {}
 
     def box_of(self, tensor: torch.Tensor, name: str) -> Box:
-        """The part of the global tensor that this rank holds. See `address_of` for what it refuses."""
+        """Return this rank's box of the global tensor. Raises as `address_of`."""
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -1,4 +1,4 @@
-"""What one rank contributes to a save: leaves, addresses, plain values; and how the ranks compare notes about them."""
+"""State of one rank for a save: tensors, addresses, plain values; comparison and exchange of these between ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import msgspec
 import torch
 
 from ckpt.errors import ConfigurationError, ReplicationError, ShardingError, describe, rebuild, sentence
@@ -18,7 +19,7 @@ from ckpt.format.manifest import digest_of
 from ckpt.memory.device import wait_for_all
 from ckpt.planning.tables import Table, TablePart, piece_from_json, table_of_pieces, table_to_json
 from ckpt.ranks.topology import Topology
-from ckpt.state.abilities import tied_names
+from ckpt.state.abilities import Prepared, tied_names
 from ckpt.state.address import local_tensor
 from ckpt.state.flatten import Leaves, TensorLeaf, flatten, path_to_json, to_json
 from ckpt.state.replication import (
@@ -27,12 +28,11 @@ from ckpt.state.replication import (
     differences,
     fingerprints,
     is_piece,
-    level_of,
     measure,
     plain_differences,
     private_keys,
+    replication_error,
     require_unchanged,
-    unequal,
 )
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import (
@@ -41,22 +41,23 @@ from ckpt.state.sharing import (
     SharingPattern,
     StateComponent,
     addresses,
+    contributes,
     find_aliases,
-    gives,
     holders_of,
+    level_of,
     prefix_of,
 )
 
 Held = tuple[tuple[Box, torch.Tensor], ...]
-"""Boxes of one array, in global coordinates, and their values. A state dict's leaf is one box; a flattened range is a few."""
+"""(Box in global coordinates, this rank's memory) of one array. A leaf is one box, a flattened range several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What one rank holds of a component whose copies are to be compared.
+    """Tensors of one component, on one rank, for comparison with equal copies.
 
     Attributes:
-        tensors: key -> the tensor; without the entries that are the rank's own.
+        tensors: key -> tensor, without `rank_private` entries.
     """
 
     level: ValidationLevel
@@ -66,18 +67,18 @@ class Copies:
 
 @dataclass(slots=True)
 class RankState:
-    """One rank's state, before anybody else's is known.
+    """One rank's state before any exchange with other ranks.
 
     Attributes:
-        components: key -> component, those that are part of this save.
-        held: array name -> the boxes of it that this rank holds, and its memory behind each; what `table` has addresses for.
+        components: key -> component of this save.
+        held: array name -> boxes that this rank holds, one for each address in `table`.
         table: addresses and aliases.
-        plain: component -> {joined key: [path, value]} as JSON, where this rank speaks for the component; tensors of an
-            object that takes whatever was saved stand there too, as {joined key: [path]}.
-        private: component -> keys of `plain` that are the rank's own and not compared.
-        copies: component -> what is compared, of the components whose copies are to be.
-        seen: component -> {key: fingerprint}, for the doctor, if it is to look.
-        failed: optional component -> why it could not be collected.
+        plain: component -> {joined key: [path, value]} as JSON, if this rank contributes plain values; also {joined key: [path]} for
+            tensors of an object that is not `Prepared`.
+        private: component -> keys of `plain` that differ between ranks and are not compared.
+        copies: component -> tensors to compare.
+        seen: component -> {key: fingerprint} for the doctor, if it runs.
+        failed: optional component -> error.
     """
 
     components: dict[str, StateComponent] = field(default_factory=dict)
@@ -90,25 +91,25 @@ class RankState:
     failed: dict[str, str] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """What the other ranks need to know to see whether all agree: digests, not the things."""
+        """Return digests of this rank's state, for the other ranks to compare with theirs."""
         return {
-            "table": _digest_of_json(table_to_json(self.table)),
-            "plain": {key: _digest_of_json(_values(self.shared_plain(key))) for key in self.plain},
-            "ways": {key: _digest_of_json(_ways(self.shared_plain(key))) for key in self.plain},
-            "copies": {key: _digest_of_json(copies.fingerprints) for key, copies in self.copies.items()},
+            "table": digest_of_json(table_to_json(self.table)),
+            "plain": {key: digest_of_json(_values(self.shared_plain(key))) for key in self.plain},
+            "paths": {key: digest_of_json(_tensor_paths(self.shared_plain(key))) for key in self.plain},
+            "copies": {key: digest_of_json(copies.fingerprints) for key, copies in self.copies.items()},
             "failed": self.failed,
         }
 
     def shared_plain(self, component: str) -> dict[str, Any]:
-        """The plain values that other ranks may be expected to have, too."""
+        """Return the plain values of a component without those of this rank alone."""
         own = self.private.get(component, set())
         return {key: row for key, row in self.plain[component].items() if key not in own}
 
     def require_unchanged(self) -> None:
-        """At the level "full": make sure that what was compared is what was written. Called after the write.
+        """At the level "full": check that the tensors have not changed since the comparison. Called after the write.
 
         Raises:
-            ReplicationError: a tensor was changed in between.
+            ReplicationError: a tensor has changed.
         """
         for key, copies in self.copies.items():
             if copies.level is ValidationLevel.FULL:
@@ -125,11 +126,11 @@ def collect(
     compare_all: bool = False,
     look: bool = False,
 ) -> RankState:
-    """Ask every component for its state and give every tensor its address. No communication.
+    """Collect the state of every component and the address of every tensor. Not collective.
 
     Args:
-        without: components left out because some rank could not give them.
-        compare_all: compare every component that promises equal copies, not only those that ask for it.
+        without: components to skip because they failed on some rank.
+        compare_all: compare every component with equal copies, not only those with `validate_replication`.
         look: take the fingerprints of everything, for the doctor.
 
     Raises:
@@ -146,7 +147,7 @@ def collect(
             wait_for_all(_memory_of(leaves))
             tied = find_aliases(leaves.tensors, _declared_ties(component, leaves))
             leaves.tensors = {key: leaf for key, leaf in leaves.tensors.items() if key not in tied}
-            private = _private(component, leaves)
+            private = _private_keys(component, leaves)
             found = addresses(component, leaves, topology)
         except Exception as error:
             if component.required:
@@ -155,14 +156,14 @@ def collect(
             continue
         mine.components[component.key] = component
         mine.private[component.key] = private
-        if not _speaks(component, topology):
+        if not _saves_private_entries(component, topology):
             found = {key: address for key, address in found.items() if key not in private}
         mine.held |= {
             address.name: ((address.box, local_tensor(leaves.tensors[key])),) for key, address in found.items()
         }
         parts.append(TablePart.of(found.values()))
         start = f"{component.key}/{prefix_of(component, topology)}"
-        if gives(component, topology):
+        if contributes(component, topology):
             aliases += [(start + alias, start + first) for alias, first in tied.items()]
             mine.plain[component.key] = _plain_rows(component, leaves)
         _add_fingerprints(mine, component, leaves, compare_all, look, topology.progress)
@@ -179,27 +180,24 @@ def _memory_of(leaves: Leaves) -> Iterator[torch.Tensor]:
 
 
 def settle_plain(
-    mine: RankState,
-    summaries: Sequence[Mapping[str, Any]],
-    topology: Topology,
-    known: MergedRows | None = None,
+    mine: RankState, summaries: Sequence[Mapping[str, Any]], topology: Topology, known: MergedRows | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the plain values of each component that this rank's copy of the checkpoint should hold.
+    """Return the plain values of each component for the checkpoint, after comparing them with the other ranks'. Collective.
 
-    Usually the digests agree and nothing is exchanged. Where the ranks of a SHARDED component hold different keys, they are
-    merged; where one key has different values, or copies that should be equal differ, every rank refuses.
+    If all digests agree, which is usual, nothing is exchanged. Different keys of a SHARDED component are merged.
 
     Args:
-        known: what earlier saves of the same ranks have merged, and this one adds to: it is not exchanged again.
+        summaries: of all ranks: `RankState.summary`.
+        known: results of merges in earlier saves of the same ranks, which need no new exchange; this call adds its own.
 
     Raises:
-        ReplicationError: naming component, entries and ranks.
+        ReplicationError: one key has different values, or equal copies differ; names component, entries and ranks. On every rank.
     """
     known = {} if known is None else known
     differing = [
         key
         for key, component in mine.components.items()
-        if not _is_excused(component) and any(_differs(component, summaries, half, topology) for half in _HALVES)
+        if not _is_never_compared(component) and any(_differs(component, summaries, half, topology) for half in _HALVES)
     ]
     copies = [key for key, component in mine.components.items() if _differs(component, summaries, "copies", topology)]
     merges = {
@@ -228,7 +226,10 @@ def settle_plain(
             if error is not None:
                 raise error
         for key in equal:
-            _require_equal_plain(mine.components[key], [one["plain"].get(key) for one in said], topology)
+            holders = holders_of(mine.components[key], topology)
+            found = plain_differences([one["plain"].get(key) or {} for one in said], holders)
+            if found:
+                raise replication_error(key, holders, found)
         for key, merge in merges.items():
             merge.take([one["plain"].get(key) or {} for one in said])
             merged[key] = merge.rows()
@@ -238,33 +239,50 @@ def settle_plain(
 
 
 def exchange_tables(mine: Table, digests: Sequence[str], topology: Topology) -> tuple[list[Table], list[int]]:
-    """Return the distinct tables of all ranks, and for every rank which of them is its own; equal on every rank.
+    """Return (distinct tables of all ranks, index of its table by rank), equal on every rank. Collective.
 
-    What ranks have in common crosses the store once: first everybody learns of what pieces each table is made, then the
-    lowest rank that has a piece sends it.
+    Pieces that ranks share cross the store once: first the digests of the pieces of each table are exchanged, then the lowest rank
+    with a piece sends it.
 
     Args:
         digests: of every rank's table, from its summary.
     """
     number_of = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
     pieces = table_to_json(mine)
-    listed = [_digest_of_json(piece) for piece in pieces]
+    listed = [digest_of_json(piece) for piece in pieces]
     with topology.phase("tables") as phase:
         phase.payload = listed if digests.index(digests[topology.rank]) == topology.rank else None
     made_of = {digest: lists for digest, lists in zip(digests, phase.payloads, strict=True) if lists is not None}
-    first_with: dict[str, int] = {}
-    for rank, lists in enumerate(phase.payloads):
-        for digest in lists or ():
-            first_with.setdefault(digest, rank)
-    with topology.phase("pieces of tables") as phase:
-        phase.payload = {d: piece for d, piece in zip(listed, pieces, strict=True) if first_with[d] == topology.rank}
-    found = {digest: piece_from_json(tree) for sent in phase.payloads for digest, tree in sent.items()}
+    trees = exchange_distinct(dict(zip(listed, pieces, strict=True)), phase.payloads, topology, "pieces of tables")
+    found = {digest: piece_from_json(tree) for digest, tree in trees.items()}
     tables = [table_of_pieces([found[digest] for digest in made_of[table]]) for table in number_of]
     return tables, [number_of[digest] for digest in digests]
 
 
+def exchange_distinct(
+    mine: Mapping[str, Any], listed: Sequence[Sequence[str] | None], topology: Topology, phase_name: str
+) -> dict[str, Any]:
+    """Return digest -> JSON tree of all ranks; the lowest rank that has a tree sends it. Collective.
+
+    Args:
+        mine: digest -> JSON tree of this rank.
+        listed: by rank, its digests; None: a lower rank has listed the same.
+    """
+    first_with: dict[str, int] = {}
+    for rank, digests in enumerate(listed):
+        for digest in digests or ():
+            first_with.setdefault(digest, rank)
+    with topology.phase(phase_name) as phase:
+        phase.payload = {digest: tree for digest, tree in mine.items() if first_with[digest] == topology.rank}
+    return {digest: tree for sent in phase.payloads for digest, tree in sent.items()}
+
+
+def digest_of_json(tree: Any) -> str:
+    return digest_of(json.dumps(tree, separators=(",", ":")).encode())
+
+
 def _declared_ties(component: StateComponent, leaves: Leaves) -> Mapping[str, str]:
-    """{alias: first name} as the object declares it; in a state of a rank's own only where it holds the first name, too."""
+    """Return {alias: first name} declared by the object. If ranks have states of their own, only pairs held here completely."""
     declared = tied_names(component.stateful)
     if component.pattern not in OWN_COPIES:
         return declared
@@ -272,37 +290,37 @@ def _declared_ties(component: StateComponent, leaves: Leaves) -> Mapping[str, st
 
 
 def _plain_rows(component: StateComponent, leaves: Leaves) -> dict[str, Any]:
-    """{joined key: [path, value]}, and for tensors of an object that takes whatever was saved, {joined key: [path]}."""
+    """Return {joined key: [path, value]}, and {joined key: [path]} for tensors of an object that is not `Prepared`."""
     rows: dict[str, Any] = {
         key: [path_to_json(leaves.paths[key]), to_json(value, f"{component.key}: {key}")]
         for key, value in leaves.plain.items()
     }
-    if not hasattr(component.stateful, "prepare_to_load"):
+    if not isinstance(component.stateful, Prepared):
         rows |= {key: [path_to_json(leaves.paths[key])] for key in leaves.tensors}
     return dict(sorted(rows.items()))
 
 
 def _values(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Of rows of a plain.json, those of plain values."""
+    """Select the rows of plain values."""
     return {key: row for key, row in rows.items() if len(row) == 2}
 
 
-def _ways(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of tensors: the ways to them, which rarely change from one save to the next, and of which there may be very many."""
+def _tensor_paths(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the rows of tensors: paths. There may be very many, and they rarely change between saves."""
     return {key: row for key, row in rows.items() if len(row) == 1}
 
 
-_HALVES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"plain": _values, "ways": _ways}
-"""What a summary calls the halves of a component's rows, and what gives them."""
+_HALVES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"plain": _values, "paths": _tensor_paths}
+"""Halves of a component's rows, by their name in a summary. Each half is compared and merged separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Merged:
-    """One half of a SHARDED component's rows, as all ranks together have it.
+    """Union of all ranks' rows of one half of a SHARDED component.
 
     Attributes:
         digests: of each rank's rows.
-        holder: key -> the first rank that has it.
+        holder: key -> the first rank that has it; empty if all ranks have equal rows.
     """
 
     digests: tuple[str | None, ...]
@@ -311,14 +329,14 @@ class _Merged:
 
 
 MergedRows = dict[tuple[str, str], _Merged]
-"""(Component, which half) -> what was merged."""
+"""(Component, half) -> union."""
 
 
 class _Merge:
-    """The union of the ranks' rows of one SHARDED component; a key that two ranks hold must have one value.
+    """Merge of the ranks' rows of one SHARDED component. A key that several ranks hold must have one value.
 
     Attributes:
-        wanted: the halves that have to be exchanged for it: those in which the ranks differ, and not as in an earlier save.
+        wanted: halves to exchange: the ranks differ in them, and differently than in an earlier save.
     """
 
     def __init__(
@@ -327,90 +345,71 @@ class _Merge:
         self._component = component
         self._own = mine.plain.get(component, {})
         self._digests = {half: tuple(one[half].get(component) for one in summaries) for half in _HALVES}
-        self._merged = {
-            half: known[component, half]
-            for half, digests in self._digests.items()
-            if (component, half) in known and known[component, half].digests == digests
-        }
-        self.wanted = [
-            half for half, digests in self._digests.items() if len(set(digests)) > 1 and half not in self._merged
-        ]
+        self._merged: dict[str, _Merged] = {}
+        for half, digests in self._digests.items():
+            earlier = known.get((component, half))
+            if earlier is not None and earlier.digests == digests:
+                self._merged[half] = earlier
+            elif len(set(digests)) == 1:
+                self._merged[half] = _Merged(digests, _HALVES[half](self._own), {})
+        self.wanted = [half for half in _HALVES if half not in self._merged]
 
     def to_send(self) -> dict[str, Any]:
-        """Those of this rank's rows that the others want."""
+        """Return this rank's rows of the wanted halves."""
         return {key: row for half in self.wanted for key, row in _HALVES[half](self._own).items()}
 
     def take(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """Merge what all ranks have sent."""
+        """Merge the rows of all ranks."""
         for half in self.wanted:
-            self._merged[half] = self._union(half, [_HALVES[half](rows) for rows in said])
+            merged = _Merged(self._digests[half], {}, {})
+            for rank, rows in enumerate(said):
+                for key, row in _HALVES[half](rows).items():
+                    if merged.rows.setdefault(key, row) != row:
+                        raise self._conflict_error(key, row, rank, merged.rows[key], merged.holder[key])
+                    merged.holder.setdefault(key, rank)
+            self._merged[half] = merged
 
     def rows(self) -> dict[str, Any]:
-        """All rows, in the order of a plain.json. What is wrong with them, all ranks find alike."""
-        rows = dict(sorted(self._joined().items()))
-        _require_one_nesting(self._component, rows, self._holder_of)
+        """Return all rows, sorted by key. Raises the same error on every rank."""
+        plain, paths = (self._merged[half] for half in _HALVES)
+        for key in sorted(plain.rows.keys() & paths.rows.keys()):
+            holders = paths.holder.get(key, 0), plain.holder.get(key, 0)
+            raise self._conflict_error(key, paths.rows[key], holders[0], plain.rows[key], holders[1])
+        rows = dict(sorted((plain.rows | paths.rows).items()))
+        _require_one_nesting(self._component, rows, plain.holder | paths.holder)
         return rows
 
     def remember(self, known: MergedRows) -> None:
-        """Spare a later save the exchange."""
-        known.update({(self._component, half): merged for half, merged in self._merged.items()})
+        """Store the exchanged halves for later saves."""
+        known |= {(self._component, half): one for half, one in self._merged.items() if len(set(one.digests)) > 1}
 
-    def _union(self, half: str, by_rank: Sequence[Mapping[str, Any]]) -> _Merged:
-        rows: dict[str, Any] = {}
-        holder: dict[str, int] = {}
-        for rank, own in enumerate(by_rank):
-            for key, row in own.items():
-                if rows.setdefault(key, row) != row:
-                    raise self._unequal(key, row, rank, rows[key], holder[key])
-                holder.setdefault(key, rank)
-        return _Merged(self._digests[half], rows, holder)
-
-    def _joined(self) -> dict[str, Any]:
-        """The rows of both halves; of one in which the ranks agree, this rank's."""
-        joined: dict[str, Any] = {}
-        for half, part in _HALVES.items():
-            rows = self._merged[half].rows if half in self._merged else part(self._own)
-            for key in sorted(joined.keys() & rows.keys()):
-                raise self._unequal(key, rows[key], self._holder_of(key, half), joined[key], self._holder_of(key))
-            joined |= rows
-        return joined
-
-    def _holder_of(self, key: str, only: str | None = None) -> int:
-        """The first rank that has a key; of what the ranks have in common that is the lowest."""
-        halves = [only] if only else list(_HALVES)
-        found = [
-            self._merged[half].holder[key]
-            for half in halves
-            if half in self._merged and key in self._merged[half].holder
-        ]
-        return found[0] if found else 0
-
-    def _unequal(self, key: str, row: Any, rank: int, other: Any, other_rank: int) -> ReplicationError:
+    def _conflict_error(self, key: str, row: Any, rank: int, other: Any, other_rank: int) -> ReplicationError:
         what, there = (repr(one[1]) if len(one) == 2 else "a tensor" for one in (row, other))
         return ReplicationError(
             f"component {self._component}: {key} is {what} on rank {rank} and {there} on rank {other_rank}; a plain value of "
-            "a sharded component must be equal wherever it is held"
+            "a sharded component must be equal on all ranks that hold it"
         )
 
 
-def _require_one_nesting(component: str, rows: Mapping[str, Any], holder_of: Callable[[str], int]) -> None:
-    """Refuse a value in whose place another rank has a dictionary or list of more: no load could give both back.
+def _require_one_nesting(component: str, rows: Mapping[str, Any], holder: Mapping[str, int]) -> None:
+    """Refuse a value at a path where another rank has a dictionary or list: no load could restore both.
 
     Args:
         rows: sorted by key.
+        holder: key -> the first rank that has it; 0 for others.
     """
     keys = list(rows)
-    for above, (way, *value) in rows.items():
+    for above, (path, *value) in rows.items():
         if not value or value == [{}]:
             continue
-        start = f"{above}." if way else ""
+        start = f"{above}." if path else ""
         for key in islice(keys, bisect_left(keys, start), None):
             if not key.startswith(start):
                 break
-            if key != above and rows[key][0][: len(way)] == way:
+            if key != above and rows[key][0][: len(path)] == path:
                 raise ShardingError(
-                    f"component {component}: {above} is {value[0]!r} on rank {holder_of(above)}, and rank {holder_of(key)} has "
-                    f"{key} below it; the ranks of a sharded component must nest what they hold alike"
+                    f"component {component}: {above} is {value[0]!r} on rank {holder.get(above, 0)}, and rank {holder.get(key, 0)} has "
+                    f"{key} below it; the ranks of a sharded component must nest their values alike"
                 )
 
 
@@ -421,21 +420,21 @@ def _differs(component: StateComponent, summaries: Sequence[Mapping[str, Any]], 
     )
 
 
-def _is_excused(component: StateComponent) -> bool:
-    """Whether its owner wants its copies not to be compared at all, plain values included."""
+def _is_never_compared(component: StateComponent) -> bool:
+    """Whether a component's copies are never compared, plain values included."""
     return component.pattern in EQUAL_COPIES and component.validation_level == ValidationLevel.NONE.value
 
 
-def _private(component: StateComponent, leaves: Leaves) -> set[str]:
-    """The keys that are each rank's own; pieces of larger tensors say themselves whose they are."""
+def _private_keys(component: StateComponent, leaves: Leaves) -> set[str]:
+    """Return the `rank_private` keys, without pieces of larger tensors, which have addresses of their own."""
     if component.pattern not in EQUAL_COPIES:
         return set()
     named = private_keys(component.stateful, leaves.paths)
     return {key for key in named if key not in leaves.tensors or not is_piece(leaves.tensors[key])}
 
 
-def _speaks(component: StateComponent, topology: Topology) -> bool:
-    """Whether this rank is the one whose own entries are saved: the first of those that hold one state."""
+def _saves_private_entries(component: StateComponent, topology: Topology) -> bool:
+    """Whether this rank's `rank_private` entries are saved: it is the first of the ranks that hold one state."""
     return all(topology.rank not in ranks or topology.rank == ranks[0] for ranks in holders_of(component, topology))
 
 
@@ -447,16 +446,10 @@ def _add_fingerprints(
     look: bool,
     progress: Callable[[], None],
 ) -> None:
-    """Hash what the ranks compare of a component, and what the doctor looks at; no tensor twice by every bit."""
+    """Hash the tensors of a component for the comparison and for the doctor. No tensor is hashed twice by every bit."""
     key, private = component.key, mine.private[component.key]
     tensors = {name: leaf for name, leaf in leaves.tensors.items() if name not in private}
-    level = ValidationLevel.NONE
-    if component.pattern in EQUAL_COPIES:
-        level = level_of(
-            validate_replication=component.validate_replication,
-            validation_level=component.validation_level,
-            validate_all=compare_all,
-        )
+    level = level_of(component, validate_all=compare_all)
     prints: dict[str, Fingerprint] = {}
     if level is not ValidationLevel.NONE:
         prints = fingerprints(tensors, level, progress)
@@ -474,10 +467,10 @@ def _fingerprint_of(row: Any) -> Fingerprint:
 
 
 def _unequal_tensors(key: str, mine: RankState, said: Sequence[Any], topology: Topology) -> ReplicationError | None:
-    """What there is to say of tensors that differ; at the level "full" with how far they are apart. Collective.
+    """Return the error for differing tensors, or None; at the level "full" with their distances. Collective.
 
     Args:
-        said: by rank, the level and the fingerprints; None from one that compares nothing.
+        said: by rank, (level, fingerprints); None from a rank that compares nothing.
 
     Raises:
         ConfigurationError: the ranks compare at different levels; on every rank.
@@ -489,23 +482,12 @@ def _unequal_tensors(key: str, mine: RankState, said: Sequence[Any], topology: T
                 f"component {key} is compared at the level {levels[0]} on rank 0 and {level} on rank {rank}; all ranks must "
                 "declare the same"
             )
-    copies = [{name: Fingerprint.of_json(row) for name, row in rows.items()} for _, rows in said]
+    copies = [msgspec.convert(rows, dict[str, Fingerprint]) for _, rows in said]
     holders = holders_of(mine.components[key], topology)
     found = differences(copies, holders)
     if not found:
         return None
     is_full = mine.copies[key].level is ValidationLevel.FULL
-    return unequal(key, holders, found, measure(found, copies, mine.copies[key].tensors, topology) if is_full else {})
-
-
-def _require_equal_plain(
-    component: StateComponent, values: Sequence[Mapping[str, Any] | None], topology: Topology
-) -> None:
-    holders = holders_of(component, topology)
-    found = plain_differences([rows or {} for rows in values], holders)
-    if found:
-        raise unequal(component.key, holders, found)
-
-
-def _digest_of_json(tree: Any) -> str:
-    return digest_of(json.dumps(tree, separators=(",", ":")).encode())
+    return replication_error(
+        key, holders, found, measure(found, copies, mine.copies[key].tensors, topology) if is_full else {}
+    )

@@ -1,4 +1,4 @@
-"""One number for a state, equal on any layout that holds the same values, found without gathering the values."""
+"""Digest of a distributed state: equal for equal values under any sharding, computed without gathering the values."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _BLOCK_ELEMENTS = 1 << 16
 
 
 def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
-    """Return 32 hex digits that depend on every bit of every tensor, and on nothing else.
+    """Return 32 hex digits that depend on every bit of every tensor, and on nothing else. Collective.
 
-    All ranks call it. For each tensor two sums modulo 2^64, under two seeds, of hash(index of the element in the global
-    tensor, bits of the element), over elements that are each counted once whoever holds them; then the xxh3-128 over the sorted
-    (name, dtype, global shape, sums). Tied tensors count once, under their first name. Plain values do not count.
+    For each tensor: two sums modulo 2^64, under two seeds, of hash(index of the element in the global tensor, bits of the
+    element); each element counts once, on whichever ranks it is held. Then xxh3-128 of the sorted (name, dtype, global shape,
+    sums). Tied tensors count once, under their first name. Plain values do not count.
 
     Args:
-        statefuls: component name -> object, such as the model's and the optimizer's.
+        statefuls: component name -> object, such as the model and the optimizer.
 
     Raises:
         ShardingError: two tensors are tied on some ranks only.
@@ -64,7 +64,8 @@ def state_digest(statefuls: Mapping[str, Stateful], topology: Topology) -> str:
         phase.payload = [
             [name, a.dtype, list(a.global_shape), *_sums(tensors[name], a, topology)]
             for name, a in found.items()
-            if name in mine and name not in tied_on  # which is an empty piece of ours, that no memory ties
+            if name in mine
+            and name not in tied_on  # a tied name here is an empty piece: it has no memory to be found by
         ]
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for rows in phase.payloads:
@@ -81,7 +82,7 @@ def _require_no_half_ties(holders: Mapping[tuple[str, Box], list[int]], tied_on:
 
 
 def _share(holders: Mapping[tuple[str, Box], list[int]], rank: int) -> set[str]:
-    """Give every box to one of its holders, the largest first to the least busy, and return the names of ours."""
+    """Assign every box to one of its holders, largest first to the least loaded; return the names of this rank's."""
     load: dict[int, int] = defaultdict(int)
     mine = set()
     for (name, box), ranks in sorted(
@@ -95,7 +96,7 @@ def _share(holders: Mapping[tuple[str, Box], list[int]], rank: int) -> set[str]:
 
 
 def _sums(leaf: TensorLeaf, address: Address, topology: Topology) -> tuple[int, int]:
-    """The two sums over this rank's box, block by block through the cache."""
+    """Return the two sums over this rank's box, in blocks that fit the CPU cache."""
     bits = _element_bits(local_tensor(leaf))
     sums = [np.uint64(0), np.uint64(0)]
     words = bits.size // max(address.box.num_elements, 1)
@@ -111,7 +112,7 @@ def _sums(leaf: TensorLeaf, address: Address, topology: Topology) -> tuple[int, 
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), element by element."""
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014) to each element."""
     z = (z ^ (z >> np.uint64(30))) * _MIX[0]
     z = (z ^ (z >> np.uint64(27))) * _MIX[1]
     mixed: np.ndarray = z ^ (z >> np.uint64(31))
@@ -119,7 +120,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def _element_bits(local: torch.Tensor) -> np.ndarray:
-    """The elements as unsigned integers, row-major; a complex128 gives two, real before imaginary."""
+    """Return the elements as unsigned integers, row-major; two per complex128, real before imaginary."""
     host = local.cpu().contiguous()
     width = min(host.element_size(), 8)
     array: np.ndarray = raw_bytes(host).numpy().view(f"<u{width}")
@@ -127,7 +128,7 @@ def _element_bits(local: torch.Tensor) -> np.ndarray:
 
 
 def _global_index(local: np.ndarray, address: Address, words: int) -> np.ndarray:
-    """Row-major index in the global tensor of the elements whose row-major index in the box is `local`."""
+    """Convert row-major indices in the box to row-major indices in the global tensor."""
     if address.box.shape == address.global_shape:
         return local
     words64 = np.uint64(words)

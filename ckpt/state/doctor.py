@@ -1,11 +1,10 @@
-"""Which sharing pattern is true? Inferred from one digest per leaf and rank, and held against the declared one.
+"""Infer a component's sharing pattern from the ranks' fingerprints, and compare it with the declared one.
 
-Pure: what the ranks hold comes in as fingerprints (replication.py), which pattern_check.py gathers.
+Pure: pattern_check.py gathers the fingerprints (replication.py).
 
-What is seen once proves a difference, never an equality: an optimizer before its first step, generators seeded alike or data at
-position 0 look the same on all ranks whatever they are. So a declaration is refused only for a difference it leaves no room
-for, because the save would keep one of two values; that it could be saved in fewer copies is no more than a remark, and only
-where tensors are concerned.
+One look proves differences, never equality: an optimizer before its first step, generators with one seed or data at position 0
+are equal on all ranks under any pattern. So a declaration is refused only if ranks differ where it says that they agree, because
+the save would keep one of two values. A pattern with fewer copies is only suggested, and only for tensors.
 """
 
 from __future__ import annotations
@@ -15,82 +14,41 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
+
 from ckpt.format.gc_pause import gc_paused
 from ckpt.state.replication import Difference, Fingerprint, differences
-from ckpt.state.sharing import SharingPattern
+from ckpt.state.sharing import Ranks, Sets, Sharing, SharingPattern
 
 Seen = Mapping[str, Fingerprint]
-"""What one rank holds of a component: joined key -> fingerprint; plain values have no data type."""
-Sets = tuple[tuple[int, ...], ...]
-"""Ranks, in sets whose members are to hold the same."""
+"""Contents of a component on one rank: joined key -> fingerprint."""
 
 _MAX_SETS = 4
 
 
 class PatternVerdict(Enum):
-    """What a declaration would do to the state that was seen."""
+    """Effect of a declaration on the state of the ranks.
+
+    Attributes:
+        OK: everything is saved once.
+        WASTEFUL: everything is saved, but more often or by fewer ranks than necessary.
+        SUSPICIOUS: some values are not saved, perhaps on purpose.
+        LOSES_STATE: only one of several differing values is saved.
+    """
 
     OK = "ok"
     WASTEFUL = "wasteful"
-    """Everything is saved, but more often, or by fewer ranks, than need be."""
     SUSPICIOUS = "suspicious"
-    """Something is not saved, and that may be meant so."""
     LOSES_STATE = "loses state"
-    """Of values that differ, one is saved."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """The sets of ranks that a pattern can speak of.
-
-    Attributes:
-        nodes: ranks by host.
-        groups: name of a process group -> its instances.
-    """
-
-    nodes: Sets
-    groups: Mapping[str, Sets]
-
-    @property
-    def world(self) -> tuple[int, ...]:
-        return tuple(sorted(rank for ranks in self.nodes for rank in ranks))
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """A pattern, with its group where it has one."""
-
-    pattern: SharingPattern
-    group: str | None = None
-
-    def __str__(self) -> str:
-        return self.pattern.name + (f" {self.group}" if self.group else "")
-
-    def declaration(self, component: str) -> str:
-        """What to do to declare it."""
-        group = f" and process_group_name={self.group}" if self.group else ""
-        return f"declare component {component} with sharing_pattern={self.pattern.value}{group}"
-
-    def sets(self, ranks: Ranks) -> Sets:
-        """The sets of ranks of which each should hold one state."""
-        match self.pattern:
-            case SharingPattern.PER_RANK:
-                return tuple((rank,) for rank in ranks.world)
-            case SharingPattern.PER_NODE:
-                return ranks.nodes
-            case SharingPattern.PER_GROUP:
-                return ranks.groups[self.group or ""]
-            case _:
-                return (ranks.world,)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found out about one component.
+    """Result for one component.
 
     Attributes:
-        found: the patterns under which nothing that was seen would be lost, the one with the fewest copies first.
-        sentence: what a person reads; "" if there is nothing to say.
+        found: the patterns under which no value would be lost, the one with the fewest copies first.
+        sentence: explanation; "" if the verdict is OK.
         leaf: the first entry that contradicts the declaration.
         ranks: two ranks that differ in it.
     """
@@ -104,23 +62,17 @@ class Diagnosis:
     ranks: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "component": self.component,
-            "declared": str(self.declared),
-            "found": [str(one) for one in self.found],
-            "verdict": self.verdict.value,
-            "sentence": self.sentence,
-            "leaf": self.leaf,
-            "ranks": list(self.ranks),
-        }
+        found = [str(one) for one in self.found]
+        row: dict[str, Any] = msgspec.to_builtins(self)
+        return row | {"declared": str(self.declared), "found": found, "ranks": list(self.ranks)}
 
 
 @gc_paused()
 def diagnose(component: str, declared: Sharing, seen: Sequence[Seen], ranks: Ranks) -> Diagnosis:
-    """Say what a component truly is, as far as one look can tell, and what its declaration would make of it.
+    """Infer the patterns that fit a component, and judge its declared one.
 
     Args:
-        seen: by rank; entries that the object calls `rank_private` are left out.
+        seen: by rank, without `rank_private` entries.
     """
     found = candidates(seen, ranks)
     conflicts = _conflicts(declared, seen, ranks)
@@ -130,39 +82,37 @@ def diagnose(component: str, declared: Sharing, seen: Sequence[Seen], ranks: Ran
     first = conflicts[0]
     both = (first.reference, first.rank)
     verdict = PatternVerdict.LOSES_STATE
-    if declared.pattern is SharingPattern.GLOBAL and not any(_is_tensor(one.key, seen) for one in conflicts):
+    if declared.pattern is SharingPattern.GLOBAL and not any(
+        leaves[one.key].dtype for one in conflicts for leaves in seen if one.key in leaves
+    ):
         verdict = PatternVerdict.SUSPICIOUS
-    sentence = f"{_accusation(component, declared, conflicts, seen)}; {_truth(component, found, conflicts, seen)}"
+    sentence = f"{_contradiction(component, declared, conflicts, seen)}; {_remedy(component, found, conflicts, seen)}"
     return Diagnosis(component, declared, found, verdict, sentence, first.key, both)
 
 
 def candidates(seen: Sequence[Seen], ranks: Ranks) -> tuple[Sharing, ...]:
-    """The patterns that lose nothing of what was seen, the one with the fewest copies first, and of equals the plainest."""
+    """Return the patterns under which no value would be lost, the one with the fewest copies first."""
     if len(ranks.world) == 1 or not any(seen[1:]):
         return (Sharing(SharingPattern.GLOBAL),)
     in_pieces = any(one.place is not None for leaves in seen for one in leaves.values())
     found = []
-    if _holds(Sharing(SharingPattern.REPLICATED), seen, ranks) and not in_pieces:
-        found.append(Sharing(SharingPattern.REPLICATED))
-    elif (in_pieces or len({frozenset(leaves) for leaves in seen}) > 1) and _holds(
-        Sharing(SharingPattern.SHARDED), seen, ranks
-    ):
-        found.append(Sharing(SharingPattern.SHARDED))
+    replicated, sharded = Sharing(SharingPattern.REPLICATED), Sharing(SharingPattern.SHARDED)
+    if not in_pieces and not _conflicts(replicated, seen, ranks):
+        found.append(replicated)
+    elif (in_pieces or len({frozenset(leaves) for leaves in seen}) > 1) and not _conflicts(sharded, seen, ranks):
+        found.append(sharded)
     per_set = [Sharing(SharingPattern.PER_GROUP, name) for name in sorted(ranks.groups)]
     per_set.append(Sharing(SharingPattern.PER_NODE))
-    per_set = [one for one in per_set if 1 < len(one.sets(ranks)) < len(ranks.world) and _holds(one, seen, ranks)]
+    per_set = [one for one in per_set if 1 < len(one.sets(ranks)) < len(ranks.world)]
+    per_set = [one for one in per_set if not _conflicts(one, seen, ranks)]
     found += sorted(per_set, key=lambda one: len(one.sets(ranks)))
     if not in_pieces:
         found.append(Sharing(SharingPattern.PER_RANK))
     return tuple(found)
 
 
-def _holds(sharing: Sharing, seen: Sequence[Seen], ranks: Ranks) -> bool:
-    return not _conflicts(sharing, seen, ranks)
-
-
 def _conflicts(sharing: Sharing, seen: Sequence[Seen], ranks: Ranks) -> list[Difference]:
-    """The values of which a save by this pattern would keep one of two."""
+    """Return the differences between ranks of which a save under this pattern would keep one value."""
     match sharing.pattern:
         case SharingPattern.PER_RANK:
             return []
@@ -176,12 +126,12 @@ def _conflicts(sharing: Sharing, seen: Sequence[Seen], ranks: Ranks) -> list[Dif
 
 
 def _distinct(ranks: Sequence[int], seen: Sequence[Seen]) -> list[int]:
-    """Of ranks that are known to hold the same, for they share one mapping, only the first."""
+    """Drop ranks that share one mapping with an earlier rank, and so are known to be equal."""
     return sorted({id(seen[rank]): rank for rank in reversed(ranks)}.values())
 
 
-def _accusation(component: str, declared: Sharing, conflicts: Sequence[Difference], seen: Sequence[Seen]) -> str:
-    """`optimizer is declared PER_GROUP tp_group, but its members differ in ...`, in the words of each pattern."""
+def _contradiction(component: str, declared: Sharing, conflicts: Sequence[Difference], seen: Sequence[Seen]) -> str:
+    """Return the contradiction: `optimizer is declared PER_GROUP tp_group, but its members differ in ...`."""
     first = conflicts[0]
     entry = f"`{first.key}`" + (f" {first.place}" if first.place else "")
     pair = f"ranks {first.reference} and {first.rank}"
@@ -189,45 +139,35 @@ def _accusation(component: str, declared: Sharing, conflicts: Sequence[Differenc
     others = len({one.key for one in conflicts}) - 1
     total = len({key for leaves in seen for key in leaves})
     more = f" and {others} more of {total} entries" if others else ""
-    is_declared = f"{component} is declared {declared}"
-    match declared.pattern:
-        case SharingPattern.PER_GROUP:
-            return f"{is_declared}, but its members differ in {entry}{more}: {pair}{how}"
-        case SharingPattern.PER_NODE:
-            return f"{is_declared}, but the ranks of one host differ in {entry}{more}: {pair}{how}"
-        case SharingPattern.GLOBAL:
-            return (
-                f"{is_declared}, which keeps what rank 0 holds, but others differ from it in {entry}{more}: {pair}{how}"
-            )
-        case SharingPattern.SHARDED:
-            return f"{is_declared}, but {pair} both hold {entry}, and not the same{more}{how}"
-        case _:
-            return f"{is_declared}, but {pair} differ in {entry}{more}{how}"
+    where = f"{entry}{more}: {pair}{how}"
+    but = {
+        SharingPattern.PER_GROUP: f"but its members differ in {where}",
+        SharingPattern.PER_NODE: f"but the ranks of one host differ in {where}",
+        SharingPattern.GLOBAL: f"which keeps what rank 0 holds, but others differ from it in {where}",
+        SharingPattern.SHARDED: f"but {pair} both hold {entry}, and not the same{more}{how}",
+    }.get(declared.pattern, f"but {pair} differ in {entry}{more}{how}")
+    return f"{component} is declared {declared}, {but}"
 
 
-def _truth(component: str, found: Sequence[Sharing], conflicts: Sequence[Difference], seen: Sequence[Seen]) -> str:
-    """What agrees instead, and how to say so."""
+def _remedy(component: str, found: Sequence[Sharing], conflicts: Sequence[Difference], seen: Sequence[Seen]) -> str:
+    """Return the pattern that fits, and how to declare it."""
     if not found:
         return "no pattern fits pieces of one tensor that are not equal on the ranks that hold them: make them equal before the save"
     best = found[0]
     to_declare = best.declaration(component)
-    match best.pattern:
-        case SharingPattern.PER_GROUP:
-            return f"the group whose members agree is {best.group}: {to_declare}"
-        case SharingPattern.PER_NODE:
-            return f"the ranks of each host agree: {to_declare}"
-        case SharingPattern.SHARDED:
-            return f"together the ranks hold one state: {to_declare}"
-        case SharingPattern.GLOBAL:
-            return f"rank 0 alone holds anything of it: {to_declare}"
-        case SharingPattern.PER_RANK:
-            return _truth_of_each_rank(to_declare, conflicts, seen)
-        case _:
-            return f"all ranks agree: {to_declare}"
+    if best.pattern is SharingPattern.PER_RANK:
+        return _remedy_per_rank(to_declare, conflicts, seen)
+    fact = {
+        SharingPattern.PER_GROUP: f"the group whose members agree is {best.group}",
+        SharingPattern.PER_NODE: "the ranks of each host agree",
+        SharingPattern.SHARDED: "together the ranks hold one state",
+        SharingPattern.GLOBAL: "rank 0 alone holds anything of it",
+    }.get(best.pattern, "all ranks agree")
+    return f"{fact}: {to_declare}"
 
 
-def _truth_of_each_rank(to_declare: str, conflicts: Sequence[Difference], seen: Sequence[Seen]) -> str:
-    alike = [ranks for ranks in _classes(seen) if len(ranks) > 1]
+def _remedy_per_rank(to_declare: str, conflicts: Sequence[Difference], seen: Sequence[Seen]) -> str:
+    alike = [ranks for ranks in _equal_ranks(seen) if len(ranks) > 1]
     if alike:
         shown = " and ".join(str(list(ranks)) for ranks in alike[:_MAX_SETS])
         return (
@@ -245,7 +185,7 @@ def _truth_of_each_rank(to_declare: str, conflicts: Sequence[Difference], seen: 
 
 
 def _remark(component: str, declared: Sharing, found: Sequence[Sharing], seen: Sequence[Seen], ranks: Ranks) -> str:
-    """What could be had for less, if anything; plain values are not worth a word, and are equal by chance too often."""
+    """Return the suggestion of a pattern with fewer copies, or "". Plain values alone give none: they are often equal by chance."""
     if len(ranks.world) == 1 or not any(one.dtype for leaves in seen for one in leaves.values()):
         return ""
     best = found[0]
@@ -258,7 +198,7 @@ def _remark(component: str, declared: Sharing, found: Sequence[Sharing], seen: S
         )
     copies = declared.sets(ranks)
     needed = 1 if best.pattern is SharingPattern.SHARDED else len(best.sets(ranks))
-    again, num_bytes = _saved_again(copies, seen)
+    again, num_bytes = _saved_twice(copies, seen)
     if not again or needed >= len(copies):
         return ""
     return (
@@ -268,8 +208,8 @@ def _remark(component: str, declared: Sharing, found: Sequence[Sharing], seen: S
     )
 
 
-def _saved_again(copies: Sets, seen: Sequence[Seen]) -> tuple[tuple[int, int] | None, int]:
-    """Two ranks whose equal tensors are saved apart, if there are any, and the bytes of all that are saved again."""
+def _saved_twice(copies: Sets, seen: Sequence[Seen]) -> tuple[tuple[int, int] | None, int]:
+    """Return (two ranks whose equal tensors are saved separately, or None; number of bytes saved more than once)."""
     first_with: dict[frozenset[tuple[str, Fingerprint]], int] = {}
     again = None
     num_bytes = 0
@@ -285,13 +225,9 @@ def _saved_again(copies: Sets, seen: Sequence[Seen]) -> tuple[tuple[int, int] | 
     return again, num_bytes
 
 
-def _classes(seen: Sequence[Seen]) -> Iterable[list[int]]:
-    """The ranks by what they hold: those of one list hold the same."""
+def _equal_ranks(seen: Sequence[Seen]) -> Iterable[list[int]]:
+    """Return lists of ranks that hold the same."""
     classes: dict[frozenset[tuple[str, Fingerprint]], list[int]] = {}
     for rank, leaves in enumerate(seen):
         classes.setdefault(frozenset(leaves.items()), []).append(rank)
     return classes.values()
-
-
-def _is_tensor(key: str, seen: Sequence[Seen]) -> bool:
-    return any(leaves[key].dtype for leaves in seen if key in leaves)

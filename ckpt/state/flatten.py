@@ -1,7 +1,7 @@
 """Nested state dict <-> leaves. A leaf is a tensor, or a plain value that JSON can hold without loss.
 
-Plain values (numbers, strings, lists, RNG states) travel as typed JSON: tuples, bytes, integer keys and non-finite floats
-come back as what they were. Tensors travel as arrays. Anything else is refused by name: nothing is pickled.
+Plain values (numbers, strings, lists, RNG states) are stored as typed JSON, which keeps tuples, bytes, integer keys and non-finite
+floats. Tensors are stored as arrays. All other values are refused: nothing is pickled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckpt")
 
 PathPart = str | int | tuple[int | str, str]
-"""A step into a nested state dict: a dictionary key, (position, "list" | "tuple"), (attribute, "Namespace" | "SimpleNamespace"), or
+"""Step into a nested state dict: a dictionary key, (position, "list" | "tuple"), (attribute, "Namespace" | "SimpleNamespace"), or
 (JSON of a key of another type, "key")."""
 Path = tuple[PathPart, ...]
 TensorLeaf = torch.Tensor | ShardedTensor
@@ -48,9 +48,9 @@ class Leaves:
     """A state dict, flattened.
 
     Attributes:
-        tensors: joined key -> the very tensor of the state dict.
-        plain: joined key -> plain value, as it was.
-        paths: joined key -> the way to it in the nested dict.
+        tensors: joined key -> tensor object of the state dict.
+        plain: joined key -> plain value.
+        paths: joined key -> path in the nested dict.
     """
 
     tensors: dict[str, TensorLeaf]
@@ -58,16 +58,16 @@ class Leaves:
     paths: dict[str, Path]
 
 
-def flatten(state_dict: Mapping[Any, Any], what: str) -> Leaves:
+def flatten(state_dict: Mapping[Any, Any], label: str) -> Leaves:
     """Flatten a nested state dict; keys are joined with `.`.
 
-    Dictionaries are entered; lists, tuples and namespaces only where they hold a tensor somewhere, so a list of numbers stays one leaf.
+    Enters dictionaries, and lists, tuples and namespaces that hold a tensor at any depth: a list of numbers stays one leaf.
 
     Args:
-        what: the component, for messages.
+        label: name of the component, for messages.
 
     Raises:
-        ShardingError: two leaves would have one joined key.
+        ShardingError: two leaves have one joined key.
         ConfigurationError: a leaf is neither a tensor nor plain.
 
     Example:
@@ -75,19 +75,19 @@ def flatten(state_dict: Mapping[Any, Any], what: str) -> Leaves:
         {'a.b': 1, 'a.2': [3.0, 4]}
     """
     leaves = Leaves({}, {}, {})
-    given: Any = state_dict  # of an object that may give something else, such as None
+    given: Any = state_dict  # an object may return something else, such as None
     if isinstance(given, Mapping) or _is_entered(given):
-        _flatten_into(leaves, given, "", (), what)
+        _flatten_into(leaves, given, "", (), label)
     else:
-        _add_leaf(leaves, given, "", (), what)
+        _add_leaf(leaves, given, "", (), label)
     return leaves
 
 
 def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
-    """Build the nested dict back from leaves and the way to each.
+    """Rebuild the nested dict from leaves and their paths.
 
     Raises:
-        CorruptCheckpointError: two ways contradict each other, or one is none.
+        CorruptCheckpointError: a path is invalid, or two contradict each other.
     """
     root: dict[Any, Any] = {}
     with _refusing("a path in plain.json"):
@@ -97,19 +97,20 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any,
 
 
 def path_to_json(path: Path) -> list[Any]:
-    """A path as JSON: a string or number is a dictionary key, [position or attribute, kind] a part of a list, tuple or namespace."""
+    """Convert a path to JSON: keys as they are, [position or attribute, kind] for an element of a list, tuple or namespace."""
     return [list(part) if isinstance(part, tuple) else part for part in path]
 
 
 def path_from_json(parts: list[Any]) -> Path:
+    """Undo `path_to_json`."""
     return tuple(tuple(part) if isinstance(part, list) else part for part in parts)
 
 
 def rows_from_json(data: bytes, where: str) -> dict[str, list[Any]]:
-    """The rows of a file of plain values, [path, value] or [path], by joined key. `where` names the file in errors.
+    """Parse a file of plain values into joined key -> [path, value] or [path]. `where` names the file in errors.
 
     Raises:
-        CorruptCheckpointError: it holds something else.
+        CorruptCheckpointError: invalid file.
     """
     rows = fit(parse(data, where), list[list[Any]], where)
     with refusing(where):
@@ -120,13 +121,13 @@ def rows_from_json(data: bytes, where: str) -> dict[str, list[Any]]:
 
 
 def check_plain_file(data: bytes, where: str, tensors: Collection[str]) -> None:
-    """Refuse a file of plain values of which a load could not make a state dict.
+    """Check that a load can build a state dict from a file of plain values.
 
     Args:
-        tensors: the keys of those that are saved beside it.
+        tensors: joined keys of the tensors saved beside it.
 
     Raises:
-        CorruptCheckpointError
+        CorruptCheckpointError: it cannot.
     """
     rows = rows_from_json(data, where)
     paths = {key: path_from_json(row[0]) for key, row in rows.items()}
@@ -141,12 +142,12 @@ def check_plain_file(data: bytes, where: str, tensors: Collection[str]) -> None:
 
 def _joined_key(row: list[Any]) -> str:
     if not 1 <= len(row) <= 2 or type(row[0]) is not list:
-        raise Refused(f"{row!r:.80} is neither a path and a value nor a path")
+        raise Refused(f"{row!r:.80} is neither [path, value] nor [path]")
     return ".".join([part if type(part) is str else _step_text(part) for part in row[0]])
 
 
 def _step_text(part: Any) -> str:
-    """A step of a path, but for a string, in a joined key."""
+    """Convert a step that is not a string to its part of the joined key."""
     if type(part) is int:
         return str(part)
     match part:
@@ -154,31 +155,31 @@ def _step_text(part: Any) -> str:
             return str(step)
         case [str() as step, "key" | "Namespace" | "SimpleNamespace"]:
             return step
-    raise Refused(f"{part!r:.80} is no step into a state dict")
+    raise Refused(f"{part!r:.80} is not a step of a path")
 
 
-def to_json(value: Any, what: str) -> Any:
+def to_json(value: Any, label: str) -> Any:
     """Return JSON that `from_json` turns back into an equal value of equal type.
 
     Raises:
-        ConfigurationError: the value holds something that is neither a tensor nor plain, or an enum member that a load would not
-            find; `what` and the way to it below name it.
+        ConfigurationError: the value holds an object that is not plain, or an enum member that a load would not find; the message
+            names it by `label` and the path below.
     """
     try:
-        return _json(value, what)
+        return _json(value, label)
     except ConfigurationError:
-        leaf, way = _refused_in(value)
-        return _json(leaf, what + way)
+        leaf, steps = _refused_in(value)
+        return _json(leaf, label + steps)
 
 
 def _refused_in(value: Any) -> tuple[Any, str]:
-    """The innermost value that makes a value no JSON, and the way to it, such as `.sub[0].x`."""
+    """Return the innermost value that `_json` refuses, and its path, such as `.sub[0].x`."""
     for step, inner in _steps_into(value):
         try:
             _json(inner, "")
         except ConfigurationError:
-            leaf, way = _refused_in(inner)
-            return leaf, step + way
+            leaf, steps = _refused_in(inner)
+            return leaf, step + steps
     return value, ""
 
 
@@ -191,31 +192,31 @@ def _steps_into(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{number}]", inner) for number, inner in enumerate(value))
 
 
-def _json(value: Any, what: str) -> Any:
+def _json(value: Any, label: str) -> Any:
     if isinstance(value, enum.Enum):
-        return {"~enum": _enum_to_json(value, what)}
+        return {"~enum": _enum_to_json(value, label)}
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"~float": repr(value)}
     if type(value) is list:
-        return [_json(item, what) for item in value]
+        return [_json(item, label) for item in value]
     if type(value) is tuple:
-        return {"~tuple": [_json(item, what) for item in value]}
+        return {"~tuple": [_json(item, label) for item in value]}
     if type(value) is torch.Size:
         return {"~Size": list(value)}
-    if type(value) in (set, frozenset):  # in an order that all ranks find
-        return {f"~{type(value).__name__}": sorted((_json(item, what) for item in value), key=json.dumps)}
+    if type(value) in (set, frozenset):  # sorted, so that all ranks write one order
+        return {f"~{type(value).__name__}": sorted((_json(item, label) for item in value), key=json.dumps)}
     if type(value) in _NAMESPACES:
-        return {f"~{type(value).__name__}": _json(vars(value), what)}
+        return {f"~{type(value).__name__}": _json(vars(value), label)}
     if isinstance(value, torch.dtype):
         return {"~dtype": str(value).removeprefix("torch.")}
     if type(value) is io.BytesIO:
         return {"~BytesIO": base64.b64encode(value.getvalue()).decode("ascii")}
     if isinstance(value, dict):
         if all(type(key) is str and not key.startswith("~") for key in value):
-            return {key: _json(item, what) for key, item in value.items()}
-        return {"~dict": [[_json(key, what), _json(item, what)] for key, item in value.items()]}
+            return {key: _json(item, label) for key, item in value.items()}
+        return {"~dict": [[_json(key, label), _json(item, label)] for key, item in value.items()]}
     if isinstance(value, bytes):
         return {"~bytes": base64.b64encode(value).decode("ascii")}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
@@ -228,19 +229,19 @@ def _json(value: Any, what: str) -> Any:
     if type(value) in _UNKNOWN_ENUMS:
         return {"~enum": [*_UNKNOWN_ENUMS[type(value)], value.args[0]]}
     raise ConfigurationError(
-        f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which is neither a tensor nor plain (None, bool, number, "
+        f"{label} is a {type(value).__module__}.{type(value).__qualname__}, which is neither a tensor nor plain (None, bool, number, "
         "str, bytes, list, tuple, set, dict, namespace, enum member, torch.dtype, NumPy array). Give it as one of these, "
         "or leave it out; nothing is pickled."
     )
 
 
 def from_json(value: Any) -> Any:
-    """The value that `to_json` was given; an `UnknownObject` for an enum member that this process does not have.
+    """Undo `to_json`. Returns an `UnknownObject` for an enum member that this process does not have.
 
     Raises:
-        CorruptCheckpointError: `to_json` makes no such thing.
+        CorruptCheckpointError: `to_json` does not produce such a value.
     """
-    if type(value) in _AS_THEY_ARE:
+    if type(value) in _SAME_IN_JSON:
         return value
     with _refusing("a plain value"):
         return _value(value)
@@ -255,31 +256,31 @@ def _value(value: Any) -> Any:
     if not tags:
         return {key: _value(item) for key, item in value.items()}
     if len(value) > 1 or tags[0] not in _FROM_TAG:
-        raise Refused(f"{tags[0]!r:.40} is no kind of plain value")
+        raise Refused(f"{tags[0]!r:.40} is not a known kind of plain value")
     return _FROM_TAG[tags[0]](value[tags[0]])
 
 
 @contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """Make a `CorruptCheckpointError` of what goes wrong while saved values are put together."""
+def _refusing(label: str) -> Iterator[None]:
+    """Turn errors of rebuilding saved values into a `CorruptCheckpointError`."""
     try:
         yield
     except RecursionError:
-        raise CorruptCheckpointError(f"{what} is nested too deeply") from None
-    except (msgspec.MsgspecError, *_OF_NONSENSE) as error:
+        raise CorruptCheckpointError(f"{label} is nested too deeply") from None
+    except (msgspec.MsgspecError, *_INVALID_DATA) as error:
         if isinstance(error, CorruptCheckpointError):
             raise
         reason = str(error) if isinstance(error, Refused) else sentence(error)
-        raise CorruptCheckpointError(f"{what} is none that was saved: {reason}") from error
+        raise CorruptCheckpointError(f"{label} is invalid: {reason}") from error
 
 
-def _enum_to_json(member: enum.Enum, what: str) -> list[Any]:
-    """[module, class, name] of a member; of flags without a name of their own, as A | B is, the value for the name."""
+def _enum_to_json(member: enum.Enum, label: str) -> list[Any]:
+    """Return [module, class, name] of a member; for combined flags, such as A | B, the value instead of the name."""
     kind = type(member)
     given = int(member.value) if isinstance(member, enum.Flag) and member.name not in kind.__members__ else member.name
     if _enum_member(kind.__module__, kind.__qualname__, given) is not member:
         raise ConfigurationError(
-            f"{what} is {given!r} of the enum {kind.__qualname__}, which a load would not find under that name in module "
+            f"{label} is {given!r} of the enum {kind.__qualname__}, which a load would not find under that name in module "
             f"{kind.__module__}; define the enum at the top level of its module, under its own name, or give the member's value"
         )
     return [kind.__module__, kind.__qualname__, given]
@@ -292,9 +293,9 @@ def _enum_from_json(data: Any) -> enum.Enum | UnknownObject:
 
 
 def _enum_member(module: str, qualname: str, given: str | int) -> enum.Enum | None:
-    """The member of this name, or flags of this value, of a class that this process has imported; None if there is none.
+    """Return the member of this name, or the flags of this value, of a class that this process has imported; None if not found.
 
-    Loading a checkpoint imports nothing. That is why attributes are not asked for: a module may import for one.
+    Loading a checkpoint must not import anything. So this reads `__dict__`: a module's `__getattr__` may import.
     """
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
@@ -307,27 +308,26 @@ def _enum_member(module: str, qualname: str, given: str | int) -> enum.Enum | No
         return None
     try:
         flags = found(given)
-    except ValueError:  # a bit that the class has no longer
+    except ValueError:  # the class has lost a bit
         return None
-    return flags if flags.value == given else None  # a class may also drop such a bit
+    return flags if flags.value == given else None  # some classes drop unknown bits silently
 
 
-@functools.cache  # equal members are one object, so that they are one key of a dictionary
+@functools.cache  # one object for equal members, which may be keys of a dictionary
 def _unknown_member(module: str, qualname: str, given: str | int) -> UnknownObject:
-    return _unknown_enum(module, qualname, given)(given)
+    """Make the substitute for a member of an enum that this process does not have."""
+    return _unknown_enum(module, qualname)(given)
 
 
-def _unknown_enum(module: str, qualname: str, given: str | int) -> type[UnknownObject]:
-    """What stands in for an enum class; the first time, a warning says so."""
+@functools.cache
+def _unknown_enum(module: str, qualname: str) -> type[UnknownObject]:
+    """Make the substitute for an enum class, and log a warning."""
     from ckpt.format.unpickling import UnknownObject
 
-    for kind, place in _UNKNOWN_ENUMS.items():
-        if place == (module, qualname):
-            return kind
     _log.warning(
-        "the checkpoint holds %r of the enum %s of %s, which this process does not have; an inert UnknownObject stands in for it, "
-        "and for others like it. Import %s before the load, in a version that has it, to get the member.",
-        given, qualname, module, module,
+        "the checkpoint holds members of the enum %s of %s, which this process does not have; an inert UnknownObject stands in for "
+        "each. Import %s before the load, in a version that has it, to get the members.",
+        qualname, module, module,
     )  # fmt: skip
     body = {"name": f"{module}.{qualname}", "__module__": module, "__reduce__": _reduce_unknown}
     made = type(qualname.rpartition(".")[2], (UnknownObject,), body)
@@ -336,12 +336,12 @@ def _unknown_enum(module: str, qualname: str, given: str | int) -> type[UnknownO
 
 
 def _reduce_unknown(member: UnknownObject) -> tuple[Any, ...]:
-    """How a stand-in is copied and pickled: it is looked up anew."""
+    """Copy and pickle a substitute as its name, to look it up again."""
     return from_json, (to_json(member, "an enum member"),)
 
 
 def _filled(namespace: Any, attributes: Mapping[Any, Any]) -> Any:
-    """Fill a namespace. Its constructor takes no attribute that is called `self`, or by no string."""
+    """Set a namespace's attributes. Its constructor refuses names such as `self`, or that are not strings."""
     vars(namespace).update(attributes)
     return namespace
 
@@ -349,12 +349,12 @@ def _filled(namespace: Any, attributes: Mapping[Any, Any]) -> Any:
 def _attributes(data: Any) -> dict[Any, Any]:
     attributes = _value(data)
     if type(attributes) is not dict:
-        raise Refused("a namespace has attributes")
+        raise Refused("the attributes of a namespace should be a dictionary")
     return attributes
 
 
 def _items(data: Any) -> list[Any]:
-    """The values in a list."""
+    """Rebuild the values of a list."""
     return [_value(item) for item in _list_of(data)]
 
 
@@ -364,20 +364,20 @@ def _pairs(data: Any) -> dict[Any, Any]:
 
 def _list_of(data: Any) -> list[Any]:
     if type(data) is not list:
-        raise Refused(f"{data!r:.40} stands where a list should")
+        raise Refused(f"{data!r:.40} should be a list")
     return data
 
 
 def _bytes(data: Any) -> bytes:
     if type(data) is not str:
-        raise Refused(f"{data!r:.40} is no base64")
+        raise Refused(f"{data!r:.40} is not base64")
     return base64.b64decode(data, validate=True)
 
 
 def _number_type(name: Any) -> np.dtype[Any]:
-    """A NumPy type of plain numbers: others may hold objects, or be as long as one says."""
+    """Parse a NumPy type of plain numbers: others may hold objects, or have any length."""
     if type(name) is not str or not re.fullmatch(r"[<>|=][biufc]\d{1,2}", name):
-        raise Refused(f"{name!r:.40} is no data type of numbers")
+        raise Refused(f"{name!r:.40} is not a numeric data type")
     return np.dtype(name)
 
 
@@ -398,10 +398,10 @@ def _complex(data: Any) -> complex:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    """By name, from a table: attributes of torch are functions and modules, too."""
+    """Look up a data type by name in a table: torch's attributes include functions and modules."""
     found = _dtypes().get(name) if type(name) is str else None
     if found is None:
-        raise Refused(f"{name!r:.40} is no torch.dtype that this version of torch has")
+        raise Refused(f"{name!r:.40} is not a torch.dtype of this version of torch")
     return found
 
 
@@ -411,11 +411,11 @@ def _dtypes() -> Mapping[str, torch.dtype]:
 
 
 _UNKNOWN_ENUMS: dict[type[UnknownObject], tuple[str, str]] = {}
-"""What stands in for the enum classes that this process does not have: the class -> (module, class) of the enum."""
+"""Substitutes of enum classes that this process does not have: substitute class -> (module, class) of the enum."""
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _NAMESPACE_OF: dict[str, type[Any]] = {kind.__name__: kind for kind in _NAMESPACES}
-_OF_NONSENSE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
-_AS_THEY_ARE = frozenset((str, int, float, bool, type(None)))
+_INVALID_DATA = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
+_SAME_IN_JSON = frozenset((str, int, float, bool, type(None)))
 _NOT_FINITE = {repr(number): number for number in (math.nan, math.inf, -math.inf)}
 _FROM_TAG: dict[str, Callable[[Any], Any]] = {
     "~float": lambda data: _NOT_FINITE[data],
@@ -436,32 +436,32 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _flatten_into(leaves: Leaves, value: Any, start: str, path: Path, what: str) -> None:
-    """Add what stands below a dictionary, list or tuple to `leaves`.
+def _flatten_into(leaves: Leaves, value: Any, start: str, path: Path, label: str) -> None:
+    """Add the leaves below a dictionary, list or tuple.
 
     Args:
-        start: what the joined keys of all of it begin with: its own and a dot, or nothing.
+        start: prefix of their joined keys: the container's own key and a dot, or "".
     """
     for step, child in _children(value):
         key = f"{start}{step[0] if type(step) is tuple else step}"
-        way = (*path, step)
+        below = (*path, step)
         if not isinstance(child, _TENSORS) and _is_entered(child):
-            _flatten_into(leaves, child, f"{key}.", way, what)
+            _flatten_into(leaves, child, f"{key}.", below, label)
         else:
-            _add_leaf(leaves, child, key, way, what)
+            _add_leaf(leaves, child, key, below, label)
 
 
-def _add_leaf(leaves: Leaves, value: Any, key: str, path: Path, what: str) -> None:
+def _add_leaf(leaves: Leaves, value: Any, key: str, path: Path, label: str) -> None:
     if key in leaves.paths:
         raise ShardingError(
-            f"{what}: two entries of the state dict have the joined key {key!r}; rename one of them, for a name is all "
-            "that tells two tensors of a checkpoint apart"
+            f"{label}: two entries of the state dict have the joined key {key!r}; rename one of them: tensors of a checkpoint are "
+            "identified by this key"
         )
     leaves.paths[key] = path
     if isinstance(value, _TENSORS):
         leaves.tensors[key] = value
     else:
-        to_json(value, f"{what}: {key}")
+        to_json(value, f"{label}: {key}")
         leaves.plain[key] = value
 
 
@@ -476,14 +476,14 @@ def _children(value: Any) -> Iterable[tuple[PathPart, Any]]:
 
 
 def _is_entered(value: Any) -> bool:
-    """Whether a value, which is no tensor, is a dictionary, or a list or namespace that holds a tensor, and no leaf itself."""
-    if isinstance(value, dict | Mapping):
+    """Whether to flatten a value that is no tensor: a dictionary with entries, or a list or namespace that holds a tensor."""
+    if isinstance(value, dict | Mapping):  # dict first: Mapping's own check is slow
         return bool(value)
     return _is_entered_for_tensors(value) and _holds_tensor(value)
 
 
 def _is_entered_for_tensors(value: Any) -> bool:
-    """Whether a value is of a type that is taken apart where it holds tensors, and whose parts have names that a path can hold."""
+    """Whether a value is a list, a tuple, or a namespace whose attributes have names that a path can hold."""
     if type(value) in _NAMESPACES:
         return all(type(name) is str for name in vars(value))
     return isinstance(value, list | tuple)
@@ -491,10 +491,6 @@ def _is_entered_for_tensors(value: Any) -> bool:
 
 def _step(key: Any) -> PathPart:
     return key if type(key) in (str, int) else (json.dumps(to_json(key, "a state dict's key")), "key")
-
-
-def _is_position(part: PathPart) -> bool:
-    return isinstance(part, tuple) and part[1] != "key"
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -506,35 +502,38 @@ def _holds_tensor(value: Any) -> bool:
 
 
 class _Parts(dict[int | str, Any]):
-    """A list, tuple or namespace while it is being filled."""
+    """List, tuple or namespace under construction: position or attribute -> value."""
 
-    kind = "list"
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
 
 def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
+    if not path:
+        return
     here: dict[Any, Any] = root
-    for at, part in enumerate(path):
-        key: Any = part[0] if isinstance(part, tuple) else part
-        if isinstance(part, tuple) and part[1] == "key":
-            key = from_json(json.loads(str(part[0])))
-        if at == len(path) - 1:
-            if type(value) is dict and not value:  # of a rank that has nothing there, where others may have something
-                here.setdefault(key, {})
-            else:
-                here[key] = value
-            return
-        below = path[at + 1]
+    *above, last = map(_key_of, path)
+    for key, below in zip(above, path[1:], strict=True):
         if key not in here:
-            here[key] = _Parts() if _is_position(below) else {}
-            if isinstance(below, tuple) and _is_position(below):
-                here[key].kind = below[1]
+            here[key] = _Parts(below[1]) if isinstance(below, tuple) and below[1] != "key" else {}
         here = here[key]
+    if type(value) is dict and not value:  # empty on one rank; others may have entries there
+        here.setdefault(last, {})
+    else:
+        here[last] = value
+
+
+def _key_of(part: PathPart) -> Any:
+    if not isinstance(part, tuple):
+        return part
+    return from_json(json.loads(str(part[0]))) if part[1] == "key" else part[0]
 
 
 def _close(value: Any) -> Any:
     if isinstance(value, _Parts) and value.kind in _NAMESPACE_OF:
         if not all(type(name) is str for name in value):
-            raise TypeError(f"{value.kind} has attributes that are no names: {list(value)!r:.80}")
+            raise TypeError(f"{value.kind} has attributes that are not names: {list(value)!r:.80}")
         return _filled(_NAMESPACE_OF[value.kind](), {name: _close(child) for name, child in value.items()})
     if isinstance(value, _Parts):
         items = [_close(value[position]) for position in sorted(value)]

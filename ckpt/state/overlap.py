@@ -1,4 +1,4 @@
-"""What only a step of an optimizer changes can be copied while training goes on: the step waits until it is."""
+"""Copies of tensors during training: an optimizer's step waits until its tensors are copied, and writes to them are detected."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from typing import Any
 
 import torch
 
+from ckpt.state.abilities import HasOptimizer
 from ckpt.state.address import local_tensor
 from ckpt.state.sharing import StateComponent
 
 
 class Optimizers:
-    """The optimizers among the state components, and what goes before their steps.
-
-    Args:
-        components: of a component's object, or of its attribute `optimizer`, what is an optimizer counts; of one that wraps another
-            (Accelerate's does), the inner one.
-    """
+    """Optimizers of the state components, with hooks before their steps. See `optimizer_of`."""
 
     def __init__(self, components: Iterable[StateComponent]) -> None:
         found = (optimizer_of(component.stateful) for component in components)
@@ -25,26 +21,25 @@ class Optimizers:
         self._hooks: list[Any] = []
 
     def before_steps(self, wait: Callable[[], object]) -> None:
-        """Have `wait` called before each step of each of them, in the thread that makes the step."""
+        """Call `wait` before each optimizer step, in the thread that makes the step."""
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(_calling(wait)))
 
     @torch.no_grad()
     def watch(self) -> Watched:
-        """Look at what they hold now."""
+        """Record the tensors that the optimizers hold now."""
         return Watched(self._optimizers)
 
     def close(self) -> None:
-        """Let them step as if nobody watched."""
+        """Remove the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
 
 
 class Watched:
-    """The tensors that optimizers hold, parameters and state, and how often each had been written to when it was asked about.
+    """Parameters and state tensors of optimizers, with torch's count of writes to each.
 
-    Torch counts the operations that write to a tensor, but not what goes through `.data`, NumPy or a pointer, nor steps of its fused
-    optimizers, which only the wait before them keeps off.
+    The count misses writes through `.data`, NumPy or a pointer, and steps of fused optimizers, which the hooks before steps cover.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -56,23 +51,23 @@ class Watched:
         self._versions: dict[tuple[str, int], list[tuple[torch.Tensor, tuple[int, int]]]] = {}
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a tensor is a parameter's or a part of an optimizer's state."""
+        """Whether a tensor shares memory with a parameter or an optimizer state."""
         return _storage(tensor) in self._by_storage
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """Remember, under a name, how often a tensor that is held has been written to."""
+        """Record the write counts of a held tensor under a name."""
         at = _storage(tensor)
         if (name, at) not in self._versions:
             self._versions[name, at] = [(one, _version(one)) for one in self._by_storage[at]]
 
     @torch.no_grad()
     def changed(self) -> list[str]:
-        """The names of tensors that have been written to since."""
+        """Return the names of tensors that have been written to since `note`."""
         return [name for (name, _), seen in self._versions.items() if any(_version(one) != then for one, then in seen)]
 
 
 def _calling(wait: Callable[[], object]) -> Callable[..., None]:
-    """A hook that changes no argument."""
+    """Make a hook that ignores its arguments and changes none."""
 
     def hook(*_: Any) -> None:
         wait()
@@ -81,9 +76,14 @@ def _calling(wait: Callable[[], object]) -> Callable[..., None]:
 
 
 def optimizer_of(stateful: Any) -> torch.optim.Optimizer | None:
-    """The optimizer that an object of a component is or has, and whose steps can be waited for; None: there is none."""
-    found: Any = stateful if isinstance(stateful, torch.optim.Optimizer) else getattr(stateful, "optimizer", None)
-    while isinstance(getattr(found, "optimizer", None), torch.optim.Optimizer):
+    """Return the optimizer that a component's object is, or has as `optimizer`, if its steps take hooks; else None.
+
+    Of an optimizer around another (Accelerate's), the inner one.
+    """
+    found = stateful
+    if isinstance(stateful, HasOptimizer) and not isinstance(stateful, torch.optim.Optimizer):
+        found = stateful.optimizer
+    while isinstance(found, HasOptimizer) and isinstance(found.optimizer, torch.optim.Optimizer):
         found = found.optimizer
     takes_hooks = isinstance(found, torch.optim.Optimizer) and hasattr(found, "_optimizer_step_pre_hooks")
     return found if takes_hooks else None
@@ -111,5 +111,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
-    """Of the tensor, and of its local part: what writes to the one need not count for the other."""
+    """Return the write counts of a tensor and of its local part, which torch counts separately."""
     return tensor._version, local_tensor(tensor)._version

@@ -1,32 +1,32 @@
-"""The doctor's round over the ranks: each gives its fingerprints, the lead diagnoses, and all hear the same."""
+"""Check of declared sharing patterns over all ranks: ranks send fingerprints, the lead rank diagnoses, all receive the result."""
 
 from __future__ import annotations
 
-import json
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+import msgspec
 
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.format.manifest import digest_of
 from ckpt.ranks.topology import Topology
-from ckpt.state.doctor import Diagnosis, PatternVerdict, Ranks, Sharing, diagnose
+from ckpt.state.doctor import Diagnosis, PatternVerdict, Seen, diagnose
 from ckpt.state.replication import Fingerprint
-from ckpt.state.sharing import SharingPattern, StateComponent
+from ckpt.state.sharing import Ranks, StateComponent
 
 _log = logging.getLogger("ckpt")
 
 PATTERN_CHECKS = ("warn", "error", "off")
-"""What the first save does with the doctor's verdicts. A declaration that would lose state is refused by all but "off"; what is
-wasteful or suspicious is told by "warn" and refused by "error"."""
+"""Treatment of the verdicts in the first save. All but "off" refuse a declaration that would lose state; for wasteful and suspicious
+ones "warn" logs a warning and "error" refuses."""
 
 
 def check_choice(pattern_check: str) -> str:
-    """Refuse a value of `pattern_check` that there is not.
+    """Check that a value of `pattern_check` exists; return it.
 
     Raises:
-        ConfigurationError: naming the three.
+        ConfigurationError: unknown value.
     """
     if pattern_check not in PATTERN_CHECKS:
         raise ConfigurationError(f"pattern_check {pattern_check!r} is none of {', '.join(PATTERN_CHECKS)}")
@@ -36,42 +36,39 @@ def check_choice(pattern_check: str) -> str:
 def examine(
     components: Mapping[str, StateComponent], seen: Mapping[str, Mapping[str, Fingerprint]], topology: Topology
 ) -> list[Diagnosis]:
-    """Diagnose every component. Collective; the same on every rank.
+    """Diagnose every component. Collective; one result on all ranks.
 
-    First one digest for each component and rank is exchanged. Only where these differ does one rank of each kind send its
-    entries, and only to the lead: nothing grows with the ranks squared.
+    Every rank sends one digest per component. Where these differ, one rank for each distinct digest sends its entries to the lead
+    rank: no traffic grows with the square of the ranks.
 
     Args:
         seen: component -> key -> fingerprint, of this rank.
 
     Raises:
-        ConfigurationError: the ranks declare different things; on every rank.
+        ConfigurationError: the ranks' declarations differ; on every rank.
     """
-    mine = {key: {name: list(one) for name, one in leaves.items()} for key, leaves in seen.items()}
-    declared = {key: Sharing(one.pattern, one.process_group_name) for key, one in components.items()}
+    declared = {key: one.sharing for key, one in components.items()}
     with topology.phase("fingerprints") as phase:
-        digests = {key: digest_of(json.dumps(rows, sort_keys=True).encode()) for key, rows in mine.items()}
+        digests = {key: digest_of(msgspec.json.encode(leaves, order="sorted")) for key, leaves in seen.items()}
         phase.payload = [{key: str(one) for key, one in declared.items()}, digests]
     _require_one_declaration([said for said, _ in phase.payloads])
-    speakers = {key: _first_with_each([digests.get(key) for _, digests in phase.payloads]) for key in components}
-    held = _gather(mine, speakers, topology)
+    senders = {key: _first_with_each([digests.get(key) for _, digests in phase.payloads]) for key in components}
+    held = _gather(seen, senders, topology)
     with topology.phase("diagnose") as phase:
         if topology.is_lead:
-            ranks = Ranks(topology.nodes, {name: group.instances for name, group in topology.groups.items()})
-            phase.payload = [
-                _to_json(diagnose(key, declared[key], [held[rank][key] for rank in speakers[key]], ranks))
-                for key in components
-            ]
-    return [_from_json(row, declared) for row in phase.payloads[0]]
+            ranks = Ranks.of(topology)
+            phase.payload = msgspec.to_builtins(
+                [diagnose(key, declared[key], [held[rank][key] for rank in senders[key]], ranks) for key in components]
+            )
+    return msgspec.convert(phase.payloads[0], list[Diagnosis])
 
 
 def act_on(
     diagnoses: Sequence[Diagnosis], components: Mapping[str, StateComponent], pattern_check: str, *, tell: bool
 ) -> None:
-    """Let the save go on, or refuse it; every rank comes to the same end.
+    """Warn about the diagnoses of a save, or refuse it. The outcome is equal on all ranks.
 
-    A component whose validation_level is "none" has been excused from comparisons by its owner: what it loses is told, not
-    refused.
+    A component with validation_level "none" is not compared on purpose: its loss of state is a warning, not an error.
 
     Args:
         tell: whether this rank logs the warnings.
@@ -88,40 +85,32 @@ def act_on(
         if one.verdict is PatternVerdict.LOSES_STATE and not excused:
             raise ReplicationError(f"{one.sentence}. To save in spite of it, set pattern_check=off.")
         remarks.append(one)
-    if not remarks:
-        return
-    if pattern_check == "error":
+    if remarks and pattern_check == "error":
         raise ConfigurationError(f"{remarks[0].sentence}. To save in spite of it, set pattern_check=warn.")
-    for one in remarks:
-        if tell:
-            _log.warning("%s (%s)", one.sentence, one.verdict.value)
+    for one in remarks if tell else ():
+        _log.warning("%s (%s)", one.sentence, one.verdict.value)
 
 
 def _first_with_each(digests: Sequence[str | None]) -> list[int]:
-    """By rank, the lowest rank that holds the same."""
+    """Return, by rank, the lowest rank with an equal digest."""
     first: dict[str | None, int] = {}
     return [first.setdefault(digest, rank) for rank, digest in enumerate(digests)]
 
 
 def _gather(
-    mine: Mapping[str, Any], speakers: Mapping[str, Sequence[int]], topology: Topology
-) -> dict[int, dict[str, dict[str, Fingerprint]]]:
-    """Bring what each kind of rank holds to the lead: rank -> component -> key -> fingerprint. Elsewhere nothing."""
-    to_send = {
-        key: rows for key, rows in mine.items() if topology.rank in speakers[key] and len(set(speakers[key])) > 1
-    }
-    senders = {rank for ranks in speakers.values() if len(set(ranks)) > 1 for rank in ranks}
-    data = zlib.compress(json.dumps(to_send, separators=(",", ":")).encode(), 1)
-    outgoing = {0: data} if topology.rank in senders else {}
-    arrived = topology.exchange("digests", outgoing, senders if topology.is_lead else ())
+    mine: Mapping[str, Seen], senders: Mapping[str, Sequence[int]], topology: Topology
+) -> dict[int, Mapping[str, Seen]]:
+    """Send the distinct states to the lead. Returns rank -> component -> key -> fingerprint there, {} elsewhere."""
+    differing = {key: ranks for key, ranks in senders.items() if len(set(ranks)) > 1}
+    sending = {rank for ranks in differing.values() for rank in ranks}
+    to_send = {key: mine[key] for key, ranks in differing.items() if topology.rank in ranks}
+    outgoing = {0: zlib.compress(msgspec.json.encode(to_send), 1)} if topology.rank in sending else {}
+    arrived = topology.exchange("digests", outgoing, sending if topology.is_lead else ())
     if not topology.is_lead:
         return {}
-    trees = {rank: json.loads(zlib.decompress(data)) for rank, data in arrived.items()}
-    trees[0] = dict(mine)
-    return {
-        rank: {key: {name: Fingerprint.of_json(row) for name, row in rows.items()} for key, rows in tree.items()}
-        for rank, tree in trees.items()
-    }
+    fingerprints_of = dict[str, dict[str, Fingerprint]]
+    held = {rank: msgspec.json.decode(zlib.decompress(data), type=fingerprints_of) for rank, data in arrived.items()}
+    return held | {0: mine}
 
 
 def _require_one_declaration(said: Sequence[Mapping[str, str]]) -> None:
@@ -132,14 +121,3 @@ def _require_one_declaration(said: Sequence[Mapping[str, str]]) -> None:
                     f"component {key} is declared {said[0].get(key, 'not at all')} on rank 0 and {one.get(key, 'not at all')} on rank "
                     f"{rank}; all ranks must declare the same"
                 )
-
-
-def _to_json(one: Diagnosis) -> list[Any]:
-    found = [[sharing.pattern.value, sharing.group] for sharing in one.found]
-    return [one.component, found, one.verdict.value, one.sentence, one.leaf, list(one.ranks)]
-
-
-def _from_json(row: Sequence[Any], declared: Mapping[str, Sharing]) -> Diagnosis:
-    component, found, verdict, sentence, leaf, ranks = row
-    sharings = tuple(Sharing(SharingPattern(pattern), group) for pattern, group in found)
-    return Diagnosis(component, declared[component], sharings, PatternVerdict(verdict), sentence, leaf, tuple(ranks))

@@ -1,15 +1,15 @@
-"""Trainers that describe themselves: what they save, and the process groups that this refers to.
+"""State components and process groups of a trainer that declares them.
 
 Three forms, tried in this order:
 
-- `get_state_components()` returns the components, and `get_process_groups()`, where there is one, the groups they name.
-- `get_statefuls_for_save()`, the older form, returns {key: object} and says nothing of ranks. `get_statefuls_for_load()`, where
-  there is one, must return the same objects.
+- `get_state_components()` returns the components, and the optional `get_process_groups()` the groups that they name.
+- `get_statefuls_for_save()`, the older form, returns {key: object} without sharing patterns. The optional
+  `get_statefuls_for_load()` must return the same objects.
 - A mapping {key: object} stands for the older form.
 
-In the older form the sharing pattern of an object is its own attribute `sharing_pattern` if it has one, `per_rank` for random
-generators, and what the caller says for all others. In every form a bare optimizer takes the names of its parameters from
-the module, among the other components, that holds them.
+In the older form the sharing pattern of an object is its attribute `sharing_pattern` if it has one, `per_rank` for random
+generators, and the caller's default for all others. In every form a bare optimizer takes the names of its parameters from the
+component's module that holds them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -27,18 +27,30 @@ from ckpt.state.sharing import StateComponent, Stateful
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 
 
+@runtime_checkable
 class StateProvider(Protocol):
-    """A trainer of the newer form. `get_process_groups` may be left out where no component is per_group."""
+    """A trainer of the newer form."""
 
     def get_state_components(self) -> Sequence[StateComponent]: ...
+
+
+@runtime_checkable
+class GroupProvider(Protocol):
+    """A trainer with process groups, for components with sharing_pattern=per_group."""
 
     def get_process_groups(self) -> Mapping[str, Any]: ...
 
 
+@runtime_checkable
 class StatefulProvider(Protocol):
     """A trainer of the older form."""
 
     def get_statefuls_for_save(self) -> Mapping[str, Stateful]: ...
+
+
+@runtime_checkable
+class LoadStatefulProvider(Protocol):
+    """A trainer of the older form with a method of its own for loads."""
 
     def get_statefuls_for_load(self) -> Mapping[str, Stateful]: ...
 
@@ -47,17 +59,16 @@ Provider = StateProvider | StatefulProvider | Mapping[str, Any]
 
 
 def components_of(provider: Provider, *, legacy_pattern: str = "replicated") -> list[StateComponent]:
-    """Return what a trainer saves, as components.
+    """Return the state components of a trainer.
 
     Args:
-        legacy_pattern: sharing pattern of objects of the older form that say nothing of it.
+        legacy_pattern: sharing pattern of objects of the older form that declare none.
 
     Raises:
-        ConfigurationError: the provider has none of the three forms, or gives other objects to load than to save.
+        ConfigurationError: the provider has none of the three forms, or returns other objects to load than to save.
     """
-    new = getattr(provider, "get_state_components", None)
-    if new is not None:
-        return _with_names(list(new()))
+    if isinstance(provider, StateProvider):
+        return _with_names(list(provider.get_state_components()))
     return _with_names(
         [
             StateComponent(key, stateful, _pattern_of(key, stateful, legacy_pattern))
@@ -67,23 +78,20 @@ def components_of(provider: Provider, *, legacy_pattern: str = "replicated") -> 
 
 
 def groups_of(provider: Provider) -> dict[str, Any]:
-    """Return the process groups a trainer names; {} if it names none."""
-    groups = getattr(provider, "get_process_groups", None)
-    return dict(groups()) if groups is not None else {}
+    """Return the process groups of a trainer; {} if it has none."""
+    return dict(provider.get_process_groups()) if isinstance(provider, GroupProvider) else {}
 
 
-def _statefuls_of(provider: Provider) -> Mapping[str, Any]:
+def _statefuls_of(provider: object) -> Mapping[str, Any]:
     if isinstance(provider, Mapping):
         return provider
-    to_save = getattr(provider, "get_statefuls_for_save", None)
-    if to_save is None:
+    if not isinstance(provider, StatefulProvider):
         raise ConfigurationError(
             f"{type(provider).__name__} does not say what it saves: it has neither get_state_components nor "
             "get_statefuls_for_save; give it one of them, or give a dictionary of key and object"
         )
-    saved: Mapping[str, Any] = to_save()
-    to_load = getattr(provider, "get_statefuls_for_load", None)
-    loaded: Mapping[str, Any] = to_load() if to_load is not None else saved
+    saved = provider.get_statefuls_for_save()
+    loaded = provider.get_statefuls_for_load() if isinstance(provider, LoadStatefulProvider) else saved
     differing = sorted(key for key in {*saved, *loaded} if saved.get(key) is not loaded.get(key))
     if differing:
         raise ConfigurationError(
@@ -101,7 +109,7 @@ def _pattern_of(key: str, stateful: Any, legacy_pattern: str) -> str:
 
 
 def _with_names(components: Sequence[StateComponent]) -> list[StateComponent]:
-    """Let each bare optimizer name its parameters by the module that holds all of them."""
+    """Wrap each bare optimizer with the module that holds all of its parameters."""
     modules = [_module_of(component.stateful) for component in components]
     return [
         dataclasses.replace(component, stateful=OptimizerState(component.stateful, owner))

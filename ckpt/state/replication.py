@@ -1,14 +1,13 @@
-"""Are equal copies really equal? Four levels, each of which finds all that the one below it finds, and more.
+"""Comparison of copies that should be equal, at four levels. Each finds all that the one before finds, and more.
 
-- none: nothing is compared.
-- quick: keys, data types, shapes, plain values, and `SAMPLE` elements of each tensor. Finds another structure and copies that went
-  apart, at a price that does not grow with a tensor.
-- tensor: every bit of every tensor, by digest. Finds a single bit anywhere; one pass over the state.
-- full: says of what differs how many elements, where and how far. And each rank looks at its tensors again after the write: one
-  that was changed while it was being saved, as by a step in another thread, was equal when it was compared, and yet the
-  checkpoint holds parts of two moments of it. Two passes.
+- none: no comparison.
+- quick: keys, data types, shapes, plain values, and `SAMPLE` elements of each tensor. Finds different structures and copies that
+  have diverged, at a cost independent of tensor sizes.
+- tensor: every bit of every tensor, by digest. Finds a single wrong bit; one pass over the state.
+- full: also reports how many elements differ, where and by how much. Each rank hashes its tensors again after the write, which
+  finds tensors that another thread changed during the save. Two passes.
 
-A tensor is compared by what a checkpoint keeps of it: type, shape, bits. Device, strides and `requires_grad` are this run's.
+Tensors are compared by type, shape and bits, which a checkpoint stores; not by device, strides or `requires_grad`.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ if TYPE_CHECKING:
     from ckpt.ranks.topology import Topology
 
 SAMPLE = 64
-"""Elements of each tensor that the level "quick" looks at."""
+"""Number of elements of each tensor that the level "quick" compares."""
 MAX_NAMED = 5
 """Entries that an error names, and whose values the level "full" compares."""
 MAX_MEASURED_RANKS = 8
 PIECE_BYTES = 4 << 20
-"""Longest part of a tensor that is copied to be hashed or sent; what is contiguous on the host is hashed where it lies."""
+"""Largest part of a tensor to be copied for hashing or sending; a contiguous host tensor is hashed without a copy."""
 _SHOWN = 40
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class ValidationLevel(Enum):
-    """How closely copies are compared. The strings are the ones of the config files; the order is from nothing to all."""
+    """Level of a comparison of copies, from nothing to everything. Config files hold these strings."""
 
     NONE = "none"
     QUICK = "quick"
@@ -55,19 +54,19 @@ class ValidationLevel(Enum):
     FULL = "full"
 
     def covers(self, other: ValidationLevel) -> bool:
-        """Whether this level finds all that `other` finds."""
+        """Whether this level finds everything that `other` finds."""
         order = list(ValidationLevel)
         return order.index(self) >= order.index(other)
 
 
 class Fingerprint(NamedTuple):
-    """What ranks compare in place of a leaf.
+    """Data type, shape and digest of a leaf, for comparison between ranks.
 
     Attributes:
         dtype: torch's name of the data type; "" for a plain value.
-        shape: of the piece that the rank holds; of a plain value, how long it is as JSON.
+        shape: of the piece that the rank holds; for a plain value, its length as JSON.
         digest: of its bits, or of a sample of them.
-        place: which piece of a larger tensor it is, such as "[0:4, 0:3] of [8, 3]"; None if it is no piece.
+        place: position in a larger tensor, such as "[0:4, 0:3] of [8, 3]"; None for a whole tensor.
     """
 
     dtype: str
@@ -75,25 +74,20 @@ class Fingerprint(NamedTuple):
     digest: str
     place: str | None = None
 
-    @classmethod
-    def of_json(cls, row: Sequence[Any]) -> Fingerprint:
-        dtype, shape, digest, place = row
-        return cls(dtype, tuple(shape), digest, place)
-
     @property
     def num_bytes(self) -> int:
-        """Of the tensor, or of the plain value as JSON."""
-        return math.prod(self.shape) * (_dtype(self.dtype).itemsize if self.dtype else 1)
+        """Size of the tensor, or of the plain value as JSON."""
+        return math.prod(self.shape) * (getattr(torch, self.dtype).itemsize if self.dtype else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One entry in which one rank differs from another that should hold the same.
+    """One entry of one rank that differs from another rank's.
 
     Attributes:
-        reference: the rank it is compared with.
-        place: which piece of a larger tensor, if it is one.
-        how: what a person reads, such as "bfloat16, not float32"; "" if two tensors differ in bits alone.
+        reference: the other rank.
+        place: as in `Fingerprint`.
+        how: description, such as "bfloat16, not float32"; "" if two tensors differ in bits alone.
     """
 
     key: str
@@ -103,45 +97,44 @@ class Difference:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Distance:
-    """How far two tensors of one type and shape are from each other.
+    """Distance between two tensors of one type and shape.
 
     Attributes:
-        num_differing: elements whose bits differ.
-        first: index of the first of them, in the tensor (or piece) at hand.
-        largest: absolute difference; NaN if all that differ are not numbers on one side.
+        num_differing: number of elements whose bits differ.
+        first: index of the first of them in the tensor (or piece).
+        largest: largest absolute difference; NaN if one side of each differing pair is not a number.
     """
 
-    num_differing: int
-    first: tuple[int, ...]
-    largest: float
+    num_differing: int = 0
+    first: tuple[int, ...] = ()
+    largest: float = math.nan
+
+    def add(self, mine: torch.Tensor, theirs: bytes, start: int, shape: tuple[int, ...]) -> None:
+        """Add a part of two tensors of this shape: their elements from row-major number `start` on."""
+        other = torch.frombuffer(bytearray(theirs), dtype=mine.dtype) if theirs else mine.new_empty(0)
+        flat, item = mine.reshape(-1), mine.element_size()
+        bits, other_bits = raw_bytes(flat).numpy().reshape(-1, item), np.frombuffer(theirs, np.uint8).reshape(-1, item)
+        at = np.flatnonzero((bits != other_bits).any(axis=1))
+        if at.size:
+            if not self.num_differing:
+                self.first = tuple(map(int, np.unravel_index(start + at[0], shape))) if shape else ()
+            self.num_differing += at.size
+            chosen = torch.from_numpy(at)
+            self.largest = float(np.fmax(self.largest, _largest_difference(flat[chosen], other[chosen])))
 
 
 def is_piece(leaf: TensorLeaf) -> bool:
-    """Whether a leaf says itself which part of a larger tensor it is."""
+    """Whether a leaf has its own position in a larger tensor."""
     return isinstance(leaf, ShardedTensor) or is_dtensor(leaf)
 
 
-def level_of(*, validate_replication: bool, validation_level: str | None, validate_all: bool) -> ValidationLevel:
-    """The level at which a component that promises equal copies is compared in this save.
-
-    Args:
-        validate_all: `save_checkpoint(validate=True)`, which asks for "tensor" at least, except of a component that says "none".
-    """
-    wanted = ValidationLevel(validation_level or ValidationLevel.TENSOR.value)
-    if wanted is ValidationLevel.NONE:
-        return ValidationLevel.NONE
-    if validate_all:
-        return wanted if wanted.covers(ValidationLevel.TENSOR) else ValidationLevel.TENSOR
-    return wanted if validate_replication else ValidationLevel.NONE
-
-
 def check_level(component: str, validation_level: str | None) -> None:
-    """Refuse a level that there is not.
+    """Check that a level exists.
 
     Raises:
-        ConfigurationError: naming the four.
+        ConfigurationError: unknown level.
     """
     known = [level.value for level in ValidationLevel]
     if validation_level is not None and validation_level not in known:
@@ -151,11 +144,11 @@ def check_level(component: str, validation_level: str | None) -> None:
 
 
 def private_keys(stateful: object, keys: Collection[str]) -> set[str]:
-    """The entries that an object declares to be each rank's own, though the object as a whole is the same everywhere.
+    """Return the entries that an object declares as different on each rank, in its attribute `rank_private`.
 
-    A wrapper around something replicated may keep a few notes of its own rank. It names them in its attribute `rank_private`:
-    patterns of joined keys, as in `["wrapper.*", "local_rank"]`. They are left out of every comparison, and the checkpoint holds
-    the first holder's: whoever needs each rank's own keeps them in a component of their own, PER_RANK.
+    The attribute holds patterns of joined keys, such as `["wrapper.*", "local_rank"]`, for an object that is otherwise equal on all
+    ranks. Such entries are never compared, and the checkpoint holds those of the first rank: to keep each rank's own, put them into
+    a PER_RANK component.
 
     Raises:
         ConfigurationError: the attribute is no list of strings.
@@ -174,9 +167,12 @@ def fingerprints(
     level: ValidationLevel = ValidationLevel.TENSOR,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Fingerprint]:
-    """Return what ranks compare of some tensors: by every bit, or at the level "quick" by a sample.
+    """Return the fingerprints of tensors: xxh3-128 of every bit, or of a sample at the level "quick".
 
-    Equal digests of every bit (xxh3-128) mean equal bits. Takes no more memory than `PIECE_BYTES`.
+    Needs at most `PIECE_BYTES` of memory.
+
+    Args:
+        progress: called after each tensor.
     """
     found = {}
     for key, leaf in tensors.items():
@@ -190,17 +186,17 @@ def fingerprints(
 def differences(
     copies: Sequence[Mapping[str, Fingerprint]], holders: Sequence[Sequence[int]], *, must_have_all: bool = True
 ) -> list[Difference]:
-    """Compare what ranks hold that should hold the same.
+    """Compare the fingerprints of ranks that should hold the same.
 
-    A piece of a larger tensor is compared with the same piece on other ranks, and need not be anywhere else.
+    A piece of a larger tensor is compared with the same piece on other ranks, and may be missing there.
 
     Args:
         copies: by rank, the fingerprints by key.
-        holders: the sets of ranks that promised equal copies.
-        must_have_all: a key that only some ranks of a set have is a difference.
+        holders: the sets of ranks that should hold equal copies.
+        must_have_all: report a key that only some ranks of a set have.
 
     Returns:
-        in the order of the keys of the first rank that has them, then of the ranks.
+        differences in the order of the keys on the first rank that has them, then of the ranks.
     """
     found: list[Difference] = []
     for ranks in holders:
@@ -211,7 +207,7 @@ def differences(
 
 
 def plain_differences(copies: Sequence[Mapping[str, Any]], holders: Sequence[Sequence[int]]) -> list[Difference]:
-    """The same for plain values, by key, as JSON: [path, value], or [path] where a tensor stands."""
+    """Compare plain values of ranks that should hold the same. `copies`: by rank, key -> [path, value], or [path] for a tensor."""
     found = []
     for ranks in holders:
         reference = ranks[0]
@@ -223,17 +219,17 @@ def plain_differences(copies: Sequence[Mapping[str, Any]], holders: Sequence[Seq
     return found
 
 
-def unequal(
+def replication_error(
     component: str,
     holders: Sequence[Sequence[int]],
     found: Sequence[Difference],
     distances: Mapping[Difference, Distance] | None = None,
 ) -> ReplicationError:
-    """The error that names the entries that differ, how, and on which ranks.
+    """Make the error that names the differing entries, their differences and ranks.
 
     Args:
         found: not empty.
-        distances: how far tensors are apart, where that was measured.
+        distances: of the measured tensors.
     """
     reference = found[0].reference
     ranks = next(ranks for ranks in holders if reference in ranks)
@@ -261,27 +257,28 @@ def measure(
     tensors: Mapping[str, TensorLeaf],
     topology: Topology,
 ) -> dict[Difference, Distance]:
-    """Compare the values of the first entries that differ in bits. Collective; every rank gives the same differences.
+    """Measure the first `MAX_NAMED` entries that differ in bits. Collective.
 
-    The reference sends its tensor, `PIECE_BYTES` at a time, through the job's store to at most `MAX_MEASURED_RANKS` others.
+    The reference rank sends its tensor, `PIECE_BYTES` at a time, through the job's store to at most `MAX_MEASURED_RANKS` others.
 
     Args:
-        copies: by rank, the fingerprints by key, from which every rank knows how many parts there are.
-        tensors: this rank's, by key.
+        found: equal on every rank.
+        copies: by rank, the fingerprints by key.
+        tensors: of this rank, by key.
     """
     wanted: dict[tuple[str, int], list[Difference]] = {}
     for one in found:
         if not one.how and (len(wanted) < MAX_NAMED or (one.key, one.reference) in wanted):
             wanted.setdefault((one.key, one.reference), []).append(one)
-    tallies: dict[Difference, _Tally] = {}
+    measured: dict[Difference, Distance] = {}
     for (key, reference), alike in wanted.items():
         alike = alike[:MAX_MEASURED_RANKS]
         mine = next((one for one in alike if one.rank == topology.rank), None)
         held = local_tensor(tensors[key]) if mine is not None or topology.rank == reference else None
         if mine is not None:
-            tallies[mine] = _Tally()
-        seen = copies[reference][key]
-        for cut in _cuts(seen.shape, _dtype(seen.dtype).itemsize):
+            measured[mine] = Distance()
+        num_seen, seen = 0, copies[reference][key]
+        for cut in _cuts(seen.shape, getattr(torch, seen.dtype).itemsize):
             host = _host(held[cut]) if held is not None else None
             outgoing = {}
             if topology.rank == reference:
@@ -291,68 +288,41 @@ def measure(
             got = topology.exchange("values", outgoing, [reference] if mine is not None else [])
             if mine is not None:
                 assert host is not None
-                tallies[mine].add(host, got[reference])
+                measured[mine].add(host, got[reference], num_seen, seen.shape)
+                num_seen += host.numel()
     with topology.phase("distances") as phase:
-        phase.payload = [[[o.key, o.reference], tally.to_json()] for o, tally in tallies.items()]
+        phase.payload = [
+            [one.key, one.reference, far.num_differing, far.first, repr(far.largest)] for one, far in measured.items()
+        ]
     by_name = {(one.key, one.rank, one.reference): one for alike in wanted.values() for one in alike}
-    distances = {}
-    for rank, rows in enumerate(phase.payloads):
-        for (key, reference), (num, first, largest) in rows:
-            shape = copies[reference][key].shape
-            index = tuple(int(at) for at in np.unravel_index(first, shape)) if shape else ()
-            distances[by_name[key, rank, reference]] = Distance(num, index, float(largest))
-    return distances
+    return {
+        by_name[key, rank, reference]: Distance(num_differing, tuple(first), float(largest))
+        for rank, rows in enumerate(phase.payloads)
+        for key, reference, num_differing, first, largest in rows
+    }
 
 
 def require_unchanged(component: str, before: Mapping[str, Fingerprint], tensors: Mapping[str, TensorLeaf]) -> None:
-    """Make sure that the tensors of this rank are what they were when the ranks compared them. Called after the write.
+    """Check that this rank's tensors have not changed since the ranks compared them. Called after the write.
 
     Raises:
-        ReplicationError: naming those that are not.
+        ReplicationError: names the changed tensors.
     """
     now = fingerprints(tensors)
     changed = [key for key, seen in before.items() if now[key] != seen]
     if changed:
-        named = ", ".join(changed[:MAX_NAMED]) + (
-            f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
-        )
+        more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
+        named = ", ".join(changed[:MAX_NAMED]) + more
         raise ReplicationError(
             f"component {component} was changed while it was being saved, in {named}; the checkpoint would hold parts of two "
             "moments. Save when no step is running."
         )
 
 
-class _Tally:
-    """Adds up how far a tensor is from another one, part by part."""
-
-    def __init__(self) -> None:
-        self._num_seen = 0
-        self._num_differing = 0
-        self._first = -1
-        self._largest = math.nan
-
-    def add(self, mine: torch.Tensor, theirs: bytes) -> None:
-        other = torch.frombuffer(bytearray(theirs), dtype=mine.dtype) if theirs else mine.new_empty(0)
-        flat = mine.reshape(-1)
-        item = mine.element_size()
-        bits, other_bits = raw_bytes(flat).numpy().reshape(-1, item), np.frombuffer(theirs, np.uint8).reshape(-1, item)
-        at = np.flatnonzero((bits != other_bits).any(axis=1))
-        if at.size:
-            if self._first < 0:
-                self._first = self._num_seen + int(at[0])
-            self._num_differing += at.size
-            chosen = torch.from_numpy(at)
-            self._largest = float(np.fmax(self._largest, _largest_difference(flat[chosen], other[chosen])))
-        self._num_seen += flat.numel()
-
-    def to_json(self) -> list[Any]:
-        return [self._num_differing, self._first, repr(self._largest)]
-
-
 def _differences_of(
     key: str, copies: Sequence[Mapping[str, Fingerprint]], ranks: Sequence[int], must_have_all: bool
 ) -> list[Difference]:
-    """The differences in one entry; of ranks that hold different pieces of it, each is compared with its like."""
+    """Return the differences in one entry. Different pieces of a tensor are compared with their copies alone."""
     firsts: dict[str | None, int] = {}
     if must_have_all and all(copies[rank][key].place is None for rank in ranks if key in copies[rank]):
         firsts[None] = ranks[0]
@@ -420,18 +390,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _place(leaf: TensorLeaf) -> str | None:
-    """Which piece of a larger tensor a leaf is, by its own account."""
+    """Return the position of a leaf in a larger tensor; None for a whole tensor."""
     if not is_piece(leaf):
         return None
     address = address_of(leaf, "piece")
     sides = ", ".join(f"{side.start}:{side.stop}" for side in address.box.slices)
     return f"[{sides}] of {list(address.global_shape)}"
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _digest_of_all(local: torch.Tensor) -> str:
@@ -444,7 +408,7 @@ def _digest_of_all(local: torch.Tensor) -> str:
 
 
 def _digest_of_sample(local: torch.Tensor) -> str:
-    """Of the first and last element and of `SAMPLE` in between, at places that no regular pattern keeps step with."""
+    """Hash the first and last element and `SAMPLE` in between, at irregular positions (multiples of the golden ratio)."""
     if local.numel() > 2 * SAMPLE:
         inner = np.arange(1, SAMPLE + 1) * _GOLDEN % 1.0
         positions = np.unique(np.append((inner * local.numel()).astype(np.int64), [0, local.numel() - 1]))
@@ -458,14 +422,14 @@ def _digest_of_sample(local: torch.Tensor) -> str:
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the host, contiguous; itself where it is so already."""
+    """Return the tensor on the host, contiguous; itself if it is so already."""
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
     return tensor.cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _cuts(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int | slice, ...]]:
-    """Cut a tensor into parts of at most `PIECE_BYTES`, in the order of its elements; by its shape alone."""
+    """Split a tensor into parts of at most `PIECE_BYTES`, in the order of its elements. Depends on its shape alone."""
     row_bytes = math.prod(shape[1:]) * item_bytes
     if not shape or row_bytes * shape[0] <= PIECE_BYTES:
         yield ()
@@ -478,7 +442,7 @@ def _cuts(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int | slice
 
 
 def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest absolute difference, exact for integers; NaN where one of the two is never a number."""
+    """Return the largest absolute difference, exact for integers; NaN if one of each pair is not a number."""
     if a.dtype.is_complex:
         gaps = (a.to(torch.complex128) - b.to(torch.complex128)).abs().numpy()
     elif a.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""What the wrapped values of a sharded state dict have in common. Users import these names from `ckpt.dist_checkpointing.mapping`."""
+"""Base class of the wrapped values in a sharded state dict. Users import these names from `ckpt.dist_checkpointing.mapping`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ckpt.errors import ShardingError
 StateDict = dict[str, Any]
 """A nested state dict of plain tensors and values."""
 ShardedStateDict = dict[str, Any]
-"""A nested state dict in which what is sharded is wrapped in a `ShardedBase`."""
+"""A nested state dict whose sharded values are wrapped in a `ShardedBase`."""
 CommonStateDict = dict[str, Any]
-"""What is left of a sharded state dict without its wrapped values: equal on all ranks."""
+"""The values of a sharded state dict that are not wrapped: equal on all ranks."""
 ReplicaId = int | tuple[int, ...]
-"""Which of several equal copies a value is: a number, or one per axis of the ranks' grid."""
+"""Number of a copy among equal copies: one number, or one per axis of the ranks' grid."""
 
 
 class ShardedBase(ABC):
-    """One rank's part of something that the ranks hold together.
+    """One rank's part of a global value.
 
     Attributes:
-        key: name of the whole, the same on every rank that holds a part of it.
-        data: this rank's part; None where only its place is meant.
+        key: name of the global value, equal on every rank that holds a part of it.
+        data: this rank's part; None for metadata alone.
         replica_id: see `is_main_replica`.
     """
 
@@ -39,22 +39,22 @@ class ShardedBase(ABC):
 
     @abstractmethod
     def validate_metadata_integrity(self) -> None:
-        """Refuse attributes that contradict each other. Called on construction; call it again after changing one.
+        """Check that the attributes fit each other. Called on construction; call it again after changing one.
 
         Raises:
             ShapeMismatchError: sizes, numbers of dimensions or data types differ that should be equal.
-            ShardingError: the place is not one that a part of the whole can have.
+            ShardingError: the position is outside of the global value.
         """
 
     @abstractmethod
     def without_data(self) -> Self:
-        """The same place, with `data` None."""
+        """Return a copy with `data` None."""
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Whether this is the copy that speaks for all equal ones: 0, or 0 along every axis.
+    """Whether a copy is the one to save: its id is 0, or 0 along every axis.
 
-    It is the caller's to see to it that of several equal parts exactly one is main; `ckpt.dist_checkpointing.validation` checks that.
+    Callers give exactly one of several equal parts such an id; `ckpt.dist_checkpointing.integrity` checks that.
     """
     if isinstance(replica_id, int):
         return replica_id == 0
@@ -62,10 +62,10 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 def _plain_replica_id(key: str, given: object) -> ReplicaId:
-    """A replica id as a Python number or a tuple of them, whichever library's numbers it is given in.
+    """Convert a replica id from NumPy's or torch's numbers to Python's.
 
     Raises:
-        ShardingError: it is neither a whole number nor a sequence of them.
+        ShardingError: neither a whole number nor a sequence of them.
     """
     if type(given) is int:
         return given

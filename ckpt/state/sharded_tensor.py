@@ -1,4 +1,4 @@
-"""A tensor that is one piece of a global one, and what it may not say of itself."""
+"""`ShardedTensor`: one piece of a global tensor, with its position there."""
 
 from __future__ import annotations
 
@@ -15,32 +15,28 @@ import torch
 from ckpt.errors import ShapeMismatchError, ShardingError
 from ckpt.format.box import Box, flat_boxes, whole
 from ckpt.format.dtypes import is_dtensor
-from ckpt.state.sharded_base import (
-    ReplicaId,
-    ShardedBase,
-)
+from ckpt.state.sharded_base import ReplicaId, ShardedBase
 
 Coordinates = tuple[npt.NDArray[np.intp], ...]
-"""Per dimension, the index of every element."""
+"""One array per dimension: the index of every element."""
 
 
 @dataclass(eq=False)
 class ShardedTensor(ShardedBase):
-    """A piece of a global tensor, as plain data: what a DTensor says, for code that has none.
+    """A piece of a global tensor: the information of a DTensor as plain data.
 
     Attributes:
         key: name of the global tensor.
-        data: the local piece; None where only its place is meant.
+        data: the local piece; None for metadata alone.
         dtype: of the piece.
         local_shape: of the local chunk: of `data`, unless that is flattened.
         global_shape: of the whole tensor.
-        global_offset: where the chunk begins, in elements.
-        axis_fragmentations: into how many chunks of equal size each axis of the global tensor is cut; None where they may
-            have any size.
+        global_offset: start of the chunk in the global tensor, in elements.
+        axis_fragmentations: number of equal chunks along each axis of the global tensor; None for chunks of any size.
         replica_id: 0 (or all zeros) for the main copy; others hold equal bits. NumPy's and torch's numbers become Python's.
-        prepend_axis_num: how many axes, the first ones, only the global tensor has; the chunk's side along them is 1.
-        allow_shape_mismatch: the saved global shape may differ from `global_shape`, as that of a padded vocabulary does.
-        flattened_range: `data` is this run of the chunk's elements in row-major order, as a 1-D tensor; None if it is the chunk.
+        prepend_axis_num: number of leading axes that only the global tensor has; the chunk's side along them is 1.
+        allow_shape_mismatch: the saved global shape may differ from `global_shape`, such as that of a padded vocabulary.
+        flattened_range: `data` holds this range of the chunk's elements, row-major, as a 1-D tensor; None: all of the chunk.
 
     Source: the fields of the same name in megatron.core.dist_checkpointing.mapping.ShardedTensor.
     """
@@ -59,7 +55,7 @@ class ShardedTensor(ShardedBase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # NumPy's integers, which a product of shapes easily is, are no numbers of JSON.
+        # JSON refuses NumPy's integers, which products of shapes often are.
         self.local_shape, self.global_shape = _ints(self.local_shape), _ints(self.global_shape)
         self.global_offset = _ints(self.global_offset)
         if self.axis_fragmentations is not None:
@@ -77,7 +73,7 @@ class ShardedTensor(ShardedBase):
         global_offset: tuple[int, ...],
         replica_id: ReplicaId = 0,
     ) -> Self:
-        """Describe a piece of any size at any place; the other pieces may have other sizes.
+        """Make a piece of any size at any offset; the other pieces may have other sizes.
 
         Example:
             >>> ShardedTensor.at("w", torch.zeros(2, 3), (7, 3), (5, 0)).box
@@ -96,14 +92,14 @@ class ShardedTensor(ShardedBase):
         flattened_range: None = None,
         allow_shape_mismatch: bool = False,
     ) -> Self:
-        """Describe a tensor cut evenly along some axes.
+        """Make a chunk of a tensor that is split evenly along some axes.
 
         Args:
             rank_offsets: (axis of the global tensor, this chunk's number along it, number of chunks along it), each axis at
-                most once; the others are not cut.
+                most once; the others are not split.
 
         Raises:
-            ShardingError: an axis is named twice or is not there, a number is outside of its count, or a range is given.
+            ShardingError: an axis is repeated or does not exist, a number is outside of its count, or a range is given.
 
         Example:
             >>> ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4)).global_offset
@@ -138,14 +134,16 @@ class ShardedTensor(ShardedBase):
         prepend_axis_num: int = 0,
         allow_shape_mismatch: bool = False,
     ) -> Self:
-        """Describe a run of elements, `data`, of a chunk of this shape of a tensor cut evenly along some axes.
+        """Make a range of elements of a chunk of a tensor that is split evenly along some axes.
 
         Args:
+            data: the elements, 1-D.
+            non_flat_local_shape: of the chunk.
             rank_offsets: as for `from_rank_offsets`.
-            flattened_range: which elements of the chunk `data` is; must be given.
+            flattened_range: of `data` in the chunk, row-major; required.
 
         Raises:
-            ShardingError: as `from_rank_offsets`, or no range is given, or one with a step or outside of the chunk.
+            ShardingError: as `from_rank_offsets`, or the range is missing, has a step or leaves the chunk.
             ShapeMismatchError: `data` is not 1-D, or not as long as the range.
         """
         if flattened_range is None:
@@ -161,24 +159,27 @@ class ShardedTensor(ShardedBase):
         )  # fmt: skip
 
     def validate_metadata_integrity(self) -> None:
-        check(self)
+        _check_dimensions(self)
+        _check_range(self)
+        _check_data(self)
+        _check_position(self)
 
     @property
     def box(self) -> Box:
-        """All of the local chunk, in the global tensor."""
+        """Box of the local chunk in the global tensor."""
         return Box(self.global_offset, (1,) * self.prepend_axis_num + self.local_shape)
 
     def pieces(self) -> list[tuple[Box, torch.Tensor]]:
-        """Return `data` as boxes of the global tensor, each with a view of that box's shape: writing to it writes to `data`.
+        """Return `data` as boxes of the global tensor, each with a view of `data` in the box's shape.
 
-        A chunk is one box. A run of n dimensions (the prepended ones not counted) is at most 2n - 1, in the order of its elements;
-        an empty one is none.
+        A chunk is one box. A flattened range of a chunk with n dimensions (without prepended ones) is at most 2n - 1 boxes, in the
+        order of its elements, and none if it is empty.
 
         Raises:
-            ShardingError: there is no data.
+            ShardingError: `data` is None.
         """
         if self.data is None:
-            raise ShardingError(f"{self.key} has no data, only a place; give it a tensor, or call init_data")
+            raise ShardingError(f"{self.key} has no data; give it a tensor, or call init_data")
         data = self.data.detach()
         if self.flattened_range is None:
             return [(self.box, data[(None,) * self.prepend_axis_num])]
@@ -191,22 +192,22 @@ class ShardedTensor(ShardedBase):
         return found
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """The local chunk as an index into the global tensor; a number along a prepended axis, so that the chunk comes out."""
+        """Return the index of the local chunk in the global tensor: numbers along prepended axes, slices along the others."""
         slices = self.box.slices
         return (*self.global_offset[: self.prepend_axis_num], *slices[self.prepend_axis_num :])
 
     def local_coordinates(self) -> Coordinates:
-        """Where in the local chunk each element of a flattened range lies.
+        """Return the coordinates in the local chunk of each element of a flattened range.
 
         Raises:
             ShardingError: the tensor is not flattened.
         """
         run = self._run("local_coordinates")
-        # NumPy has no such answer for an array without dimensions.
+        # np.unravel_index refuses an array without dimensions.
         return np.unravel_index(np.arange(run.start, run.stop), self.local_shape) if self.local_shape else ()
 
     def global_coordinates(self) -> Coordinates:
-        """Where in the global tensor each element of a flattened range lies.
+        """Return the coordinates in the global tensor of each element of a flattened range.
 
         Raises:
             ShardingError: the tensor is not flattened.
@@ -217,10 +218,10 @@ class ShardedTensor(ShardedBase):
         return tuple(local + offset for local, offset in zip(inside, self.global_offset, strict=True))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """The number of the local chunk along each axis of the global tensor.
+        """Return the number of the local chunk along each axis of the global tensor.
 
         Raises:
-            ShardingError: the grid is not regular, so nobody can say how many chunks come before this one.
+            ShardingError: the grid is irregular, so the number of chunks before this one is unknown.
         """
         if self.axis_fragmentations is None and any(self.global_offset):
             raise ShardingError(
@@ -230,10 +231,10 @@ class ShardedTensor(ShardedBase):
         return tuple(o // n if n else 0 for o, n in zip(self.global_offset, self.box.shape, strict=True))
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """The largest chunk shape in which storage can keep the global tensor so that no two ranks share a chunk.
+        """Return the largest storage chunk shape with which no two ranks share a chunk.
 
         Raises:
-            ShardingError: the grid is not regular, or does not divide the global shape where shapes may not differ.
+            ShardingError: the grid is irregular, or does not divide the global shape and `allow_shape_mismatch` is False.
         """
         if self.axis_fragmentations is None:
             raise ShardingError(
@@ -251,23 +252,23 @@ class ShardedTensor(ShardedBase):
         return replace(self, data=None)
 
     def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
-        """Give the piece memory on a device, if it has none: `init_fn(shape of data, dtype=..., device=...)`."""
+        """Allocate `data` on a device if it is None: `init_fn(shape of data, dtype=..., device=...)`."""
         if self.data is None:
             self.data = init_fn(self.data_shape, dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list[Self]:
-        """Return what is left when every rank narrows its chunk alike, as torch.narrow does; data are views.
+        """Narrow the chunk as torch.narrow does, assuming that every rank does the same. Data are views.
 
         Args:
-            dim: of the chunk, prepended axes not counted. A flattened piece is narrowed along 0 only.
+            dim: of the chunk, without prepended axes. A flattened piece is narrowed along 0 only.
 
         Returns:
-            One piece. None at all of a flattened piece that has no element there.
+            One piece; an empty list for a flattened piece without elements there.
 
         Raises:
             ShardingError: there are no such elements, or the chunks along `dim` may differ in length.
         """
-        dim = check_narrow(self, dim, start, length)
+        dim = _narrowed_dim(self, dim, start, length)
         axis, old = dim + self.prepend_axis_num, self.local_shape[dim]
         narrowed = replace(
             self,
@@ -290,7 +291,7 @@ class ShardedTensor(ShardedBase):
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """What shape `data` has, if there is any."""
+        """Shape of `data`, also if that is None."""
         run = self.flattened_range
         return self.local_shape if run is None else (run.stop - run.start,)
 
@@ -305,7 +306,7 @@ class ShardedTensor(ShardedBase):
 def _even_grid(
     key: str, local_shape: tuple[int, ...], rank_offsets: tuple[tuple[int, int, int], ...], prepend_axis_num: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return (global shape, global offset, chunks along each axis) of a chunk of a grid of equal chunks."""
+    """Return (global shape, global offset, number of chunks per axis) for a chunk of a grid of equal chunks."""
     sides = (1,) * prepend_axis_num + local_shape
     numbers, counts = [0] * len(sides), [1] * len(sides)
     seen: set[int] = set()
@@ -338,24 +339,11 @@ def _with(numbers: tuple[int, ...], position: int, value: int) -> tuple[int, ...
     return (*numbers[:position], value, *numbers[position + 1 :])
 
 
-def check(tensor: ShardedTensor) -> None:
-    """Refuse a sharded tensor whose fields contradict each other.
+def _narrowed_dim(tensor: ShardedTensor, dim: int, start: int, length: int) -> int:
+    """Return `dim` counted from the first one, after checking that all ranks can narrow alike.
 
     Raises:
-        ShapeMismatchError: numbers of dimensions, data types or sizes differ that should be equal.
-        ShardingError: the range is no run of the chunk's elements, the chunk has no such place, or the data is a DTensor.
-    """
-    _check_dimensions(tensor)
-    _check_range(tensor)
-    _check_data(tensor)
-    _check_place(tensor)
-
-
-def check_narrow(tensor: ShardedTensor, dim: int, start: int, length: int) -> int:
-    """Refuse elements that cannot be narrowed to, on all ranks alike; return `dim` counted from the first one.
-
-    Raises:
-        ShardingError: naming the tensor, what was asked for and what it has.
+        ShardingError: see `ShardedTensor.narrow`.
     """
     key, local_shape = tensor.key, tensor.local_shape
     if not -len(local_shape) <= dim < len(local_shape):
@@ -372,7 +360,7 @@ def check_narrow(tensor: ShardedTensor, dim: int, start: int, length: int) -> in
         )
     if local != side and (tensor.axis_fragmentations is None or not local or side % local):
         raise ShardingError(
-            f"{key}: chunks of length {local} along dim {dim} need not cut the global length {side} evenly, so they cannot be "
+            f"{key}: chunks of length {local} along dim {dim} need not divide the global length {side} evenly, so they cannot be "
             "narrowed alike; describe them with from_rank_offsets"
         )
     return dim
@@ -410,7 +398,7 @@ def _check_range(tensor: ShardedTensor) -> None:
     if run.start is None or run.stop is None:
         raise ShardingError(f"{tensor.key}: flattened_range {run} has an open end; give both, slice(start, stop)")
     num_elements = math.prod(tensor.local_shape)
-    # An empty run may be said to lie anywhere: Megatron's gated experts say slice(-1, -1) of the half that they do not hold.
+    # An empty range may lie anywhere: Megatron's gated experts give slice(-1, -1) for the half that they do not hold.
     if run.start != run.stop and not 0 <= run.start < run.stop <= num_elements:
         raise ShardingError(
             f"{tensor.key}: flattened_range {run} is not a run of the {num_elements} elements of local_shape {tensor.local_shape}"
@@ -420,7 +408,11 @@ def _check_range(tensor: ShardedTensor) -> None:
 def _check_data(tensor: ShardedTensor) -> None:
     if tensor.data is None:
         return
-    _check_is_local(tensor)
+    if is_dtensor(tensor.data):
+        raise ShardingError(
+            f"{tensor.key}: data is a DTensor, which has placements of its own; give its to_local(), or put the DTensor itself into "
+            "a component of the coordinator"
+        )
     shape = tuple(tensor.data.shape)
     if tensor.data.dtype != tensor.dtype:
         raise ShapeMismatchError(f"{tensor.key}: data has dtype {tensor.data.dtype}, dtype says {tensor.dtype}")
@@ -438,15 +430,7 @@ def _check_data(tensor: ShardedTensor) -> None:
         )
 
 
-def _check_is_local(tensor: ShardedTensor) -> None:
-    if is_dtensor(tensor.data):
-        raise ShardingError(
-            f"{tensor.key}: data is a DTensor, which says itself where it lies; give its to_local(), or put the DTensor itself into "
-            "a component of the coordinator"
-        )
-
-
-def _check_place(tensor: ShardedTensor) -> None:
+def _check_position(tensor: ShardedTensor) -> None:
     box = tensor.box
     regular = tensor.axis_fragmentations is not None
     if regular and any(offset % side if side else offset for offset, side in zip(box.offsets, box.shape, strict=True)):

@@ -1,4 +1,4 @@
-"""Who holds a component. A sharing pattern is nothing but the rule that gives every leaf its address."""
+"""State components and their sharing patterns: the ranks that hold a component, and the address of each of its tensors."""
 
 from __future__ import annotations
 
@@ -14,40 +14,95 @@ from ckpt.format.dtypes import is_dtensor
 from ckpt.format.names import COMPONENT_KEY
 from ckpt.planning.tables import Address
 from ckpt.ranks.topology import Topology
+from ckpt.state.abilities import Elastic
 from ckpt.state.address import DTensorBoxes, address_of, local_tensor
 from ckpt.state.flatten import Leaves, TensorLeaf
-from ckpt.state.replication import check_level
+from ckpt.state.replication import ValidationLevel, check_level
 from ckpt.state.sharded_tensor import ShardedTensor
 
 
 class SharingPattern(Enum):
-    """How a component is spread over the ranks. The strings are the ones of the manifest and of the config files."""
+    """Distribution of a component over the ranks. Manifests and config files hold these strings.
+
+    Attributes:
+        GLOBAL: one copy; rank 0 saves it, every rank loads it.
+        PER_RANK: every rank has its own state.
+        REPLICATED: every rank has the same bits.
+        PER_GROUP: the members of an instance of the named process group have the same bits; instances differ.
+        PER_NODE: the ranks of a host have the same bits; hosts differ.
+        SHARDED: together the ranks hold one global state: boxes of tensors, or different keys, or both.
+    """
 
     GLOBAL = "global"
-    """One copy; rank 0 gives it, everybody loads it."""
     PER_RANK = "per_rank"
-    """Every rank has its own."""
     REPLICATED = "replicated"
-    """Every rank has the same bits."""
     PER_GROUP = "per_group"
-    """The members of an instance of the named process group have the same bits; instances differ."""
     PER_NODE = "per_node"
-    """The ranks of a host have the same bits; hosts differ."""
     SHARDED = "sharded"
-    """Together the ranks hold one global state: boxes of tensors, or different keys, or both."""
 
 
+Sets = tuple[tuple[int, ...], ...]
+"""Sets of ranks whose members should hold the same state."""
 OWN_COPIES = (SharingPattern.PER_RANK, SharingPattern.PER_GROUP, SharingPattern.PER_NODE)
-"""Patterns under which the checkpoint holds several states of one component, each under a prefix."""
+"""Patterns with several states of one component in the checkpoint, each under a prefix."""
 EQUAL_COPIES = (SharingPattern.REPLICATED, SharingPattern.PER_GROUP, SharingPattern.PER_NODE)
-"""Patterns under which several ranks promise equal bits."""
+"""Patterns under which several ranks hold equal bits."""
 DECIDED_BY_OBJECT = ("derive", "repartition")
-"""Values of `elastic` that leave it to the object, by the methods of `ckpt.state.abilities.Elastic`, what a change means."""
+"""Values of `elastic` for objects that implement `ckpt.state.abilities.Elastic`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Hosts and process groups of a run.
+
+    Attributes:
+        nodes: ranks by host.
+        groups: name of a process group -> its instances.
+    """
+
+    nodes: Sets
+    groups: Mapping[str, Sets]
+
+    @classmethod
+    def of(cls, topology: Topology) -> Ranks:
+        return cls(topology.nodes, {name: group.instances for name, group in topology.groups.items()})
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        return tuple(sorted(rank for ranks in self.nodes for rank in ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """A pattern, with its group where it has one."""
+
+    pattern: SharingPattern
+    group: str | None = None
+
+    def __str__(self) -> str:
+        return self.pattern.name + (f" {self.group}" if self.group else "")
+
+    def declaration(self, component: str) -> str:
+        """Return the instruction for declaring this pattern."""
+        group = f" and process_group_name={self.group}" if self.group else ""
+        return f"declare component {component} with sharing_pattern={self.pattern.value}{group}"
+
+    def sets(self, ranks: Ranks) -> Sets:
+        """Return the sets of ranks that each hold one state."""
+        match self.pattern:
+            case SharingPattern.PER_RANK:
+                return tuple((rank,) for rank in ranks.world)
+            case SharingPattern.PER_NODE:
+                return ranks.nodes
+            case SharingPattern.PER_GROUP:
+                return ranks.groups[self.group or ""]
+            case _:
+                return (ranks.world,)
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """The torch protocol: what a component's object must offer."""
+    """The torch protocol, required of every component's object."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -65,15 +120,15 @@ class StateComponent:
         process_group_name: which of the coordinator's process groups, for PER_GROUP; its *members* hold equal bits.
         required: if False, a save or a load that fails at this component leaves it out, on all ranks, with a warning.
         validate_replication: compare the equal copies at every save.
-        metadata: the caller's own notes; not stored.
-        validation_level: how closely: "none", "quick", "tensor" or "full" (ckpt/state/replication.py); None is "tensor".
-        elastic: what a change of ranks, nodes or groups means; None takes what follows from the pattern. "reshard" and "replica"
-            load all the same: "replica" takes any copy of those that each rank, node or group has of its own, if all are
-            equal. "repartition" hands all saved copies to the object, "derive" only the first one; see
-            `ckpt.state.abilities.Elastic`. "rebuild" leaves the object the state it has, "refuse" stops the load.
+        metadata: notes of the caller; not stored.
+        validation_level: of that comparison: "none", "quick", "tensor" or "full" (ckpt/state/replication.py); None is "tensor".
+        elastic: treatment in a load on other ranks, nodes or groups than those that saved; None: see `default_elastic`.
+            "reshard" loads new shards; "replica" loads any saved copy, if all are equal; "repartition" passes all saved copies to
+            the object, "derive" only the first one (`ckpt.state.abilities.Elastic`); "rebuild" keeps the object's present state;
+            "refuse" stops the load.
 
     Raises:
-        ConfigurationError: the parts contradict each other.
+        ConfigurationError: the attributes contradict each other.
     """
 
     key: str
@@ -99,14 +154,22 @@ class StateComponent:
             raise ConfigurationError(
                 f"component {self.key}: {type(self.stateful).__name__} has no state_dict/load_state_dict pair; wrap it in one"
             )
-        if self.elastic in DECIDED_BY_OBJECT:
-            _require_elastic(self)
+        if self.elastic in DECIDED_BY_OBJECT and not isinstance(self.stateful, Elastic):
+            raise ConfigurationError(
+                f"component {self.key}: elastic={self.elastic} needs an object with the methods fits and load_changed, of which "
+                f"{type(self.stateful).__name__} lacks at least one; add it (see ckpt.state.abilities.Elastic), or declare component "
+                f"{self.key} with elastic=None"
+            )
 
     @property
     def pattern(self) -> SharingPattern:
-        """The pattern as the enum, whatever it was given as."""
-        given = self.sharing_pattern
-        return given if isinstance(given, SharingPattern) else SharingPattern(given)
+        """`sharing_pattern` as the enum."""
+        return SharingPattern(self.sharing_pattern)
+
+    @property
+    def sharing(self) -> Sharing:
+        """The pattern with its process group."""
+        return Sharing(self.pattern, self.process_group_name)
 
 
 def check_component(
@@ -118,10 +181,10 @@ def check_component(
     validation_level: str | None = None,
     elastic: str | None = None,
 ) -> SharingPattern:
-    """Refuse a declaration that contradicts itself; return its pattern. Needs no object and no ranks.
+    """Check a component's declaration, without its object or ranks; return its pattern.
 
     Raises:
-        ConfigurationError: naming the component, both choices and the way out.
+        ConfigurationError: an unknown or contradictory choice.
     """
     if not isinstance(key, str) or not COMPONENT_KEY.fullmatch(key):
         raise ConfigurationError(f"component key {key!r} may hold letters, digits, '_' and '-' only: it names a folder")
@@ -150,28 +213,42 @@ def check_component(
     choices = elastic_choices(pattern)
     if elastic is not None and elastic not in choices:
         raise ConfigurationError(
-            f"component {key}: elastic={elastic} is not what {pattern.value} components do when the ranks change; leave it "
+            f"component {key}: elastic={elastic} does not apply to {pattern.value} components; leave it "
             f"null or set it to {' or '.join(choices)}"
         )
     return pattern
 
 
 def default_elastic(pattern: SharingPattern) -> str:
-    """What happens to a component that says nothing when it is loaded by other ranks than saved it."""
+    """Return the value of `elastic` that None stands for."""
     if pattern in OWN_COPIES:
         return "refuse"
     return "reshard" if pattern is SharingPattern.SHARDED else "replica"
 
 
 def elastic_choices(pattern: SharingPattern) -> tuple[str, ...]:
-    """What `elastic` may be under a pattern, what is meant by None first."""
+    """Return the valid values of `elastic` under a pattern, the default first."""
     replica = ("replica",) if pattern in OWN_COPIES else ()
     decided = DECIDED_BY_OBJECT if pattern is not SharingPattern.SHARDED else ()
     return tuple(dict.fromkeys((default_elastic(pattern), *replica, *decided, "rebuild", "refuse")))
 
 
+def level_of(component: StateComponent, *, validate_all: bool) -> ValidationLevel:
+    """Return the level at which a save compares a component's equal copies.
+
+    Args:
+        validate_all: `save_checkpoint(validate=True)`: at least "tensor", except for a component that declares "none".
+    """
+    wanted = ValidationLevel(component.validation_level or ValidationLevel.TENSOR)
+    if component.pattern not in EQUAL_COPIES or wanted is ValidationLevel.NONE:
+        return ValidationLevel.NONE
+    if validate_all:
+        return wanted if wanted.covers(ValidationLevel.TENSOR) else ValidationLevel.TENSOR
+    return wanted if component.validate_replication else ValidationLevel.NONE
+
+
 def prefix_of(component: StateComponent, topology: Topology) -> str:
-    """The folder, below the component's, of this rank's own copy; "" where all ranks share one state.
+    """Return the folder of this rank's own copy, below the component's; "" if all ranks share one state.
 
     Raises:
         ConfigurationError: the component names a process group that this run does not have.
@@ -195,46 +272,38 @@ def prefix_of(component: StateComponent, topology: Topology) -> str:
 
 
 def copy_prefix(pattern: SharingPattern, number: int, group: str = "") -> str:
-    """The folder, below the component's, of the copy of one rank, node or instance of `group`, counted from 0."""
+    """Return the folder, below the component's, for the copy of one rank, node or instance of `group`, counted from 0."""
     if pattern is SharingPattern.PER_RANK:
         return f"rank-{number:05d}/"
     return f"{'node' if pattern is SharingPattern.PER_NODE else group}-{number:04d}/"
 
 
-def holders_of(component: StateComponent, topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """The sets of ranks that hold one state of a component: one set per prefix, in the order of the prefixes."""
-    match component.pattern:
-        case SharingPattern.GLOBAL:
-            return ((0,),)
-        case SharingPattern.PER_RANK:
-            return tuple((rank,) for rank in range(topology.world_size))
-        case SharingPattern.PER_NODE:
-            return topology.nodes
-        case SharingPattern.PER_GROUP:
-            return topology.groups[component.process_group_name or ""].instances
-        case _:
-            return (tuple(range(topology.world_size)),)
+def holders_of(component: StateComponent, topology: Topology) -> Sets:
+    """Return the sets of ranks that hold one state of a component: one set per prefix, in the order of the prefixes."""
+    if component.pattern is SharingPattern.GLOBAL:
+        return ((0,),)
+    return component.sharing.sets(Ranks.of(topology))
 
 
-def gives(component: StateComponent, topology: Topology) -> bool:
-    """Whether this rank's plain tensors and plain values of a component belong in the checkpoint at all."""
+def contributes(component: StateComponent, topology: Topology) -> bool:
+    """Whether this rank contributes plain tensors and plain values of a component to the checkpoint."""
     return component.pattern is not SharingPattern.GLOBAL or topology.rank == 0
 
 
 def addresses(component: StateComponent, leaves: Leaves, topology: Topology) -> dict[str, Address]:
-    """Give every tensor of a component its address on this rank; aliases are the caller's to leave out.
+    """Return key -> address of the tensors that this rank contributes to a component.
 
-    A DTensor or ShardedTensor of a GLOBAL or REPLICATED component is sharded all the same, so rank 0 does not speak for it.
+    A DTensor or ShardedTensor of a GLOBAL component is contributed by every rank.
 
-    Returns:
-        key -> address, for the leaves this rank contributes.
+    Args:
+        leaves: without aliases of tied tensors.
 
     Raises:
-        ShardingError: a DTensor reaches across the ranks, nodes or groups that each should have a copy of their own.
+        ShardingError: a DTensor spans several of the ranks, nodes or groups that each should have a copy of their own.
     """
     start = f"{component.key}/{prefix_of(component, topology)}"
     has_own = component.pattern in OWN_COPIES
-    gives_plain = gives(component, topology)
+    gives_plain = contributes(component, topology)
     found = {}
     boxes = DTensorBoxes()
     for key, leaf in leaves.tensors.items():
@@ -250,8 +319,8 @@ def addresses(component: StateComponent, leaves: Leaves, topology: Topology) -> 
 def find_aliases(tensors: dict[str, TensorLeaf], declared: Mapping[str, str]) -> dict[str, str]:
     """Return {alias: first name} of tied tensors: found by storage on this rank, or declared by the model.
 
-    The first name is the one that comes first in the state dict (the whole model's registration order for a declared pair,
-    where a pipeline stage may hold only the alias).
+    The first name comes first in the state dict. For a declared pair it comes first in the registration order of the whole model,
+    because a pipeline stage may hold only the alias.
     """
     aliases = {}
     alone: dict[int, str] = {}
@@ -260,35 +329,25 @@ def find_aliases(tensors: dict[str, TensorLeaf], declared: Mapping[str, str]) ->
         if isinstance(leaf, ShardedTensor):
             continue
         address = (local_tensor(leaf) if is_dtensor(leaf) else leaf).data_ptr()
-        if not address:  # no element, or no memory for them
+        if not address:  # no elements, or a meta tensor
             continue
         before = alone.setdefault(address, key)
         if before == key:
             continue
-        # Two tensors begin there, which few do: are they one?
-        first_at.setdefault(_whereabouts(tensors[before]), before)
-        first = first_at.setdefault(_whereabouts(leaf), key)
+        # Two tensors start at this address, which is rare: compare all of their layout.
+        first_at.setdefault(_memory_layout(tensors[before]), before)
+        first = first_at.setdefault(_memory_layout(leaf), key)
         if first != key:
             aliases[key] = first
     aliases.update({alias: first for alias, first in declared.items() if alias in tensors})
     return aliases
 
 
-def _whereabouts(leaf: TensorLeaf) -> tuple[Any, ...]:
-    """What tensors have in common that are one: the memory, and how it is looked at."""
+def _memory_layout(leaf: TensorLeaf) -> tuple[Any, ...]:
+    """Return the memory of a tensor and its view of it: equal for tied tensors alone."""
     memory = local_tensor(leaf)
     shapes = tuple(leaf.shape), tuple(memory.shape)  # type: ignore[union-attr]  # a ShardedTensor is never asked
     return memory.device, memory.data_ptr(), memory.dtype, *shapes, memory.stride()
-
-
-def _require_elastic(component: StateComponent) -> None:
-    for method in ("fits", "load_changed"):
-        if not callable(getattr(component.stateful, method, None)):
-            raise ConfigurationError(
-                f"component {component.key}: elastic={component.elastic} lets the object decide what a change of ranks means, but "
-                f"{type(component.stateful).__name__} has no method {method}; add it (ckpt.state.abilities.Elastic says what it "
-                f"does), or declare component {component.key} with elastic=None"
-            )
 
 
 def _require_inside(

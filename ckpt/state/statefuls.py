@@ -1,6 +1,6 @@
-"""The objects a training run saves, as components: a module, an optimizer by parameter name, the random generators.
+"""Components for the usual objects of a training run: a module, an optimizer by parameter name, the random generators.
 
-Each gives out the memory it really uses, so a load fills it in place, and `load_state_dict` then has next to nothing to do.
+Their `state_dict` returns the tensors in use, so a load fills these in place, and `load_state_dict` only sets the rest.
 """
 
 from __future__ import annotations
@@ -19,20 +19,29 @@ from ckpt.format.manifest import ArrayEntry
 from ckpt.memory.device import Device, telling_of_room
 from ckpt.state.abilities import tied_names
 from ckpt.state.address import local_tensor
-from ckpt.state.flatten import TensorLeaf
-from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import Stateful
 from ckpt.state.wrappers import Unwrapping, saved_under
 
-_OF_THIS_RUN = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-"""Options of a parameter group that say how this machine computes, not what: a checkpoint holds no device."""
+_MACHINE_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+"""Options of a parameter group that depend on this run's machine. Not saved."""
+
+
+@contextmanager
+def _refusing_state(what: str) -> Iterator[None]:
+    """Turn errors of applying a saved state into a `CorruptCheckpointError`: this module wrote it, so it must be damaged."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"{what} cannot load the saved state: {sentence(error)}") from error
 
 
 class ModelState:
     """A module's parameters and persistent buffers, by name.
 
-    Wrappers have no part in names (`wrappers`): a checkpoint of a module that is compiled, or in DDP, loads into the bare one, and
-    the other way round. One of an earlier version may have their parts in its names; it loads, too.
+    Names are free of wrappers (`wrappers`): a checkpoint of a compiled module or of one in DDP loads into the bare module, and
+    vice versa. Checkpoints of earlier versions, whose names may contain parts of wrappers, load too.
 
     Args:
         module: may declare `tied_names`, {alias: first name}, for weights that are tied across ranks.
@@ -40,7 +49,7 @@ class ModelState:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self._saved_as: dict[str, str] = {}  # of a load that is under way
+        self._saved_as: dict[str, str] = {}  # name -> saved name, during a load
 
     @property
     def tied_names(self) -> dict[str, str]:
@@ -48,12 +57,12 @@ class ModelState:
         return {self._saved_as.get(a, a): self._saved_as.get(b, b) for a, b in tied.items()}
 
     def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
-        """A module has its tensors already; it wants these and no others."""
+        """Match names that an earlier version saved. The module's tensors exist already."""
         self._saved_as = {}
         self._saved_as = saved_under(lambda: self.state_dict().keys(), saved.keys())
 
     def forget_prepared(self) -> None:
-        """Go by the module's own names again."""
+        """Return to the module's own names."""
         self._saved_as = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,7 +71,7 @@ class ModelState:
         return dict(state) if names is None else {names[key]: value for key, value in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what is not in the module's memory already: buffers kept elsewhere, `get_extra_state` values."""
+        """Set the values that were not loaded in place: buffers kept elsewhere, `get_extra_state` values."""
         current = self.module.state_dict()
         given = {name: key for key, name in (self._names(current) or {}).items()}
         elsewhere = {
@@ -75,7 +84,7 @@ class ModelState:
         self.forget_prepared()
 
     def _names(self, given: Collection[str]) -> dict[str, str] | None:
-        """The module's names of its tensors -> ours; None: they are the same."""
+        """Return names of the module -> names in the checkpoint; None if all are equal."""
         unwrapping = Unwrapping(self.module)
         if not unwrapping.is_needed and not self._saved_as:
             return None
@@ -85,11 +94,11 @@ class ModelState:
 class OptimizerState:
     """An optimizer's state under `state.<parameter name>.<field>` and `param_groups.<parameter name>.<option>`.
 
-    Names outlive a change of parameter order, of groups, of pipeline stages; positions do not. State of a weight that is
-    tied across ranks goes by the weight's first name, also on a rank that holds it under another only. Wrappers have no part in names.
+    Names stay valid when the order of parameters, the groups or the pipeline stages change; positions do not. State of a weight
+    that is tied across ranks is saved under the weight's first name on every rank. Names are free of wrappers.
 
     Args:
-        module: where the names come from, and `tied_names`, {alias: first name}; None if the optimizer was made from
+        module: source of the names and of `tied_names`, {alias: first name}; None if the optimizer was made from
             `module.named_parameters()`.
 
     Raises:
@@ -112,10 +121,10 @@ class OptimizerState:
                     )
                 self._names[parameter] = name
         self._prepared: list[tuple[torch.Tensor, str]] = []
-        self._saved_as: dict[str, str] = {}  # of a load that is under way
+        self._saved_as: dict[str, str] = {}  # name -> saved name, during a load
 
     def prepare_to_load(self, saved: Mapping[str, ArrayEntry]) -> None:
-        """Make the state tensors of parameters that have not been stepped yet, like the parameter where shapes agree."""
+        """Make the state tensors of parameters without state. Where shapes agree, they are laid out like the parameter."""
         stepped = {key.removeprefix("state.").rpartition(".")[0] for key in saved if key.startswith("state.")}
         self._saved_as = saved_under(lambda: set(self._names.values()), stepped)
         parameters = {name: (parameter, group) for parameter, name, group in self._parameters()}
@@ -129,7 +138,7 @@ class OptimizerState:
                 self._prepared.append((parameter, state_field))
 
     def forget_prepared(self) -> None:
-        """Remove what was made for a load that did not come: it holds no values."""
+        """Remove the state tensors made by `prepare_to_load`, which hold no values."""
         for parameter, state_field in self._prepared:
             self.optimizer.state[parameter].pop(state_field, None)
             if not self.optimizer.state[parameter]:
@@ -143,20 +152,17 @@ class OptimizerState:
         for parameter, name, group in self._parameters():
             if self.optimizer.state.get(parameter):
                 state[name] = dict(self.optimizer.state[parameter])
-            groups[name] = {option: value for option, value in group.items() if option not in _OF_THIS_RUN}
+            groups[name] = {option: value for option, value in group.items() if option not in _MACHINE_OPTIONS}
         return {"state": state, "param_groups": groups}
 
+    @_refusing_state("the optimizer")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over plain state and group options; tensors are in place already.
+        """Set plain state and group options; tensors are loaded in place already.
 
         Raises:
-            ConfigurationError: parameters that share a group here had different options when they were saved.
-            CorruptCheckpointError: there are no states and options by parameter name in it.
+            ConfigurationError: parameters that share a group in this run had different options when they were saved.
+            CorruptCheckpointError: invalid states or options.
         """
-        with _refusing_state("the optimizer"):
-            self._load(state_dict)
-
-    def _load(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict.get("param_groups", {})
         for group in self.optimizer.param_groups:
             members = [self._name_of(parameter) for parameter in group["params"]]
@@ -168,7 +174,7 @@ class OptimizerState:
                         f"optimizer: {members[0]} and {name} share a parameter group in this run, but were saved with different "
                         f"options, {options} and {other}; make the same groups as the run that saved them"
                     )
-            group.update({option: value for option, value in options.items() if option not in _OF_THIS_RUN})
+            group.update({option: value for option, value in options.items() if option not in _MACHINE_OPTIONS})
         for parameter, name, _ in self._parameters():
             for state_field, value in state_dict.get("state", {}).get(name, {}).items():
                 current = self.optimizer.state[parameter].get(state_field)
@@ -178,14 +184,14 @@ class OptimizerState:
         self._saved_as = {}
 
     def named_from_positions(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Turn a state dict that `torch.optim` wrote, by position, into one by name, for `load_state_dict`. Changes nothing.
+        """Convert a state dict of `torch.optim`, by position, to one by name, for `load_state_dict`. Changes nothing.
 
-        Where the groups hold names, those count. Where they do not, position n is taken for the n-th parameter here, and only
-        if the groups have the same sizes and every state tensor has the shape of its parameter. Two parameters of one
-        shape that have changed places cannot be told apart, so keep the order of the model that saved it.
+        Names in the groups are used if there are any. Otherwise position n stands for the n-th parameter here, provided that the
+        groups have the same sizes and every state tensor has the shape of its parameter. Swapped parameters of one shape are not
+        detected: keep the order of the model that saved the state.
 
         Raises:
-            ShapeMismatchError: groups, names or shapes differ, so it is not clear whose state is whose.
+            ShapeMismatchError: group sizes or shapes differ, so the parameters cannot be identified.
         """
         mine = [[(self._names[p], p) for p in group["params"]] for group in self.optimizer.param_groups]
         sizes = [len(group["params"]) for group in saved["param_groups"]]
@@ -201,7 +207,7 @@ class OptimizerState:
             known = {old: name for name, old in saved_under(lambda: self._names.values(), names).items()}
             names = [known.get(name, name) for name in names]
             for name, position in zip(names, group["params"], strict=True):
-                options = {option: value for option, value in group.items() if option not in _OF_THIS_RUN}
+                options = {option: value for option, value in group.items() if option not in _MACHINE_OPTIONS}
                 named["param_groups"][name] = options
                 state = saved["state"].get(position, {})
                 for state_field, value in state.items():
@@ -225,19 +231,18 @@ class OptimizerState:
 
 
 class RNGState:
-    """Every random generator a rank draws from: Python, NumPy, torch on the CPU and on each device of the rank.
+    """All random generators of a rank: Python, NumPy, torch on the CPU and on each device of the rank.
 
-    All of it is plain, opaque bytes. The coordinator restores it after everything else, so that no other component's
-    loading can draw from it.
+    The states are plain bytes. The coordinator restores them after all other components, whose loads may draw numbers.
 
-    Where a run goes on with other ranks, the saved states belong to nobody: under `elastic=derive` every rank then starts
-    a generator that follows from the run's seed, its stream and the step.
+    A saved state fits only the rank that saved it. If a run continues on other ranks under `elastic=derive`, every rank seeds its
+    generators from the run's seed, its stream and the step.
 
     Args:
-        seed: of the run; None: the states cannot be derived, only restored.
-        stream: (number, count): which of the run's streams of random numbers this rank draws from. Ranks that must draw
-            alike, such as those of one tensor-parallel group, have one stream.
-        step: returns how many steps the run has made.
+        seed: of the run; None: the states can be restored but not derived.
+        stream: (number, count): this rank's stream of random numbers, of all streams of the run. Ranks that must draw equal
+            numbers, such as those of one tensor-parallel group, share a stream.
+        step: returns the number of steps that the run has made.
     """
 
     restored_last = True
@@ -265,27 +270,28 @@ class RNGState:
             state |= {"seed": self._seed, "stream": list(self._stream), "step": self._step()}
         return state
 
+    @_refusing_state("the random generators")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with saved states, and with the seed of the run that saved them.
+        """Restore saved states, and the seed of the run that saved them.
 
         Raises:
-            CorruptCheckpointError: a generator does not take what is given as its state.
+            CorruptCheckpointError: a generator refuses its state.
         """
-        with _refusing_state("the random generators"):
-            self._adopt_seed(state_dict)
-            random.setstate(state_dict["python"])
-            np.random.set_state(state_dict["numpy"])
-            states = {name: torch.tensor(list(state), dtype=torch.uint8) for name, state in state_dict["torch"].items()}
-            self._device.set_rng_state(states)
+        self._adopt_seed(state_dict)
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+        states = {name: torch.tensor(list(state), dtype=torch.uint8) for name, state in state_dict["torch"].items()}
+        self._device.set_rng_state(states)
 
+    @_refusing_state("the random generators")
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Whether a saved state is of the stream that this rank draws from, and of the kinds of devices that this rank has."""
-        with _refusing_state("the random generators"):
-            same_stream = list(saved.get("stream", self._stream)) == list(self._stream)
-            return same_stream and set(saved["torch"]) == set(self._device.rng_state())
+        """Whether a saved state has the stream and the kinds of devices of this rank."""
+        same_stream = list(saved.get("stream", self._stream)) == list(self._stream)
+        return same_stream and set(saved["torch"]) == set(self._device.rng_state())
 
+    @_refusing_state("the random generators")
     def load_changed(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Derive the state from the seed and the step of any saved one, and from this rank's stream.
+        """Derive the state from the seed and step of a saved one, and this rank's stream.
 
         Raises:
             ConfigurationError: the states were saved without a seed.
@@ -295,16 +301,15 @@ class RNGState:
                 "the random generators were saved without the run's seed, so no state for other ranks follows from them; "
                 "make RNGState(device, seed=..., stream=..., step=...), or load on the ranks that saved"
             )
-        with _refusing_state("the random generators"):
-            self._adopt_seed(saved[0])
-            self.seed(saved[0]["seed"], saved[0]["step"])
+        self._adopt_seed(saved[0])
+        self.seed(saved[0]["seed"], saved[0]["step"])
 
     def _adopt_seed(self, saved: Mapping[str, Any]) -> None:
         if self._seed is not None:
             self._seed = saved.get("seed", self._seed)
 
     def seed(self, seed: int, step: int = 0) -> None:
-        """Start all generators of this rank anew: equal for equal (seed, stream, step), unrelated for others."""
+        """Seed all generators of this rank: equal for equal (seed, stream, step), unrelated otherwise."""
         own = int(np.random.SeedSequence([seed, *self._stream, step]).generate_state(1)[0])
         random.seed(own)
         np.random.seed(own)
@@ -312,7 +317,7 @@ class RNGState:
 
 
 def _names_of_parameters(module: torch.nn.Module) -> dict[torch.Tensor, str]:
-    """Every parameter's name, the first one of a weight that is tied across ranks."""
+    """Return the name of every parameter; for a weight that is tied across ranks, its first name."""
     tied, names = _tied_names(module), Unwrapping(module)
     return {parameter: tied.get(name := names.name(given), name) for given, parameter in module.named_parameters()}
 
@@ -323,7 +328,7 @@ def _tied_names(module: torch.nn.Module) -> dict[str, str]:
 
 
 def as_stateful(stateful: Any) -> Stateful:
-    """Wrap a bare module or optimizer, so that its state is kept by name and filled in place."""
+    """Wrap a bare module or optimizer, to save its state by name and load it in place."""
     if isinstance(stateful, torch.nn.Module):
         return ModelState(stateful)
     if isinstance(stateful, torch.optim.Optimizer):
@@ -332,22 +337,11 @@ def as_stateful(stateful: Any) -> Stateful:
     return wrapped
 
 
-@contextmanager
-def _refusing_state(what: str) -> Iterator[None]:
-    """Make a `CorruptCheckpointError` of a saved state that is none: what is applied here has been written by nobody else."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"{what} cannot have had the state that was saved: {sentence(error)}") from error
-
-
 def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], entry: ArrayEntry) -> torch.Tensor:
-    """Memory for a tensor of an optimizer's state, where the optimizer would make it.
+    """Allocate a tensor of an optimizer's state, on the device that the optimizer would use.
 
     Raises:
-        DeviceMemoryError: the parameter's device has no room for it.
+        DeviceMemoryError: the parameter's device is out of memory.
     """
     dtype = torch_dtype(entry.dtype)
     with telling_of_room(parameter.device, local_tensor(parameter).numel() * dtype.itemsize):
@@ -358,24 +352,19 @@ def _state_tensor(parameter: torch.Tensor, group: Mapping[str, Any], entry: Arra
 
 
 def _as_step(value: Any) -> Any:
-    """Torch counted steps in plain numbers once, and does in 0-dim tensors now."""
+    """Convert a step count of old torch versions, a plain number, to a 0-dim tensor."""
     return torch.tensor(float(value)) if isinstance(value, int | float) else value
 
 
 def _same_memory(current: Any, loaded: Any) -> bool:
     if not isinstance(current, torch.Tensor) or not isinstance(loaded, torch.Tensor):
         return False
-    mine, theirs = local_tensor(current), local_tensor(loaded)
-    return (mine.data_ptr(), mine.shape, mine.stride(), mine.dtype) == (
-        theirs.data_ptr(),
-        theirs.shape,
-        theirs.stride(),
-        theirs.dtype,
-    )
+    mine, theirs = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in map(local_tensor, (current, loaded)))
+    return mine == theirs
 
 
 def _equal_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     def comparable(value: Any) -> Any:
-        return value.tolist() if isinstance(value, TensorLeaf) and not isinstance(value, ShardedTensor) else value
+        return value.tolist() if isinstance(value, torch.Tensor) else value
 
     return {k: comparable(v) for k, v in a.items()} == {k: comparable(v) for k, v in b.items()}

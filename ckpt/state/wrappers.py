@@ -1,7 +1,6 @@
-"""Names of a module's tensors without the wrappers around modules: torch.compile, DDP, FSDP1, activation checkpointing.
+"""Names of a module's tensors without the parts of wrappers: torch.compile, DDP, FSDP1, activation checkpointing.
 
-A wrapper is a module of one of torch's classes below, found in the module's tree. A name is never changed for how it reads: a user's own
-module may be called `module`.
+Wrappers are found by class in the module's tree, never by name: a user's own module may be called `module`.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ _WRAPPERS = {
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): "_fsdp_wrapped_module",
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
 }
-"""Module and class -> the attribute that holds what is wrapped. A class whose module nobody has imported has no instances."""
+"""(Module, class) -> attribute that holds the wrapped module. A class whose module is not imported has no instances."""
 
 _ATTRIBUTES = frozenset(_WRAPPERS.values())
 
 
 class Unwrapping:
-    """The names of one module's tensors, with its wrappers as they are now."""
+    """Names of one module's tensors without wrappers, as the module is wrapped now."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._root = module
         kinds = {getattr(sys.modules[name], kind): at for (name, kind), at in _WRAPPERS.items() if name in sys.modules}
-        self._attributes: dict[type, str] = {}  # by each class in the tree, of which there are few
+        self._attributes: dict[type, str] = {}  # by wrapper class in the tree
         for one in _classes(module):
             for kind, attribute in kinds.items():
                 if issubclass(one, kind):
@@ -38,7 +37,7 @@ class Unwrapping:
 
     @property
     def inner(self) -> torch.nn.Module:
-        """The module without the wrappers around the whole of it."""
+        """The module without the wrappers around all of it."""
         module = self._root
         while (wrapped := self._wrapped(module)) is not None:
             module = wrapped[1]
@@ -50,7 +49,7 @@ class Unwrapping:
         return bool(self._attributes)
 
     def name(self, given: str) -> str:
-        """The name without wrappers. Hooks of some wrappers have left their part out already."""
+        """Return a tensor's name without wrappers. State dict hooks of some wrappers have removed their part already."""
         if not self._attributes:
             return given
         kept: list[str] = []
@@ -66,20 +65,20 @@ class Unwrapping:
         return ".".join(kept)
 
     def _wrapped(self, module: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
-        """The attribute of a wrapper and what it wraps; None: it is no wrapper."""
+        """Return (attribute, wrapped module) of a wrapper; None for any other module."""
         attribute = self._attributes.get(type(module))
         inner = None if attribute is None else module._modules.get(attribute)
         return None if attribute is None or inner is None else (attribute, inner)
 
 
 def saved_under(wanted: Callable[[], Collection[str]], saved: Collection[str]) -> dict[str, str]:
-    """Name -> the name with parts of wrappers under which an earlier version has saved it, of those that are not saved without.
+    """Map wanted names to saved names that contain parts of wrappers, as an earlier version saved them.
 
-    Here names are all there is to go by. A pair counts if both are the same without all parts that are called like a wrapper's
-    attribute, the saved name is wanted by nothing, and there is no second such pair.
+    Only names are known here. A pair matches if both are equal without all parts that are named like a wrapper's attribute, the
+    wanted name is not saved, the saved name is not wanted, and the match is unique.
 
     Args:
-        wanted: returns the names; asked only if a saved one has such a part, which is rare.
+        wanted: returns the wanted names; called only if a saved name has such a part, which is rare.
     """
     suspicious = [name for name in saved if not _ATTRIBUTES.isdisjoint(name.split("."))]
     if not suspicious:
@@ -101,7 +100,7 @@ def _bare(name: str) -> str:
 
 
 def _classes(root: torch.nn.Module) -> set[type]:
-    """The classes of all modules of a tree; faster than `Module.modules`, which names them."""
+    """Return the classes of all modules of a tree. Faster than `Module.modules`, which builds names."""
     found: set[type] = set()
     left = [root]
     while left:

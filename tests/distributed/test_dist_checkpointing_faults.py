@@ -318,7 +318,7 @@ def _break(topology: Topology, folder: Path, state: Callable[[Topology], dict[st
         (_two_main_replicas, "w: the shard [0:2] of the global shape [2] has 3 main replicas, on ranks 0-2"),
         (
             _a_hole,
-            "w: no rank has the main replica of the shard [6:8] of the global shape [8]; ranks 0-2 have the rest of w",
+            "w: no rank has the main replica of the shard [6:8] of the global shape [8]; the rest of w is on ranks 0-2",
         ),
         (
             _a_gap_between_runs,

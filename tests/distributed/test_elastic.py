@@ -93,13 +93,16 @@ def test_the_object_may_decide_under_every_pattern_but_sharded_and_must_be_able_
     for pattern in ("global", "replicated", "per_rank", "per_node", "per_group"):
         assert component(queue, pattern, elastic).elastic == elastic
     with pytest.raises(
-        ConfigurationError, match=f"elastic={elastic} is not what sharded components do.*set it to reshard"
+        ConfigurationError, match=f"elastic={elastic} does not apply to sharded components.*set it to reshard"
     ):
         component(queue, "sharded", elastic)
-    queue.load_changed = None  # type: ignore[assignment, method-assign]
-    with pytest.raises(ConfigurationError, match="component data: .* but Queue has no method load_changed; add it"):
-        component(queue, "per_rank", elastic)
-    with pytest.raises(ConfigurationError, match="component x: .* but Held has no method fits; add it"):
+
+    class Rigid(Queue):
+        load_changed = None  # type: ignore[assignment]
+
+    with pytest.raises(ConfigurationError, match="component data: .* Rigid lacks at least one; add it"):
+        component(Rigid(Topology.alone()), "per_rank", elastic)
+    with pytest.raises(ConfigurationError, match="component x: .* Held lacks at least one; add it"):
         StateComponent("x", Held({}), "global", elastic=elastic)
 
 

@@ -258,7 +258,7 @@ def test_what_cannot_be_planned_is_one_sentence(plan: Plan, overrides: list[str]
         (["checkpoint=/proc"], "/proc is not a checkpoint"),
         (["checkpoint=/proc", "nodes=0"], "nodes=0: expected at least 1"),
         (["checkpoint=/proc", "parallel=single", "nodes=2"], "parallel=single trains on one rank, but there are 2"),
-        (["checkpoint=/proc", "components.rng.elastic=rubber"], "elastic=rubber is not what per_rank components do"),
+        (["checkpoint=/proc", "components.rng.elastic=rubber"], "elastic=rubber does not apply to per_rank components"),
     ],
 )
 def test_a_checkpoint_or_layout_that_cannot_be_is_refused(plan: Plan, overrides: list[str], says: str) -> None:

@@ -1,7 +1,8 @@
-"""Checkpoints that Megatron-Core wrote with its zarr strategy: read, never written.
+"""Checkpoints written by Megatron-Core's zarr strategy. Read only.
 
 Files, in the order in which data travels:
 
-    layout                  what lies where
-    chunks, zarr            its chunks, for loading strategies; the arrays and the pickled parts
+    layout                  files of such a checkpoint; metadata of its arrays
+    zarr                    reads arrays and pickled parts
+    chunks                  its chunks, for loading strategies
 """

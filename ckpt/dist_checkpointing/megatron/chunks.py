@@ -1,4 +1,4 @@
-"""The chunks of a Megatron-Core zarr checkpoint, as a loading strategy wants them: where each lies, and how it is decoded."""
+"""Chunks of a Megatron-Core zarr checkpoint for loading strategies: file and decoding of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt.storage.extents import WantedBox
 
 
 class MegatronChunks:
-    """See `ckpt.loading.strategy.Stored`. Chunks have no digests; one that is missing or cut off is found."""
+    """See `ckpt.loading.strategy.Stored`. Chunks have no digests; missing and truncated ones are detected."""
 
     has_digests = False
     held = NOTHING_HELD
@@ -26,7 +26,7 @@ class MegatronChunks:
         self._arrays = arrays
 
     def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
-        """Yield where the wanted box lies; `request.name` is the tensor's key."""
+        """Yield the parts of the wanted box, one per chunk; `request.name` is the tensor's key."""
         if 0 in request.box.shape:
             return
         array = self._arrays.arrays[request.name]

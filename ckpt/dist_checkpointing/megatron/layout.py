@@ -1,14 +1,14 @@
-"""Checkpoints that Megatron-Core itself wrote, with its zarr strategy, before that was removed: read, never written.
+"""Files of a checkpoint that Megatron-Core's zarr strategy wrote, before upstream removed that strategy.
 
 ```text
 metadata.json                  {"sharded_backend": "zarr", ...}, written last
-<key>/.zarray, 0.0, 0.1 ...    a Zarr v2 array per tensor: raw chunks, row-major; a key with `/` is a folder in a folder
-<key>.sync/                    empty files, by which ranks kept out of each other's way
+<key>/.zarray, 0.0, 0.1 ...    a Zarr v2 array per tensor: raw chunks, row-major; a `/` in a key makes nested folders
+<key>.sync/                    empty files: locks between ranks
 <key>/shard_<offset>_<shape>.pt   an object per file, pickled
 common.pt                      everything else, pickled
 ```
 
-There are no digests, so damage shows only where a file is missing, of the wrong size, or not to be decoded.
+There are no digests: damage is detected only if a file is missing, has the wrong size, or cannot be decoded.
 """
 
 from __future__ import annotations
@@ -36,53 +36,34 @@ COMMON_FILE = "common.pt"
 ARRAY_FILE = ".zarray"
 NO_DIGESTS = "Take another checkpoint, or a copy of this one."
 _MOST_METADATA_BYTES = 1 << 20
-_HARMLESS_CODECS = frozenset(
-    (
-        *(
-            "adler32",
-            "astype",
-            "bitround",
-            "blosc",
-            "bz2",
-            "crc32",
-            "crc32c",
-            "delta",
-            "fixedscaleoffset",
-            "fletcher32",
-        ),
-        *(
-            "gzip",
-            "jenkins_lookup3",
-            "lz4",
-            "lzma",
-            "packbits",
-            "pcodec",
-            "quantize",
-            "shuffle",
-            "zfpy",
-            "zlib",
-            "zstd",
-        ),
-    )
+_HARMLESS_CODECS = (
+    "adler32, astype, bitround, blosc, bz2, crc32, crc32c, delta, fixedscaleoffset, fletcher32, gzip, jenkins_lookup3, lz4, lzma, "
+    "packbits, pcodec, quantize, shuffle, zfpy, zlib, zstd"
 )
 _CHUNK_FILE = re.compile(r"\d+(\.\d+)*")
 _OBJECT_FILE = re.compile(r"shard_(\d+(\.\d+)*)?_(-?\d+(\.-?\d+)*)?\.pt")
 
 
 def is_megatron_zarr(checkpoint_dir: Path) -> bool:
-    """Whether a folder is a checkpoint of this kind. One with a manifest is ours, whatever its metadata.json says.
+    """Whether a folder is a checkpoint of this kind. One with a manifest is this project's, whatever its metadata.json says.
 
     Raises:
-        CorruptCheckpointError: its metadata.json cannot be understood.
+        CorruptCheckpointError: its metadata.json cannot be parsed.
     """
     if (checkpoint_dir / MANIFEST_NAME).exists():
         return False
     config = maybe_load_config(checkpoint_dir)
-    # With a common state in JSON it is one of ours, which has lost its manifest.
+    # A common state in JSON means that this project wrote it, and that its manifest is lost.
     return config is not None and config.sharded_backend == "zarr" and config.common_backend != "json"
 
 
 def require_version(checkpoint_dir: Path) -> None:
+    """Refuse folders of another kind, and later versions of the format.
+
+    Raises:
+        CheckpointNotFoundError: no checkpoint of this kind.
+        ConfigurationError: unknown version.
+    """
     config = maybe_load_config(checkpoint_dir)
     if config is None or not is_megatron_zarr(checkpoint_dir):
         what = "there is none" if config is None else f"it says {config.sharded_backend}, or there is a {MANIFEST_NAME}"
@@ -98,13 +79,13 @@ def require_version(checkpoint_dir: Path) -> None:
 
 @dataclass(frozen=True)
 class MegatronFolder:
-    """What lies in a checkpoint, by paths below it, in order.
+    """Files and folders of a checkpoint, as sorted paths below it.
 
     Attributes:
-        arrays: folders with array metadata; each is the key of a tensor.
+        arrays: folders with array metadata; the path is the key of the tensor.
         objects: files of objects.
-        headless: folders that hold chunks of an array, but not what it is.
-        others: files that mean nothing to this format.
+        headless: folders with chunks of an array but without its metadata.
+        others: files unknown to this format.
     """
 
     arrays: list[str] = field(default_factory=list)
@@ -114,10 +95,10 @@ class MegatronFolder:
 
 
 def layout_of(checkpoint_dir: Path) -> MegatronFolder:
-    """Look through a folder. Chunks are not looked at.
+    """List a checkpoint's files. Opens none of them.
 
     Raises:
-        CorruptCheckpointError: a folder in it is a symbolic link: what it leads to is no part of the checkpoint.
+        CorruptCheckpointError: a folder in it is a symbolic link, whose target is no part of the checkpoint.
     """
     found = MegatronFolder()
     for folder, files in _folders(checkpoint_dir):
@@ -139,21 +120,16 @@ def layout_of(checkpoint_dir: Path) -> MegatronFolder:
     return found
 
 
-def array_folders(checkpoint_dir: Path) -> list[str]:
-    """The keys of all tensors below a folder: each is the path of a folder with the metadata of a Zarr v2 array."""
-    return layout_of(checkpoint_dir).arrays
-
-
 @dataclass(frozen=True, slots=True)
 class MegatronArray:
-    """One tensor as Megatron-Core stored it.
+    """Metadata of one stored tensor.
 
     Attributes:
         dtype: a Zarr v3 data type name, as in `ckpt.format.dtypes`.
         grid: shape of one chunk; every side is at least 1.
-        is_raw: chunks are the elements themselves, row-major and little-endian.
+        is_raw: chunks are plain elements, row-major and little-endian.
         separator: between the numbers in a chunk's file name.
-        codec: what compressed chunks are compressed with.
+        codec: name of the compressor; None: uncompressed.
     """
 
     key: str
@@ -170,21 +146,26 @@ class MegatronArray:
 
     @property
     def num_bytes(self) -> int:
-        """Of all elements."""
+        """Size of all elements."""
         return math.prod(self.shape) * item_bytes(self.dtype)
 
     @property
     def chunk_bytes(self) -> int:
-        """Of a raw chunk; one at the edge is as long as any other."""
+        """Size of a raw chunk. Chunks at the edge are padded to the same size."""
         return math.prod(self.grid) * item_bytes(self.dtype)
 
     def chunk_file(self, number: int) -> str:
-        """Name of the file of a chunk, by its row-major number."""
+        """Name of a chunk's file, by the chunk's row-major number."""
         offsets = chunk_box(self.shape, self.grid, number).offsets
         return self.separator.join(str(o // side) for o, side in zip(offsets, self.grid, strict=True)) or "0"
 
 
 def array_at(checkpoint_dir: Path, key: str) -> MegatronArray:
+    """Read the metadata of one array.
+
+    Raises:
+        CorruptCheckpointError: `.zarray` cannot be read or is invalid.
+    """
     file = checkpoint_dir / key / ARRAY_FILE
     where = f"{key}: {file} does not describe a Zarr v2 array"
     try:
@@ -210,7 +191,7 @@ def array_at(checkpoint_dir: Path, key: str) -> MegatronArray:
 
 
 class _Document(msgspec.Struct):
-    """What `.zarray` says, as far as it matters here."""
+    """Fields of `.zarray`."""
 
     zarr_format: Literal[2]
     shape: Shape
@@ -223,16 +204,14 @@ class _Document(msgspec.Struct):
 
 
 def _require_harmless(codecs: Iterable[Any]) -> None:
-    """Refuse codecs that are not known to turn bytes into numbers alone: numcodecs has one, `pickle`, that runs what it reads."""
+    """Refuse codecs outside of the list: numcodecs' `pickle` runs code from the file."""
     for codec in codecs:
-        if codec is not None and codec["id"] not in _HARMLESS_CODECS:
-            raise ValueError(
-                f"codec {codec['id']!r:.40} is not one of those that are decoded: {', '.join(sorted(_HARMLESS_CODECS))}"
-            )
+        if codec is not None and codec["id"] not in _HARMLESS_CODECS.split(", "):
+            raise ValueError(f"codec {codec['id']!r:.40} is not one of those that are decoded: {_HARMLESS_CODECS}")
 
 
 def _dtype_name(text: object, key: str, file: Path) -> str:
-    """The name in `ckpt.format.dtypes` of a data type of Zarr v2, such as "<f4", or "bfloat16", which Megatron-Core put in."""
+    """Map a data type of Zarr v2, such as "<f4", or Megatron-Core's "bfloat16", to its name in `ckpt.format.dtypes`."""
     try:
         name = np.dtype(text).name if isinstance(text, str) and re.fullmatch(r"[<>|][biufc]\d+", text) else str(text)
         torch_dtype(name)
@@ -242,14 +221,14 @@ def _dtype_name(text: object, key: str, file: Path) -> str:
 
 
 def headless(checkpoint_dir: Path, key: str) -> CorruptCheckpointError:
-    """What to raise for chunks of which nobody can say what they are."""
+    """Make the error for an array whose metadata file is missing."""
     return CorruptCheckpointError(
         f"{key}: {checkpoint_dir / key} holds chunks of an array, and its {ARRAY_FILE} is missing. {NO_DIGESTS}"
     )
 
 
 def _folders(checkpoint_dir: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Every folder with its files, but nothing below an array."""
+    """Yield every folder with its files; does not descend into arrays."""
     for folder, folders, files in os.walk(checkpoint_dir, onerror=_raise):
         if ARRAY_FILE in files:
             folders.clear()
@@ -264,7 +243,7 @@ def _raise(error: OSError) -> None:
 
 
 def _is_for_locks(folder: Path) -> bool:
-    """Whether a folder that looks like an array's only holds the locks of the one beside it."""
+    """Whether a folder that looks like an array only holds the locks of the array beside it."""
     return (
         folder.name.endswith(".sync")
         and (folder / ARRAY_FILE).stat().st_size == 0

@@ -1,7 +1,6 @@
-"""Reads what Megatron-Core's zarr strategy wrote: the tensors through either Zarr library or as mapped files, and the pickled parts.
+"""Read a Megatron-Core zarr checkpoint: tensors through zarr, tensorstore or as mapped files, and the pickled parts.
 
-What lies where is in `layout.py` beside it. A chunk that is not there is never read as zeros. What is pickled is read where
-that is asked for, and by `ckpt.format.unpickling` alone.
+A missing chunk is an error, never zeros. Pickles are read only if the caller allows it, by `ckpt.format.unpickling` alone.
 """
 
 from __future__ import annotations
@@ -17,19 +16,18 @@ import numpy as np
 import torch
 
 from ckpt.backends.decoded_size import require_decodes_within
+from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.megatron.layout import (
     ARRAY_FILE,
     COMMON_FILE,
     NO_DIGESTS,
     MegatronArray,
     array_at,
-    array_folders,
     headless,
-    is_megatron_zarr,
     layout_of,
     require_version,
 )
-from ckpt.dist_checkpointing.state.objects import ShardedObject
+from ckpt.dist_checkpointing.megatron.layout import is_megatron_zarr as is_megatron_zarr
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, StorageError, sentence
 from ckpt.format import zarr_dtypes
 from ckpt.format.box import Box, chunk_box, chunks_meeting
@@ -37,41 +35,30 @@ from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import bits_of, torch_dtype
 from ckpt.format.unpickling import Unknown, unpickle
 
-__all__ = [
-    "Library",
-    "MegatronArray",
-    "MegatronZarr",
-    "array_folders",
-    "is_megatron_zarr",
-    "load_megatron_common",
-    "load_megatron_object",
-    "megatron_objects",
-]
-
 _log = logging.getLogger("ckpt")
 
 Library = Literal["zarr", "tensorstore"]
 MAP_FROM_BYTES = 64 << 10
-"""Smaller chunks are read: a process may map only so many files (65,530, unless Linux was told otherwise)."""
+"""Smaller chunks are read instead of mapped: Linux limits the mapped files of a process (65,530 by default)."""
 
 _UNKNOWN_SIDE = -1
 
 
 class MegatronZarr:
-    """The tensors of one checkpoint, open for reading. Any process, alone.
+    """Tensors of one checkpoint, open for reading. Any process, alone.
 
     Args:
-        library: what decodes chunks in `read`.
+        library: decodes chunks in `read`.
 
     Attributes:
         arrays: by key.
-        layout: what else lies there.
-        folder: the checkpoint's own.
+        layout: all files of the checkpoint.
+        folder: path of the checkpoint.
 
     Raises:
         CheckpointNotFoundError: the folder holds no such checkpoint.
-        ConfigurationError: it is of a later version of the format, or there is no such library.
-        CorruptCheckpointError: the metadata of the checkpoint, or of a tensor, cannot be understood.
+        ConfigurationError: unknown version of the format, or unknown library.
+        CorruptCheckpointError: metadata of the checkpoint or of a tensor cannot be parsed.
     """
 
     def __init__(self, checkpoint_dir: Path, library: Library = "zarr") -> None:
@@ -89,9 +76,8 @@ class MegatronZarr:
         """Fill `out` (host, shape box.shape, the stored data type) with a box of a tensor, through the library.
 
         Raises:
-            MissingStateError: there is no such tensor.
-            CorruptCheckpointError: a chunk that `box` meets is missing, of another size than its elements, or cannot be
-                decoded.
+            MissingStateError: unknown tensor.
+            CorruptCheckpointError: a chunk in `box` is missing, has the wrong size, or cannot be decoded.
         """
         array = self._array(key)
         assert tuple(out.shape) == box.shape and out.dtype == torch_dtype(array.dtype), f"{key}: {out.shape} for {box}"
@@ -110,9 +96,9 @@ class MegatronZarr:
             ) from error
 
     def mapped(self, key: str) -> list[tuple[Box, torch.Tensor]] | None:
-        """Every stored chunk of a tensor as a view of its file, cut off at the tensor's edge; None if chunks are encoded.
+        """Return every stored chunk of a tensor as a view of its file, cut at the tensor's edge; None if chunks are encoded.
 
-        The views are good as long as nobody writes to the files. What is written to a view goes nowhere.
+        Views are private mappings: writes to them do not reach the files. They are valid until somebody else changes the files.
 
         Raises: those of `read`, and
             StorageError: a file cannot be mapped.
@@ -137,7 +123,7 @@ class MegatronZarr:
         """Return the file of a chunk.
 
         Raises:
-            CorruptCheckpointError: it is missing or, being raw, of another size than its elements; or it would decode to far more.
+            CorruptCheckpointError: it is missing, has the wrong size (raw chunks), or would decode to far more than its elements.
         """
         path = f"{array.key}/{array.chunk_file(number)}"
         file = self._dir / path
@@ -174,7 +160,7 @@ class MegatronZarr:
 
     def _reader(self, key: str) -> Callable[[Box, torch.Tensor], None]:
         if key not in self._opened:
-            self._files.require_regular_below(key)  # the libraries would follow links out of it
+            self._files.require_regular_below(key)  # the libraries would follow links out of the checkpoint
             self._opened[key] = _OPEN[self._library](self._dir / key)
         return self._opened[key]
 
@@ -188,7 +174,7 @@ class MegatronZarr:
 
 
 def load_megatron_common(checkpoint_dir: Path, *, allow_pickle: bool, unknown: Unknown = "refuse") -> dict[Any, Any]:
-    """Read `common.pt`: all that is neither a sharded tensor nor a sharded object.
+    """Read the common state from `common.pt`.
 
     Args:
         unknown: as for `ckpt.format.unpickling.unpickle`.
@@ -208,9 +194,9 @@ def load_megatron_common(checkpoint_dir: Path, *, allow_pickle: bool, unknown: U
 
 
 def megatron_objects(checkpoint_dir: Path) -> dict[str, ShardedObject]:
-    """Unique key -> object without data, of every object file, by their names. No file is opened.
+    """Return unique key -> object without data, parsed from the names of the object files. Opens none of them.
 
-    Old versions cut the last number off the shape in a name. It is then taken to be what the files of that key make up.
+    Old versions cut the last number of the shape off the name; it is then inferred from all files of the key.
     """
     by_key: dict[str, list[ShardedObject]] = {}
     for path in layout_of(checkpoint_dir).objects:
@@ -227,20 +213,22 @@ def megatron_objects(checkpoint_dir: Path) -> dict[str, ShardedObject]:
 def load_megatron_object(
     checkpoint_dir: Path, unique_key: str, *, allow_pickle: bool, unknown: Unknown = "refuse"
 ) -> Any:
-    """Read one object, under its own name or the shorter one that old versions gave its file.
+    """Read one object, from `<unique_key>.pt` or the shorter file name of old versions.
 
     Raises:
-        MissingStateError: there is no such object.
+        MissingStateError: no such object.
         ConfigurationError, CorruptCheckpointError: as `load_megatron_common`.
     """
     path = f"{unique_key}.pt"
     if not (checkpoint_dir / path).is_file():
         path = Path(unique_key).with_suffix(".pt").as_posix()
-        # The short name says less: it must be that of an object of this very shape.
+        # The short name omits a side of the shape: check that the inferred shape is the requested one.
         if not (checkpoint_dir / path).is_file() or unique_key not in megatron_objects(checkpoint_dir):
-            _log_folder_of(checkpoint_dir, unique_key)
+            folder = (checkpoint_dir / unique_key).parent
+            shown = folder if folder.is_dir() else checkpoint_dir
+            _log.debug("%s holds %s", shown, sorted(os.listdir(shown)))
             raise MissingStateError(
-                f"object {unique_key} is not in {checkpoint_dir}. Objects cannot be cut anew: ask for the shards that were saved. "
+                f"object {unique_key} is not in {checkpoint_dir}. Objects cannot be resharded: request the objects that were saved. "
                 "The debug log lists the folder."
             )
     return _unpickled(checkpoint_dir, path, allow_pickle, unknown)
@@ -250,19 +238,12 @@ def _unpickled(checkpoint_dir: Path, path: str, allow_pickle: bool, unknown: Unk
     file = checkpoint_dir / path
     if not allow_pickle:
         raise ConfigurationError(
-            f"{file} is a pickle, which is read only where that is asked for: load with "
-            "allow_pickle=True. Then tensors, plain values and containers are made of it, and nothing that "
-            "it holds is run."
+            f"{file} is a pickle, which is read only where that is asked for: load with allow_pickle=True. Then tensors, plain values "
+            "and containers are made of it, and nothing that it holds is run."
         )
     with CheckpointFolder(checkpoint_dir) as folder:
         folder.require_regular(path)
     return unpickle(file, unknown=unknown)
-
-
-def _log_folder_of(checkpoint_dir: Path, unique_key: str) -> None:
-    folder = (checkpoint_dir / unique_key).parent
-    shown = folder if folder.is_dir() else checkpoint_dir
-    _log.debug("%s holds %s", shown, sorted(os.listdir(shown)))
 
 
 def _open_by_zarr(folder: Path) -> Callable[[Box, torch.Tensor], None]:

@@ -14,7 +14,7 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
-from ckpt.dist_checkpointing.megatron.zarr import array_folders
+from ckpt.dist_checkpointing.megatron.layout import layout_of
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors, SaveTensors, uncut
 from ckpt.errors import ConfigurationError, ShapeMismatchError
@@ -154,7 +154,7 @@ def load_zarr_based_sharded_metadata(
 def _arrays_in(checkpoint_dir: Path) -> dict[str, str]:
     """Key -> path of the array's folder."""
     if not (checkpoint_dir / MANIFEST_NAME).is_file():
-        return {key: key for key in array_folders(checkpoint_dir)}
+        return {key: key for key in layout_of(checkpoint_dir).arrays}
     arrays = read_manifest(checkpoint_dir).arrays_of(SHARDED)
     return {key: one.path for key, one in arrays.items() if one.store == "zarr" and one.path is not None}
 

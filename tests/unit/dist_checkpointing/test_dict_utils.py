@@ -89,7 +89,7 @@ def test_parts_with_lists_as_dicts_merge_back_to_the_whole(tree: Nested) -> None
 
 
 def test_only_dicts_and_lists_are_parted() -> None:
-    with pytest.raises(CheckpointError, match="a tuple is given where a dict or list is parted"):
+    with pytest.raises(CheckpointError, match="a tuple is given where a dict or list is split"):
         extract_matching_values((1, 2), is_number)  # type: ignore[call-overload]
 
 

@@ -14,9 +14,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ckpt.dist_checkpointing.global_metadata import Columns, GlobalMetadata, Sharded
+from ckpt.dist_checkpointing.integrity import _first_fault, _hole_at, check_sharding, named_ranks
 from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject
-from ckpt.dist_checkpointing.state.global_metadata import Columns, GlobalMetadata, Sharded
-from ckpt.dist_checkpointing.state.integrity import _first_fault, _hole_at, check_sharding, named_ranks
 from ckpt.errors import ShardingError
 from ckpt.format.box import Box, overlap
 from ckpt.state.sharded_tensor import ShardedTensor
@@ -218,11 +218,11 @@ def test_errors_name_the_ranks_and_what_is_missing_or_there_twice() -> None:
         "than 0"
     )
     assert said([[rows(0, 2)], [rows(1, 2, 1)], [rows(1, 2, (0, 2))]]) == (
-        "w: no rank has the main replica of the shard [2:4, 0:3] of the global shape [4, 3]; ranks 1-2 have it under other replica "
-        "ids. One rank must give it, with replica_id 0."
+        "w: no rank has the main replica of the shard [2:4, 0:3] of the global shape [4, 3]; it is on ranks 1-2 under other "
+        "replica ids. One rank must give it, with replica_id 0."
     )
     assert said([[rows(0, 3)], [rows(2, 3)]]) == (
-        "w: no rank has the main replica of the shard [2:4, 0:3] of the global shape [6, 3]; ranks 0-1 have the rest of w. One rank "
+        "w: no rank has the main replica of the shard [2:4, 0:3] of the global shape [6, 3]; the rest of w is on ranks 0-1. One rank "
         "must give it, with replica_id 0."
     )
     assert said([[piece((6,), (0,), (4,))], [], [piece((6,), (3,), (3,))]]) == (
@@ -230,8 +230,8 @@ def test_errors_name_the_ranks_and_what_is_missing_or_there_twice() -> None:
         "element must have one main replica"
     )
     assert said([[flat(0, 4), flat(5, 6)], [flat(4, 5, 1)]]) == (
-        "w: elements 4 to 5 of the shard [0:2, 0:3] of the global shape [2, 3] are in no main replica's flattened range; rank 0 has "
-        "the others, and together they must fill it"
+        "w: elements 4 to 5 of the shard [0:2, 0:3] of the global shape [2, 3] are in no main replica's flattened range; the others "
+        "are on rank 0, and together they must fill it"
     )
     assert said([[flat(0, 4)], [flat(3, 6)]]) == (
         "w: elements 3 to 4 of the shard [0:2, 0:3] of the global shape [2, 3] are in the flattened ranges of two main replicas, on "
@@ -239,11 +239,11 @@ def test_errors_name_the_ranks_and_what_is_missing_or_there_twice() -> None:
     )
     empty = replace(rows(1, 2), flattened_range=slice(0, 0))
     assert said([[replace(rows(0, 2), flattened_range=slice(0, 6))], [empty]]).endswith(
-        "[2:4, 0:3] of the global shape [4, 3]; ranks 0-1 have the rest of w. One rank must give it, with replica_id 0."
+        "[2:4, 0:3] of the global shape [4, 3]; the rest of w is on ranks 0-1. One rank must give it, with replica_id 0."
     )
     grid = [[ShardedObject("rng", None, (2, 2), number)] for number in [(0, 0), (0, 1), (1, 1)]]
     assert said(grid) == (
-        "rng: no rank has the main replica of the object [1:2, 0:1] of the global shape [2, 2]; ranks 0-2 have the rest of rng. One "
+        "rng: no rank has the main replica of the object [1:2, 0:1] of the global shape [2, 2]; the rest of rng is on ranks 0-2. One "
         "rank must give it, with replica_id 0."
     )
 
@@ -313,7 +313,7 @@ def test_keys_do_not_mix_and_no_keys_at_all_are_fine() -> None:
 def test_an_object_whose_grid_is_not_known_is_refused() -> None:
     """S1.63: the last side is not in a unique key of old."""
     old = ShardedObject.empty_from_unique_key("rng/shard_0.0_1")
-    assert said([[old]]).startswith("rng: global_shape [1, -1] has a side that is not known")
+    assert said([[old]]).startswith("rng: global_shape [1, -1] has an unknown side")
 
 
 @given(shards=states, num_ranks=st.integers(1, 4), seed=st.integers(0, 99))
@@ -336,8 +336,8 @@ def test_equal_copies_on_more_ranks_cost_next_to_nothing_and_more_shards_cost_in
     numbers = tuple([0] * len(keys))
     at_home = (tuple(keys), tuple(range(len(keys))))
     parts = [Columns.of([shard]) for shard in one]
-    forms = (mine.forms[0], numbers)
-    places = [(part.places[0], numbers) for part in parts]
+    forms = (mine.layouts[0], numbers)
+    places = [(part.positions[0], numbers) for part in parts]
     replicas = [((copy,), numbers) for copy in range(64)]
     held = GlobalMetadata([Columns(at_home, forms, places[r % 8], replicas[r // 8]) for r in range(512)])
     began = time.process_time()

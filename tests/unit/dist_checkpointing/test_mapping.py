@@ -233,7 +233,7 @@ def test_without_data_there_is_a_place_and_nothing_to_write() -> None:
     place = RUN.without_data()
     assert (told(place), place.data) == (told(RUN), None)
     assert RUN.data is not None
-    with pytest.raises(ShardingError, match="^w has no data, only a place; give it a tensor, or call init_data"):
+    with pytest.raises(ShardingError, match="^w has no data; give it a tensor, or call init_data"):
         place.pieces()
 
 
@@ -347,8 +347,8 @@ def test_narrowing_says_views_and_examples() -> None:
         (PIECE, (0, 1, -1), "elements 1 to 0 of dim 0 are asked for"),
         (RUN, (1, 0, 2), "a flattened tensor is narrowed along dim 0 only, .* dim 1 is asked for"),
         (RUN.without_data(), (-1, 0, 2), "a flattened tensor is narrowed along dim 0 only"),
-        (replace(PIECE, axis_fragmentations=None), (0, 0, 1), "chunks of length 2 along dim 0 need not cut the global"),
-        (replace(PIECE, global_shape=(5, 9)), (0, 0, 1), "length 2 along dim 0 need not cut the global length 5 evenly"),
+        (replace(PIECE, axis_fragmentations=None), (0, 0, 1), "chunks of length 2 along dim 0 need not divide the global"),
+        (replace(PIECE, global_shape=(5, 9)), (0, 0, 1), "length 2 along dim 0 need not divide the global length 5 evenly"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_narrowed_alike_on_all_ranks_is_refused(
@@ -504,9 +504,9 @@ def _give_a_dtensor(topology: Topology) -> list[str]:
 
 
 def test_a_dtensor_is_refused_as_a_piece_and_its_local_tensor_is_taken() -> None:
-    """S1.59: it says itself where it lies, and may say otherwise."""
+    """S1.59: its placements may contradict the given offset."""
     says = (
-        "w: data is a DTensor, which says itself where it lies; give its to_local(), or put the DTensor itself into a component "
+        "w: data is a DTensor, which has placements of its own; give its to_local(), or put the DTensor itself into a component "
         "of the coordinator"
     )
     assert run_ranks(1, _give_a_dtensor, process_group=True) == [[says] * 3]

@@ -259,8 +259,12 @@ def test_a_format_given_for_the_common_part_chooses_the_common_strategy(
         (Sharded("sharded of a test", 2), Common("common of a test", 7), "Sharded does not read 3"),
         (Sharded("sharded of a test", 3), Common(7), "Common does not read common of a test"),
         (Sharded("sharded of a test", 3), Common("common of a test"), "Common does not read 7"),
-        (Common(), None, "sharded_strategy: a Common is no LoadShardedStrategy; give one, or (backend, version)"),
-        (None, SaveShardedStrategy, "common_strategy: a ABCMeta is no LoadCommonStrategy"),
+        (
+            Common(),
+            None,
+            "sharded_strategy: a Common is no LoadShardedStrategy; give an object of that class, or (backend",
+        ),
+        (None, SaveShardedStrategy, "common_strategy: the class SaveShardedStrategy is no LoadCommonStrategy"),
         (("nobody's", 1), None, "there is no default strategy for (load_sharded, nobody's, 1)"),
     ],
 )

@@ -568,7 +568,7 @@ def _raising(*_: Any) -> Any:
             lambda d: dist_checkpointing.save({}, d, ZarrSaveShardedStrategy),
             "ZarrSaveShardedStrategy is no SaveShardedStrategy; give an object",
         ),
-        (lambda d: dist_checkpointing.save({}, d, "zarr"), "'zarr' is no SaveShardedStrategy"),
+        (lambda d: dist_checkpointing.save({}, d, "zarr"), "a str is no SaveShardedStrategy"),
         (lambda d: dist_checkpointing.save([1], d), "sharded_state_dict is a list; give a dictionary"),
         (lambda d: dist_checkpointing.save({}, d / "file"), "is a file, where a folder"),
         (

@@ -390,7 +390,7 @@ def test_random_generators_that_do_not_take_their_state_are_damage(copied: Path)
         return rows
 
     edit_json(copied / "checkpoint-2", "rng/rank-00000/plain.json", cut)
-    with pytest.raises(CorruptCheckpointError, match="random generators cannot have had the state"):
+    with pytest.raises(CorruptCheckpointError, match="random generators cannot load the saved state"):
         load(copied / "checkpoint-2")
     assert load_newest(copied) == "checkpoint-1"
 

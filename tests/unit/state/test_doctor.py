@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from ckpt.state.doctor import PatternVerdict, Ranks, Seen, Sharing, candidates, diagnose
+from ckpt.state.doctor import PatternVerdict, Seen, candidates, diagnose
 from ckpt.state.replication import Fingerprint
-from ckpt.state.sharing import SharingPattern
+from ckpt.state.sharing import Ranks, Sharing, SharingPattern
 
 Value = Callable[[int], object]
 """What a rank holds of one entry; None: it has no such entry."""

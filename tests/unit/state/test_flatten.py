@@ -203,7 +203,7 @@ def test_a_namespace_that_holds_tensors_is_taken_apart_and_made_again() -> None:
 @pytest.mark.parametrize("steps", [([0, "list"], ["x", "Namespace"]), (["x", "SimpleNamespace"], [0, "tuple"])])
 def test_paths_that_make_one_value_a_list_and_a_namespace_are_refused(steps: tuple[list[Any], ...]) -> None:
     paths = {str(step): path_from_json(["a", step]) for step in steps}
-    with pytest.raises(CorruptCheckpointError, match="a path in plain.json is none that was saved"):
+    with pytest.raises(CorruptCheckpointError, match="a path in plain.json is invalid"):
         unflatten(dict.fromkeys(paths, 1), paths)
 
 
@@ -290,7 +290,7 @@ def test_a_stand_in_is_warned_of_once_per_class_and_gives_way_to_the_class_that_
     (record,) = caplog.records
     assert record.name == "ckpt"
     assert record.getMessage().startswith(
-        f"the checkpoint holds 'A' of the enum Late of {__name__}, which this process does not"
+        f"the checkpoint holds members of the enum Late of {__name__}, which this process does not"
     )
     late = enum.Enum("Late", "A B", module=__name__)  # type: ignore[misc]
     monkeypatch.setitem(globals(), "Late", late)

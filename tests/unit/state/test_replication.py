@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -23,14 +24,13 @@ from ckpt.state.replication import (
     ValidationLevel,
     differences,
     fingerprints,
-    level_of,
     measure,
     plain_differences,
     private_keys,
+    replication_error,
     require_unchanged,
-    unequal,
 )
-from ckpt.state.sharing import StateComponent
+from ckpt.state.sharing import StateComponent, level_of
 from tests.ranks import run_threads
 from tests.states import ALL_DTYPES, Held, random_bits
 
@@ -193,7 +193,9 @@ def test_a_piece_is_compared_with_the_same_piece_only() -> None:
     ]
     found = differences([fingerprints(state) for state in states], [(0, 1, 2, 3, 4)])
     assert [(one.rank, one.reference, one.place) for one in found] == [(3, 1, "[4:8, 0:3] of [8, 3]")]
-    assert "but differs from rank 1 in w [4:8, 0:3] of [8, 3] on rank 3." in str(unequal("m", [(0, 1, 2, 3, 4)], found))
+    assert "but differs from rank 1 in w [4:8, 0:3] of [8, 3] on rank 3." in str(
+        replication_error("m", [(0, 1, 2, 3, 4)], found)
+    )
 
 
 def test_plain_values_differ_by_value_by_presence_and_by_nesting() -> None:
@@ -217,7 +219,7 @@ def test_the_error_lists_entries_ranks_and_reasons() -> None:
     ]
     found = differences([fingerprints(state) for state in states], [(0, 1, 2)])
     distances = {one: Distance(6, (0,), 1.0) for one in found if one.key == "c0" and one.rank == 2}
-    assert str(unequal("m", [(0, 1, 2)], found, distances)) == (
+    assert str(replication_error("m", [(0, 1, 2)], found, distances)) == (
         "component m should be the same on ranks 0, 1, 2, but differs from rank 0 in a on rank 1 (float64, not float32); "
         "b on rank 2 (which only rank 0 has); c0 on rank 1, 2 (6 elements, the first at [0], by up to 1); c1 on rank 1, 2; "
         "c2 on rank 1, 2; and in 2 more entries. Choose another sharing_pattern, or list the "
@@ -229,7 +231,9 @@ def test_the_error_lists_entries_ranks_and_reasons() -> None:
 def test_a_set_whose_copies_agree_is_not_blamed_for_another_one() -> None:
     copies = [fingerprints({"w": torch.tensor(value)}) for value in (1, 2, 1, 3)]
     found = differences(copies, [(0, 2), (1, 3)])
-    assert "on ranks 1, 3, but differs from rank 1 in w on rank 3." in str(unequal("m", [(0, 2), (1, 3)], found))
+    assert "on ranks 1, 3, but differs from rank 1 in w on rank 3." in str(
+        replication_error("m", [(0, 2), (1, 3)], found)
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,8 +255,8 @@ def test_a_set_whose_copies_agree_is_not_blamed_for_another_one() -> None:
 def test_the_level_follows_from_the_declaration_and_from_what_the_save_asks_for(
     validate: bool, level: str | None, all_of_them: bool, is_compared_by: str
 ) -> None:
-    got = level_of(validate_replication=validate, validation_level=level, validate_all=all_of_them)
-    assert got.value == is_compared_by
+    component = StateComponent("m", Held({}), "replicated", validate_replication=validate, validation_level=level)
+    assert level_of(component, validate_all=all_of_them).value == is_compared_by
 
 
 def test_an_unknown_level_is_refused_with_the_four_there_are() -> None:
@@ -300,7 +304,7 @@ def measured(topology: Topology, dtype: torch.dtype, shape: tuple[int, ...], cha
     tensors = {"w": one}
     with topology.phase("show") as phase:
         phase.payload = fingerprints(tensors)
-    copies = [{key: Fingerprint.of_json(row) for key, row in said.items()} for said in phase.payloads]
+    copies = [msgspec.convert(said, dict[str, Fingerprint]) for said in phase.payloads]
     (distance,) = measure(differences(copies, BOTH), copies, tensors, topology).values()
     return distance
 
@@ -336,4 +340,6 @@ def test_what_is_never_a_number_has_no_distance() -> None:
     assert (distance.num_differing, distance.first) == (1, (4,))
     assert math.isnan(distance.largest)
     found = Difference("w", 1, 0, None, "")
-    assert "(1 element, the first at [4], NaN on one side)" in str(unequal("m", BOTH, [found], {found: distance}))
+    assert "(1 element, the first at [4], NaN on one side)" in str(
+        replication_error("m", BOTH, [found], {found: distance})
+    )

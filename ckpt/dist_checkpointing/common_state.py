@@ -1,4 +1,4 @@
-"""Do the ranks agree on the common part of a state dict? Only rank 0's is saved."""
+"""Differences between the ranks' common states, of which rank 0's alone is saved."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ckpt.dist_checkpointing.dict_utils import Path, path_name
+from ckpt.dist_checkpointing.integrity import named_ranks
 from ckpt.dist_checkpointing.mapping import CommonStateDict, StateDict
-from ckpt.dist_checkpointing.state.integrity import named_ranks
 from ckpt.format.manifest import digest_of
 from ckpt.loading.report import some_of
 from ckpt.ranks.job import current_topology
@@ -25,27 +25,26 @@ from ckpt.state.replication import fingerprints
 
 _log = logging.getLogger(__name__)
 _SCALARS = (type(None), bool, int, float, complex, str)
-_MAX_SENT = 100  # paths that a rank sends: every rank gets every rank's
+_MAX_SENT = 100  # paths per rank; every rank receives those of all ranks
 
 
 def compare_common(
     common_state_dict: CommonStateDict, preprocess: Callable[[CommonStateDict], StateDict] | None = None
 ) -> dict[str, list[int]]:
-    """Compare the ranks' common state dicts with rank 0's, and let rank 0 warn of what differs. Collective.
+    """Compare the ranks' common state dicts with rank 0's; rank 0 logs a warning about differences. Collective.
 
-    Tensors are compared by type, shape and every bit, plain values by value, and namespaces and dataclasses are looked into. Of an
-    object that has no text of its own only the class is compared, for nothing else can be said of it.
+    Tensors are compared by type, shape and every bit, plain values by value; namespaces and dataclasses are entered. An object
+    without a text of its own is compared by class alone.
 
-    Equal ranks send one digest each. Else rank 0 sends a short digest for every path, and a rank that differs the paths where it
-    does, the first 100 of them; ranks that are equal to one another send them once.
+    Each rank sends one digest. If these differ, rank 0 sends a short digest per path, and each group of equal ranks sends once the
+    first 100 paths where it differs.
 
     Args:
-        preprocess: called with the state dict, which it must not change; returns what is to be compared, such as a copy without the
-            entries that are each rank's own.
+        preprocess: returns the values to compare, such as a copy without the entries that are each rank's own; must not change its
+            argument.
 
     Returns:
-        path -> ranks that differ there; equal on every rank. A rank that differs in more than 100 paths is only in its first 100,
-        and the warning says so.
+        path -> ranks that differ there; equal on every rank. Each rank appears in at most 100 paths; the warning says so.
     """
     topology = current_topology()
     with topology.phase("common state") as phase:
@@ -67,7 +66,7 @@ def compare_common(
 def _exchange_differing(
     mine: Mapping[str, str], digests: Sequence[str], topology: Topology
 ) -> list[tuple[int, list[str]]]:
-    """By rank, in how many paths it differs from rank 0, and the first of these paths."""
+    """By rank: (number of paths that differ from rank 0's, the first of these paths)."""
     with topology.phase("common state of rank 0") as phase:
         phase.payload = mine if topology.is_lead else None
     expected: dict[str, str] = phase.payloads[0]
@@ -81,25 +80,25 @@ def _exchange_differing(
 
 
 def _warn(found: Mapping[str, Sequence[int]], num_differing: Sequence[int]) -> None:
-    """Say where ranks differ.
+    """Log the paths where ranks differ.
 
     Args:
-        num_differing: by rank, in how many paths, of which `found` may hold only the first.
+        num_differing: by rank, the number of such paths, of which `found` may hold only the first.
     """
     named = [f"{path} ({named_ranks(ranks)})" for path, ranks in found.items()]
-    cut = [rank for rank, num in enumerate(num_differing) if num > _MAX_SENT]
+    cut, most = [rank for rank, num in enumerate(num_differing) if num > _MAX_SENT], max(num_differing)
     only = (
-        f"; of {named_ranks(cut)}, with up to {max(num_differing)} such paths, only the first {_MAX_SENT} are looked at"
+        f"; of {named_ranks(cut)}, with up to {most} such paths, only the first {_MAX_SENT} are looked at"
+        if cut
+        else ""
     )
     _log.warning(
-        "the common state dict of rank 0, which alone is saved, differs from other ranks' in %s%s",
-        some_of(named),
-        only if cut else "",
+        "the common state dict of rank 0, which alone is saved, differs from other ranks' in %s%s", some_of(named), only
     )
 
 
 def _rows_of(state_dict: StateDict, progress: Callable[[], None]) -> dict[str, str]:
-    """What ranks compare, by path. Two entries of one name, which only odd keys have, share a row."""
+    """Short digests by path. Two entries of one path name, which only odd keys have, share a row."""
     rows: dict[str, str] = {}
     for path, text in _walk(state_dict, (), ()):
         name = path_name(path)
@@ -109,10 +108,10 @@ def _rows_of(state_dict: StateDict, progress: Callable[[], None]) -> dict[str, s
 
 
 def _walk(value: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, str]]:
-    """Yield (path, text that tells it from other values) of everything inside.
+    """Yield (path, text that identifies the value) for everything inside.
 
     Args:
-        above: what the value is in, by identity.
+        above: ids of the containers around the value.
     """
     inside = _inside(value)
     if inside is None:
@@ -126,7 +125,7 @@ def _walk(value: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path
 
 
 def _inside(value: Any) -> Mapping[Any, Any] | None:
-    """What is looked into, by key; None of a leaf."""
+    """Return the entries of a container by key; None for a leaf."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, list | tuple) and not all(type(item) in _SCALARS for item in value):
@@ -161,7 +160,7 @@ def _text_of_tensor(tensor: torch.Tensor) -> str:
 
 
 def _own_text(leaf: Any) -> str:
-    """What an object says of itself; nothing if that is where it lies in memory, which differs between equal ones."""
+    """Return an object's repr; "" if that holds a memory address, which differs between equal objects."""
     try:
         text = repr(leaf)
     except Exception as error:

@@ -1,30 +1,34 @@
-"""What all ranks hold of a sharded state dict, without the data. Pure: no files, no collectives.
+"""Metadata of the sharded values of all ranks, without data: gathered from the ranks, and kept in columns.
 
 Ranks repeat each other in parts: copies of a model differ in their replica ids alone, pieces of a tensor in their offsets. So keys,
-forms, places and replica ids are kept apart, and of each whatever several ranks say alike is said, sent and looked at once.
+layouts, positions and replica ids are separate columns, and a column that several ranks share is sent, stored and checked once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, overload
 
+import msgspec
 import torch
 
-from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject
+from ckpt.dist_checkpointing.dict_utils import nested_values
+from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject, ShardedStateDict
 from ckpt.errors import ConfigurationError
+from ckpt.ranks.job import current_topology
+from ckpt.state.collect import digest_of_json, exchange_distinct
 from ckpt.state.sharded_tensor import ShardedTensor
 
 Sharded = ShardedTensor | ShardedObject
 LocalMetadata = Sequence[Sharded]
-"""What one rank holds, or asks for, without data."""
+"""Shards that one rank holds or requests, without data."""
 Column = tuple[tuple[Any, ...], tuple[int, ...]]
-"""One aspect of all that a rank holds: the distinct values, and by row which of them it is."""
+"""One attribute of all shards of a rank: (distinct values, index of the value by row)."""
 
 
-class Form(NamedTuple):
-    """What pieces have in common that are cut alike. An object is a piece of one element, along prepended axes alone."""
+class ShardLayout(NamedTuple):
+    """Attributes that the shards of one grid share. An object counts as one element, along prepended axes alone."""
 
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
@@ -36,7 +40,7 @@ class Form(NamedTuple):
     is_flat: bool
 
     @classmethod
-    def of(cls, one: Sharded) -> Form:
+    def of(cls, one: Sharded) -> ShardLayout:
         shape = _ints(one.global_shape)
         if isinstance(one, ShardedObject):
             return cls(shape, (), shape, "", len(shape), False, False)
@@ -47,19 +51,19 @@ class Form(NamedTuple):
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """Of the local chunk, in the global tensor."""
+        """Shape of the local chunk in the global tensor."""
         return (1,) * self.prepend_axis_num + self.local_shape
 
 
-class PiecePlace(NamedTuple):
-    """Where a piece is: the offset of its chunk, and which run of the chunk's elements it is."""
+class ShardPosition(NamedTuple):
+    """Offset of the chunk, and the range of the chunk's elements."""
 
     offset: tuple[int, ...]
     start: int
     stop: int
 
     @classmethod
-    def of(cls, one: Sharded) -> PiecePlace:
+    def of(cls, one: Sharded) -> ShardPosition:
         if isinstance(one, ShardedObject):
             return cls(_ints(one.global_offset), 0, 1)
         if one.flattened_range is None:
@@ -68,42 +72,41 @@ class PiecePlace(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """All that one rank holds: row by row, the four together say what a piece is."""
+    """Shards of one rank, one per row."""
 
     keys: Column
-    forms: Column
-    places: Column
+    layouts: Column
+    positions: Column
     replica_ids: Column
 
     @classmethod
     def of(cls, local: Iterable[object]) -> Columns:
         """
         Raises:
-            ConfigurationError: something is neither a ShardedTensor nor a ShardedObject.
+            ConfigurationError: a value is neither a ShardedTensor nor a ShardedObject.
         """
-        pieces = [_require_sharded(one) for one in local]
+        shards = [_require_sharded(one) for one in local]
+        ids = (one.replica_id for one in shards)
         return cls(
-            _column(one.key for one in pieces),
-            _column(map(Form.of, pieces)),
-            _column(map(PiecePlace.of, pieces)),
-            _column(
-                _ints(one.replica_id) if isinstance(one.replica_id, tuple) else int(one.replica_id) for one in pieces
-            ),
+            _column(one.key for one in shards),
+            _column(map(ShardLayout.of, shards)),
+            _column(map(ShardPosition.of, shards)),
+            _column(_ints(one) if isinstance(one, tuple) else int(one) for one in ids),
         )
 
 
-def column_of_json(tree: Any, number: int) -> Column:
-    """Column `number` of `Columns`, from what JSON has made of it."""
-    make: Callable[..., Any] = (str, Form._make, PiecePlace._make, lambda value: value)[number]
-    values, rows = tree
-    return tuple(make(_hashable(value)) for value in values), tuple(rows)
+def _column_of_json(tree: Any, number: int) -> Column:
+    """Parse column `number` of `Columns`."""
+    kind: Any = (str, ShardLayout, ShardPosition, ReplicaId)[number]
+    column: Column = msgspec.convert(tree, tuple[tuple[kind, ...], tuple[int, ...]])
+    return column
 
 
 class GlobalMetadata(Sequence[Sequence[Sharded]]):
-    """What every rank holds, by rank; the pieces themselves are made when they are looked at.
+    """Shards of every rank, by rank. The objects are made on access.
 
     Attributes:
-        columns: by rank. Equal columns should be one object: they are told apart by identity.
+        columns: by rank. Equal columns should be one object: they are compared by identity.
     """
 
     def __init__(self, columns: Sequence[Columns]) -> None:
@@ -112,7 +115,7 @@ class GlobalMetadata(Sequence[Sequence[Sharded]]):
 
     @classmethod
     def of(cls, ranks: GlobalMetadata | Iterable[LocalMetadata]) -> GlobalMetadata:
-        """The same, from the pieces of every rank."""
+        """Make the metadata from the shards of every rank."""
         if isinstance(ranks, GlobalMetadata):
             return ranks
         known: dict[Column, Column] = {}
@@ -125,7 +128,7 @@ class GlobalMetadata(Sequence[Sequence[Sharded]]):
         return {key for values, _ in distinct.values() for key in values}
 
     def rows(self, column: Column) -> list[Any]:
-        """The values of one of the columns, row by row."""
+        """Values of a column, row by row."""
         found = self._rows.get(id(column))
         if found is None:
             found = self._rows[id(column)] = [column[0][number] for number in column[1]]
@@ -144,6 +147,35 @@ class GlobalMetadata(Sequence[Sequence[Sharded]]):
         return [_made(*row) for row in zip(*map(self.rows, self.columns[rank]), strict=True)]
 
 
+def determine_global_metadata(sharded_state_dict: ShardedStateDict) -> tuple[list[Sharded], GlobalMetadata]:
+    """Exchange the metadata of all ranks' shards. Collective.
+
+    First come digests, then each distinct column from the lowest rank that has it.
+
+    Args:
+        sharded_state_dict: nested, of ShardedTensors and ShardedObjects alone.
+
+    Returns:
+        (shards of this rank, shards of every rank), without data.
+
+    Raises:
+        ConfigurationError: a rank gives something else; on every rank.
+    """
+    topology = current_topology()
+    with topology.phase("metadata") as phase:
+        mine = Columns.of(nested_values(sharded_state_dict))
+        local = [one.without_data() for one in nested_values(sharded_state_dict)]
+        listed = [digest_of_json(column) for column in mine]
+        phase.payload = listed
+    digests: list[list[str]] = phase.payloads
+    trees = exchange_distinct(dict(zip(listed, mine, strict=True)), digests, topology, "columns of metadata")
+    known = {
+        (number, digest): _column_of_json(trees[digest], number)
+        for number, digest in {at for of_rank in digests for at in enumerate(of_rank)}
+    }
+    return local, GlobalMetadata([Columns(*(known[at] for at in enumerate(of_rank))) for of_rank in digests])
+
+
 def _require_sharded(one: object) -> Sharded:
     if not isinstance(one, ShardedTensor | ShardedObject):
         raise ConfigurationError(
@@ -159,35 +191,25 @@ def _column(rows: Iterable[Hashable]) -> Column:
     return tuple(numbers), at
 
 
-def _made(key: str, form: Form, place: PiecePlace, replica_id: ReplicaId) -> Sharded:
-    """The piece that a row says."""
-    if not form.dtype:
-        return ShardedObject(key, None, form.global_shape, place.offset, replica_id)
+def _made(key: str, layout: ShardLayout, position: ShardPosition, replica_id: ReplicaId) -> Sharded:
+    """Make the object that a row describes."""
+    if not layout.dtype:
+        return ShardedObject(key, None, layout.global_shape, position.offset, replica_id)
     return ShardedTensor(
         key,
         None,
-        _dtype(form.dtype),
-        form.local_shape,
-        form.global_shape,
-        place.offset,
-        form.axis_fragmentations,
+        getattr(torch, layout.dtype),
+        layout.local_shape,
+        layout.global_shape,
+        position.offset,
+        layout.axis_fragmentations,
         replica_id,
-        form.prepend_axis_num,
-        form.allow_shape_mismatch,
-        slice(place.start, place.stop) if form.is_flat else None,
+        layout.prepend_axis_num,
+        layout.allow_shape_mismatch,
+        slice(position.start, position.stop) if layout.is_flat else None,
     )
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), f"{name} was the name of one"
-    return dtype
-
-
 def _ints(numbers: Iterable[int]) -> tuple[int, ...]:
-    """As plain numbers, which JSON can hold: shapes come with NumPy's own in them, too."""
+    """Convert to Python numbers: shapes may hold NumPy's, which JSON refuses."""
     return tuple(map(int, numbers))
-
-
-def _hashable(tree: Any) -> Any:
-    return tuple(map(_hashable, tree)) if isinstance(tree, list) else tree
