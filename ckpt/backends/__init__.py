@@ -6,6 +6,5 @@ Files, in the order in which data travels:
     zarr, directory, zarr_format                Zarr v3 as a directory of chunk files
     tensorstore, ocdbt_format, linked_values    Zarr v3 in an OCDBT database
     kimi_engine, safetensors_format             safetensors files, one for each rank, folder and data type
-    safetensors_removal     takes tensors out of safetensors files
     decoded_size            the size of a compressed chunk, before room is made for it
 """

@@ -16,7 +16,7 @@ import torch
 from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import Box
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
-from ckpt.storage.files import padded_pieces
+from ckpt.storage.pieces import padded_pieces
 from ckpt.storage.pool import Memories
 
 DATABASE = "arrays.ocdbt"
@@ -153,8 +153,13 @@ class Backend(Protocol):
     def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
         """Return every array below `root` as the format's own library sees it, by path."""
 
+
+@runtime_checkable
+class ForgetsArrays(Protocol):
+    """A backend whose arrays lie in one database, which lists them for other readers."""
+
     def remove(self, root: Path, paths: Collection[str]) -> None:
-        """Remove the arrays at these paths, and no others. One that is gone is no error; others may move in files that they share."""
+        """Remove the arrays at these paths from the database. An array that is missing is no error."""
 
 
 @runtime_checkable

@@ -30,7 +30,6 @@ from ckpt.backends.safetensors_format import (
     index_bytes,
     read_shard,
 )
-from ckpt.backends.safetensors_removal import remove_from_files
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box, overlap
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -39,9 +38,9 @@ from ckpt.format.names import encode_key
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import DIRECT_BYTES, FileSink, FileSinkWriter, Stream
-from ckpt.storage.files import make_durable, padded_pieces
+from ckpt.storage.files import make_durable
 from ckpt.storage.host_memory import can_be_shared
-from ckpt.storage.pieces import Pieces
+from ckpt.storage.pieces import Pieces, padded_pieces
 from ckpt.storage.pool import Memories
 
 _FULL_HEADER_BYTES = MOST_HEADER_BYTES // 2
@@ -138,10 +137,6 @@ class KimiEngineBackend:
                 if known is None or math.prod(known.grid) < math.prod(grid):
                     arrays[path] = ArraySpec(path, entry.dtype, shape, grid)
         return dict(sorted(arrays.items()))
-
-    def remove(self, root: Path, paths: Collection[str]) -> None:
-        """Remove the arrays at these paths, from files and indexes. Other arrays move in their files."""
-        remove_from_files(root, paths)
 
 
 def _values(file: Path, entry: Entry) -> torch.Tensor:

@@ -47,8 +47,8 @@ from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import read
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink, FileSinkWriter, Stream
-from ckpt.storage.files import make_durable, padded_pieces, remove_arrays
-from ckpt.storage.pieces import Pieces
+from ckpt.storage.files import make_durable
+from ckpt.storage.pieces import Pieces, padded_pieces
 
 POLL_S = 0.05
 """Between two looks at a running commit. Nothing here blocks for longer, so signals and other threads get their turn."""
@@ -132,13 +132,7 @@ class TensorStoreBackend:
             ) from error
 
     def remove(self, root: Path, paths: Collection[str]) -> None:
-        """Remove the arrays at these paths. In OCDBT their keys go, written together; the ranks' data files stay.
-
-        One that is gone already is no error.
-        """
-        if not self._in_database:
-            remove_arrays(root, [path for path in paths if (root / path).is_dir()])
-            return
+        """Remove the keys of the arrays at these paths from the joined OCDBT database, in few commits. The ranks' data files stay."""
         with _naming_errors(f"remove {len(paths)} arrays from {root / DATABASE}"):
             transaction = ts.Transaction()  # other than copies, deletions leave the references that stay as they are
             database = ts.KvStore.open(self._kvstore(root), transaction=transaction).result()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from ckpt.format.records import ArraySpec
 from ckpt.format.strict_json import parse
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink
-from ckpt.storage.files import remove_arrays
 
 
 class ZarrBackend:
@@ -115,10 +114,6 @@ class ZarrBackend:
             CorruptCheckpointError: a `zarr.json` is not what zarr-python understands.
         """
         return {spec.path: spec for spec in sorted(_arrays_below(root), key=lambda spec: spec.path)}
-
-    def remove(self, root: Path, paths: Collection[str]) -> None:
-        """Remove the arrays at these paths: their metadata and their chunks. One that is gone already is no error."""
-        remove_arrays(root, [path for path in paths if (root / path).is_dir()])
 
     def _description(self) -> Describe:
         """What makes descriptions in one save: arrays that are stored alike are described alike, and zarr-python asked once."""

@@ -85,19 +85,17 @@ class Staging:
         self._told = False
         self._streams = streams or Streams("staging")
 
-    def ahead(
-        self, items: Iterable[Item], tensors_of: Callable[[Item], Sequence[torch.Tensor]]
-    ) -> Iterator[tuple[Item, list[torch.Tensor]]]:
+    def ahead(self, items: Iterable[tuple[Item, Sequence[torch.Tensor]]]) -> Iterator[tuple[Item, list[torch.Tensor]]]:
         """Yield every item with its tensors on the host, whose copies are over.
 
         A host tensor is yielded itself, whatever its strides. What was copied is contiguous, and good until the next item is asked for.
 
         Args:
-            tensors_of: the tensors of an item; those on one device have one data type.
+            items: each with its tensors; those on one device have one data type.
         """
         started: tuple[Item, _Started] | None = None
-        for item in items:
-            following = item, self._start(tensors_of(item))
+        for item, tensors in items:
+            following = item, self._start(tensors)
             if started is not None:
                 yield started[0], started[1].arrived()
             started = following

@@ -20,6 +20,7 @@ from ckpt.memory.device import wait_for_all
 from ckpt.planning.tables import Table, TablePart, piece_from_json, table_of_pieces, table_to_json
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import Prepared, tied_names
+from ckpt.state.address import local_tensor
 from ckpt.state.flatten import Leaves, TensorLeaf, flatten, path_to_json, to_json
 from ckpt.state.replication import (
     Fingerprint,
@@ -47,8 +48,8 @@ from ckpt.state.sharing import (
     prefix_of,
 )
 
-Held = tuple[tuple[Box, TensorLeaf], ...]
-"""(Box in global coordinates, values) of one array. A leaf is one box, a flattened range several."""
+Held = tuple[tuple[Box, torch.Tensor], ...]
+"""(Box in global coordinates, this rank's memory) of one array. A leaf is one box, a flattened range several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,9 @@ def collect(
         mine.private[component.key] = private
         if not _saves_private_entries(component, topology):
             found = {key: address for key, address in found.items() if key not in private}
-        mine.held |= {address.name: ((address.box, leaves.tensors[key]),) for key, address in found.items()}
+        mine.held |= {
+            address.name: ((address.box, local_tensor(leaves.tensors[key])),) for key, address in found.items()
+        }
         parts.append(TablePart.of(found.values()))
         start = f"{component.key}/{prefix_of(component, topology)}"
         if contributes(component, topology):

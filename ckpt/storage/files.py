@@ -6,18 +6,12 @@ import ctypes
 import errno
 import os
 import re
-import shutil
 import stat
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
-
-from ckpt.format.dtypes import bits_of, raw_bytes
 
 PIECE_BYTES = 8 << 20
 """Bytes written at once: large enough for the disk, small enough that progress shows."""
@@ -34,8 +28,6 @@ MANY_FILES = 64
 _SYNCFS_TELLS = (5, 8)
 """The first Linux whose `syncfs` reports an earlier write that failed. Before, it returns 0, and the bytes are lost."""
 
-_ZEROS = bytes(1 << 20)
-
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
@@ -46,33 +38,6 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def padded_pieces(host: torch.Tensor, cell: tuple[int, ...]) -> Iterator[memoryview]:
-    """Yield the bytes of one whole chunk, in pieces: `host` at the start of a grid cell, zeros in the rest of it."""
-    if tuple(host.shape) == cell or tuple(host.shape[1:]) == cell[1:]:
-        yield from _pieces(raw_bytes(host).numpy())
-        missing = (_num_elements(cell) - host.numel()) * host.element_size()
-        for at in range(0, missing, len(_ZEROS)):
-            yield memoryview(_ZEROS)[: min(missing - at, len(_ZEROS))]
-        return
-    bits = bits_of(host)
-    padded = np.zeros(cell, bits.dtype)
-    padded[tuple(slice(0, n) for n in host.shape)] = bits
-    yield from _pieces(padded.reshape(-1).view(np.uint8))
-
-
-def _pieces(flat: Any) -> Iterator[memoryview]:
-    memory = memoryview(flat)
-    for at in range(0, len(memory), PIECE_BYTES):
-        yield memory[at : at + PIECE_BYTES]
-
-
-def _num_elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for side in shape:
-        count *= side
-    return count
 
 
 def write_all(fd: int, piece: memoryview) -> None:
@@ -195,9 +160,3 @@ def _syncfs(root: Path) -> None:
 
 def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
-
-
-def remove_arrays(root: Path, paths: Iterable[str]) -> None:
-    """Remove the folders of these arrays."""
-    for path in paths:
-        shutil.rmtree(root / path)

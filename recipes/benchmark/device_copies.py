@@ -127,7 +127,7 @@ class DeviceTensors:
 
     def stage(self) -> None:
         """Copy to the host as a save does."""
-        for _ in Staging(Halves(self._device.pinned_bytes)).ahead(self._groups, lambda group: group):
+        for _ in Staging(Halves(self._device.pinned_bytes)).ahead(enumerate(self._groups)):
             pass
 
     def fill(self, source: torch.Tensor | None = None) -> None:
@@ -162,7 +162,7 @@ class DeviceTensors:
         """
         staged = [
             host.reshape(-1).view(torch.uint8).clone()
-            for _, hosts in Staging(Halves(self._device.pinned_bytes)).ahead(self._groups, lambda group: group)
+            for _, hosts in Staging(Halves(self._device.pinned_bytes)).ahead(enumerate(self._groups))
             for host in hosts
         ]
         expected = torch.cat([raw_bytes(tensor.cpu().contiguous()) for tensor in self.tensors])

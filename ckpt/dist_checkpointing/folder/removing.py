@@ -1,4 +1,4 @@
-"""Takes tensors out of a checkpoint, so that manifest, indexes and digests stay true of what remains."""
+"""Remove tensors from a checkpoint; manifest, indexes and digests then describe the rest."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt.backends.base import DATABASE
+from ckpt.backends.base import DATABASE, ForgetsArrays
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dist_checkpointing.folder.destination import BESIDE_FILES, INDEX_FILES, holds_array
-from ckpt.dist_checkpointing.folder.removing_shards import copy_shards, list_shards, require_sound_shards, sweep_shards
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
-from ckpt.errors import CorruptCheckpointError
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.durable import replace_durably, write_durably
 from ckpt.format.manifest import (
@@ -33,55 +32,49 @@ from ckpt.saving.writing import checksums_of, joined_checksum
 
 _HEAD = f"{DATABASE}/manifest.ocdbt"
 _LOCK = ".__lock"
-"""Ends the names of files that TensorStore is about to put in the place of others."""
+"""Suffix of the temporary files that TensorStore renames over others."""
 
 
-def remove_tensors(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[str]:
-    """Remove the sharded tensors whose key starts with `key_prefix`; return their keys. Collective; the lead does it.
+def remove_tensors(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> None:
+    """Remove the sharded tensors whose key starts with `key_prefix`. Collective; the lead rank does it.
 
-    The manifest changes at one moment, by a rename. Whoever is killed before has changed nothing that a load sees; files may be
-    left that belong to nothing, which `verify` names, and the next call removes, whatever it is asked to remove.
+    The manifest changes at one moment, by a rename. A process killed before that has changed nothing that a load sees. It may leave
+    files that belong to no checkpoint: `verify` names them, and the next call removes them, whatever its prefix.
 
-    Where the arrays lie in OCDBT, their bytes stay in the data files. The database, which no load of ours reads, changes just
-    before the manifest. Whoever is killed in between leaves it without names that the manifest still has; `verify` says that its
-    `manifest.ocdbt` does not match. The next call, again whatever it is asked to remove, puts the database on record as it is;
-    other readers find those names no more, loads find them until they are removed.
-
-    A safetensors file is written anew, by another name, without what goes, and then stands in the manifest instead of the old one. The
-    file that names its neighbours for other tools changes just after the manifest. Whoever is killed in between leaves the old one;
-    `verify` says that it does not match, and the next call puts it right.
+    In OCDBT the bytes stay in the ranks' data files. The database, which our loads do not read, changes just before the manifest. A
+    process killed in between leaves a database without names that the manifest still has: other readers miss those tensors, loads find
+    them, and `verify` says that `manifest.ocdbt` does not match. The next call lists the database as it is then.
 
     Raises:
         CheckpointNotFoundError: the folder is no checkpoint.
         CorruptCheckpointError: its records are damaged, or its database is.
+        ConfigurationError: the tensors lie in safetensors files, which hold several each.
     """
-    with (
-        topology.operation(f"removal of {key_prefix}* from {checkpoint_dir}"),
-        topology.phase("remove") as phase,
-    ):
+    with topology.operation(f"removal of {key_prefix}* from {checkpoint_dir}"), topology.phase("remove"):
         if topology.is_lead:
             if is_megatron_zarr(checkpoint_dir):
-                phase.payload = _remove_of_megatron(checkpoint_dir, key_prefix, topology)
+                _remove_of_megatron(checkpoint_dir, key_prefix, topology)
             else:
-                phase.payload = _remove(checkpoint_dir, key_prefix, topology)
-    keys: list[str] = phase.payloads[0]
-    return keys
+                _remove(checkpoint_dir, key_prefix, topology)
 
 
-def _remove_of_megatron(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[str]:
-    """Each with the folder of locks beside it, which without it would look like an array that is damaged."""
-    keys = [key for key in MegatronZarr(checkpoint_dir, "zarr").arrays if key.startswith(key_prefix)]
-    for key in keys:
-        for folder in (checkpoint_dir / f"{key}.sync", checkpoint_dir / key):
-            if folder.is_dir():
-                _remove_folder(folder, topology)
-    return keys
+def _remove_of_megatron(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> None:
+    """Remove each array with the folder of its locks, which alone would look like a damaged array."""
+    for key in MegatronZarr(checkpoint_dir, "zarr").arrays:
+        if key.startswith(key_prefix):
+            for folder in (checkpoint_dir / f"{key}.sync", checkpoint_dir / key):
+                if folder.is_dir():
+                    _remove_folder(folder, topology)
 
 
-def _remove(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[str]:
+def _remove(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> None:
     _require_own_files(checkpoint_dir, topology)
     manifest = read_manifest(checkpoint_dir)
     gone = {name: entry for name, entry in manifest.arrays.items() if name.startswith(f"{SHARDED}/{key_prefix}")}
+    if any(entry.store == "safetensors" for entry in gone.values()):
+        raise ConfigurationError(
+            f"tensors cannot be removed from the safetensors files of {checkpoint_dir}: load the others, and save them"
+        )
     is_as_listed = _require_sound_database(checkpoint_dir, manifest, topology)
     if gone:
         _take_out(gone, checkpoint_dir, manifest, topology)
@@ -90,11 +83,10 @@ def _remove(checkpoint_dir: Path, key_prefix: str, topology: Topology) -> list[s
         _list_database(checkpoint_dir, manifest, topology)
         replace_durably(checkpoint_dir / MANIFEST_NAME, manifest.to_bytes())
     _sweep(checkpoint_dir, manifest, topology)
-    return [name.removeprefix(f"{SHARDED}/") for name in gone]
 
 
 def _require_own_files(checkpoint_dir: Path, topology: Topology) -> None:
-    """Refuse links where files are about to be read, written and removed by their paths, which could lie outside.
+    """Refuse symbolic links below the checkpoint: they could lead reads, writes and removals outside.
 
     Raises:
         CorruptCheckpointError: it names one.
@@ -108,17 +100,14 @@ def _require_own_files(checkpoint_dir: Path, topology: Topology) -> None:
 def _take_out(
     gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology
 ) -> None:
-    """Make `manifest`, but for its arrays, that of the checkpoint without these, with indexes beside the old ones; only the database
-    changes."""
+    """Update all of `manifest` but its arrays for a checkpoint without `gone`. New indexes are written beside the old ones, and the
+    database forgets the arrays; other files stay as they are."""
     old_indexes = manifest.index_paths()
     indexes = {}
     for rank in old_indexes:
         topology.progress()
         indexes[rank] = read_index(checkpoint_dir, manifest, rank)
     for index in indexes.values():
-        require_sound_shards(index, checkpoint_dir, topology)
-    for index in indexes.values():
-        copy_shards(index, gone, checkpoint_dir, topology)
         _forget(index, gone, checkpoint_dir, topology)
     for rank, path in old_indexes.items():
         topology.progress()
@@ -130,15 +119,16 @@ def _take_out(
     for entry in gone.values():
         manifest.files.pop(f"{entry.path}/{DOCUMENT}", None)
     _correct_component(manifest, indexes, gone)
-    list_shards(manifest, indexes.values(), checkpoint_dir, topology)
     named = [entry.path for entry in gone.values() if entry.store == "ocdbt" and entry.path is not None]
     if named:
         topology.progress()
-        backend_of_store("ocdbt").remove(checkpoint_dir, named)
+        backend = backend_of_store("ocdbt")
+        assert isinstance(backend, ForgetsArrays)
+        backend.remove(checkpoint_dir, named)
 
 
 def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology) -> None:
-    """Remove the files that neither the manifest nor an index names any more, those too that an earlier removal left when it was killed."""
+    """Remove the files that neither the manifest nor an index names, also those that a killed removal left."""
     for pattern in (INDEX_FILES, *BESIDE_FILES):
         for file in checkpoint_dir.glob(pattern):
             topology.progress()
@@ -148,7 +138,6 @@ def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topolog
     for rank in manifest.index_ranks():
         topology.progress()
         listed.update(read_index(checkpoint_dir, manifest, rank).files)
-    sweep_shards(checkpoint_dir, manifest, listed, topology)
     for folder in (checkpoint_dir / SHARDED).glob("*/"):
         topology.progress()
         if f"{SHARDED}/{folder.name}/{DOCUMENT}" not in listed and holds_array(folder):
@@ -156,7 +145,7 @@ def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topolog
 
 
 def _remove_folder(folder: Path, topology: Topology) -> None:
-    """One by one, since there may be as many chunks in an array that the others would wait too long for all."""
+    """Remove a folder file by file, reporting progress: an array may have so many chunks that other ranks would time out."""
     for inside, folders, files in os.walk(folder, topdown=False):
         for name in files:
             topology.progress()
@@ -169,7 +158,7 @@ def _remove_folder(folder: Path, topology: Topology) -> None:
 
 
 def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, topology: Topology) -> None:
-    """Take arrays out of an index. A file of theirs alone goes, too; one that others share has more loose bytes now."""
+    """Remove arrays from an index. Files of these arrays alone leave it too; of a shared file the digest of uncovered bytes changes."""
     paths = {entry.path for entry in gone.values() if entry.path is not None}
     shared: set[str] = set()
     for path in paths:
@@ -192,10 +181,10 @@ def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, 
 
 
 def _require_sound_database(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology) -> bool:
-    """Return whether the joined database is as the manifest lists it, or only what a removal made of it that was killed.
+    """Return whether the manifest lists the joined database as it is; False: a killed removal changed it.
 
-    What such a one leaves are new files, and another `manifest.ocdbt`, the one file that is ever written again: it must be one
-    that TensorStore understands. Anything else is damage, which must not be put on record as if it were sound.
+    A killed removal leaves new files, and another `manifest.ocdbt`, the only file that is ever rewritten, which TensorStore must be able
+    to read. Any other difference is damage.
 
     Raises:
         CorruptCheckpointError: the database is damaged.
@@ -215,7 +204,7 @@ def _require_sound_database(checkpoint_dir: Path, manifest: CheckpointManifest, 
 
 
 def _list_database(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology) -> None:
-    """Put on record the files that the joined database is made of now, without the locks that a killed writer has left."""
+    """List the present files of the joined database in the manifest; remove locks that a killed writer left."""
     for path in [path for path in manifest.files if _is_of_database(path)]:
         del manifest.files[path]
     for path in _files_of_database(checkpoint_dir):
@@ -228,7 +217,7 @@ def _list_database(checkpoint_dir: Path, manifest: CheckpointManifest, topology:
 
 
 def _files_of_database(checkpoint_dir: Path) -> Iterator[str]:
-    """Yield the files of the joined database, without those of the ranks' own ones, by path below the checkpoint."""
+    """Yield the files of the joined database by path below the checkpoint, without those of the ranks' own databases."""
     for inside, folders, files in os.walk(checkpoint_dir / DATABASE):
         folders[:] = [name for name in folders if not name.startswith("rank-")]
         for name in files:
@@ -242,7 +231,7 @@ def _is_of_database(path: str) -> bool:
 def _correct_component(
     manifest: CheckpointManifest, indexes: Mapping[int, Index], gone: Mapping[str, ArrayEntry]
 ) -> None:
-    """Say of the component what is true of the rest of it."""
+    """Update ranks, size and checksum of the component."""
     component = manifest.components[SHARDED]
     num_bytes = sum(entry.num_bytes for entry in gone.values())
     wrote = [rank for rank in sorted(indexes) if indexes[rank].chunks]
