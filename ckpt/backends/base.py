@@ -150,17 +150,6 @@ class Backend(Protocol):
     def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (host, shape box.shape) through the format's own library, for chunks that are not raw."""
 
-    def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
-        """Return every array below `root` as the format's own library sees it, by path."""
-
-
-@runtime_checkable
-class ForgetsArrays(Protocol):
-    """A backend whose arrays lie in one database, which lists them for other readers."""
-
-    def remove(self, root: Path, paths: Collection[str]) -> None:
-        """Remove the arrays at these paths from the database. An array that is missing is no error."""
-
 
 @runtime_checkable
 class KeepsSaves(Protocol):
@@ -182,3 +171,18 @@ class BringsTransport(Protocol):
     """
 
     transport: str
+
+
+@runtime_checkable
+class ForgetsArrays(Protocol):
+    """A backend whose arrays share a database, from which only the backend can remove them. Called by the lead rank."""
+
+    def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
+        """Return every array below `root` as the format's own library sees it, by path.
+
+        Raises:
+            CorruptCheckpointError: the library cannot read the database.
+        """
+
+    def remove(self, root: Path, paths: Collection[str]) -> None:
+        """Remove the arrays at these paths and no others. A path without an array is passed over."""

@@ -6,7 +6,6 @@ newest save holds can be loaded, or sent to rollouts, without a file being read.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -120,23 +119,6 @@ class KimiEngineBackend:
                 f"{array.path}: the safetensors files in {root / folder} have {found} of the {box.num_elements} elements that "
                 "are asked for. Load an earlier checkpoint."
             )
-
-    def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
-        """Return every array below `root` as the headers have it, by path; the grid is the shape of its largest part.
-
-        Raises:
-            CorruptCheckpointError: a file is not what it should be.
-        """
-        arrays: dict[str, ArraySpec] = {}
-        for folder, files in _files_below(root).items():
-            for entry in (entry for file in files for entry in read_shard(root / folder / file).entries):
-                key, shape, box = entry.content
-                path = f"{folder}/{encode_key(key)}"
-                grid = tuple(max(side, 1) for side in box.shape)
-                known = arrays.get(path)
-                if known is None or math.prod(known.grid) < math.prod(grid):
-                    arrays[path] = ArraySpec(path, entry.dtype, shape, grid)
-        return dict(sorted(arrays.items()))
 
 
 def _values(file: Path, entry: Entry) -> torch.Tensor:
@@ -389,18 +371,15 @@ def _filling_headers(
         yield header, expected
 
 
-def _files_below(root: Path, writers: Collection[int] | None = None) -> dict[str, list[str]]:
-    """Folder -> the names of the safetensors files in it, in order; those that these ranks wrote or linked, if any are named.
+def _files_below(root: Path, writers: Collection[int]) -> dict[str, list[str]]:
+    """Folder -> the names of the safetensors files in it that these ranks wrote or linked, in order.
 
     Each folder is listed once; by a rank that has listed none of them before, so that nothing it knows of them can be outdated.
     """
-    wanted = {f"{rank:05d}" for rank in writers} if writers is not None else None
+    wanted = tuple(f"rank-{rank:05d}-" for rank in writers)
     found = {}
     for inside, folders, names in os.walk(root):
         folders.sort()
-        shards = [name for name in sorted(names) if name.endswith(SUFFIX)]
-        if wanted is not None:
-            shards = [name for name in shards if name.startswith("rank-") and name.split("-")[1] in wanted]
-        if shards:
+        if shards := [name for name in sorted(names) if name.startswith(wanted) and name.endswith(SUFFIX)]:
             found[Path(inside).relative_to(root).as_posix()] = shards
     return found

@@ -196,11 +196,6 @@ def _numbers(numbers: tuple[int, ...]) -> str:
     return f"[{','.join(map(str, numbers))}]"
 
 
-def read_header(path: Path) -> list[Entry]:
-    """The entries of a file; see `read_shard`."""
-    return list(read_shard(path).entries)
-
-
 @gc_paused()
 def read_shard(path: Path) -> SafetensorsFile:
     """What a file of ours, or any other safetensors file, holds.

@@ -16,7 +16,6 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,7 +86,7 @@ class TensorStoreBackend:
             return OcdbtWriter(root, rank, outlet, previous)
         return DirectoryWriter(outlet, _description, previous=previous)
 
-    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None] = lambda _: None) -> list[str]:
+    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
         """Join the databases of `writers` by reference. A directory is one already."""
         return _join_databases(root, writers, progress) if self._in_database else []
 
@@ -101,7 +100,8 @@ class TensorStoreBackend:
             return
         context = ts.Context({"file_io_mode": {"mode": "memmap"}})
         try:
-            stored = _opened(self._kvstore(root), array.path, context)
+            kvstore = _database(root / DATABASE) if self._in_database else _folder(root)
+            stored = _opened(kvstore, array.path, context)
             require_spec(_spec_of(array.path, stored), array)
             values = bits_of(out).view(stored.dtype.numpy_dtype)
             wanted = stored[box.slices].translate_to[(0,) * len(box.shape)] if box.shape else stored
@@ -114,14 +114,14 @@ class TensorStoreBackend:
             ) from error
 
     def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
-        """Return every array below `root`, by path, as TensorStore opens it.
+        """Return every array in the database below `root`, by path, as TensorStore opens it. See `ForgetsArrays`.
 
         Raises:
-            CorruptCheckpointError: there is no database, or an array's metadata is not what TensorStore understands.
+            CorruptCheckpointError: there is no database, or TensorStore does not understand the metadata of an array.
         """
         context = ts.Context()
         try:
-            kvstore = self._kvstore(root)
+            kvstore = _database(root / DATABASE)
             paths = _array_paths(ts.KvStore.open(kvstore, context=context).result())
             return {path: _spec_of(path, _opened(kvstore, path, context)) for path in paths}
         except CorruptCheckpointError:
@@ -132,16 +132,13 @@ class TensorStoreBackend:
             ) from error
 
     def remove(self, root: Path, paths: Collection[str]) -> None:
-        """Remove the keys of the arrays at these paths from the joined OCDBT database, in few commits. The ranks' data files stay."""
+        """Remove the keys of the arrays at these paths from the database, written together; the ranks' data files stay."""
         with _naming_errors(f"remove {len(paths)} arrays from {root / DATABASE}"):
             transaction = ts.Transaction()  # other than copies, deletions leave the references that stay as they are
-            database = ts.KvStore.open(self._kvstore(root), transaction=transaction).result()
+            database = ts.KvStore.open(_database(root / DATABASE), transaction=transaction).result()
             for path in paths:
                 database.delete_range(ts.KvStore.KeyRange(f"{path}/", f"{path}0")).result()  # "0" comes after "/"
             _wait(transaction.commit_async())
-
-    def _kvstore(self, root: Path) -> dict[str, Any]:
-        return _database(root / DATABASE) if self._in_database else _folder(root)
 
 
 class _DataFile:
@@ -249,17 +246,7 @@ class OcdbtWriter(FileSinkWriter):
         self._written.linked_bytes = sum(record.size for record in linked.files.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """Where the value of one key lies; `file` is relative to the database."""
-
-    key: str
-    file: str
-    offset: int
-    length: int
-
-
-def _values_of(database: Path) -> Iterator[_Value]:
+def _values_of(database: Path) -> Iterator[Value]:
     """Yield every value of the newest version of a database, in the order of the keys.
 
     Raises:
@@ -271,38 +258,41 @@ def _values_of(database: Path) -> Iterator[_Value]:
         yield from _values_below(base, newest["location"], b"")
 
 
-def _values_below(base: ts.KvStore, location: str, prefix: bytes) -> Iterator[_Value]:
+def _values_below(base: ts.KvStore, location: str, prefix: bytes) -> Iterator[Value]:
     """Yield the values under one node, whose keys lack `prefix`."""
     node = ts.ocdbt.dump(base, location).result()
     for entry in node["entries"]:
         if node["height"] > 0:
             yield from _values_below(base, entry["location"], prefix + entry["subtree_common_prefix"])
             continue
-        key = (prefix + entry["key"]).decode()
+        key = prefix + entry["key"]
         if "indirect_value" not in entry:
-            raise StorageError(f"{key!r} lies inside a B-tree node of {base.url}, without an extent of its own")
+            raise StorageError(
+                f"{key.decode()!r} lies inside a B-tree node of {base.url}, without an extent of its own"
+            )
         kind_and_folder, file, offset, length = entry["indirect_value"].rsplit(":", 3)
-        yield _Value(key, kind_and_folder.split(":", 1)[1] + file, int(offset), int(length))
+        yield Value(key, kind_and_folder.split(":", 1)[1] + file, int(offset), int(length))
 
 
 def _join_databases(root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
     """Put what the ranks committed into the joined database, by reference. Returns its files."""
-    context = _unsynced()  # one for both sides: copying by reference needs that
+    # One context for both sides, as copying by reference needs. It does not sync: `make_durable` does, once for all files.
+    context = ts.Context({"file_io_sync": False})
     database = root / DATABASE
     folders = [_database_of(root, rank) for rank in writers]
     for rank, folder in zip(writers, folders, strict=True):
         if not (folder / _MANIFEST).is_file():
             raise StorageError(f"{folder} is missing, where rank {rank} has committed its arrays")
     with _naming_errors(f"join the databases in {database}"):
-        joined = ts.KvStore.open(_new_database(database), context=context).result()
+        joined = ts.KvStore.open({**_database(database), "config": _CONFIG}, context=context).result()
         # Not in a transaction: the references would be dropped, silently, and every value be empty.
-        copies = [_opened_database(folder, context).experimental_copy_range_to(joined) for folder in folders]
-        for copy in copies:
+        parts = [ts.KvStore.open(_database(folder), context=context).result() for folder in folders]
+        for copy in [part.experimental_copy_range_to(joined) for part in parts]:
             _wait(copy)
             progress(1)
         _check_joined(database, folders)
-    sizes = _sizes_below(database, root, below_ranks=False)
-    make_durable(root, sizes, _folders_above(root, sizes), progress)
+    sizes = {file.relative_to(root).as_posix(): file.stat().st_size for file in _joined_files(database)}
+    make_durable(root, sizes, {root / folder for file in sizes for folder in Path(file).parents}, progress)
     return list(sizes)
 
 
@@ -319,36 +309,20 @@ def _check_joined(database: Path, folders: Sequence[Path]) -> None:
         )
 
 
-def _sizes_below(folder: Path, root: Path, *, below_ranks: bool = True) -> dict[str, int]:
-    """Return the files below `folder`, by path below `root`, with their sizes; perhaps without those of the ranks."""
-    sizes = {}
-    for where, folders, files in os.walk(folder):
-        if not below_ranks:
-            folders[:] = [name for name in folders if not name.startswith("rank-")]
-        for name in files:
-            path = Path(where, name)
-            sizes[path.relative_to(root).as_posix()] = path.stat().st_size
-    return sizes
+def _joined_files(database: Path) -> Iterator[Path]:
+    """Yield the files of the joined database, without those of the ranks' own databases."""
+    for where, folders, files in os.walk(database):
+        folders[:] = [name for name in folders if not name.startswith("rank-")]
+        yield from (Path(where, name) for name in files)
 
 
-def _folders_above(root: Path, files: Collection[str]) -> set[Path]:
-    """Return `root` and every folder between it and one of `files`."""
-    folders = {root}
-    for file in files:
-        folder = (root / file).parent
-        while folder not in folders:
-            folders.add(folder)
-            folder = folder.parent
-    return folders
-
-
-def _wait(future: ts.Future[Any], look: Callable[[], None] = lambda: None) -> Any:
-    """Return the result of a future; until then `look` now and then, and let signals and other threads have their turn."""
+def _wait(future: ts.Future[Any]) -> Any:
+    """Return the result of a future. The wait wakes every `POLL_S`, so that signals and other threads get their turn."""
     while True:
         try:
             return future.result(timeout=POLL_S)
         except TimeoutError:
-            look()
+            continue
 
 
 @contextmanager
@@ -405,25 +379,12 @@ def _spec_of(path: str, opened: ts.TensorStore) -> ArraySpec:
     return ArraySpec(path, opened.dtype.name, tuple(opened.shape), tuple(side or 1 for side in grid or ()))
 
 
-def _unsynced() -> ts.Context:
-    """Return a context that leaves syncing to us: once for all files, not once for each."""
-    return ts.Context({"file_io_sync": False})
-
-
 def _folder(folder: Path) -> dict[str, Any]:
     return {"driver": "file", "path": f"{folder.resolve()}/"}  # not a URL: those are percent-decoded
 
 
 def _database(folder: Path) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": _folder(folder)}
-
-
-def _new_database(folder: Path) -> dict[str, Any]:
-    return {**_database(folder), "config": _CONFIG}
-
-
-def _opened_database(folder: Path, context: ts.Context) -> ts.KvStore:
-    return ts.KvStore.open(_database(folder), context=context).result()
 
 
 def _database_of(root: Path, rank: int) -> Path:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from zarr.storage import LocalStore, MemoryStore, StorePath
 
 from ckpt.backends.base import Previous
 from ckpt.backends.decoded_size import require_decodes_within
-from ckpt.backends.directory import Describe, DirectoryWriter, Encode
+from ckpt.backends.directory import Describe, DirectoryWriter
 from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key, require_spec
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.format import zarr_dtypes
@@ -75,9 +74,10 @@ class ZarrBackend:
     ) -> DirectoryWriter:
         """Return this rank's writer below the unpublished folder `root`."""
         outlet = FileSink(root, rank, progress, self._buffers)
-        return DirectoryWriter(outlet, self._description(), self._encoding(), previous)
+        encode = partial(_compressed, self._compressors) if self._compressors else None
+        return DirectoryWriter(outlet, self._description(), encode, previous)
 
-    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None] = lambda _: None) -> list[str]:
+    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
         """Nothing is left to do: what the ranks wrote is one directory."""
         return []
 
@@ -87,10 +87,9 @@ class ZarrBackend:
         Raises:
             CorruptCheckpointError: the array, or a chunk that `box` meets, is missing or cannot be decoded.
         """
-        metadata = _metadata_in(root / array.path)
-        if metadata is None:
-            raise CorruptCheckpointError(f"{array.path}: {root / array.path} is a group of Zarr, not an array")
-        require_spec(_spec_of(metadata, array.path), array)
+        metadata, grid = _metadata_in(root / array.path)
+        dtype = str(metadata.data_type.to_json(zarr_format=3))
+        require_spec(ArraySpec(array.path, dtype, tuple(metadata.shape), grid), array)
         chunk_bytes = math.prod(array.grid) * item_bytes(array.dtype)
         for number in chunks_meeting(array.shape, array.grid, box):
             file = root / array.path / chunk_key(array, number)
@@ -107,16 +106,8 @@ class ZarrBackend:
         bits = bits_of(out)
         bits[...] = values.view(bits.dtype)
 
-    def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
-        """Return every array below `root`, by path, from the metadata that zarr-python accepts.
-
-        Raises:
-            CorruptCheckpointError: a `zarr.json` is not what zarr-python understands.
-        """
-        return {spec.path: spec for spec in sorted(_arrays_below(root), key=lambda spec: spec.path)}
-
     def _description(self) -> Describe:
-        """What makes descriptions in one save: arrays that are stored alike are described alike, and zarr-python asked once."""
+        """Return the function that makes the `zarr.json` documents of one save; it asks zarr-python once for arrays stored alike."""
         known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], bytes] = {}
 
         def describe(array: ArraySpec | None) -> bytes:
@@ -129,10 +120,6 @@ class ZarrBackend:
 
         return describe
 
-    def _encoding(self) -> Encode | None:
-        """What encodes chunks; raw ones need nothing."""
-        return partial(_compressed, self._compressors) if self._compressors else None
-
 
 def _compressed(compressors: Sequence[dict[str, Any]], array: ArraySpec, box: Box, host: torch.Tensor) -> bytes:
     """Return a chunk as zarr-python encodes it, by letting it write that chunk alone into memory."""
@@ -141,12 +128,8 @@ def _compressed(compressors: Sequence[dict[str, Any]], array: ArraySpec, box: Bo
     encoder = zarr.Array(zarr.AsyncArray(metadata, StorePath(MemoryStore(files))))
     encoder = encoder.with_config({"write_empty_chunks": True})  # by default an all-zero chunk is left out
     encoder[box.slices] = bits_of(host).view(metadata.data_type.to_native_dtype())
-    encoded: bytes = files[chunk_key(array, _number_of(array, box))].to_bytes()
+    encoded: bytes = files[chunk_key(array, next(chunks_meeting(array.shape, array.grid, box)))].to_bytes()
     return encoded
-
-
-def _number_of(array: ArraySpec, box: Box) -> int:
-    return next(chunks_meeting(array.shape, array.grid, box))
 
 
 def _metadata(array: ArraySpec, compressors: Sequence[dict[str, Any]]) -> ArrayV3Metadata:
@@ -157,49 +140,27 @@ def _document_bytes(metadata: ArrayV3Metadata | GroupMetadata) -> bytes:
     return json.dumps(metadata.to_dict()).encode()  # not indented, as zarr-python does: that takes most of the time
 
 
-def _arrays_below(root: Path) -> Iterator[ArraySpec]:
-    """Yield the arrays below `root`; inside of one there is nothing to look for but chunks."""
-    for folder, folders, files in os.walk(root):
-        if DOCUMENT in files:
-            metadata = _metadata_in(Path(folder))
-            if metadata is not None:
-                folders.clear()
-                yield _spec_of(metadata, Path(folder).relative_to(root).as_posix())
-
-
-def _metadata_in(folder: Path) -> ArrayV3Metadata | None:
-    """The array whose metadata lies in `folder`, or None if it is a group.
+def _metadata_in(folder: Path) -> tuple[ArrayV3Metadata, tuple[int, ...]]:
+    """Read the metadata of the array in `folder`; return it and the array's grid.
 
     Raises:
-        CorruptCheckpointError: it is neither.
+        CorruptCheckpointError: there is no such file, or zarr-python does not understand it as an array on a regular grid.
     """
     file = folder / DOCUMENT
     try:
         with CheckpointFolder(folder) as opened:
             document = parse(opened.read(DOCUMENT, MAX_FILE_BYTES), str(file))
-        if document["node_type"] == "group":
-            return None
         metadata = ArrayV3Metadata.from_dict(document)
-        _grid_of(metadata)
+        grid = metadata.chunk_grid
+        if not isinstance(grid, RegularChunkGrid):
+            raise ValueError("its chunk grid is not regular")
+        return metadata, tuple(grid.chunk_shape)
     except CorruptCheckpointError:
         raise
     except Exception as error:  # zarr-python raises nearly anything
         raise CorruptCheckpointError(
             f"{file} is not the metadata of a Zarr v3 array: {sentence(error)}. Load an earlier checkpoint."
         ) from error
-    return metadata
-
-
-def _grid_of(metadata: ArrayV3Metadata) -> tuple[int, ...]:
-    grid = metadata.chunk_grid
-    if not isinstance(grid, RegularChunkGrid):
-        raise ValueError("its chunk grid is not regular")
-    return tuple(grid.chunk_shape)
-
-
-def _spec_of(metadata: ArrayV3Metadata, path: str) -> ArraySpec:
-    dtype = str(metadata.data_type.to_json(zarr_format=3))
-    return ArraySpec(path, dtype, tuple(metadata.shape), _grid_of(metadata))
 
 
 def _check_compressors(compressors: Sequence[dict[str, Any]]) -> None:

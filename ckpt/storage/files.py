@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 import re
 import stat
@@ -51,7 +52,7 @@ def padded_pieces(host: torch.Tensor, cell: tuple[int, ...]) -> Iterator[memoryv
     """Yield the bytes of one whole chunk, in pieces: `host` at the start of a grid cell, zeros in the rest of it."""
     if tuple(host.shape) == cell or tuple(host.shape[1:]) == cell[1:]:
         yield from _pieces(raw_bytes(host).numpy())
-        missing = (_num_elements(cell) - host.numel()) * host.element_size()
+        missing = (math.prod(cell) - host.numel()) * host.element_size()
         for at in range(0, missing, len(_ZEROS)):
             yield memoryview(_ZEROS)[: min(missing - at, len(_ZEROS))]
         return
@@ -65,13 +66,6 @@ def _pieces(flat: Any) -> Iterator[memoryview]:
     memory = memoryview(flat)
     for at in range(0, len(memory), PIECE_BYTES):
         yield memory[at : at + PIECE_BYTES]
-
-
-def _num_elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for side in shape:
-        count *= side
-    return count
 
 
 def write_all(fd: int, piece: memoryview) -> None:
