@@ -7,11 +7,13 @@ GiB. Only the outermost of several codecs is looked at, and only those below; wh
 from __future__ import annotations
 
 import bz2
+import gzip
 import lzma
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from ckpt.errors import CorruptCheckpointError
 
@@ -43,22 +45,19 @@ def require_decodes_within(file: Path, codec: str, chunk_bytes: int) -> None:
         )
 
 
-class _Decoder(Protocol):
-    @property
-    def eof(self) -> bool: ...
-
-    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
-
-
-def _streamed(decoder: _Decoder, stream: BinaryIO, most: int) -> int:
-    """The length, or one beyond `most`, of what a decoder makes of a stream. Never holds more than a piece."""
+def _by_decoding(open_decoded: Callable[[BinaryIO], Any], stream: BinaryIO, most: int) -> int:
+    """Decode a stream piece by piece; return its length, or the first length beyond `most`."""
     size = 0
-    while size <= most and not decoder.eof and (data := stream.read(_PIECE_BYTES)):
-        while data or not getattr(decoder, "needs_input", True):
-            size += len(decoder.decompress(data, _PIECE_BYTES))
-            data = getattr(decoder, "unconsumed_tail", b"")
-            if size > most or decoder.eof:
-                break
+    with open_decoded(stream) as decoded:
+        while size <= most and (piece := decoded.read(_PIECE_BYTES)):
+            size += len(piece)
+    return size
+
+
+def _of_zlib(stream: BinaryIO, most: int) -> int:
+    decoder, size = zlib.decompressobj(), 0
+    while size <= most and (data := decoder.unconsumed_tail or stream.read(_PIECE_BYTES)) and not decoder.eof:
+        size += len(decoder.decompress(data, _PIECE_BYTES))
     return size
 
 
@@ -76,10 +75,10 @@ def _of_zstd(stream: BinaryIO, most: int) -> int:
 
 
 _SIZES: dict[str, Callable[[BinaryIO, int], int]] = {
-    "gzip": lambda stream, most: _streamed(zlib.decompressobj(31), stream, most),
-    "zlib": lambda stream, most: _streamed(zlib.decompressobj(), stream, most),
-    "bz2": lambda stream, most: _streamed(bz2.BZ2Decompressor(), stream, most),
-    "lzma": lambda stream, most: _streamed(lzma.LZMADecompressor(), stream, most),
+    "gzip": partial(_by_decoding, gzip.open),
+    "zlib": _of_zlib,
+    "bz2": partial(_by_decoding, bz2.open),
+    "lzma": partial(_by_decoding, lzma.open),
     "zstd": _of_zstd,
     "blosc": lambda stream, most: int.from_bytes(stream.read(8)[4:], "little"),
     "lz4": lambda stream, most: int.from_bytes(stream.read(4), "little"),

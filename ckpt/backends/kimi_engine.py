@@ -257,7 +257,7 @@ class SafetensorsWriter(FileSinkWriter):
         if self._linked is not None:
             for path, chunk, _, source in self._linked.settle():
                 self._put(path, chunk, source, 1)
-            self._add_linked(self._linked)
+            self._linked.add_to(self._written)
         self._put_empty()
         files = [file for both in self._all_files() for file in both if file.size]
         for file in files:
@@ -291,13 +291,6 @@ class SafetensorsWriter(FileSinkWriter):
             missing = [entry for entry in entries if (folder, entry) not in there]
             if missing:
                 main.append(missing, ())
-
-    def _add_linked(self, linked: LinkedValues) -> None:
-        """Refer to what stays where it is."""
-        for (path, chunk), (_, extent) in linked.kept.items():
-            self._written.chunks[path, chunk] = extent
-        self._written.files |= linked.files
-        self._written.linked_bytes = sum(record.size for record in linked.files.values())
 
     def _all_files(self) -> Collection[_Files]:
         return dict.fromkeys([*self._files.values(), *(files for _, files in self._empty.values())])

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ckpt.backends.base import Previous
+from ckpt.backends.base import Previous, Written
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.records import ChunkExtent, FileRecord
@@ -87,6 +87,13 @@ class LinkedValues:
             self._outlet.unlink(file)
         self.files = {file: self._previous.files[file] for file in sorted(worth)}
         self.dead = {file: dead[file] for file in sorted(worth) if dead[file]}
+
+    def add_to(self, written: Written) -> None:
+        """Add the values that stay where they are, and their files. Called once, after `settle`."""
+        written.chunks |= {place: extent for place, (_, extent) in self.kept.items()}
+        written.files |= self.files
+        written.dead |= self.dead
+        written.linked_bytes = sum(record.size for record in self.files.values())
 
     def _worth_linking(self, live_bytes: Mapping[str, int], dead: Mapping[str, Sequence[ChunkExtent]]) -> set[str]:
         worth = [

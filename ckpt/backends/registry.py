@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 
-_STORES: dict[str, Callable[[], Backend]] = {}
-
 
 def _zarr() -> Backend:
     from ckpt.backends.zarr import ZarrBackend
@@ -36,6 +34,14 @@ BACKENDS: Mapping[str, Callable[[], Backend]] = {
 """The backends of this package by the names that users know, each imported when it is made."""
 
 
+_STORES: dict[str, Callable[[], Backend]] = {
+    "zarr": _zarr,
+    "ocdbt": _tensorstore,
+    "safetensors": _kimi_engine,
+}
+"""Registry: store, as a manifest names it -> maker of the backend that reads it."""
+
+
 def register_store(store: str, make: Callable[[], Backend]) -> None:
     """Say who reads chunks of `store` that are not raw. A later registration replaces an earlier one."""
     _STORES[store] = make
@@ -48,8 +54,6 @@ def backend_of_store(store: str) -> Backend:
         CorruptCheckpointError: no such store is known.
         ConfigurationError: the store's library is not installed.
     """
-    if not _STORES:
-        register_default_stores()
     if store not in _STORES:
         raise CorruptCheckpointError(f"the manifest names the store {store!r}; known are {', '.join(sorted(_STORES))}")
     return _made(_STORES[store], f"reading chunks of the store {store!r}")
@@ -66,12 +70,6 @@ def backend_named(name: str) -> Backend:
             f"backend is {name!r}; expected one of {', '.join(BACKENDS)}, or an object such as ZarrBackend()"
         )
     return _made(BACKENDS[name], f"the backend {name}")
-
-
-def register_default_stores() -> None:
-    """Register the backends of this package, each imported only when it is needed."""
-    for store, name in (("zarr", "zarr"), ("safetensors", "kimi-engine"), ("ocdbt", "tensorstore")):
-        register_store(store, BACKENDS[name])
 
 
 def _made(make: Callable[[], Backend], what: str) -> Backend:

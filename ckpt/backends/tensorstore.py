@@ -208,7 +208,10 @@ class OcdbtWriter(FileSinkWriter):
         if self._linked is not None:
             for path, chunk, key, source in self._linked.settle():
                 self._put(self._unchanged, path, chunk, key, source)
-            self._add_linked(self._linked)
+            for key, extent in self._linked.kept.values():
+                file = extent.file.removeprefix(f"{self._folder}/")
+                self._values.append(Value(key.encode(), file, extent.offset, extent.length))
+            self._linked.add_to(self._written)
         if self._values:
             nodes, root = tree_of(self._values, self._main.name, self._main.size, _crc32c)
             self._main.append_nodes(map(memoryview, nodes))
@@ -234,16 +237,6 @@ class OcdbtWriter(FileSinkWriter):
         self._written.chunks[path, chunk] = ChunkExtent(
             file.path, value.offset, value.length, source.written(path), BLOCK_BYTES
         )
-
-    def _add_linked(self, linked: LinkedValues) -> None:
-        """Refer to what stays where it is."""
-        for (path, chunk), (key, extent) in linked.kept.items():
-            file = extent.file.removeprefix(f"{self._folder}/")
-            self._values.append(Value(key.encode(), file, extent.offset, extent.length))
-            self._written.chunks[path, chunk] = extent
-        self._written.files |= linked.files
-        self._written.dead |= linked.dead
-        self._written.linked_bytes = sum(record.size for record in linked.files.values())
 
 
 def _values_of(database: Path) -> Iterator[Value]:

@@ -28,7 +28,6 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -186,9 +185,7 @@ class FolderLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _take(self, progress: Callable[[], object]) -> int:

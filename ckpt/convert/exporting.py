@@ -14,7 +14,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from ckpt.backends.safetensors_format import (
@@ -275,7 +274,7 @@ class _Read:
         total = math.prod(tensor.shape)
         step = _elements_at_once(tensor)
         for first in range(0, total, step):
-            flat = self._memory_for(min(step, total - first), tensor.dtype)
+            flat = self._memory.empty((min(step, total - first),), torch_dtype(tensor.dtype))
             requests = [
                 ReadRequest(
                     tensor.stored,
@@ -288,10 +287,6 @@ class _Read:
             self._strategy.prepare(requests, self._stored, self._topology, self._device, verify=True).run()
             bits: Any = raw_bytes(flat).numpy()
             yield memoryview(bits)
-
-    def _memory_for(self, num_elements: int, dtype: str) -> torch.Tensor:
-        num_bytes = num_elements * item_bytes(dtype)
-        return self._memory.flat(num_bytes).view(torch_dtype(dtype))
 
 
 def _elements_at_once(tensor: Tensor) -> int:

@@ -21,9 +21,9 @@ from ckpt.catalog.verify import Names, examine
 from ckpt.convert.atomic_directory import atomic_directory
 from ckpt.dist_checkpointing.folder.folder import Given
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
-from ckpt.format.box import Box, chunk_box, whole
+from ckpt.format.box import chunk_box, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.dtypes import item_bytes, torch_dtype
+from ckpt.format.dtypes import torch_dtype
 from ckpt.format.durable import replace_durably, write_durably
 from ckpt.format.manifest import (
     COMMON,
@@ -239,7 +239,7 @@ class _Rewriting:
         """The chunk, without padding, checked."""
         name = names.of_arrays([one.array.path])
         box = chunk_box(one.array.shape, one.array.grid, one.number)
-        host = self._memory_for(box, one.array.dtype)
+        host = self._memory.empty(box.shape, torch_dtype(one.array.dtype))
         if extent.raw:
             region = stored_shape(self._store_of(one.item), one.array.grid, box.shape)
             reader.read(extent, [WantedBox(0, region, whole(box.shape), host, name)])
@@ -247,10 +247,6 @@ class _Rewriting:
             reader.check(extent, name)
             self._stored.read_encoded(self._store_of(one.item), one.array, box, host)
         return host
-
-    def _memory_for(self, box: Box, dtype: str) -> torch.Tensor:
-        num_bytes = box.num_elements * item_bytes(dtype)
-        return self._memory.flat(num_bytes).view(torch_dtype(dtype)).view(box.shape)
 
     def _digests(self, one: _Stored, extent: ChunkExtent, clipped: tuple[int, ...]) -> list[tuple[int, ...]] | None:
         """Those that the chunk will have in the new checkpoint, if they are known."""

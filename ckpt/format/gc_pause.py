@@ -6,7 +6,6 @@ import gc
 import os
 import threading
 from contextlib import ContextDecorator
-from types import TracebackType
 from typing import Self
 
 _NEVER = (1 << 30) + 7
@@ -29,9 +28,7 @@ class gc_paused(ContextDecorator):  # used as a decorator, like contextlib's own
         _pauses.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _pauses.end()
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import psutil
@@ -36,9 +36,6 @@ _KNOWN = {"cpu": ("gloo", None), "cuda": ("nccl", None), "npu": ("hccl", "torch_
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 """Variables of the environment that name the network interfaces which a device's collectives may use."""
-
-_PINS_IN_PLACE = frozenset({"cuda"})
-"""Devices whose runtime can page-lock memory that is there already (cudaHostRegister)."""
 
 
 class Memory(NamedTuple):
@@ -102,11 +99,6 @@ class Device:
     def backends(self) -> str:
         """What torch.distributed is told: host tensors always have gloo, beside the device's own collectives."""
         return self.collectives if self.type == "cpu" else f"cpu:gloo,{self.type}:{self.collectives}"
-
-    @property
-    def pins_in_place(self) -> bool:
-        """Whether memory that is there already can be page-locked; if not, it is allocated so, or copied."""
-        return self.type in _PINS_IN_PLACE
 
     def require(self) -> None:
         """Make sure that this machine has such a device. Called before any rank starts, and by each rank in `use`.
@@ -300,10 +292,8 @@ class SideStream:
             contexts.enter_context(self._module.stream(self._stream))
             self._entered.append(contexts.pop_all())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.pop().__exit__(*raised)
 
     def mark(self) -> StreamEvent:
         """A mark behind everything queued on it so far."""

@@ -48,6 +48,10 @@ class Scratch:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor with any values. Tensors that were given out before are not to be used any more."""
+        return self.flat(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
     def flat(self, num_bytes: int) -> torch.Tensor:
         """So many bytes, flat uint8, with anything in them; those that were given out before are not to be used any more."""
         if len(self._memory) < num_bytes:

@@ -17,6 +17,7 @@ import resource
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,13 +96,10 @@ class Buffers:
         )
         self._told_of_links = True
 
-    def __reduce__(self) -> tuple[Callable[..., Buffers], tuple[int, bool]]:
+    def __reduce__(self) -> tuple[Callable[[], Buffers], tuple[()]]:
         """A copy has memory of its own."""
-        return _buffers, (self._num_bytes * NUM_BUFFERS >> 20, self.direct_io)
-
-
-def _buffers(buffer_mib: int, direct_io: bool) -> Buffers:
-    return Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
+        mib = self._num_bytes * NUM_BUFFERS >> 20
+        return partial(Buffers, buffer_mib=mib, direct_io=self.direct_io), ()
 
 
 class NewFile(NamedTuple):

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -27,7 +26,7 @@ import torch
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.blocks import BlockDigests
-from ckpt.format.box import Box, overlap, whole
+from ckpt.format.box import Box, flat_boxes, overlap, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import bits_of, raw_bytes
 from ckpt.format.gc_pause import gc_paused
@@ -220,9 +219,7 @@ class ExtentReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -621,41 +618,12 @@ def _boxes_here(span: _Span, start: int, stop: int, item_bytes: int) -> Iterator
         return
     first = max(start - span.part.base, 0) // item_bytes
     last = min((stop - span.part.base) // item_bytes, math.prod(span.part.region))
-    for box in boxes_of_range(span.part.region, first, last):
+    if first >= last:
+        return
+    for box, _ in flat_boxes(span.part.region, first, last):
         here = overlap(box, span.box)
         if here is not None:
             yield here
-
-
-def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
-    """Yield the boxes, at most 2n - 1 of them, that make up the elements [first, last) of a row-major array.
-
-    Example:
-        >>> [box.shape for box in boxes_of_range((4, 5), 3, 17)]      # end of a row, two whole rows, start of a row
-        [(1, 2), (2, 5), (1, 2)]
-    """
-    if first >= last:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    row = math.prod(shape[1:])
-    top, bottom = first // row, (last - 1) // row
-    if top == bottom:
-        yield from _in_row(shape, top, first - top * row, last - top * row)
-        return
-    if first % row:
-        yield from _in_row(shape, top, first - top * row, row)
-        top += 1
-    whole_until = last // row
-    if whole_until > top:
-        yield Box((top,) + (0,) * (len(shape) - 1), (whole_until - top, *shape[1:]))
-    yield from _in_row(shape, whole_until, 0, last - whole_until * row)
-
-
-def _in_row(shape: tuple[int, ...], index: int, first: int, last: int) -> Iterator[Box]:
-    for box in boxes_of_range(shape[1:], first, last):
-        yield Box((index, *box.offsets), (1, *box.shape))
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import raw_bytes
 from ckpt.format.records import ChunkExtent
 from ckpt.storage import extents
-from ckpt.storage.extents import ExtentReader, WantedBox, WantedBytes, boxes_of_range
+from ckpt.storage.extents import ExtentReader, WantedBox, WantedBytes
 from tests.states import ALL_DTYPES
 
 
@@ -118,18 +118,6 @@ def test_every_box_of_every_region_arrives_as_numpy_slices_it(
         start = base // 4
         source = chunk[start : start + math.prod(region)].reshape(region)[box.slices]
         np.testing.assert_array_equal(out.numpy(), source)
-
-
-@given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.data())
-def test_a_range_of_elements_is_cut_into_boxes_that_cover_it_once(shape: tuple[int, ...], data: st.DataObject) -> None:
-    count = math.prod(shape)
-    first = data.draw(st.integers(0, count))
-    last = data.draw(st.integers(first, count))
-    array = np.arange(count).reshape(shape)
-    boxes = list(boxes_of_range(shape, first, last))
-    covered = [value for box in boxes for value in array[box.slices].reshape(-1).tolist()]
-    assert covered == list(range(first, last))
-    assert len(boxes) <= max(2 * len(shape) - 1, 1)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
