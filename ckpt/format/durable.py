@@ -1,4 +1,4 @@
-"""Small files that survive a power cut: their bytes, and their names."""
+"""Write small files durably: bytes and names survive a power cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def replace_durably(path: Path, data: bytes) -> None:
-    """The same in one step: whoever looks finds what was there before, if anything was, or all of the new file."""
+    """Write a small file durably and atomically: readers find the old file, if there was one, or the whole new one."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         _write(beside, data)
@@ -47,7 +47,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _new_file(path: Path) -> int:
-    """A file of its own: what has the name already, a link to another file perhaps, is not written to, but loses its name."""
+    """Create a file. An existing file of that name is unlinked, not written to: it may be a link to another file."""
     new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, new, 0o666)

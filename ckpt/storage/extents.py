@@ -254,7 +254,6 @@ class ExtentReader:
         spans = _spans_in(chunk, parts)
         if not spans:
             return
-        self._check_digest_count(chunk, spans[0].part.name)
         _read_shared_bytes_once(spans)
         if stretches is None:
             stretches = list(_stretches(spans, chunk.length, self.unit_of(chunk)))
@@ -293,7 +292,6 @@ class ExtentReader:
 
     def _fetch(self, chunk: ChunkExtent, start: int, memory: memoryview, name_of: Callable[[int, int], str]) -> None:
         name = name_of(start, start + len(memory))
-        self._check_digest_count(chunk, name)
         fd = self._open(chunk.file, name)
         step = -(-HOT_BYTES // chunk.block_bytes) * chunk.block_bytes
         for at in range(0, len(memory), step):
@@ -326,7 +324,6 @@ class ExtentReader:
         self._or_disk(chunk, lambda: self._check(chunk, name))
 
     def _check(self, chunk: ChunkExtent, name: str) -> None:
-        self._check_digest_count(chunk, name)
         fd = self._open(chunk.file, name)
         step = max(self._slab_bytes // chunk.block_bytes, 1) * chunk.block_bytes
         for start in range(0 if self._verify else max(chunk.length - 1, 0), chunk.length, step):
@@ -404,13 +401,6 @@ class ExtentReader:
             at += got
             self.bytes_read += 0 if is_held else got
             missing = _after(missing, got)
-
-    def _check_digest_count(self, chunk: ChunkExtent, name: str) -> None:
-        if self._verify and len(chunk.digests) != -(-chunk.length // chunk.block_bytes):
-            raise CorruptCheckpointError(
-                f"{name}: the index gives {len(chunk.digests)} digests for {chunk.length} bytes of "
-                f"{self._root / chunk.file} in blocks of {chunk.block_bytes}"
-            )
 
     def _check_blocks(
         self, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name_of: Callable[[int, int], str]
