@@ -37,9 +37,9 @@ class DirectoryWriter(FileSinkWriter):
     """
 
     def __init__(
-        self, outlet: FileSink, describe: Describe, encode: Encode | None = None, previous: Previous | None = None
+        self, sink: FileSink, describe: Describe, encode: Encode | None = None, previous: Previous | None = None
     ) -> None:
-        super().__init__(outlet)
+        super().__init__(sink)
         self._describe = describe
         self._encode = encode
         self._previous = previous
@@ -64,7 +64,7 @@ class DirectoryWriter(FileSinkWriter):
         if old is not None and source.have(old.digests) and self._link(file, old):
             extent = old
         else:
-            self._outlet.write(file, source.digested(), size)
+            self._sink.write(file, source.digested(), size)
             extent = ChunkExtent(file, 0, size, source.written(array.path), BLOCK_BYTES, raw=self._encode is None)
         self._written.chunks[array.path, chunk] = extent
         self._written.files[file] = FileRecord(size, EMPTY_DIGEST)
@@ -79,7 +79,7 @@ class DirectoryWriter(FileSinkWriter):
 
     def _link(self, file: str, old: ChunkExtent) -> bool:
         assert self._previous is not None
-        is_linked = self._outlet.link(file, self._previous.folder, old.length)
+        is_linked = self._sink.link(file, self._previous.folder, old.length)
         self._written.linked_bytes += old.length if is_linked else 0
         return is_linked
 
@@ -92,7 +92,7 @@ class DirectoryWriter(FileSinkWriter):
 
     def finish(self) -> Written:
         """Hand all bytes to the file system, and say where the chunks lie."""
-        self._outlet.flush()
+        self._sink.flush()
         return self._written
 
     def _write_description(self, path: str, document: bytes) -> None:

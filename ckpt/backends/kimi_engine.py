@@ -144,9 +144,9 @@ class _ShardFile:
         num_bytes: of all tensors in it; None: many, or nobody knows how many.
     """
 
-    def __init__(self, outlet: FileSink, path: str, header: Header, num_bytes: int | None) -> None:
+    def __init__(self, sink: FileSink, path: str, header: Header, num_bytes: int | None) -> None:
         self.path = path
-        self._outlet = outlet
+        self._sink = sink
         self._header = header
         self._num_bytes = num_bytes
         self._placed: list[tuple[int, Sequence[Entry]]] = []
@@ -165,7 +165,7 @@ class _ShardFile:
         """Put a chunk behind the others; return where it begins in the file."""
         if self._stream is None:
             all_bytes = self._header.num_bytes + self._num_bytes if self._num_bytes is not None else None
-            self._stream = self._outlet.open(self.path, all_bytes)
+            self._stream = self._sink.open(self.path, all_bytes)
             self._stream.append([memoryview(bytes(self._header.num_bytes))])
         at = self._stream.size
         self._stream.append(pieces)
@@ -179,7 +179,7 @@ class _ShardFile:
     def finish(self) -> FileRecord:
         """Write the header. All other bytes have been flushed."""
         header = self._header.to_bytes(self._placed)
-        self._outlet.overwrite(self.path, header)
+        self._sink.overwrite(self.path, header)
         return FileRecord(self.size, xxhash.xxh3_128_hexdigest(header))
 
 
@@ -194,13 +194,13 @@ class SafetensorsWriter(FileSinkWriter):
     the next one. A file is linked only whole: tools that open it find no tensor in it that is not of this checkpoint.
     """
 
-    def __init__(self, root: Path, rank: int, outlet: FileSink, previous: Previous | None = None) -> None:
-        super().__init__(outlet)
+    def __init__(self, root: Path, rank: int, sink: FileSink, previous: Previous | None = None) -> None:
+        super().__init__(sink)
         self._rank = rank
         self._before = _Before(previous) if previous is not None else None
         self._linked: LinkedValues | None = None
         if previous is not None:
-            self._linked = LinkedValues(previous, outlet, root, "", whole=True)
+            self._linked = LinkedValues(previous, sink, root, "", whole=True)
         self._entries: dict[_Place, Sequence[Entry]] = {}
         self._files: dict[_Place, _Files] = {}
         self._empty: dict[_Kind, tuple[Collection[Entry], _Files]] = {}
@@ -224,7 +224,7 @@ class SafetensorsWriter(FileSinkWriter):
             for header, some in _filling_headers(list(expected.items())):
                 most = sum(entry.num_bytes for _, entries in some for entry in entries)
                 known = most if self._before is None or most < DIRECT_BYTES else None
-                main, unchanged = (_ShardFile(self._outlet, name, header, known) for name in islice(names, 2))
+                main, unchanged = (_ShardFile(self._sink, name, header, known) for name in islice(names, 2))
                 for place, entries in some:
                     if place is None:
                         self._empty[kind] = dict.fromkeys(entries), (main, unchanged)
@@ -262,7 +262,7 @@ class SafetensorsWriter(FileSinkWriter):
         files = [file for both in self._all_files() for file in both if file.size]
         for file in files:
             file.close()
-        self._outlet.flush()
+        self._sink.flush()
         for file in files:
             self._written.files[file.path] = file.finish()
         return self._written

@@ -29,7 +29,7 @@ class LinkedValues:
     """What one rank's database refers to in data files of an earlier save. `take` any number of times, then `settle`.
 
     Args:
-        outlet: makes the links, below `root`.
+        sink: makes the links, below `root`.
         below: path of the folder of this rank's data files.
         whole: link only files in which nothing has died, because other tools would find what is dead; and all of those. There is one
             for each folder and key, which is the data type then.
@@ -40,9 +40,9 @@ class LinkedValues:
         dead: what else lies in those.
     """
 
-    def __init__(self, previous: Previous, outlet: FileSink, root: Path, below: str, *, whole: bool = False) -> None:
+    def __init__(self, previous: Previous, sink: FileSink, root: Path, below: str, *, whole: bool = False) -> None:
         self._previous = previous
-        self._outlet = outlet
+        self._sink = sink
         self._root = root
         self._below = below
         self._whole = whole
@@ -61,7 +61,7 @@ class LinkedValues:
             return False
         if old.file not in self._is_linked:
             record = self._previous.files[old.file]
-            self._is_linked[old.file] = self._outlet.link(old.file, self._previous.folder, record.size)
+            self._is_linked[old.file] = self._sink.link(old.file, self._previous.folder, record.size)
         if self._is_linked[old.file]:
             self._kind_of[old.file] = path.rpartition("/")[0], key
             self.kept[path, chunk] = key, old
@@ -84,7 +84,7 @@ class LinkedValues:
             for name in sorted(used[file], key=lambda name: self.kept[name][1].offset):
                 key, extent = self.kept.pop(name)
                 yield *name, key, Pieces(self._read(name[0], extent))
-            self._outlet.unlink(file)
+            self._sink.unlink(file)
         self.files = {file: self._previous.files[file] for file in sorted(worth)}
         self.dead = {file: dead[file] for file in sorted(worth) if dead[file]}
 

@@ -81,10 +81,10 @@ class TensorStoreBackend:
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> Writer:
         """Return this rank's writer below the unpublished folder `root`."""
-        outlet = FileSink(root, rank, progress, self._buffers)
+        sink = FileSink(root, rank, progress, self._buffers)
         if self._in_database:
-            return OcdbtWriter(root, rank, outlet, previous)
-        return DirectoryWriter(outlet, _description, previous=previous)
+            return OcdbtWriter(root, rank, sink, previous)
+        return DirectoryWriter(sink, _description, previous=previous)
 
     def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
         """Join the databases of `writers` by reference. A directory is one already."""
@@ -144,11 +144,11 @@ class TensorStoreBackend:
 class _DataFile:
     """One data file of a rank's database; it is made when the first bytes come."""
 
-    def __init__(self, outlet: FileSink, folder: str) -> None:
+    def __init__(self, sink: FileSink, folder: str) -> None:
         self.name = f"d/{secrets.token_hex(16)}"
         self.path = f"{folder}/{self.name}"
         self.size = 0
-        self._outlet = outlet
+        self._sink = sink
         self._stream: Stream | None = None
 
     def append(self, key: str, pieces: Iterable[memoryview]) -> Value:
@@ -158,7 +158,7 @@ class _DataFile:
         return Value(key.encode(), self.name, at, self.size - at)
 
     def append_nodes(self, pieces: Iterable[memoryview]) -> None:
-        self._stream = self._stream or self._outlet.open(self.path)
+        self._stream = self._stream or self._sink.open(self.path)
         self._stream.append(pieces)
         self.size = self._stream.size
 
@@ -174,13 +174,13 @@ class OcdbtWriter(FileSinkWriter):
     before the next save either, that one will be linked whole.
     """
 
-    def __init__(self, root: Path, rank: int, outlet: FileSink, previous: Previous | None = None) -> None:
-        super().__init__(outlet)
+    def __init__(self, root: Path, rank: int, sink: FileSink, previous: Previous | None = None) -> None:
+        super().__init__(sink)
         self._folder = _database_of(root, rank).relative_to(root).as_posix()
-        self._main = _DataFile(outlet, self._folder)
-        self._unchanged = _DataFile(outlet, self._folder)
+        self._main = _DataFile(sink, self._folder)
+        self._unchanged = _DataFile(sink, self._folder)
         self._values: list[Value] = []
-        self._linked = LinkedValues(previous, outlet, root, f"{self._folder}/d/") if previous is not None else None
+        self._linked = LinkedValues(previous, sink, root, f"{self._folder}/d/") if previous is not None else None
         self._rest = xxhash.xxh3_128()
         self._written = Written()
 
@@ -227,7 +227,7 @@ class OcdbtWriter(FileSinkWriter):
             self._written.files[self._unchanged.path] = FileRecord(self._unchanged.size, EMPTY_DIGEST)
         self._main.close()
         self._unchanged.close()
-        self._outlet.flush()
+        self._sink.flush()
         return self._written
 
     def _put(self, file: _DataFile, path: str, chunk: int, key: str, source: Pieces) -> None:

@@ -73,9 +73,9 @@ class ZarrBackend:
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> DirectoryWriter:
         """Return this rank's writer below the unpublished folder `root`."""
-        outlet = FileSink(root, rank, progress, self._buffers)
+        sink = FileSink(root, rank, progress, self._buffers)
         encode = partial(_compressed, self._compressors) if self._compressors else None
-        return DirectoryWriter(outlet, self._description(), encode, previous)
+        return DirectoryWriter(sink, self._description(), encode, previous)
 
     def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
         """Nothing is left to do: what the ranks wrote is one directory."""

@@ -151,8 +151,8 @@ class Paged:
 class Direct:
     """A file written with O_DIRECT: `append` fills aligned buffers, writer threads write them."""
 
-    def __init__(self, pump: WriterThreads, file: OpenFile) -> None:
-        self._pump = pump
+    def __init__(self, threads: WriterThreads, file: OpenFile) -> None:
+        self._threads = threads
         self._file = file
         self._buffer: memoryview | None = None
         self._fill = 0
@@ -180,13 +180,13 @@ class Direct:
         self._hand_over()
 
     def close(self) -> None:
-        if self._rest and self._pump.is_well:  # after a failure no buffer can be had, and the bytes are dropped
+        if self._rest and self._threads.is_well:  # after a failure no buffer can be had, and the bytes are dropped
             self._take_buffer()
         self._hand_over()
         self._file.end_at(self._at)
 
     def _take_buffer(self) -> None:
-        self._buffer = self._pump.buffer_for(self)
+        self._buffer = self._threads.buffer_for(self)
         self._fill = len(self._rest)
         self._buffer[: self._fill] = self._rest
         self._rest = b""
@@ -194,26 +194,26 @@ class Direct:
     def _hand_over(self) -> None:
         if self._buffer is not None:
             self._file.reserve(self._at + self._fill)
-            self._pump.put(self._file, self._buffer[: self._fill], self._at, free=self._buffer)
-            self._pump.filling.pop(self)
+            self._threads.put(self._file, self._buffer[: self._fill], self._at, free=self._buffer)
+            self._threads.filling.pop(self)
             self._at, self._fill, self._buffer = self._at + self._fill, 0, None
 
 
 class Kept:
     """A file written with O_DIRECT from memory that keeps it: `append` copies there, writer threads write from there."""
 
-    def __init__(self, pump: WriterThreads, file: OpenFile, memory: PoolFile) -> None:
-        self._pump = pump
+    def __init__(self, threads: WriterThreads, file: OpenFile, memory: PoolFile) -> None:
+        self._threads = threads
         self._file = file
         self._memory = memory
         self._at = 0
 
     def append(self, piece: memoryview) -> None:
-        self._pump.require_well()
+        self._threads.require_well()
         with naming(self._file.path):
             self._memory.append(piece)
-        while self._memory.size - self._at >= self._pump.step:
-            self._hand_over(self._at + self._pump.step)
+        while self._memory.size - self._at >= self._threads.step:
+            self._hand_over(self._at + self._threads.step)
 
     def close(self) -> None:
         if self._memory.size > self._at:
@@ -222,7 +222,7 @@ class Kept:
 
     def _hand_over(self, end: int) -> None:
         self._file.reserve(end)
-        self._pump.put(self._file, self._memory.view(self._at, end), self._at)
+        self._threads.put(self._file, self._memory.view(self._at, end), self._at)
         self._at = end
 
 

@@ -51,8 +51,8 @@ class FileSink:
         self._buffers = buffers
         self._folders = FolderTree(root)
         self._sizes: dict[str, int] = {}
-        self._growing: dict[str, Stream] = {}
-        self._pump: WriterThreads | None = None
+        self._streams: dict[str, Stream] = {}
+        self._threads: WriterThreads | None = None
 
     def write(self, name: str, pieces: Iterable[memoryview], num_bytes: int) -> None:
         """Write a new file below the root, and make its folders. The pieces' memory is free when this returns.
@@ -80,8 +80,8 @@ class FileSink:
         memory = self._memory.file(name) if self._memory is not None else None
         direct = self._open_direct(file, num_bytes, memory) if is_large and self._buffers.direct_io else None
         opened = Paged(file, self._progress, memory) if direct is None else direct
-        self._growing[name] = Stream(opened, partial(self._close, name))
-        return self._growing[name]
+        self._streams[name] = Stream(opened, partial(self._close, name))
+        return self._streams[name]
 
     def link(self, name: str, checkpoint: Path, size: int) -> bool:
         """Hard-link a durable file of another checkpoint to the same path below the root; return whether that worked.
@@ -140,9 +140,9 @@ class FileSink:
         Raises:
             OSError: a write failed; it names the file.
         """
-        if self._pump is not None:
-            self._pump.finish()
-            self._pump = None
+        if self._threads is not None:
+            self._threads.finish()
+            self._threads = None
 
     def make_durable(self) -> None:
         """Make all files and their folders survive a power cut, with one sync.
@@ -156,13 +156,13 @@ class FileSink:
 
     def abort(self) -> None:
         """Stop writing; return when no write is in flight."""
-        if self._pump is not None:
-            self._pump.give_up()
-        for stream in list(self._growing.values()):
+        if self._threads is not None:
+            self._threads.give_up()
+        for stream in list(self._streams.values()):
             stream.close()
-        if self._pump is not None:
-            self._pump.stop()
-            self._pump = None
+        if self._threads is not None:
+            self._threads.stop()
+            self._threads = None
         self._let_go()
 
     def _let_go(self) -> None:
@@ -180,7 +180,7 @@ class FileSink:
         return path
 
     def _close(self, name: str, size: int) -> None:
-        del self._growing[name]
+        del self._streams[name]
         self._sizes[name] = size
 
     def _open_direct(self, name: NewFile, num_bytes: int | None, memory: PoolFile | None) -> Direct | Kept | None:
@@ -193,32 +193,32 @@ class FileSink:
             name.remove()  # some file systems refuse after creating the file
             self._buffers.refuse(name.path, error, tell=self._tells)
             return None
-        if self._pump is None:
-            self._pump = WriterThreads(self._buffers, self._tells, self._progress)
+        if self._threads is None:
+            self._threads = WriterThreads(self._buffers, self._tells, self._progress)
         file = OpenFile(name, fd, num_bytes)
-        return Direct(self._pump, file) if memory is None else Kept(self._pump, file, memory)
+        return Direct(self._threads, file) if memory is None else Kept(self._threads, file, memory)
 
 
 class FileSinkWriter:
     """Base of the writers of all formats: the parts of `ckpt.backends.base.Writer` that need only a sink."""
 
-    def __init__(self, outlet: FileSink) -> None:
-        self._outlet = outlet
+    def __init__(self, sink: FileSink) -> None:
+        self._sink = sink
 
     def expect(self, chunks: Iterable[Expected]) -> None:
         """Do nothing: most formats take chunks as they come. See `ckpt.backends.base.Writer.expect`."""
 
     def add(self, file: str, data: bytes) -> None:
         """Write a small file of the caller's own."""
-        self._outlet.write(file, [memoryview(data)], len(data))
+        self._sink.write(file, [memoryview(data)], len(data))
 
     def make_durable(self) -> None:
         """Make all files and folders durable, once for all of them."""
-        self._outlet.make_durable()
+        self._sink.make_durable()
 
     def abort(self) -> None:
         """Stop writing. The files stay until their folder is removed."""
-        self._outlet.abort()
+        self._sink.abort()
 
 
 class Stream:
