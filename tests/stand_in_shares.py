@@ -62,6 +62,9 @@ class StandIn:
         vote.index = [job.backend.store, job.slivers, job.previous]
         return vote
 
+    def item_name(self, number: int) -> str:
+        return self.items[number]
+
     def act(self, folder: Path, progress: Callable[[int], None]) -> None:
         if self.befalls == "disk full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "1"))

@@ -16,7 +16,7 @@ import torch
 from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import Box
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
-from ckpt.storage.files import padded_pieces
+from ckpt.storage.pieces import padded_pieces
 from ckpt.storage.pool import Memories
 
 DATABASE = "arrays.ocdbt"

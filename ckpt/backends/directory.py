@@ -18,8 +18,7 @@ from ckpt.format.blocks import EMPTY_DIGEST
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord, changed_in_memory
 from ckpt.storage.file_sink import FileSink, FileSinkWriter
-from ckpt.storage.files import padded_pieces
-from ckpt.storage.pieces import Pieces
+from ckpt.storage.pieces import Pieces, padded_pieces
 
 Describe = Callable[[ArraySpec | None], bytes]
 """The `zarr.json` of an array, or of a group."""

@@ -37,9 +37,9 @@ from ckpt.format.names import encode_key
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import DIRECT_BYTES, FileSink, FileSinkWriter, Stream
-from ckpt.storage.files import make_durable, padded_pieces
+from ckpt.storage.files import make_durable
 from ckpt.storage.host_memory import can_be_shared
-from ckpt.storage.pieces import Pieces
+from ckpt.storage.pieces import Pieces, padded_pieces
 from ckpt.storage.pool import Memories
 
 _FULL_HEADER_BYTES = MOST_HEADER_BYTES // 2

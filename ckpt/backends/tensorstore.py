@@ -46,8 +46,8 @@ from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import read
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink, FileSinkWriter, Stream
-from ckpt.storage.files import make_durable, padded_pieces
-from ckpt.storage.pieces import Pieces
+from ckpt.storage.files import make_durable
+from ckpt.storage.pieces import Pieces, padded_pieces
 
 POLL_S = 0.05
 """Between two looks at a running commit. Nothing here blocks for longer, so signals and other threads get their turn."""

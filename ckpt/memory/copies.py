@@ -84,19 +84,17 @@ class Staging:
         self._told = False
         self._streams = streams or Streams("staging")
 
-    def ahead(
-        self, items: Iterable[Item], tensors_of: Callable[[Item], Sequence[torch.Tensor]]
-    ) -> Iterator[tuple[Item, list[torch.Tensor]]]:
+    def ahead(self, items: Iterable[tuple[Item, Sequence[torch.Tensor]]]) -> Iterator[tuple[Item, list[torch.Tensor]]]:
         """Yield every item with its tensors on the host, copies complete.
 
         A host tensor is yielded itself, with any strides. Copies are contiguous, and valid until the next item is asked for.
 
         Args:
-            tensors_of: returns the tensors of an item; those on one device have one data type.
+            items: each with its tensors; those on one device have one data type.
         """
         started: tuple[Item, _Started] | None = None
-        for item in items:
-            following = item, self._start(tensors_of(item))
+        for item, tensors in items:
+            following = item, self._start(tensors)
             if started is not None:
                 yield started[0], started[1].arrived()
             started = following

@@ -1,4 +1,4 @@
-"""What a caller of the library may give: names become objects, numbers become ids, and what cannot be is refused in one sentence."""
+"""Convert and check the arguments of a coordinator: names become objects, numbers become ids, errors say what was expected."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Kind = TypeVar("Kind")
 _STRATEGIES = {"direct": DirectLoad, "two-stage": TwoStageLoad}
 _BACKEND = ("writer", "join", "read")
 _STRATEGY = ("prepare", "bind", "close")
-"""Methods by which an object is taken for a backend, or for a strategy; it may hand them on to another."""
+"""Methods that a backend, or a strategy, must have. Its class does not matter."""
 _ID_DIGITS = 8
 
 
 def as_backend(given: Backend | str) -> Backend:
-    """The backend that is meant: an object, or one of `BACKENDS` with its defaults."""
+    """Return a backend: the object given, or one of `BACKENDS` with its defaults."""
     if isinstance(given, str):
         return backend_named(given)
     _require_methods(given, "backend", _BACKEND, f"one of {', '.join(BACKENDS)}, or an object such as ZarrBackend()")
@@ -40,7 +40,7 @@ def as_backend(given: Backend | str) -> Backend:
 
 
 def as_strategy(given: LoadingStrategy | str) -> LoadingStrategy:
-    """The loading strategy that is meant: an object, or "direct" or "two-stage" with its defaults."""
+    """Return a loading strategy: the object given, or "direct" or "two-stage" with its defaults."""
     expected = f"one of {', '.join(_STRATEGIES)}, or an object such as DirectLoad()"
     if not isinstance(given, str):
         _require_methods(given, "strategy", _STRATEGY, expected)
@@ -52,17 +52,17 @@ def as_strategy(given: LoadingStrategy | str) -> LoadingStrategy:
 
 
 def as_device(given: Device | str) -> Device:
-    """The device that is meant: an object, or the type of one that is known."""
+    """Return a device: the object given, or that of a known type."""
     if isinstance(given, str):
         return Device.of_type(given)
     return _object(given, Device, "device", "the type of a device, such as cpu, or a ckpt.memory.device.Device")
 
 
 def as_topology(given: Topology | None) -> Topology:
-    """The ranks that are meant; None: those of torch's default process group, or this process alone. Collective for None.
+    """Return the ranks; None: those of torch's default process group, or this process alone. Collective for None.
 
     Raises:
-        ConfigurationError: None is given, and this process is one of several that have not met.
+        ConfigurationError: None is given, and this process is one of several without a process group.
     """
     if given is not None:
         return _object(
@@ -78,7 +78,7 @@ def as_topology(given: Topology | None) -> Topology:
 
 
 def as_components(given: Iterable[StateComponent]) -> list[StateComponent]:
-    """The components, in order."""
+    """Return the components as a list."""
     expected = "a list of StateComponent"
     if isinstance(given, StateComponent):
         raise _refused("state_components", given, f"{expected}: put it in a list")
@@ -92,7 +92,7 @@ def as_components(given: Iterable[StateComponent]) -> list[StateComponent]:
 
 
 def as_groups(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Process groups by name; None: there are none."""
+    """Return process groups by name; None: no groups."""
     expected = "a dictionary: name -> torch process group, or the global ranks of this rank's instance of it"
     if given is None:
         return {}
@@ -106,19 +106,19 @@ def as_groups(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def as_saves(given: SaveSettings) -> SaveSettings:
-    """How saves go on beside training."""
+    """Return the settings of saves."""
     return _object(given, SaveSettings, "saves", "a SaveSettings, such as SaveSettings(mode='async')")
 
 
 def as_folder(name: str, given: str | os.PathLike[str]) -> Path:
-    """A folder of a mounted file system that the argument `name` gives."""
+    """Return the folder, of a mounted file system, that the argument `name` gives."""
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str) or not os.fspath(given):
         raise _refused(name, given, "the path of a folder, as a string or a Path")
     return local_path(given, name)
 
 
 def as_checkpoint_id(given: str | int) -> str:
-    """The name of a checkpoint: a string, or a number, such as a step, with zeros before it so that names sort as numbers do."""
+    """Return the name of a checkpoint. A number, such as a step, gets leading zeros, so that names sort as numbers do."""
     expected = "a name, or a number from 0 on, such as the step"
     if isinstance(given, bool):
         raise _refused("checkpoint_id", given, expected)
@@ -134,32 +134,26 @@ def as_checkpoint_id(given: str | int) -> str:
 
 
 def check_flags(**given: object) -> None:
-    """Refuse what is neither True nor False; by argument."""
+    """Require True or False for each argument."""
     for name, value in given.items():
         if not isinstance(value, bool):
             raise _refused(name, value, "True or False")
 
 
-def check_count(name: str, given: object, *, unit: str = "") -> None:
-    """Refuse what is no whole number of at least 1."""
+def check_count(name: str, given: object, more: str) -> None:
+    """Require a whole number of at least 1. `more` is the rest of the error's sentence."""
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise _refused(name, given, f"a whole number of at least 1{unit}")
-
-
-def check_keep_last(given: object) -> None:
-    """Refuse what is no number of checkpoints to keep."""
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise _refused("keep_last", given, "a whole number of at least 1, or None to keep every checkpoint")
+        raise _refused(name, given, f"a whole number of at least 1{more}")
 
 
 def check_seconds(name: str, given: object) -> None:
-    """Refuse what is no time that one can wait, in seconds."""
+    """Require a time to wait, in seconds."""
     if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
         raise _refused(name, given, "a number of seconds from 0 on")
 
 
 def check_text(name: str, given: object) -> None:
-    """Refuse what is neither a string nor None."""
+    """Require a string, or None."""
     if given is not None and not isinstance(given, str):
         raise _refused(name, given, "a string, or None")
 

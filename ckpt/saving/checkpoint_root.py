@@ -1,4 +1,4 @@
-"""A checkpoint root as the place of a save: an unpublished folder, which gets its name when all ranks have written."""
+"""Save into a checkpoint root: ranks write an unpublished folder, and a rename gives it its name once all have written."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from ckpt.catalog.incremental import previous_of
 from ckpt.catalog.ledger import ROOT_OWNER, Commit, Ledger
 from ckpt.catalog.owner import FolderLock
 from ckpt.errors import CorruptCheckpointError, StorageError
+from ckpt.format.held import places_from_json
 from ckpt.format.manifest import CheckpointManifest, index_name
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
-from ckpt.saving.host_cache import HeldStep, HostCache, heard_places, said_places
+from ckpt.saving.host_cache import HeldStep, HostCache, places_to_json
 from ckpt.saving.manifest_writer import ManifestWriter, entries_of
 from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
 from ckpt.saving.stale_state_check import StaleStateCheck
@@ -39,15 +40,15 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What a save did.
+    """The result of a committed save.
 
     Attributes:
         path: of the committed checkpoint.
-        bytes: of all files together.
-        written_bytes: of them those that this save has written; the others are linked to the checkpoint before.
-        save_s: from the first rank's call to the commit, in seconds.
-        blocked_s: how long training stood still; for a save that is not in the background, as long.
-        alarms: sentences about tensors that are the same as in an earlier checkpoint, where they should not be.
+        bytes: of all files.
+        save_s: seconds from the first rank's call to the commit.
+        blocked_s: seconds that training waited; `save_s`, unless the save went on in the background.
+        written_bytes: those of `bytes` that this save has written; the others are linked to an earlier checkpoint.
+        alarms: sentences about tensors that equal those of an earlier checkpoint, though training has changed them.
     """
 
     path: str
@@ -61,16 +62,16 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """Where one save goes, and what is to become of what is there.
+    """The destination of one save, and what it does to the checkpoints there.
 
     Attributes:
         root: the checkpoint root.
-        refused: checkpoints that this run found damaged, and what was wrong with each.
-        keep_last: how many checkpoints of this run stay; None: all.
-        condemned: those of `refused` that share a damaged file.
-        run_ids: what this training history is called in manifests: the new checkpoint goes by the first, and retention counts all.
+        refused: checkpoints that this run found damaged -> the damage.
+        keep_last: number of checkpoints of this run that stay; None: all.
+        condemned: those of `refused` that share a damaged file; they are quarantined.
+        run_ids: names of this training history in manifests: the new checkpoint gets the first, and retention counts all.
         remove_others: remove the checkpoints of other runs that lie in the root.
-        config_text: stored as config.yaml; None: there is none.
+        config_text: stored as config.yaml; None: no such file.
     """
 
     root: Path
@@ -94,19 +95,19 @@ class SaveTarget:
 
 @dataclass
 class KnownRoots:
-    """How a run uses checkpoint roots, and what its saves, which run one after another, have learnt of them.
+    """The checkpoint roots of a run: settings, and facts that its saves leave for the next one. Saves use it one after another.
 
     Attributes:
         home: the checkpoint root of saves that name no other.
         run_id, stale_s, delete: see `Ledger`.
         shared_root: several runs may save into one root, so none is locked.
         min_live: of incremental saves: the fraction of a data file that must still be used to be linked; None: nothing is linked.
-        keeper: keeps what is saved in memory; None: nothing is kept.
-        in_use: the roots that exist, as far as this run knows.
-        reached: the roots that every rank has been seen to reach.
-        distrusted: checkpoints that nothing is to be linked to. Any rank; the lead's word counts.
-        is_clock_told: a warning has said that the clock is behind.
-        lock: of `home`, once it has been saved to; held until `close`.
+        host_cache: keeps saves in memory; None: nothing is kept.
+        in_use: the roots that are known to exist.
+        reached: the roots that every rank is known to reach.
+        distrusted: checkpoints that no save links to. May differ between ranks; the lead's counts.
+        is_clock_told: the warning about a slow clock has been logged.
+        lock: of `home`, from the first save to `close`.
     """
 
     home: Path
@@ -115,7 +116,7 @@ class KnownRoots:
     shared_root: bool = False
     min_live: float | None = None
     delete: Callable[[Path], None] | None = None
-    keeper: HostCache | None = None
+    host_cache: HostCache | None = None
     in_use: set[Path] = field(default_factory=set)
     reached: set[Path] = field(default_factory=set)
     distrusted: set[Path] = field(default_factory=set)
@@ -130,7 +131,7 @@ class KnownRoots:
         return os.path.realpath(root) == os.path.realpath(self.home)
 
     def lock_of(self, target: SaveTarget) -> FolderLock | None:
-        """The lock of the root of a save; None: several runs may save there."""
+        """Return the lock for the root of a save; None: several runs may save there."""
         is_home = self.is_home(target.root)
         if self.shared_root or (is_home and self.lock is not None):
             return self.lock
@@ -146,15 +147,15 @@ class KnownRoots:
         return lock
 
     def close(self) -> None:
-        """Let other runs save into `home`."""
+        """Release the lock of `home`: other runs may save there."""
         if self.lock is not None:
             self.lock.release()
 
     def require_not_removed(self, root: Path) -> None:
-        """Make no new root in place of one that was removed with the checkpoints of this run. Lead rank only.
+        """Refuse a root that was removed with the checkpoints of this run, instead of making it again. Lead rank only.
 
         Raises:
-            StorageError: the root was there before.
+            StorageError: the root existed before.
         """
         if root in self.in_use and not root.is_dir():
             raise StorageError(
@@ -163,18 +164,18 @@ class KnownRoots:
 
 
 class CheckpointRoot(Destination):
-    """The place of one save below a checkpoint root.
+    """The folder of one save below a checkpoint root. See `Destination`.
 
     Attributes:
-        report: what the save did, once it is published.
+        report: set by `publish`.
     """
 
-    def __init__(self, target: SaveTarget, roots: KnownRoots, sameness: StaleStateCheck) -> None:
+    def __init__(self, target: SaveTarget, roots: KnownRoots, stale_check: StaleStateCheck) -> None:
         self.what = target.what
         self.report: SaveReport | None = None
         self._target = target
         self._roots = roots
-        self._sameness = sameness
+        self._stale_check = stale_check
         self._ledger = Ledger(
             target.root, run_id=roots.run_id, keep_last=target.keep_last, stale_s=roots.stale_s, delete=roots.delete
         )
@@ -184,14 +185,14 @@ class CheckpointRoot(Destination):
         self._previous: Path | None = None
 
     def claim(self, topology: Topology) -> None:
-        """Acquire the root, or see that this run still has it, and that nobody has removed it. Lead rank only, before `open`."""
+        """Lock the root, or check that this run still holds the lock, and that the root exists still. Lead rank only, before `open`."""
         self._roots.require_not_removed(self._target.root)
         if self._lock is not None:
             self._ledger.claim(self._lock, topology.progress)
 
     @contextmanager
     def unclaimed_if_refused(self) -> Iterator[None]:
-        """Leave the root as it was found if the block fails: unclaimed, unless an earlier save claimed it."""
+        """If the block fails, leave the root as it was before: unlocked, unless an earlier save locked it."""
         was_held = self._lock is not None and self._lock.is_held
         was_there = self._target.root.exists()
         try:
@@ -205,17 +206,17 @@ class CheckpointRoot(Destination):
             raise
 
     def rooms(self, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
-        """Number of an item -> its place in memory that is kept, for a copy that is taken ahead of the writing.
+        """Number of an item -> its place in the memory that is kept, for a snapshot to copy it there.
 
-        None have one where parts of the save may be linked: what is written then is not known yet.
+        Empty for incremental saves: the chunks that are linked, and so the layout of the files, are not known before the writing.
         """
-        if self._roots.keeper is None or self._roots.min_live is not None:
+        if self._roots.host_cache is None or self._roots.min_live is not None:
             return {}
-        self._memory = self._roots.keeper.begin()
-        return self._roots.keeper.rooms(self._memory, share, backend)
+        self._memory = self._roots.host_cache.begin()
+        return self._roots.host_cache.rooms(self._memory, share, backend)
 
     def open(self, topology: Topology) -> None:
-        """The lead makes the unpublished folder; before the first save into a root every rank shows that it sees it."""
+        """Make the unpublished folder, on the lead rank; in the first save into a root every rank checks that it sees it."""
         root = self._target.root
         with topology.phase("open") as phase:
             if topology.is_lead:
@@ -229,13 +230,13 @@ class CheckpointRoot(Destination):
             self._roots.in_use.add(root)
         self.folder = root / name
         self._previous = root / previous if previous is not None else None
-        if self._roots.keeper is not None:
-            self._memory = self._memory or self._roots.keeper.begin()
+        if self._roots.host_cache is not None:
+            self._memory = self._memory or self._roots.host_cache.begin()
             self._assigned = self.folder, topology.rank
-            self._roots.keeper.assign(*self._assigned, self._memory)
+            self._roots.host_cache.assign(*self._assigned, self._memory)
 
     def _newest_sound(self) -> str | None:
-        """The newest checkpoint that nobody has found damaged, to link what has not changed to."""
+        """The newest checkpoint without known damage, which unchanged chunks are linked to."""
         if self._roots.min_live is None:
             return None
         unfit = {*self._target.refused, *self._target.condemned, *self._roots.distrusted}
@@ -247,43 +248,42 @@ class CheckpointRoot(Destination):
             return None
         return previous_of(self._previous, rank, self._roots.min_live)
 
-    def publish(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> None:
-        """By the lead: join what the ranks wrote, write the manifest; and when all are well still, rename.
+    def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
+        """Commit: the lead joins the arrays of all ranks, writes the manifest, and renames the folder.
 
-        Nobody else moves a byte. Whatever befalls a rank before phase publish, nothing is committed; once the lead has
-        renamed, the checkpoint is, and an error says so.
+        A failure of any rank before phase publish commits nothing. After the rename the checkpoint is committed, and a later error says so.
         """
         started = time.perf_counter()
         target = self._target
         with topology.phase("commit") as phase:
             if topology.is_lead:
-                phase.payload = self._record(save, votes, topology)
+                phase.payload = self._record(save, results, topology)
         total, digest = phase.payloads[0]
         with topology.phase("publish") as phase:
             if topology.is_lead:
                 topology.require_awaited()
                 path = self._ledger.publish(self.folder, target.checkpoint_id, refused=target.refused)
                 phase.stands = _is_committed(path)
-            phase.payload = [str(path) if topology.is_lead else None, said_places(self._memory)]
+            phase.payload = [str(path) if topology.is_lead else None, places_to_json(self._memory)]
         path = Path(phase.payloads[0][0])
-        held = self._held(path, digest, save, votes, [places for _, places in phase.payloads])
-        seconds = max(vote.write_s for vote in votes) + time.perf_counter() - started
-        alarms = self._settle(topology, path, votes)
-        if self._roots.keeper is not None and held is not None:
-            self._roots.keeper.keep(held)
+        held = self._held(path, digest, save, results, [places for _, places in phase.payloads])
+        seconds = max(result.write_s for result in results) + time.perf_counter() - started
+        alarms = self._settle(topology, path, results)
+        if self._roots.host_cache is not None and held is not None:
+            self._roots.host_cache.keep(held)
         self._release()
-        linked = sum(vote.linked_bytes for vote in votes)
+        linked = sum(result.linked_bytes for result in results)
         self.report = SaveReport(
             str(path), target.checkpoint_id, total, seconds, seconds, total - linked, tuple(alarms)
         )
 
-    def _record(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> list[Any]:
-        """Write the manifest; return the bytes of all files, and the digest of this one. Lead rank only."""
+    def _record(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> list[Any]:
+        """Write the manifest; return the bytes of all files, and the digest of the manifest. Lead rank only."""
         commit = self._ledger.next_commit()
         self._tell_of_clock(commit)
         record = ManifestWriter(
             save,
-            votes,
+            results,
             topology,
             config_text=self._target.config_text,
             commit=commit,
@@ -294,10 +294,10 @@ class CheckpointRoot(Destination):
             _require_sound(self.folder, topology.progress)
         if self._memory is not None:
             self._memory.add(record.made)
-        return [added + sum(vote.total_bytes for vote in votes), record.manifest_digest]
+        return [added + sum(result.total_bytes for result in results), record.manifest_digest]
 
     def _tell_of_clock(self, commit: Commit) -> None:
-        """Warn once if the clock of this host was set back, or is behind that of another."""
+        """Warn once if the clock of this host was set back, or is behind that of another host."""
         if commit.behind > _CLOCK_TOLERANCE and not self._roots.is_clock_told:
             self._roots.is_clock_told = True
             _log.warning(
@@ -312,18 +312,20 @@ class CheckpointRoot(Destination):
         path: Path,
         manifest_digest: str,
         save: PreparedSave[Any],
-        votes: Sequence[WriteResult],
+        results: Sequence[WriteResult],
         places: Sequence[Mapping[str, Any] | None],
     ) -> HeldStep | None:
-        """What all ranks have in memory of this save, now that it is committed."""
+        """The files of this save that all ranks hold in memory, now that it is committed; None: none are kept."""
         if self._memory is None:
             return None
-        known = self._target.checkpoint_id, votes, save.plan, save.mine.components, save.backend.store
+        known = self._target.checkpoint_id, results, save.plan, save.mine.components, save.backend.store
         manifest = partial(_known_manifest, *known)
-        return HeldStep(known[0], path, manifest_digest, manifest, heard_places(places), self._memory)
+        return HeldStep(
+            known[0], path, manifest_digest, manifest, [places_from_json(one or {}) for one in places], self._memory
+        )
 
-    def _settle(self, topology: Topology, path: Path, votes: Sequence[WriteResult]) -> list[str]:
-        """Once it is committed: let older ones go, and look whether this one is anything new."""
+    def _settle(self, topology: Topology, path: Path, results: Sequence[WriteResult]) -> list[str]:
+        """After the commit: remove older checkpoints, and return alarms about state that did not change."""
         target = self._target
         if target.keep_last is not None or target.remove_others or target.condemned:
             with topology.phase("retention") as phase:
@@ -331,53 +333,55 @@ class CheckpointRoot(Destination):
                 if topology.is_lead:
                     self._ledger.quarantine(target.condemned, keep=path)
                     self._ledger.retain(keep=path, own=target.run_ids or None, remove_others=target.remove_others)
-        alarms = self._sameness.alarms(target.checkpoint_id, votes)
+        alarms = self._stale_check.alarms(target.checkpoint_id, results)
         for alarm in alarms if topology.is_lead else ():
             _log.warning("%s", alarm)
         return alarms
 
     def discard(self, error: BaseException | None = None) -> None:
-        """Nothing of the save is kept, in memory or on disk, and nobody writes to it any more."""
+        """Release the memory of the save, and remove its folder. No thread writes to it any more."""
         memory, self._memory = self._memory, None
-        if self._roots.keeper is not None and memory is not None:
-            self._roots.keeper.drop(self._assigned, memory)
+        if self._roots.host_cache is not None and memory is not None:
+            self._roots.host_cache.drop(self._assigned, memory)
         if isinstance(error, CorruptCheckpointError) and error.file is not None and self._previous is not None:
             self._roots.distrusted.add(self._previous)
         self._ledger.discard_all()
         self._release()
 
     def _release(self) -> None:
-        """The save is over: a root that is not the run's own is free again."""
+        """Unlock a root that is not the run's home, now that the save is over."""
         if self._lock is not None and self._lock is not self._roots.lock:
             self._lock.release()
 
 
 def _known_manifest(
     checkpoint_id: str,
-    votes: Sequence[WriteResult],
+    results: Sequence[WriteResult],
     plan: SavePlan,
     components: Mapping[str, StateComponent],
     store: str,
 ) -> CheckpointManifest:
-    """What every rank knows of the manifest that the lead has written."""
+    """The part of the manifest that every rank knows without reading it: id, arrays, indexes."""
     return CheckpointManifest(
         checkpoint_id=checkpoint_id,
         timestamp=datetime.now(UTC),
-        world_size=len(votes),
+        world_size=len(results),
         topology={},
         components={},
         arrays=entries_of(plan, components, store),
-        files={index_name(rank): (vote.index[0], vote.index[1]) for rank, vote in enumerate(votes) if vote.index},
+        files={
+            index_name(rank): (result.index[0], result.index[1]) for rank, result in enumerate(results) if result.index
+        },
     )
 
 
 def _is_committed(path: Path) -> str:
-    """What an error says that comes too late to undo the save."""
+    """The end of an error that comes too late to undo the save."""
     return f"{path.name} is committed"
 
 
 def _require_sound(folder: Path, progress: Callable[[int], None]) -> None:
-    """Refuse what does not read back. Its damage may be that of a file which is linked, and then of the checkpoint before, too."""
+    """Read everything back. A damaged file may be linked, and is damaged in the earlier checkpoint too then."""
     found = verify.examine(folder, progress=progress)
     if found.problems:
         raise CorruptCheckpointError(

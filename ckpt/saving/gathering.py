@@ -1,9 +1,10 @@
-"""Where the bytes of a save come from: the tensors themselves, while training waits. (From a copy of them: snapshot.py.)"""
+"""Bring the tensors of each item to the host, while training waits. (`ckpt.saving.background.snapshot` copies them instead.)"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import starmap
 from typing import Protocol
 
 import torch
@@ -13,48 +14,45 @@ from ckpt.format.dtypes import contiguous, raw_bytes, torch_dtype
 from ckpt.memory.copies import Halves, Staging
 from ckpt.planning.plan import SavePlan
 from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged
-from ckpt.state.address import local_tensor
 from ckpt.state.collect import RankState
-from ckpt.state.flatten import TensorLeaf
 
 
 class ByteSource(Protocol):
-    """The bytes of one save of a share. Used by the thread that writes it, in this order."""
+    """The source of a share's bytes in one save. Called by the thread that writes the share: `sends`, `items`, `check`."""
 
     def sends(self) -> dict[int, bytes]:
-        """Rank -> the parts of its chunks that lie here, end to end."""
+        """Rank -> the partial chunks for it, end to end."""
 
     def items(self) -> Iterator[Staged]:
-        """Every item, in any order. Its memory is good until the next one is asked for."""
+        """Yield every item once, in any order. Its memory is valid until the next one is requested."""
 
     def check(self) -> None:
-        """Raise if what was given out is not the state at the time of the save."""
+        """Raise if the state has changed since the save began."""
 
 
 class Regions:
-    """The tensors of one rank, box by box."""
+    """Finds the memory of this rank behind a box of a global array."""
 
     def __init__(self, plan: SavePlan, contribution: RankState) -> None:
         self._plan = plan
         self._contribution = contribution
-        self._by_box: dict[str, dict[Box, TensorLeaf]] = {}
+        self._by_box: dict[str, dict[Box, torch.Tensor]] = {}
 
     def of_item(self, item: Item) -> list[torch.Tensor]:
-        """The tensors of an item: the boxes of a chunk that are this rank's, or those of a pack."""
+        """The tensors of an item: this rank's boxes of a chunk, or those of a pack."""
         if isinstance(item, Pack):
             return [self.of(name, box) for name, box in item.tasks]
         return [self.of(item.name, box) for box in item.own]
 
     def of(self, name: str, box: Box) -> torch.Tensor:
-        """A part of an array, on whatever device and of whatever strides."""
+        """The part of an array in a box; on its own device, with its own strides."""
         if 0 in box.shape:
             return torch.empty(box.shape, dtype=torch_dtype(self._plan.arrays[name].dtype))
-        held, leaf = self._held(name, box)
-        local = local_tensor(leaf)
+        held, local = self._held(name, box)
         return local if box == held else local[box.relative_to(held).slices]
 
-    def _held(self, name: str, box: Box) -> tuple[Box, TensorLeaf]:
-        """What of ours holds a box; whole pieces, which most are, are found at once, however many there are."""
+    def _held(self, name: str, box: Box) -> tuple[Box, torch.Tensor]:
+        """The piece of this rank's memory that contains a box. A whole piece, the usual case, is found in constant time."""
         pieces = self._contribution.held[name]
         if len(pieces) == 1:
             return pieces[0]
@@ -66,7 +64,7 @@ class Regions:
 
 
 class LiveTensors:
-    """The source of a save that training waits for: each tensor is written where it lies, or while the next one comes from its device."""
+    """The state itself as the source of a save: host tensors are not copied, and device tensors come while the one before is written."""
 
     def __init__(self, share: RankWritePlan, plan: SavePlan, contribution: RankState, pinned_bytes: int) -> None:
         self._share = share
@@ -78,28 +76,17 @@ class LiveTensors:
         return sent(self._share, self._regions, self._staging)
 
     def items(self) -> Iterator[Staged]:
-        numbered = enumerate(self._share.items)
-        for (number, item), hosts in self._staging.ahead(numbered, lambda one: self._regions.of_item(one[1])):
-            if isinstance(item, Pack):
-                flat = torch.empty(item.num_elements, dtype=torch_dtype(item.dtype))
-                yield Staged(number, [laid_end_to_end(hosts, flat)])
-            else:
-                yield Staged(number, hosts)
+        numbered = ((number, self._regions.of_item(item)) for number, item in enumerate(self._share.items))
+        return starmap(Staged, self._staging.ahead(numbered))
 
     def check(self) -> None:
         self._contribution.require_unchanged()
 
 
 def sent(share: RankWritePlan, regions: Regions, staging: Staging) -> dict[int, bytes]:
-    """The parts of chunks that other ranks write, by rank, copied."""
+    """Rank -> copies of the partial chunks that it writes, end to end."""
     outgoing: dict[int, list[bytes]] = defaultdict(list)
-    for send, (host,) in staging.ahead(share.sends, lambda send: [regions.of(send.name, send.box)]):
-        outgoing[send.to].append(raw_bytes(contiguous(host)).numpy().tobytes())
+    tensors = ((send.to, [regions.of(send.name, send.box)]) for send in share.sends)
+    for to, (host,) in staging.ahead(tensors):
+        outgoing[to].append(raw_bytes(contiguous(host)).numpy().tobytes())
     return {to: b"".join(parts) for to, parts in outgoing.items()}
-
-
-def laid_end_to_end(hosts: Iterable[torch.Tensor], flat: torch.Tensor) -> torch.Tensor:
-    """Fill `flat` with host tensors, one behind the other, and return it."""
-    if flat.numel():
-        torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in hosts], out=flat)
-    return flat

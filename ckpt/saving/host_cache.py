@@ -1,7 +1,7 @@
-"""Which checkpoint the ranks of a run hold in memory, each its own files of it, and where; one object of each rank's coordinator.
+"""Keep the newest checkpoint in host memory, each rank its own files. The coordinator of each rank has one `HostCache`.
 
-All ranks learn of each other's files when the save is committed, in its last agreement. A load goes by that without another word: what a
-rank of the same host holds is read from there.
+The last agreement of a save tells all ranks the places of all files. A load needs no further message: files of ranks on its own host are
+read from their memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ckpt.backends.base import Backend, KeepsSaves
 from ckpt.errors import ConfigurationError
-from ckpt.format.held import NOTHING_HELD, HeldFiles, MemoryFile, places_from_json
+from ckpt.format.held import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.format.manifest import CheckpointManifest, digest_of
 from ckpt.format.records import Expected
 from ckpt.ranks.topology import Topology
@@ -27,14 +27,14 @@ from ckpt.storage.pool import Memories, Pool, PooledSave
 
 
 class PlacingBackend(Protocol):
-    """A backend whose writers put chunks where it says, if they come in the order in which they are expected, and none is linked."""
+    """A backend that knows the places of chunks in advance, if they are written in the expected order, and none is linked."""
 
     def places(self, rank: int, chunks: Iterable[Expected]) -> Mapping[tuple[str, int], tuple[str, int]]:
-        """Path of the array and number of the chunk -> file, and first byte in it."""
+        """(Path of the array, number of the chunk) -> (file, first byte in it)."""
 
 
 class _Room(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes in a file."""
 
     file: str
     start: int
@@ -43,13 +43,13 @@ class _Room(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldStep:
-    """A committed checkpoint that is in memory.
+    """A committed checkpoint in memory.
 
     Attributes:
         path: its folder.
         manifest_digest: of its manifest's bytes.
-        manifest: makes what of it every rank knows without reading it: id, arrays, indexes.
-        places: rank -> its files.
+        manifest: makes the part of the manifest that every rank knows without reading it: id, arrays, indexes.
+        places: rank -> file -> its place in memory.
         save: this rank's memory.
     """
 
@@ -61,17 +61,17 @@ class HeldStep:
     save: PooledSave
 
     def files_on(self, ranks: Sequence[int]) -> HeldFiles:
-        """What these ranks hold of it."""
+        """The files that these ranks hold."""
         places = {file: place for rank in ranks for file, place in self.places[rank].items()}
         return HeldFiles(places, {name: file.whole for name, file in self.save.files.items()})
 
 
 class HostCache:
-    """What one rank's saves leave in memory.
+    """The memory of one rank's saves, kept for loads and publications.
 
     Args:
-        memories: where the backend's writers look.
-        budget_mib: that it may take; None: what the host has.
+        memories: assigns memory to the backend's writers.
+        budget_mib: most memory it may take; None: as much as the host has free.
         num_copies: saves that may be in memory at a time.
     """
 
@@ -85,19 +85,19 @@ class HostCache:
 
     @property
     def held(self) -> HeldStep | None:
-        """The newest checkpoint, if it is in memory still."""
+        """The newest checkpoint; None once the next save has taken its memory."""
         held = self._held
         return held if held is not None and held.save is self.pool.held else None
 
     def begin(self) -> PooledSave:
-        """Memory for a new save; nothing is held until it is committed."""
+        """Return memory for a new save. Nothing is held until it is committed."""
         return self.pool.begin()
 
     def require_room(self, num_bytes: int, topology: Topology) -> None:
-        """See that what a rank writes in each save may be kept.
+        """Require memory for the bytes that this rank writes in each save.
 
         Raises:
-            ConfigurationError: it is too much.
+            ConfigurationError: the budget, or the free memory of the host, is smaller.
         """
         neighbours = len(topology.nodes[topology.node_rank])
         if self._budget_mib is not None:
@@ -113,7 +113,7 @@ class HostCache:
             )
 
     def rooms(self, save: PooledSave, share: RankWritePlan, backend: Backend) -> Mapping[int, torch.Tensor]:
-        """Item of a share -> its place in the memory of a save that links nothing; of those that are this rank's alone."""
+        """Item of a share -> its place in the memory of a save that links nothing; only items without partial chunks of other ranks."""
         if self._places is None or self._places[0] is not share:
             self._places = share, _places_of(share, backend)
         ends: dict[str, int] = {}
@@ -124,22 +124,22 @@ class HostCache:
         return {number: save.file(file).room(start, stop) for number, (file, start, stop) in self._places[1].items()}
 
     def assign(self, folder: Path, rank: int, save: PooledSave) -> None:
-        """The bytes that this rank is about to write to a folder go to that memory."""
+        """Have the writer of this rank in a folder keep its bytes in that memory."""
         self._memories.assign(folder, rank, save)
 
     def keep(self, step: HeldStep) -> None:
-        """A save has been committed on all ranks."""
+        """Hold a save that all ranks have committed."""
         self._held = step
         self.pool.keep(step.save, step.path)
 
     def drop(self, assigned: tuple[Path, int] | None, save: PooledSave) -> None:
-        """A save has failed; nothing of it is written any more. `assigned`: what `assign` was given before its memory, if it was called."""
+        """Release the memory of a failed save that nothing writes any more. `assigned`: folder and rank of its call of `assign`, if any."""
         if assigned is not None:
             self._memories.take(*assigned)
         self.pool.drop(save)
 
     def files_of(self, manifest: bytes, topology: Topology) -> HeldFiles:
-        """What the ranks of this host hold of the checkpoint with this manifest."""
+        """The files that the ranks of this host hold of the checkpoint with this manifest."""
         held = self.held
         if held is None or held.manifest_digest != digest_of(manifest):
             return NOTHING_HELD
@@ -147,44 +147,38 @@ class HostCache:
 
     @contextmanager
     def reading(self) -> Iterator[HeldStep | None]:
-        """What is held, whose memory stays as it is inside of the block, whatever is saved; None: nothing."""
+        """Yield the checkpoint that is held, or None. Saves leave its memory unchanged inside the block."""
         with self.pool.reading() as save:
             held = self._held
             yield held if held is not None and held.save is save else None
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._held = None
         self.pool.close()
 
 
-def memories_of(backend: Backend, saves: SaveSettings) -> Memories | None:
-    """The memory in which a backend keeps saves that go on as the settings say; None: nothing is kept.
+def host_cache_of(backend: Backend, saves: SaveSettings) -> HostCache | None:
+    """The cache of saves through a backend; None: no save is kept.
 
-    What a process of its own writes (`save.writer=process`) is not: it would be that one's memory.
+    A writer process (`saves.writer="process"`) would keep saves in its own memory, so they are not kept.
 
     Raises:
-        ConfigurationError: there is a budget for host memory, and neither copies nor kept saves take any.
+        ConfigurationError: there is a budget for host memory, and neither copies nor kept saves use any.
     """
     memories = backend.memories if isinstance(backend, KeepsSaves) else None
     if memories is None and not saves.is_async and saves.staging_budget_mib is not None:
         raise saves.without_effect("staging_budget_mib")
-    return None if saves.writer == "process" else memories
-
-
-def host_cache_of(backend: Backend, saves: SaveSettings) -> HostCache | None:
-    """The keeper of saves through a backend; None: nothing is kept. Raises as `memories_of` does."""
-    memories = memories_of(backend, saves)
-    if memories is None:
+    if memories is None or saves.writer == "process":
         return None
     num_copies = 2 if saves.when_busy == "queue" else 1
-    if saves.is_async and saves.incremental:  # what is to be compared is copied elsewhere first
+    if saves.is_async and saves.incremental:  # the copy that is compared takes other memory
         num_copies *= 2
     return HostCache(memories, budget_mib=saves.staging_budget_mib, num_copies=num_copies)
 
 
 def _places_of(share: RankWritePlan, backend: Any) -> dict[int, _Room]:
-    """Item of a share -> where it is written, of those that this rank has whole."""
+    """Item of a share -> its bytes in a file, of items that this rank holds whole."""
     placing: PlacingBackend = backend
     places = placing.places(share.rank, share.expected())
     rooms = {}
@@ -198,11 +192,6 @@ def _places_of(share: RankWritePlan, backend: Any) -> dict[int, _Room]:
     return rooms
 
 
-def said_places(save: PooledSave | None) -> dict[str, Any] | None:
-    """What a rank tells the others of its memory, as JSON."""
+def places_to_json(save: PooledSave | None) -> dict[str, Any] | None:
+    """The places of a rank's files in its memory, as JSON for the other ranks."""
     return None if save is None else {name: list(place) for name, place in save.settle().items()}
-
-
-def heard_places(said: Sequence[Mapping[str, Any] | None]) -> list[dict[str, MemoryFile]]:
-    """What `said_places` gave on every rank."""
-    return [places_from_json(one or {}) for one in said]

@@ -1,4 +1,4 @@
-"""The lead's part of a save: what all ranks wrote is joined, described, and put on record in the manifest."""
+"""The lead's part of a save: join the arrays of all ranks, and write the manifest."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from ckpt.version import __version__
 
 @dataclass
 class ManifestWriter:
-    """Puts one save on record, once every rank's bytes are durable. Lead rank only.
+    """Writes the manifest of one save, once every rank's bytes are durable. Lead rank only.
 
     Attributes:
-        votes: of every rank, in order.
-        config_text: stored as config.yaml; None: there is none.
+        results: of every rank, in order.
+        config_text: stored as config.yaml; None: no such file.
         commit: its place in the order of commits; None: it is in no checkpoint root.
         run_id: of the run's training history.
-        beside: files that lie in the folder already and belong to the checkpoint, relative to it.
+        beside: files that are in the folder already and belong to the checkpoint, relative to it.
         manifest_digest: of the bytes of the manifest, once it is written.
-        made: the small files, beside the ranks' own, that the checkpoint has besides; by path.
+        made: path -> content of the small files that no rank's index lists.
     """
 
     save: PreparedSave[Any]
-    votes: Sequence[WriteResult]
+    results: Sequence[WriteResult]
     topology: Topology
     config_text: str | None = None
     commit: Commit | None = None
@@ -63,19 +63,19 @@ class ManifestWriter:
         """Join the arrays, write the config and, last, the manifest; return the bytes that this adds.
 
         Raises:
-            StorageError: what a rank wrote is not seen here.
+            StorageError: the file of some rank is not visible here.
         """
         folder, beside = self.save.destination.folder, self.beside
-        _await_indexes(folder, self.votes, self.topology)
+        _await_indexes(folder, self.results, self.topology)
         if self.config_text is not None:
             write_durably(folder / CONFIG_NAME, self.config_text.encode())
             beside = [CONFIG_NAME, *beside]
-        self.made = join_arrays(folder, self.save.backend, self.votes, self.topology.progress, beside)
+        self.made = join_arrays(folder, self.save.backend, self.results, self.topology.progress, beside)
         data = self._manifest(checkpoint_id).to_bytes()
         self.manifest_digest = digest_of(data)
         self.topology.require_awaited()
         replace_durably(folder / MANIFEST_NAME, data)
-        plain: int = sum(size for size, _ in self.votes[0].plain_files.values())
+        plain: int = sum(size for size, _ in self.results[0].plain_files.values())
         return sum(map(len, self.made.values())) + plain + len(data)
 
     def _manifest(self, checkpoint_id: str) -> CheckpointManifest:
@@ -93,7 +93,7 @@ class ManifestWriter:
             },
             components={key: self._component(component) for key, component in self.save.mine.components.items()},
             arrays=entries_of(self.save.plan, self.save.mine.components, self.save.backend.store),
-            files=listed_files(self.made, self.votes),
+            files=listed_files(self.made, self.results),
             training_args_hash=digest_of(config.encode()) if config is not None else None,
             ckpt_version=__version__,
             pytorch_version=torch.__version__,
@@ -105,17 +105,17 @@ class ManifestWriter:
         return ComponentManifest(
             key=component.key,
             sharing_pattern=component.pattern.value,
-            ranks=[rank for rank, vote in enumerate(self.votes) if component.key in vote.sizes],
+            ranks=[rank for rank, result in enumerate(self.results) if component.key in result.sizes],
             replicated_across=sorted(r for ranks in holders for r in ranks)
             if component.pattern in EQUAL_COPIES
             else None,
             group_name=component.process_group_name,
-            size_bytes=sum(vote.sizes.get(component.key, 0) for vote in self.votes),
-            checksum=joined_checksum(vote.checksums.get(component.key, "") for vote in self.votes),
+            size_bytes=sum(result.sizes.get(component.key, 0) for result in self.results),
+            checksum=joined_checksum(result.checksums.get(component.key, "") for result in self.results),
             plain_in={
                 path.removeprefix(start).removesuffix(PLAIN_NAME): rank
-                for rank, vote in enumerate(self.votes)
-                for path in vote.plain_files
+                for rank, result in enumerate(self.results)
+                for path in result.plain_files
                 if path.startswith(start)
             },
         )
@@ -124,12 +124,12 @@ class ManifestWriter:
 def join_arrays(
     folder: Path,
     backend: Backend,
-    votes: Sequence[WriteResult],
+    results: Sequence[WriteResult],
     progress: Callable[[int], None],
     beside: Sequence[str] = (),
 ) -> dict[str, bytes]:
-    """Make one of the arrays that the ranks have written; return the small files that this takes, and those beside them, by path."""
-    writers = [rank for rank, vote in enumerate(votes) if vote.wrote_arrays]
+    """Join the arrays of all ranks; return path -> content of the small files that this makes, and of those in `beside`."""
+    writers = [rank for rank, result in enumerate(results) if result.wrote_arrays]
     found = {}
     for path in [*backend.join(folder, writers, progress), *beside]:
         with CheckpointFolder(folder) as below:
@@ -138,18 +138,20 @@ def join_arrays(
     return found
 
 
-def listed_files(made: Mapping[str, bytes], votes: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
-    """Size and digest of each file that a manifest lists: of what the lead has made, its plain values, and every index."""
+def listed_files(made: Mapping[str, bytes], results: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
+    """Path -> size and digest of the files that a manifest lists: those that the lead made, its plain values, and every index."""
     files = {path: (len(data), digest_of(data)) for path, data in made.items()}
-    files |= {path: (size, digest) for path, (size, digest) in votes[0].plain_files.items()}
-    return files | {index_name(rank): (vote.index[0], vote.index[1]) for rank, vote in enumerate(votes) if vote.index}
+    files |= {path: (size, digest) for path, (size, digest) in results[0].plain_files.items()}
+    return files | {
+        index_name(rank): (result.index[0], result.index[1]) for rank, result in enumerate(results) if result.index
+    }
 
 
 def entries_of(plan: SavePlan, components: Mapping[str, StateComponent], store: str) -> dict[str, ArrayEntry]:
-    """What a manifest says of the arrays of a save; the same on every rank.
+    """The manifest's entries for the arrays of a save; the same on every rank.
 
     Args:
-        store: what the manifest calls the format.
+        store: the manifest's name for the format.
     """
     packed: dict[tuple[Any, ...], ArrayEntry] = {}
     arrays = {}
@@ -168,14 +170,14 @@ def entries_of(plan: SavePlan, components: Mapping[str, StateComponent], store: 
     return arrays
 
 
-def _await_indexes(folder: Path, votes: Sequence[WriteResult], topology: Topology) -> None:
-    """Wait until the lead sees every index in its full length, on file systems where that takes a while."""
+def _await_indexes(folder: Path, results: Sequence[WriteResult], topology: Topology) -> None:
+    """Wait until the lead sees every index in full length: network file systems show files late."""
     deadline = time.monotonic() + topology.timeout_s
-    for rank, vote in enumerate(votes):
+    for rank, result in enumerate(results):
         path = folder / index_name(rank)
-        while vote.index is not None and not (path.exists() and path.stat().st_size == vote.index[0]):
+        while result.index is not None and not (path.exists() and path.stat().st_size == result.index[0]):
             if time.monotonic() > deadline:
                 raise StorageError(
-                    f"rank {rank} wrote {path.name} with {vote.index[0]} bytes, but rank 0 does not see it so in {folder}"
+                    f"rank {rank} wrote {path.name} with {result.index[0]} bytes, but rank 0 does not see it so in {folder}"
                 )
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What the ranks agree on before a save writes: its plain values, its plan, and what each rank writes of it."""
+"""Agree on a save before it writes: its plain values, its plan, and each rank's share."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ckpt.state.collect import MergedRows, RankState, exchange_tables, settle_pl
 
 
 class Planner:
-    """Prepares save after save; what was exchanged for one is not exchanged again while the ranks hold the same.
+    """Prepares save after save. Plan and share are reused while all ranks hold the same tensors.
 
     Args:
-        device: where the tensors live.
+        device: of the tensors.
         packed_bytes: the longest array that small tensors are packed in.
         pack_below_bytes: arrays whose global size is smaller are packed.
     """
@@ -53,11 +53,11 @@ class Planner:
         """Agree on plain values and on who writes what. Collective.
 
         Args:
-            summaries: of every rank's state.
+            summaries: `RankState.summary` of every rank.
             check: called before the plan is made; collective, too.
 
         Raises:
-            ShardingError, ShapeMismatchError, ReplicationError: what the ranks hold does not make up one state.
+            ShardingError, ShapeMismatchError, ReplicationError: the states of the ranks do not make up one.
         """
         plain = settle_plain(mine, summaries, self.topology, self._merged)
         check()
@@ -66,7 +66,7 @@ class Planner:
         return PreparedSave(place, mine, plan, share, files, self._backend, self._device)
 
     def _planned(self, mine: RankState, table_digests: list[str]) -> tuple[SavePlan, RankWritePlan]:
-        """The whole plan, the same on every rank, and this rank's part of it."""
+        """The plan, the same on every rank, and this rank's share of it."""
         if table_digests != self._key or self._found is None:
             tables, table_of_rank = exchange_tables(mine.table, table_digests, self.topology)
             with self.topology.phase("plan"), gc_paused():

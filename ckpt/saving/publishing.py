@@ -1,6 +1,6 @@
-"""Weights out of the memory of the trainers that have just saved them, as engines send them: no file is read, no device asked.
+"""Publish weights from the host memory of the trainers that saved them, through an engine: no file and no device is read.
 
-Training may go on meanwhile, and so may the next save, which takes new memory while this one's is read.
+Training may go on meanwhile, and so may the next save: it takes new memory while the old one is read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -38,10 +37,10 @@ class WeightSender(Protocol):
 
 
 class HostMemoryMap:
-    """The memory of the ranks of this host, mapped; kept from one publication to the next, for as long as it is used again.
+    """Maps the memory of this host's ranks; mappings stay from one publication to the next, while they are used.
 
     Attributes:
-        scratch: for a tensor that is put together.
+        scratch: for tensors that are assembled.
     """
 
     def __init__(self) -> None:
@@ -50,7 +49,7 @@ class HostMemoryMap:
         self.scratch = Scratch()
 
     def of(self, file: str, held: HeldFiles) -> torch.Tensor | None:
-        """The bytes of a file, flat; None: it is not held. They change when the rank that holds it saves again."""
+        """The bytes of a file, flat; None: it is not held. They change when its rank saves again."""
         place = held.place(file)
         if place is None:
             return None
@@ -70,24 +69,24 @@ class HostMemoryMap:
         return self._mapped[key]
 
     def forget_unused(self) -> None:
-        """Let go of what nobody has asked for since the last time."""
+        """Unmap files that were not used since the last call."""
         self._mapped = {key: memory for key, memory in self._mapped.items() if key in self._used}
         self._used = set()
 
 
 class HeldWeights:
-    """The tensors of one component of a checkpoint that is in memory: whole, on the host, under the names they were saved by.
+    """Iterates over (name, whole host tensor) of one component of a checkpoint in memory, under the names they were saved by.
 
-    A tied tensor comes once, under its first name, as from `ckpt.engine.WholeWeights`. Copy a tensor before the next one is asked for,
-    and do not write to it: what one rank wrote in one piece is its memory itself, and the rest is put together in memory that is used
-    again. Iterating talks to nobody.
+    A tied tensor comes once, under its first name, as from `ckpt.engine.WholeWeights`. Copy a tensor before the next one is requested,
+    and do not write to it: a tensor that one rank wrote in one piece is a view of its memory, and others are assembled in memory that
+    is reused. Iterating communicates with no other rank.
 
     Attributes:
         tied_names: {alias: name under which it comes}.
 
     Raises:
-        MissingStateError: not all of it is in the memory of this host.
-        CorruptCheckpointError: what this rank wrote is not what it was.
+        MissingStateError: not all of the component is in the memory of this host.
+        CorruptCheckpointError: the memory of this rank has changed since the save.
     """
 
     def __init__(self, held: HeldStep, component: str, topology: Topology, memory: HostMemoryMap) -> None:
@@ -136,7 +135,7 @@ class HeldWeights:
         return file[chunk.offset : chunk.offset + chunk.length]
 
     def _require_indexes(self) -> None:
-        """What says where the tensors lie must not be read from the disk either."""
+        """Require the indexes in memory too: they list the places of the tensors, and the disk is not read."""
         for rank in self._checkpoint.manifest.index_ranks():
             if index_name(rank) not in self._files:
                 raise MissingStateError(
@@ -145,7 +144,7 @@ class HeldWeights:
                 )
 
     def _verify(self, rank: int) -> None:
-        """See that what this rank wrote is what it was. All ranks do so: everything is looked at, once."""
+        """Compare the digests of the bytes that this rank wrote. As all ranks do so, everything is checked once."""
         if rank not in self._checkpoint.manifest.index_ranks():
             return
         for path, by_number in self._checkpoint.index(rank).chunks.items():
@@ -161,18 +160,22 @@ class HeldWeights:
 
 
 class Publisher:
-    """Publishes out of the memory of one rank and its neighbours. Made by all ranks, in one order.
+    """Publishes from the memory of this host's ranks. All ranks make one, in one order.
 
     Args:
         patterns: component -> its sharing pattern.
-        settled: returns when no save is under way on this rank.
+        settled: returns when this rank has no unfinished save.
     """
 
     def __init__(
-        self, topology: Topology, keeper: HostCache, patterns: Mapping[str, SharingPattern], settled: Callable[[], None]
+        self,
+        topology: Topology,
+        host_cache: HostCache,
+        patterns: Mapping[str, SharingPattern],
+        settled: Callable[[], None],
     ) -> None:
         self._topology = topology
-        self._keeper = keeper
+        self._host_cache = host_cache
         self._patterns = patterns
         self._settled = settled
         self._name = topology.name_branch()
@@ -183,20 +186,21 @@ class Publisher:
     async def publish(self, engine: WeightSender, step: int, component: str) -> dict[str, Any]:
         """See `CheckpointCoordinator.publish`."""
         await asyncio.to_thread(self._settled)
-        with self._keeper.reading() as held:
+        with self._host_cache.reading() as held:
             weights = await asyncio.to_thread(self._agreed, held, step, component)
             return await engine.send_weights(weights, step)
 
     def close(self) -> None:
-        """Let go of what is kept from one publication to the next."""
+        """Release what is kept from one publication to the next."""
         self._memory = HostMemoryMap()
         branch, self._branch = self._branch, None
         if branch is not None:
             branch.close()
 
     def _agreed(self, held: HeldStep | None, step: int, component: str) -> HeldWeights:
-        """The weights, which all ranks have in memory, or none. Collective; in a thread, for training and its event loop go on."""
-        with self._one_at_a_time, self._joined() as topology, topology.operation(f"publication of step {step}"):
+        """Agree that all ranks hold the step, and return its weights. Collective; in a thread, as training and its event loop go on."""
+        with self._one_at_a_time, self._joined().operation(f"publication of step {step}"):
+            topology = self._joined()
             with topology.phase("look into memory") as phase:
                 self._require_one_copy(component)
                 phase.payload = [held.checkpoint_id, held.manifest_digest] if held is not None else None
@@ -206,11 +210,11 @@ class Publisher:
                 assert held is not None, "all ranks hold it"
                 return HeldWeights(held, component, topology, self._memory)
 
-    def _joined(self) -> AbstractContextManager[Topology]:
-        """The ranks' agreement on publications, which stays open."""
+    def _joined(self) -> Topology:
+        """The ranks' topology for publications, which stays open."""
         if self._branch is None:
             self._branch = self._topology.branch(self._name)
-        return nullcontext(self._branch)
+        return self._branch
 
     def _require_one_copy(self, component: str) -> None:
         if component not in self._patterns:
@@ -223,7 +227,7 @@ class Publisher:
 
 
 def _require_held(said: Sequence[tuple[str, str] | None], step: int, component: str) -> None:
-    """See that all ranks hold one checkpoint, that of this step."""
+    """Require that all ranks hold one checkpoint, that of this step."""
     for rank, one in enumerate(said):
         found = "nothing" if one is None else f"checkpoint-{one[0]}"
         if one is None or not one[0].isdecimal() or int(one[0]) != step or one != said[0]:

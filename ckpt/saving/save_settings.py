@@ -1,4 +1,4 @@
-"""How saves go on beside training: the settings that a coordinator is given, and their checks."""
+"""Settings of saves that a coordinator is given, and their checks."""
 
 from __future__ import annotations
 
@@ -22,37 +22,35 @@ _OF_THE_BACKGROUND = {
     "when_busy": "wait",
     "on_async_error": "raise",
 }
-"""Settings of saves in the background, with the values that say nothing."""
+"""Settings of saves in the background -> the default, which has no effect."""
 _FLAGS = ("overlap", "incremental")
 _NUMBERS = ("grace_s", "incremental_min_live", *_AT_LEAST_ONE)
 
 
 @dataclass(frozen=True, slots=True)
 class SaveSettings:
-    """How saves go on beside training. All ranks have the same.
-
-    With `mode="sync"` training waits for the whole save: what says how saves go on beside training is refused then.
+    """Settings of saves; equal on all ranks. With `mode="sync"` the settings of saves in the background are refused.
 
     Attributes:
         mode: "sync": `save_checkpoint` returns when the checkpoint is committed. "async": once the state is copied to host memory,
             or, with `overlap`, once that can go on by itself; the rest is done in the background.
-        overlap: what only an optimizer's step changes is copied beside the next forward and backward, and that step waits for it.
-        writer: "thread" of this process, or "process": one for each rank, which leaves training the interpreter to itself.
-        writer_cores: how many cores the writer of a rank may use; None: all.
-        writer_mib_s: how many MiB a second it may write; None: as many as there are.
-        staging_budget_mib: host memory that copies may take, for each rank; a larger state is copied as what came before it is written,
-            while training waits. None: as much as a save takes, or two with `when_busy="queue"`, but at most half of what the host has
-            free. With `mode="sync"` it takes a backend that keeps saves in memory.
-        when_busy: a save is to begin while one before it is not committed yet: "wait" for it, "skip" the new one, or "queue" it: copy the
-            state at once, and write it then.
-        on_async_error: a save failed in the background: the next call of the coordinator raises, or warns and goes on.
-        grace_s: how long a save in the background may go on after SIGTERM, before it is given up, in seconds.
-        incremental: chunks that are as they were in the checkpoint before are linked to it, and not written again.
-        incremental_min_live: a data file is written anew when less than this fraction of it would still be used, so that removed
+        overlap: copy state that only an optimizer's step changes during the next forward and backward; that step waits for it.
+        writer: "thread" of this process, or "process": one for each rank, which leaves the interpreter to training.
+        writer_cores: number of cores that the writer of a rank may use; None: all.
+        writer_mib_s: MiB a second that the writer of a rank may write; None: no limit.
+        staging_budget_mib: host memory for copies, of each rank; a larger state is copied as the items before it are written,
+            while training waits. None: as much as a save takes, or two with `when_busy="queue"`, but at most half of the host's free
+            memory. With `mode="sync"` it needs a backend that keeps saves in memory.
+        when_busy: when a save begins before the one before it is committed: "wait" for that one, "skip" the new one, or "queue" it: copy
+            its state at once, and write it later.
+        on_async_error: when a save failed in the background, the next call of the coordinator raises ("raise"), or warns ("warn").
+        grace_s: seconds that a save in the background may go on after SIGTERM, before it is given up.
+        incremental: link chunks that have not changed since the checkpoint before, and do not write them again.
+        incremental_min_live: write a data file anew when less than this fraction of it would still be used, so that removed
             checkpoints free their bytes.
 
     Raises:
-        ConfigurationError: it names the setting.
+        ConfigurationError: a setting, which it names, has a wrong type or value, or no effect.
     """
 
     mode: str = "sync"
@@ -102,7 +100,7 @@ class SaveSettings:
         return self.mode == "async"
 
     def without_effect(self, name: str) -> ConfigurationError:
-        """The error of a setting of saves in the background, with `mode="sync"`."""
+        """The error of a setting of background saves with `mode="sync"`."""
         value = getattr(self, name)
         return ConfigurationError(
             f"saves.{name}={value} has no effect with saves.mode=sync, for training waits until the checkpoint is committed: give "

@@ -1,7 +1,6 @@
-"""The saves of one run, up to the plan: what is done while training waits. Every step ends in an agreement of all ranks.
+"""Prepare the saves of one run, while training waits: collect the state, compare it, plan. All ranks agree on each step.
 
-The rest, from the folder to the commit, is done by the same thread, or by one in the background that has a topology of its own
-(`PreparedSave.run`).
+`PreparedSave.run` does the rest, from the folder to the commit: in the same thread, or in a background thread with a topology of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """What is saved all through a run, by which ranks, through which backend."""
+    """The constants of a run's saves: components, ranks, backend, device."""
 
     components: Sequence[StateComponent]
     topology: Topology
@@ -40,9 +39,10 @@ class SavedRun:
 
 
 class Saver:
-    """Saves the same components again and again; what does not change between saves is worked out once.
+    """Saves the components of a run; reuses what did not change since the last save. Made by `CheckpointCoordinator`.
 
-    Args: as those of `CheckpointCoordinator`, which makes one, where they have the same names.
+    Args:
+        pattern_check, packed_bytes: see `CheckpointCoordinator`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Saver:
         self._was_examined = False
         self._planner = Planner(run.topology, run.backend, run.device, packed_bytes=packed_bytes)
         self._fits: RankWritePlan | None = None
-        self._sameness = StaleStateCheck(run.components)
+        self._stale_check = StaleStateCheck(run.components)
 
     def save(self, target: SaveTarget) -> SaveReport:
         """Save once, while training waits. See `CheckpointCoordinator.save_checkpoint`."""
@@ -72,8 +72,8 @@ class Saver:
         return prepared.destination.report
 
     def prepare(self, target: SaveTarget) -> PreparedSave[CheckpointRoot]:
-        """Ask the components, compare notes, and plan: all ranks agree on what this save is. Nothing is written. Collective."""
-        root = CheckpointRoot(target, self._roots, self._sameness)
+        """Collect the state, exchange digests, and plan. Writes nothing. Collective."""
+        root = CheckpointRoot(target, self._roots, self._stale_check)
         with root.unclaimed_if_refused():
             look = self._is_to_look(target.validate)
             claim = partial(root.claim, self._topology)
@@ -84,21 +84,21 @@ class Saver:
             return prepared
 
     def _require_room(self, share: RankWritePlan) -> None:
-        """See that what is kept of every save may be kept."""
-        keeper = self._roots.keeper
-        if keeper is not None and share is not self._fits:
+        """Require memory for the saves that are kept, once for each plan."""
+        host_cache = self._roots.host_cache
+        if host_cache is not None and share is not self._fits:
             with self._topology.phase("room in memory"):
-                keeper.require_room(share.num_bytes, self._topology)
+                host_cache.require_room(share.num_bytes, self._topology)
             self._fits = share
 
     def diagnose(self) -> list[Diagnosis]:
-        """Save nothing. See `CheckpointCoordinator.diagnose`."""
+        """See `CheckpointCoordinator.diagnose`."""
         with self._topology.operation("diagnosis of the sharing patterns"):
             mine, _ = self._collect(validate=False, look=True)
             return examine(mine.components, mine.seen, self._topology)
 
     def _is_to_look(self, validate: bool) -> bool:
-        """The doctor looks before the first save, and when a save is to be validated."""
+        """Whether to examine the sharing patterns: before the first save, and when a save is validated."""
         if self._pattern_check == "off" or self._topology.world_size == 1:
             return False
         return validate or not self._was_examined
@@ -112,10 +112,10 @@ class Saver:
     def _collect(
         self, *, validate: bool, look: bool, claim: Callable[[], object] = lambda: None
     ) -> tuple[RankState, list[dict[str, Any]]]:
-        """Step 1 and 2: ask the components; leave out an optional one that fails anywhere, and ask again.
+        """Collect the state, and exchange its summaries; if an optional component fails on any rank, collect again without it.
 
         Args:
-            claim: called by the lead, before it asks: it acquires the root, or sees that it still has it.
+            claim: called by the lead, before it collects; see `CheckpointRoot.claim`.
         """
         without: set[str] = set()
         while True:

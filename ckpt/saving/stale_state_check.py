@@ -1,7 +1,7 @@
-"""Alarms: a checkpoint whose tensors are what they were some steps ago holds, more often than not, the wrong bytes.
+"""Detect checkpoints whose tensors equal those of an earlier step: more often than not they hold the wrong state.
 
-Published cases: every checkpoint of a run was one and the same (NeMo-RL 3312); the optimizer in each was that of the first step
-(NeMo-RL 4183). Both were saved, committed and verified; only who resumed from them could tell.
+Published cases: all checkpoints of a run were the same (NeMo-RL 3312); each held the optimizer of the first step (NeMo-RL 4183). They were
+saved, committed and verified; the fault showed only when training was resumed from them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ckpt.state.statefuls import ModelState
 
 
 class StaleStateCheck:
-    """Knows the tensors of earlier checkpoints of this process by their digests. Every rank finds the same.
+    """Remembers the digests of earlier checkpoints of this process. Every rank finds the same.
 
     Args:
-        components: those whose object is, or has, an optimizer, or is a module that one of these optimizers trains, change with every step.
+        components: those with an optimizer, and the modules that these optimizers train, must change with every step.
     """
 
     def __init__(self, components: Sequence[StateComponent]) -> None:
@@ -32,13 +32,13 @@ class StaleStateCheck:
         }
         self._seen: dict[str, dict[str, str]] = {}
 
-    def alarms(self, checkpoint_id: str, votes: Sequence[WriteResult]) -> list[str]:
-        """Say what is in this checkpoint as it was in one of an earlier step, and should not be; and remember this one.
+    def alarms(self, checkpoint_id: str, results: Sequence[WriteResult]) -> list[str]:
+        """Return a sentence for each component that equals that of an earlier step, and should not; remember this checkpoint.
 
-        Ids are taken for steps where they are numbers; of others, two that differ are.
+        Ids that are numbers are steps, in their order; other ids are different steps if they differ.
         """
-        keys = sorted({key for vote in votes for key in vote.tensor_checksums})
-        now = {key: joined_checksum(vote.tensor_checksums.get(key, "") for vote in votes) for key in keys}
+        keys = sorted({key for result in results for key in result.tensor_checksums})
+        now = {key: joined_checksum(result.tensor_checksums.get(key, "") for result in results) for key in keys}
         older = {key: self._older(key, digest, checkpoint_id) for key, digest in now.items()}
         for key, digest in now.items():
             self._seen.setdefault(key, {})[digest] = checkpoint_id
@@ -57,7 +57,7 @@ class StaleStateCheck:
         ]
 
     def _older(self, key: str, digest: str, checkpoint_id: str) -> str | None:
-        """The checkpoint of an earlier step in which this component was the same."""
+        """The id of an earlier step's checkpoint in which this component was the same."""
         id = self._seen.get(key, {}).get(digest)
         if id is None or id == checkpoint_id:
             return None

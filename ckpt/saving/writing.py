@@ -1,4 +1,4 @@
-"""One rank's share of a save: its chunks, packed leaves, plain values and index, made durable; the rest is the lead's."""
+"""Write one rank's share of a save durably: its chunks, packed leaves, plain values and index."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ PACKED_BYTES = 32 << 20
 """The longest array that small tensors are packed in."""
 
 PlainFiles = Mapping[str, tuple[str, bytes]]
-"""Path -> component and content of the plain values that one rank writes."""
+"""Path -> (component, content) of the plain values that one rank writes."""
 
 
 @dataclass(slots=True)
 class WriteResult:
-    """What a rank tells the lead once its bytes are durable. Small: the rest is in the rank's index.
+    """A rank's message to the lead once its bytes are durable. Small: the rest is in the rank's index.
 
     Attributes:
-        index: size and digest of the index; None if the rank wrote nothing.
-        wrote_arrays: chunks or descriptions of arrays, which the lead is to join with those of the others.
+        index: size and digest of the index; None: the rank wrote nothing.
+        wrote_arrays: the rank wrote chunks or descriptions of arrays, for the lead to join.
         total_bytes: of all files.
-        linked_bytes: those of them that were there already, in an earlier checkpoint.
+        linked_bytes: those of `total_bytes` that are linked to an earlier checkpoint.
         sizes: component -> bytes of its tensors and plain values.
-        checksums: component -> one digest over all digests of what was written of it.
+        checksums: component -> one digest over the digests of its tensors and plain values.
         tensor_checksums: component -> the same of its tensors alone, where it has any.
         plain_files: path -> size and digest.
-        write_s: from the call of the save on this rank until its bytes were durable.
+        write_s: seconds from the call of the save on this rank until its bytes were durable.
     """
 
     index: list[Any] | None = None
@@ -64,12 +64,12 @@ class WriteResult:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Small boxes that lie end to end in one packed array.
+    """Small boxes that are stored end to end in one packed array.
 
     Attributes:
         path: of the array.
-        dtype: of all of them.
-        num_elements: of all of them together.
+        dtype: of all boxes.
+        num_elements: of all boxes.
     """
 
     path: str
@@ -84,14 +84,20 @@ class Pack:
 Item = ChunkTask | Pack
 
 
+def laid_end_to_end(hosts: Iterable[torch.Tensor], flat: torch.Tensor) -> torch.Tensor:
+    """Fill `flat` with host tensors, one behind the other, and return it."""
+    if flat.numel():
+        torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in hosts], out=flat)
+    return flat
+
+
 class Staged(NamedTuple):
     """The bytes of one item of a share, on the host.
 
     Attributes:
         number: of the item.
-        hosts: a tensor for each box of a chunk that is this rank's; one flat tensor of a pack.
-        digests: of each host, block by block, as they were when it was copied: whoever writes them makes sure that they are so
-            still. None: these are the tensors themselves.
+        hosts: a tensor for each box of this rank in a chunk, or for each box of a pack; a pack may also be one flat tensor.
+        digests: block digests of each host at the time of its copy; the writer compares them. None: the hosts are the state itself.
     """
 
     number: int
@@ -101,12 +107,12 @@ class Staged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """What differs from one save of a share to the next, but for the tensors. Can be sent to another process.
+    """The arguments of one write of a share, without the tensors. Can be sent to another process.
 
     Attributes:
         folder: the unpublished folder.
-        slivers: sender -> all that it sent here, of chunks that this rank writes.
-        previous: an earlier checkpoint; what is in it already is linked.
+        slivers: sender -> the partial chunks that it sent to this rank, end to end.
+        previous: the checkpoint that unchanged chunks are linked to.
     """
 
     folder: Path
@@ -117,22 +123,22 @@ class WriteJob:
 
 
 class RankWritePlan:
-    """What one rank writes in every save of one plan. Holds no tensors, and can be sent to another process.
+    """One rank's share of every save with one plan. Holds no tensors, and can be sent to another process.
 
     Args:
-        packed_bytes: the longest packed array, and so the memory that packing takes. A tensor that is longer has one of its own.
-        store: that it is written to.
+        packed_bytes: the longest packed array, and so the memory that packing takes. A longer tensor has an array of its own.
+        store: the manifest's name for the format.
 
     Attributes:
         items: chunks, then packs.
-        sends: parts of chunks that other ranks write.
-        sources: the ranks that send parts of chunks here.
+        sends: partial chunks that this rank sends to their writers.
+        sources: the ranks that send partial chunks to this one.
         sends_slivers: whether any rank sends any.
-        arrays: name -> what storage calls it, of every array with chunks in `items`.
-        described: the arrays, packed ones aside, whose description this rank writes.
-        groups: the lead's: all groups.
+        arrays: name -> its specification for the storage, of every array with chunks in `items`.
+        described: the arrays, without packed ones, whose description this rank writes.
+        groups: all groups, on the lead; None on other ranks.
         packed_shapes: name -> global shape, of every tensor in the packs.
-        sliver_starts: (item, sender, part) -> where the part begins in what the sender sends.
+        sliver_starts: (item, sender, part) -> first byte of the part in the sender's message.
     """
 
     def __init__(
@@ -160,7 +166,7 @@ class RankWritePlan:
             if (grid := plan.arrays[name].grid) is not None
         }
         self.packed_shapes = {task.name: plan.arrays[task.name].shape for task in tasks.packs}
-        # A description of an array is written by who has its first chunk. One without chunks, and the groups, are the lead's.
+        # The writer of an array's first chunk describes it. The lead describes arrays without chunks, and the groups.
         described = {
             name: ArraySpec(path_of(name, components), array.dtype, array.shape, array.grid)
             for name, array in plan.arrays.items()
@@ -175,25 +181,30 @@ class RankWritePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of all items, as they are stored."""
+        """Stored bytes of all items."""
         return sum(map(self.item_bytes, self.items))
 
+    def item_name(self, number: int) -> str:
+        """The name of an item, for errors: that of its array."""
+        item = self.items[number]
+        return item.path if isinstance(item, Pack) else item.name
+
     def item_bytes(self, item: Item) -> int:
-        """Of one item."""
+        """Stored bytes of one item."""
         if isinstance(item, Pack):
             return item.num_elements * item_bytes(item.dtype)
         return math.prod(self.stored_shape(item)) * item_bytes(self.arrays[item.name].dtype)
 
     def stored_shape(self, task: ChunkTask) -> tuple[int, ...]:
-        """The shape in which a chunk is stored."""
+        """The shape of a chunk in storage."""
         return stored_shape(self._store, self.arrays[task.name].grid, task.box.shape)
 
     def array_of(self, pack: Pack) -> ArraySpec:
-        """What storage calls a packed array."""
+        """The specification of a packed array for the storage."""
         return ArraySpec(pack.path, pack.dtype, (pack.num_elements,), (pack.num_elements,))
 
     def expected(self) -> Iterator[Expected]:
-        """Everything that `write` will hand to a writer."""
+        """Yield everything that `write` will hand to a writer."""
         for item in self.items:
             if isinstance(item, Pack):
                 folder = item.path.rpartition("/")[0] + "/"
@@ -211,11 +222,11 @@ class RankWritePlan:
         """Write everything below the job's folder, then the index of it.
 
         Args:
-            staged: every item, once, in any order. An item's memory may be used again as soon as the next one is asked for.
+            staged: every item once, in any order. An item's memory may be reused as soon as the next one is requested.
             progress: called with the number of bytes that have moved, from any thread.
 
         Raises:
-            OSError, StorageError: the file system refused; what was written stays for the lead to discard.
+            OSError, StorageError: the file system refused; the lead discards the files.
         """
         writer = job.backend.writer(job.folder, self.rank, progress, job.previous)
         try:
@@ -226,18 +237,18 @@ class RankWritePlan:
 
 
 Write = Callable[[RankWritePlan, WriteJob, Iterable[Staged], Callable[[int], None]], WriteResult]
-"""What writes a share: `RankWritePlan.write` itself, or another process that calls it."""
+"""Writes a share: `RankWritePlan.write` itself, or a function that has another process call it."""
 
 
 class _Writing:
-    """One save of a share."""
+    """The state of one write of a share."""
 
     def __init__(self, share: RankWritePlan, writer: Writer, slivers: Mapping[int, bytes]) -> None:
         self._share = share
         self._writer = writer
         self._slivers = slivers
         self._index = Index(share.rank)
-        self._vote = WriteResult()
+        self._result = WriteResult()
         self._described: list[ArraySpec] = list(share.described)
 
     def write(self, plain: PlainFiles, staged: Iterable[Staged]) -> WriteResult:
@@ -245,7 +256,7 @@ class _Writing:
         for number, hosts, digests in staged:
             item = self._share.items[number]
             if isinstance(item, Pack):
-                self._write_packed(item, hosts[0], digests)
+                self._write_packed(item, hosts, digests)
             else:
                 self._write_chunk(number, item, hosts, digests)
         self._writer.describe(self._described, self._share.groups)
@@ -254,7 +265,7 @@ class _Writing:
         self._add_checksums()
         self._write_index()
         self._writer.make_durable()
-        return self._vote
+        return self._result
 
     @gc_paused()
     def _expect(self) -> None:
@@ -266,8 +277,8 @@ class _Writing:
         for (path, number), extent in written.chunks.items():
             self._index.chunks.setdefault(path, {})[number] = extent
         self._index.dead.update(written.dead)
-        self._vote.wrote_arrays = bool(written.files)
-        self._vote.linked_bytes = written.linked_bytes
+        self._result.wrote_arrays = bool(written.files)
+        self._result.linked_bytes = written.linked_bytes
 
     def _write_chunk(
         self,
@@ -292,7 +303,7 @@ class _Writing:
         hosts: Sequence[torch.Tensor],
         digests: Sequence[tuple[int, ...]] | None,
     ) -> torch.Tensor:
-        """The chunk as one contiguous host tensor, of parts of ours and of others."""
+        """Assemble a chunk of this rank's boxes and the partial chunks of other ranks, as a contiguous host tensor."""
         whole = torch.empty(task.box.shape, dtype=torch_dtype(array.dtype))
         for at, (box, host) in enumerate(zip(task.own, hosts, strict=True)):
             if digests is not None and staged_digests(host, tuple(host.shape)) != digests[at]:
@@ -304,10 +315,15 @@ class _Writing:
             whole[box.relative_to(task.box).slices] = torch.frombuffer(data, dtype=whole.dtype).view(box.shape)
         return whole
 
-    def _write_packed(self, pack: Pack, host: torch.Tensor, digests: Sequence[tuple[int, ...]] | None) -> None:
-        """Write small boxes that lie end to end, noting where each begins. Where all of them are empty there is no array."""
+    def _write_packed(
+        self, pack: Pack, hosts: Sequence[torch.Tensor], digests: Sequence[tuple[int, ...]] | None
+    ) -> None:
+        """Write small boxes end to end, and index the start of each. If all are empty there is no array."""
         self._note_pieces(pack)
         if pack.num_elements:
+            host = contiguous(hosts[0].reshape(-1))
+            if len(hosts) > 1:
+                host = laid_end_to_end(hosts, torch.empty(pack.num_elements, dtype=torch_dtype(pack.dtype)))
             self._described.append(self._share.array_of(pack))
             self._writer.write(self._described[-1], 0, host, None if digests is None else digests[0])
             self._count(pack.tasks[0].name, host)
@@ -325,39 +341,39 @@ class _Writing:
     def _write_plain(self, plain: PlainFiles) -> None:
         for path, (component, data) in plain.items():
             self._writer.add(path, data)
-            self._vote.plain_files[path] = [len(data), digest_of(data)]
-            self._vote.sizes[component] = self._vote.sizes.get(component, 0) + len(data)
+            self._result.plain_files[path] = [len(data), digest_of(data)]
+            self._result.sizes[component] = self._result.sizes.get(component, 0) + len(data)
             if self._share.rank != 0:  # the lead's own stand in the manifest
                 self._index.files[path] = FileRecord(len(data), digest_of(data))
 
     def _write_index(self) -> None:
-        self._vote.total_bytes = sum(record.size for record in self._index.files.values())
+        self._result.total_bytes = sum(record.size for record in self._index.files.values())
         if self._index.files or self._index.pieces:
             data = self._index.to_bytes()
             self._writer.add(index_name(self._index.rank), data)
-            self._vote.index = [len(data), digest_of(data)]
-            self._vote.total_bytes += len(data)
+            self._result.index = [len(data), digest_of(data)]
+            self._result.total_bytes += len(data)
 
     @gc_paused()
     def _add_checksums(self) -> None:
-        plain = {path: digest for path, (_, digest) in self._vote.plain_files.items()}
-        self._vote.checksums = checksums_of(self._index, plain, self._vote.sizes)
-        self._vote.tensor_checksums = checksums_of(
+        plain = {path: digest for path, (_, digest) in self._result.plain_files.items()}
+        self._result.checksums = checksums_of(self._index, plain, self._result.sizes)
+        self._result.tensor_checksums = checksums_of(
             self._index, {}, {_component_of(path) for path in self._index.chunks}
         )
 
     def _count(self, name: str, host: torch.Tensor) -> None:
         key = _component_of(name)
-        self._vote.sizes[key] = self._vote.sizes.get(key, 0) + host.numel() * host.element_size()
+        self._result.sizes[key] = self._result.sizes.get(key, 0) + host.numel() * host.element_size()
 
 
 def plain_files(
     plain: Mapping[str, Mapping[str, Any]], components: Mapping[str, StateComponent], topology: Topology
 ) -> dict[str, tuple[str, bytes]]:
-    """What this rank writes of plain values, as bytes: the lowest rank of those that hold one state of a component writes them.
+    """Serialize the plain values that this rank writes: the lowest rank of those that hold one state of a component writes it.
 
     Args:
-        plain: component -> {joined key: row}, of the components that this rank may speak for.
+        plain: component -> {joined key: row}, of the components whose plain values this rank gives.
     """
     files = {}
     for key, rows in plain.items():
@@ -368,7 +384,7 @@ def plain_files(
 
 
 def _key_of(name: str, array: ArraySpec) -> str:
-    """The key of a tensor of its own: what its name has behind the folder of its array."""
+    """The key of a tensor with an array of its own: its name without the folder of the array."""
     return name.removeprefix(array.path.rpartition("/")[0] + "/")
 
 
@@ -379,7 +395,7 @@ def _packs(
     rank: int,
     packed_bytes: int,
 ) -> Iterator[Pack]:
-    """Yield small leaves by the packed array that takes them."""
+    """Group small leaves into packed arrays, by folder and data type."""
     by_kind: dict[tuple[str, str], list[PackTask]] = defaultdict(list)
     folders = folders_of((task.name for task in tasks), components)
     for task, folder in zip(tasks, folders, strict=True):
@@ -391,7 +407,7 @@ def _packs(
 
 
 def _sliver_starts(chunks: Sequence[ChunkTask], plan: SavePlan) -> dict[tuple[int, int, int], int]:
-    """(Item, sender, part) -> where the part begins in what the sender sends, which goes by array and chunk."""
+    """(Item, sender, part) -> first byte of the part in the sender's message, which is in order of array and chunk."""
     starts: dict[tuple[int, int, int], int] = {}
     ends: dict[int, int] = defaultdict(int)
     for number, task in enumerate(chunks):
@@ -402,7 +418,7 @@ def _sliver_starts(chunks: Sequence[ChunkTask], plan: SavePlan) -> dict[tuple[in
 
 
 def checksums_of(index: Index, plain: Mapping[str, str], components: Iterable[str]) -> dict[str, str]:
-    """Component -> one digest over the digests of all that one rank wrote of it.
+    """Component -> one digest over the digests of everything that one rank wrote of it.
 
     Args:
         plain: path -> digest of this rank's files of plain values.
@@ -422,7 +438,7 @@ def joined_checksum(of_writers: Iterable[str]) -> str:
 
 
 def _cut(tasks: Iterable[PackTask], most: int) -> Iterator[list[PackTask]]:
-    """Cut small leaves into runs of at most so many elements, each of at least one leaf."""
+    """Cut small leaves into runs of at most `most` elements, and of at least one leaf."""
     few: list[PackTask] = []
     count = 0
     for task in tasks:
@@ -442,7 +458,7 @@ def folder_of(name: str, components: Mapping[str, StateComponent]) -> str:
 
 
 def folders_of(names: Iterable[str], components: Mapping[str, StateComponent]) -> Iterator[str]:
-    """The same of many names, one after the other."""
+    """`folder_of` for many names."""
     has_own = {key: component.pattern in OWN_COPIES for key, component in components.items()}
     for name in names:
         component, _, rest = name.partition("/")
@@ -464,13 +480,13 @@ def _component_of(name: str) -> str:
 
 
 def _plain_to_bytes(rows: Mapping[str, Any]) -> bytes:
-    """One line per value: `[path, value]`, or `[path]` where a tensor belongs."""
+    """One line for each value: `[path, value]`, or `[path]` for a tensor."""
     lines = ",\n".join(map(_row_to_text, rows.values()))
     return f"[\n{lines}\n]\n".encode()
 
 
 def _row_to_text(row: Sequence[Any]) -> str:
-    """The JSON of one row; the short way for the place of a tensor, for there may be very many."""
+    """The JSON of one row, with a fast path for tensors, of which there may be very many."""
     if len(row) == 1 and all(type(part) is str for part in row[0]):
         return f"[[{', '.join(map(quoted, row[0]))}]]"
     return json.dumps(row)

@@ -19,6 +19,7 @@ from ckpt.memory.device import wait_for_all
 from ckpt.planning.tables import Table, TablePart, piece_from_json, table_of_pieces, table_to_json
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
+from ckpt.state.address import local_tensor
 from ckpt.state.flatten import Leaves, TensorLeaf, flatten, path_to_json, to_json
 from ckpt.state.replication import (
     Fingerprint,
@@ -46,7 +47,7 @@ from ckpt.state.sharing import (
     prefix_of,
 )
 
-Held = tuple[tuple[Box, TensorLeaf], ...]
+Held = tuple[tuple[Box, torch.Tensor], ...]
 """Boxes of one array, in global coordinates, and their values. A state dict's leaf is one box; a flattened range is a few."""
 
 
@@ -69,7 +70,7 @@ class RankState:
 
     Attributes:
         components: key -> component, those that are part of this save.
-        held: array name -> the boxes of it that this rank holds; what `table` has addresses for.
+        held: array name -> the boxes of it that this rank holds, and its memory behind each; what `table` has addresses for.
         table: addresses and aliases.
         plain: component -> {joined key: [path, value]} as JSON, where this rank speaks for the component; tensors of an
             object that takes whatever was saved stand there too, as {joined key: [path]}.
@@ -156,7 +157,9 @@ def collect(
         mine.private[component.key] = private
         if not _speaks(component, topology):
             found = {key: address for key, address in found.items() if key not in private}
-        mine.held |= {address.name: ((address.box, leaves.tensors[key]),) for key, address in found.items()}
+        mine.held |= {
+            address.name: ((address.box, local_tensor(leaves.tensors[key])),) for key, address in found.items()
+        }
         parts.append(TablePart.of(found.values()))
         start = f"{component.key}/{prefix_of(component, topology)}"
         if gives(component, topology):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import math
 import os
 import re
 import stat
@@ -13,11 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
-
-from ckpt.format.dtypes import bits_of, raw_bytes
 
 PIECE_BYTES = 8 << 20
 """Bytes per write: large enough for the disk, small enough for frequent progress."""
@@ -34,8 +28,6 @@ MANY_FILES = 64
 _SYNCFS_TELLS = (5, 8)
 """The first Linux whose `syncfs` reports earlier failed writes. Older ones return 0 and lose the bytes."""
 
-_ZEROS = bytes(1 << 20)
-
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
@@ -46,26 +38,6 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def padded_pieces(host: torch.Tensor, cell: tuple[int, ...]) -> Iterator[memoryview]:
-    """Yield the bytes of one whole chunk in pieces: `host` at the start of a grid cell, zeros in the rest."""
-    if tuple(host.shape) == cell or tuple(host.shape[1:]) == cell[1:]:
-        yield from _pieces(raw_bytes(host).numpy())
-        missing = (math.prod(cell) - host.numel()) * host.element_size()
-        for at in range(0, missing, len(_ZEROS)):
-            yield memoryview(_ZEROS)[: min(missing - at, len(_ZEROS))]
-        return
-    bits = bits_of(host)
-    padded = np.zeros(cell, bits.dtype)
-    padded[tuple(slice(0, n) for n in host.shape)] = bits
-    yield from _pieces(padded.reshape(-1).view(np.uint8))
-
-
-def _pieces(flat: Any) -> Iterator[memoryview]:
-    memory = memoryview(flat)
-    for at in range(0, len(memory), PIECE_BYTES):
-        yield memory[at : at + PIECE_BYTES]
 
 
 def write_all(fd: int, piece: memoryview) -> None:

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+import numpy as np
+import torch
+
 from ckpt.format.blocks import BlockDigests
+from ckpt.format.dtypes import bits_of, raw_bytes
 from ckpt.format.records import BLOCK_BYTES, changed_in_memory
+from ckpt.storage.files import PIECE_BYTES
+
+_ZEROS = bytes(1 << 20)
+
+
+def padded_pieces(host: torch.Tensor, cell: tuple[int, ...]) -> Iterator[memoryview]:
+    """Yield the bytes of one whole chunk in pieces: `host` at the start of a grid cell, zeros in the rest."""
+    if tuple(host.shape) == cell or tuple(host.shape[1:]) == cell[1:]:
+        yield from _cut(raw_bytes(host).numpy().data)
+        missing = (math.prod(cell) - host.numel()) * host.element_size()
+        for at in range(0, missing, len(_ZEROS)):
+            yield memoryview(_ZEROS)[: min(missing - at, len(_ZEROS))]
+        return
+    bits = bits_of(host)
+    padded = np.zeros(cell, bits.dtype)
+    padded[tuple(slice(0, n) for n in host.shape)] = bits
+    yield from _cut(padded.reshape(-1).view(np.uint8).data)
+
+
+def _cut(memory: memoryview) -> Iterator[memoryview]:
+    for at in range(0, len(memory), PIECE_BYTES):
+        yield memory[at : at + PIECE_BYTES]
 
 
 class Pieces:

@@ -125,7 +125,7 @@ class Kind:
         self._wanted = WantedBytes(ChunkExtent("state", 0, base, ()), parts)
 
     def stage(self) -> None:
-        for _ in Staging(Halves(self._device.pinned_bytes)).ahead(self._groups, lambda group: group):
+        for _ in Staging(Halves(self._device.pinned_bytes)).ahead(enumerate(self._groups)):
             pass
 
     def fill(self, source: torch.Tensor | None = None) -> None:
@@ -160,7 +160,7 @@ class Kind:
         """
         staged = [
             host.reshape(-1).view(torch.uint8).clone()
-            for _, hosts in Staging(Halves(self._device.pinned_bytes)).ahead(self._groups, lambda group: group)
+            for _, hosts in Staging(Halves(self._device.pinned_bytes)).ahead(enumerate(self._groups))
             for host in hosts
         ]
         expected = torch.cat([raw_bytes(tensor.cpu().contiguous()) for tensor in self.tensors])

@@ -75,7 +75,7 @@ ON_HOST = [
         "the process that writes asks for the next item before it is done with one",
         "ckpt/saving/background/writer_child.py: _Server._staged",
         "yield Staged(number, [self._tensor(*place) for place in places], digests)",
-        "self._channel.send(('next', None))\nyield Staged(number, [self._tensor(*place) for place in places], digests)",
+        "self._trainer.tell('next')\nyield Staged(number, [self._tensor(*place) for place in places], digests)",
         (f"{MEMORY}::test_a_save_over_budget_streams_part_by_part_through_what_it_is_given[process]",),
     ),
     Mutant(
@@ -132,7 +132,7 @@ ON_HOST = [
     Mutant(
         "a load begins while its tensors are copied",
         "ckpt/coordinator.py: CheckpointCoordinator.load_checkpoint",
-        "self._learn(blocking=True)",
+        "self._finalize(blocking=True)",
         "",
         (f"{OVERLAP}::test_a_load_waits_for_the_copy_and_goes_back_to_the_state_of_the_call",),
     ),
@@ -146,7 +146,7 @@ ON_HOST = [
     Mutant(
         "a process that is told to end does not wait for its saves",
         "ckpt/saving/background/background.py: Background.begin",
-        "self._epilogue.arm()",
+        "self._sigterm.arm()",
         "",
         (f"{SIGTERM}::test_a_save_that_takes_less_than_the_grace_is_committed_before_the_process_ends",),
     ),
@@ -174,7 +174,7 @@ ON_HOST = [
     Mutant(
         "a checkpoint that is equal to an older one raises no alarm",
         "ckpt/saving/checkpoint_root.py: CheckpointRoot._settle",
-        "alarms = self._sameness.alarms(target.checkpoint_id, votes)",
+        "alarms = self._stale_check.alarms(target.checkpoint_id, results)",
         "alarms: list[str] = []",
         (f"{BYTES}::test_the_alarm_is_raised_on_every_rank_alike",),
     ),

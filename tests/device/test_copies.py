@@ -64,7 +64,7 @@ def stage_many(topology: Topology, pinned_bytes: int, copies_hurry: bool) -> Non
     ]
     on_device = [[_moved(tensor) for tensor in tensors] for tensors in items]
     seen = []
-    for number, hosts in Staging(Halves(pinned_bytes)).ahead(range(len(items)), lambda number: on_device[number]):
+    for number, hosts in Staging(Halves(pinned_bytes)).ahead(enumerate(on_device)):
         assert [host.device.type for host in hosts] == ["cpu"] * len(items[number])
         assert [host.shape for host in hosts] == [tensor.shape for tensor in items[number]]
         if copies_hurry:
@@ -98,7 +98,7 @@ def stage_mixed(topology: Topology) -> None:
     tensors = [there[0].npu(), here[0], second.to("npu:1"), there[1].npu(), here[1], there[2].npu()]
     expected = [there[0], here[0], second, there[1], here[1], there[2]]
     rounds = 0
-    for _, hosts in Staging(Halves(MIB)).ahead(range(5), lambda _: tensors):
+    for _, hosts in Staging(Halves(MIB)).ahead((n, tensors) for n in range(5)):
         assert hosts[1] is here[0] and hosts[4] is here[1]
         assert list(map(bits, hosts)) == list(map(bits, expected))
         rounds += 1
@@ -118,7 +118,7 @@ def stage_after_queued_work(topology: Topology) -> None:
         torch.npu.synchronize()
         with torch.npu.stream(stream):
             tensor.copy_(new.pin_memory(), non_blocking=True)
-        ((_, (host,)),) = Staging(Halves(4 * MIB)).ahead([None], lambda _, tensor=tensor: [tensor])
+        ((_, (host,)),) = Staging(Halves(4 * MIB)).ahead([(None, [tensor])])
         assert bits(host) == bits(new)
 
 
@@ -131,7 +131,7 @@ def stage_ahead(topology: Topology) -> None:
     """What is overwritten when the one before it has come was on its way already."""
     values = [random_tensor(300, 100) for _ in range(5)]
     tensors = [value.npu() for value in values]
-    for number, (host,) in Staging(Halves(4 * MIB)).ahead(range(5), lambda number: [tensors[number]]):
+    for number, (host,) in Staging(Halves(4 * MIB)).ahead((n, [one]) for n, one in enumerate(tensors)):
         assert bits(host) == bits(values[number])
         torch.npu.synchronize()
         if number < 4:
@@ -149,9 +149,7 @@ def stage_without_room(topology: Topology) -> None:
     tensors = [_moved(columns), *(one.npu() for one in small)]
     heard, filled = Heard(), Filled(torch.device("npu", 0), 128 << 10)
     items = [[tensors[0][:, :300].t()], tensors[1:]]
-    hosts = [
-        list(map(bits, hosts)) for _, hosts in Staging(Halves(8 * MIB)).ahead(range(2), lambda number: items[number])
-    ]
+    hosts = [list(map(bits, hosts)) for _, hosts in Staging(Halves(8 * MIB)).ahead(enumerate(items))]
     assert hosts == [[bits(columns[:, :300].t())], list(map(bits, small))]
     assert filled.free() < 160 << 10
     (line,) = heard.lines
@@ -355,7 +353,7 @@ def test_nothing_is_made_for_tensors_of_the_host() -> None:
     tensors = [torch.arange(6.0).view(2, 3).t(), torch.arange(3)]
     with Filling(1 << 50), pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt.memory.copies.pinned", lambda num_bytes: pytest.fail("pinned memory was asked for"))
-        ((_, hosts),) = Staging(Halves(1 << 50)).ahead([None], lambda _: tensors)
+        ((_, hosts),) = Staging(Halves(1 << 50)).ahead([(None, tensors)])
     assert hosts[0] is tensors[0] and hosts[1] is tensors[1]
 
 
@@ -384,7 +382,7 @@ def fill_small_of_every_type(topology: Topology) -> None:
         with Filling(MIB) as filling:
             filling.place(wanted, 0, extent.length, filling.take(extent.length).copy_(data))
         assert b"".join(map(bits, outs)) == data.numpy().tobytes(), dtype
-        ((_, hosts),) = Staging(Halves(MIB)).ahead([None], lambda _, outs=outs: outs)
+        ((_, hosts),) = Staging(Halves(MIB)).ahead([(None, outs)])
         assert b"".join(map(bits, hosts)) == data.numpy().tobytes(), dtype
         assert [host.dtype for host in hosts] == [dtype] * 9
     assert seen and all(dtype in _INTEGERS for dtype in seen if dtype != torch.complex128)
@@ -430,7 +428,7 @@ def stage_and_fill_again_and_again(topology: Topology) -> None:
     _, wanted, data = wanted_of(columns)
     free = []
     for _ in range(8):
-        for _ in Staging(Halves(16 * MIB)).ahead([tensors[:1], tensors[1:]], lambda item: item):
+        for _ in Staging(Halves(16 * MIB)).ahead([(None, tensors[:1]), (None, tensors[1:])]):
             pass
         with Filling(MIB) as filling:
             filling.place(wanted, 0, len(data), filling.take(len(data)).copy_(data))

@@ -163,10 +163,10 @@ def count_copies(topology: Topology, root: Path, mode: str) -> tuple[int, int, i
         for step in (1, 2):
             counts[0] = 0
             path = saved(topology, checkpoints, step)
-        keeper = checkpoints._keeper
-        assert keeper is not None and keeper.held is not None
-        sizes = sum((path / name).stat().st_size for name in keeper.held.save.files)
-        return counts[0], sizes - counts[0], sizes, keeper.pool.num_bytes
+        host_cache = checkpoints._host_cache
+        assert host_cache is not None and host_cache.held is not None
+        sizes = sum((path / name).stat().st_size for name in host_cache.held.save.files)
+        return counts[0], sizes - counts[0], sizes, host_cache.pool.num_bytes
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -264,7 +264,7 @@ def load_with_damaged_memory(topology: Topology, root: Path, strategy: str) -> t
     with made(topology, root, state, strategy=strategy) as checkpoints:
         path = saved(topology, checkpoints, 1)
         if topology.rank == 1:
-            for file in checkpoints._keeper.held.save.files.values():  # type: ignore[union-attr]
+            for file in checkpoints._host_cache.held.save.files.values():  # type: ignore[union-attr]
                 flip_last_bit(file._fd, file.size)
         state.become(State(topology, 7))
         with topology.phase("damaged"):

@@ -145,7 +145,7 @@ def refuse(topology: Topology, root: Path) -> None:
         with pytest.raises(MissingStateError, match="no component ema to publish; this run has model, rng"):
             asyncio.run(checkpoints.publish(taken, 1, "ema"))
         if topology.rank == 1:  # one that has lost its memory
-            checkpoints._keeper.pool.begin()  # type: ignore[union-attr]
+            checkpoints._host_cache.pool.begin()  # type: ignore[union-attr]
         with pytest.raises(MissingStateError, match="rank 1 holds nothing in memory"):
             publish(checkpoints, taken, 1)
         checkpoints.save_checkpoint(checkpoint_id="by-hand")
@@ -175,7 +175,7 @@ def publish_damaged(topology: Topology, root: Path) -> None:
     with made(topology, root, MixedModel(1), "sync") as checkpoints:
         checkpoints.save_checkpoint(checkpoint_id="1")
         if topology.rank == 1:
-            file = checkpoints._keeper.held.save.files["model/rank-00001-float32.safetensors"]  # type: ignore[union-attr]
+            file = checkpoints._host_cache.held.save.files["model/rank-00001-float32.safetensors"]  # type: ignore[union-attr]
             file._memory[file.size - 1] ^= 1
         with pytest.raises(CorruptCheckpointError, match="changed in memory since it was saved, and is not published"):
             publish(checkpoints, Taken(), 1)
@@ -277,7 +277,7 @@ def fail_and_publish_again(topology: Topology, root: Path) -> None:
         publish(checkpoints, taken, 1)
         expected = MixedModel(1).state_dict()
         assert all(same_bits(tensor, expected[name]) for name, tensor in taken.weights)
-        assert not checkpoints._keeper.pool._readers  # type: ignore[union-attr]
+        assert not checkpoints._host_cache.pool._readers  # type: ignore[union-attr]
 
 
 def test_a_publication_that_fails_can_be_made_again(tmp_path: Path) -> None:

@@ -34,8 +34,7 @@ FORBIDDEN_CALLS = {
 OLD_FILES = {"unpickling.py": {"torch.load"}}
 """What may be called where, behind load.allow_pickle: with weights_only, as the test below makes sure."""
 BETWEEN_OWN_PROCESSES = {
-    name: {"pickle"}
-    for name in ("channel.py", "serialized_errors.py", "writer_child.py", "writer_process.py", "worker_line.py")
+    name: {"pickle"} for name in ("serialized_errors.py", "writer_child.py", "writer_process.py", "worker_line.py")
 }
 """What a rank and the writer that it started say to each other, over a socket that nobody else has; and what a rollout says, and never
 reads, to workers of an inference engine, in checkpoint-engine's words. Nothing of it is stored."""

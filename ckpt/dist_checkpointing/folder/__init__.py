@@ -1,9 +1,9 @@
-"""One checkpoint in a folder that the user has made: saved, loaded, and made smaller.
+"""Save, load and shrink one checkpoint in a folder that the user has made.
 
 Files, in the order in which data travels:
 
-    folder                  what is saved, and the steps of a save
-    destination, save_marker   the folder as the place of a save; the sign that one has begun
+    folder                  the state to be saved, and the steps of a save
+    destination, save_marker   the folder as the destination of a save; the marker of a save that has begun
     loading                 a load
-    removing                removes tensors from a checkpoint
+    removing                removal of tensors from a checkpoint
 """

@@ -1,7 +1,7 @@
-"""A folder that the user has made as the place of a save: what may lie in it, and what an interrupted save has left there.
+"""A folder that the user has made as the destination of a save: its permitted contents, and the leftovers of interrupted saves.
 
-The coordinator saves under a name that is published by a rename. Here the manifest, written last, is all that makes a checkpoint of
-the folder, and a mark keeps other saves out of it until then.
+The coordinator publishes a checkpoint by a rename. Here the manifest, written last, makes the folder a checkpoint, and a marker keeps
+other saves out of it until then.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ckpt.saving.writing import WriteResult
 _log = logging.getLogger("ckpt")
 INDEX_FILES = "index-[0-9][0-9][0-9][0-9][0-9]*.json"
 BESIDE_FILES = (f".{MANIFEST_NAME}.*", f".{CONFIG_FNAME}.*", f"{MARK}*")
-"""Files that are about to take the place of another one, or say that a save has begun."""
+"""Temporary files that are renamed over others, and markers of saves."""
 
 _MOST_DOCUMENT_BYTES = 1 << 20
 
 
 class GivenFolder(Destination):
-    """A folder that exists, and holds no checkpoint.
+    """An existing folder without a checkpoint. See `Destination`.
 
     Args:
         components: of the save.
-        is_marked: the caller has marked it, or the one above, as being saved into.
+        is_marked: the caller has put a marker into the folder, or the one above.
     """
 
     def __init__(self, folder: Path, components: Iterable[str], *, is_marked: bool = False) -> None:
@@ -53,10 +53,10 @@ class GivenFolder(Destination):
         self._own_mark: SaveMarker | None = None
 
     def open(self, topology: Topology) -> None:
-        """Refuse a folder that is not free, and mark it, unless the caller has.
+        """Refuse a folder that is not free, and put a marker into it, unless the caller has.
 
         Raises:
-            CheckpointExistsError: a checkpoint, or a part of one, lies in the folder.
+            CheckpointExistsError: a checkpoint, or a part of one, is in the folder.
         """
         with topology.phase("open"):
             if topology.is_lead:
@@ -68,11 +68,11 @@ class GivenFolder(Destination):
         with topology.phase("reach"):
             require_reachable(self.folder, topology)
 
-    def publish(self, save: PreparedSave[Any], votes: Sequence[WriteResult], topology: Topology) -> None:
+    def publish(self, save: PreparedSave[Any], results: Sequence[WriteResult], topology: Topology) -> None:
         """Write the manifest.
 
         Raises:
-            CheckpointExistsError: another save into the folder has begun since this one did.
+            CheckpointExistsError: a later save has taken over the folder.
         """
         with topology.phase("record"):
             if topology.is_lead:
@@ -80,18 +80,18 @@ class GivenFolder(Destination):
                     self._mark.require()
                 parts = [f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS)]
                 beside = [path for path in parts if (self.folder / path).is_file()]
-                ManifestWriter(save, votes, topology, beside=beside).write(self.folder.name)
+                ManifestWriter(save, results, topology, beside=beside).write(self.folder.name)
                 self.discard()
 
     def discard(self, error: BaseException | None = None) -> None:
-        """Remove the mark. What has been written stays, for the next save into the folder to remove."""
+        """Remove the marker. The files stay; the next save into the folder removes them."""
         if self._own_mark is not None:
             self._own_mark.remove()
 
 
 def take(folder: Path) -> SaveMarker:
-    """Refuse a folder that is missing or holds a checkpoint, or files of others where a save puts its own, or that another save
-    writes into; mark it, and remove what an interrupted save has left in it."""
+    """Refuse a folder that is missing or in use, or holds a checkpoint or other files under the names of a save; put a marker into it, and
+    remove the leftovers of an interrupted save."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointExistsError(f"{folder} is a file, where a folder to save into should be")
     _require_without(folder, CONFIG_FNAME)
@@ -118,9 +118,9 @@ def _make_free(folder: Path, mark: SaveMarker) -> None:
 
 
 def _require_free(folder: Path, components: Iterable[str]) -> None:
-    """Refuse a folder that is missing, or holds a checkpoint or a part of one; nothing is removed."""
+    """Refuse a folder that is missing, or holds a checkpoint or a part of one."""
     _require_without(folder, MANIFEST_NAME)
-    # Whichever backend saved before: what is left of it must not be taken for a part of this checkpoint.
+    # Leftovers of any backend: they must not be taken for a part of this checkpoint.
     left = [*(folder / component for component in components), folder / DATABASE, *folder.glob(INDEX_FILES)]
     for path in left:
         if path.exists():
@@ -130,7 +130,7 @@ def _require_free(folder: Path, components: Iterable[str]) -> None:
 
 
 def _require_without(folder: Path, record: str) -> None:
-    """Refuse a folder that is missing, or holds the file by which a checkpoint is known."""
+    """Refuse a folder that is missing, or holds `record`, the file that makes it a checkpoint."""
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"{folder} does not exist: make the folder that a checkpoint is to be saved into")
     if (folder / record).exists():
@@ -140,11 +140,10 @@ def _require_without(folder: Path, record: str) -> None:
 
 
 def _leftovers(folder: Path) -> list[Path]:
-    """What a save of a sharded state dict that did not end has left in a folder.
+    """The leftovers of an interrupted save of a sharded state dict.
 
     Raises:
-        CheckpointExistsError: under a name that such a save uses lies a checkpoint of another kind, or something else that it
-            would not have made.
+        CheckpointExistsError: a name that such a save uses belongs to another checkpoint, or to something that no save makes.
     """
     _require_no_other_checkpoint(folder)
     found = [path for name in (COMMON, OBJECTS, SHARDED, DOCUMENT) if (path := folder / name).exists()]
@@ -158,7 +157,7 @@ def _leftovers(folder: Path) -> list[Path]:
 
 
 def _require_no_other_checkpoint(folder: Path) -> None:
-    """Refuse what has a manifest and is whole, for all that it has no metadata.json: the coordinator's checkpoints."""
+    """Refuse a folder with a checkpoint of the coordinator, which has a manifest and no metadata.json."""
     try:
         components = read_manifest(folder).components
     except CheckpointNotFoundError:
@@ -174,7 +173,7 @@ def _require_no_other_checkpoint(folder: Path) -> None:
 
 
 def _is_of_a_save(path: Path) -> bool:
-    """Whether a folder by one of our names has in it what we put there, and nothing else; and the group's document what we say."""
+    """Whether a file or folder under a name of ours holds only the contents that a save puts there."""
     if path.is_symlink():
         return False
     if path.name == DOCUMENT:
@@ -189,7 +188,7 @@ def _is_of_a_save(path: Path) -> bool:
 
 
 def _is_bare_group(document: Path) -> bool:
-    """Whether a Zarr group has nothing to say that would be lost with its document, which is empty while it is being written."""
+    """Whether the document of a Zarr group has no attributes that would be lost with it. It is empty while it is being written."""
     try:
         with CheckpointFolder(document.parent) as folder:
             found = json.loads(folder.read(document.name, _MOST_DOCUMENT_BYTES) or b"{}")
@@ -199,5 +198,5 @@ def _is_bare_group(document: Path) -> bool:
 
 
 def holds_array(path: Path) -> bool:
-    """Whether this is the folder of a Zarr v3 array, or what is left of one, and nothing else."""
+    """Whether this is the folder of a Zarr v3 array, or a part of one, and nothing else."""
     return path.is_dir() and set(os.listdir(path)) <= {"c", DOCUMENT}

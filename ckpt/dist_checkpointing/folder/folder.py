@@ -1,7 +1,8 @@
-"""Saves into a folder that the user has made, by all ranks or none: what the first reference's strategies do with a directory."""
+"""Save into a folder that the user has made, on all ranks or on none. Used by Megatron-Core's strategies."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,18 @@ from ckpt.memory.device import device_of
 from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Topology, first_difference
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
-from ckpt.saving.gathering import ByteSource
 from ckpt.saving.planner import Planner
-from ckpt.saving.writing import RankWritePlan, WriteResult
+from ckpt.saving.prepared_save import PreparedSave
+from ckpt.saving.writing import RankWritePlan
 from ckpt.state.collect import RankState, collect
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 
 
 class FolderSave:
-    """One save of what the ranks contribute into a folder. The steps, in order: `prepare`, `write`, `finish`.
+    """One save of the ranks' tensors into a folder: `run`, or in steps `prepare`, `write`, `finish`.
 
-    All are called by all ranks, but only the first and the last talk to the others: `write` may run in another thread.
+    All ranks call all steps. `write` communicates with no other rank, and may run in another thread.
     """
 
     def __init__(self, folder: GivenFolder, mine: RankState, planner: Planner) -> None:
@@ -41,63 +42,63 @@ class FolderSave:
         self._topology = planner.topology
         self._snapshot: Snapshot | None = None
 
-    def prepare(self, arena: Arena | None = None) -> None:
-        """Agree on who writes what, and exchange the slivers. Collective.
+    def run(self) -> None:
+        """Save at once. Collective.
 
-        Args:
-            arena: where the tensors are copied, so that they may change from then on. None: they stay as they are until `write` is over.
+        Raises: as `prepare` and `finish`.
+        """
+        started = time.perf_counter()
+        with self._folder.discarding(), self._topology.operation(self._folder.what):
+            save = self._planned()
+            save.run(self._topology, save.live_tensors(), RankWritePlan.write, started=started)
+
+    def prepare(self, arena: Arena) -> None:
+        """Plan the save, copy this rank's share to the arena, and exchange partial chunks. Collective.
 
         Raises:
-            CheckpointExistsError: a checkpoint, or a part of one, lies in the folder.
-            ShardingError, ShapeMismatchError, ReplicationError: what the ranks hold does not make up one state.
+            CheckpointExistsError: a checkpoint, or a part of one, is in the folder.
+            ShardingError, ShapeMismatchError, ReplicationError: the states of the ranks do not make up one.
         """
-        self._folder.open(self._topology)
-        with self._topology.phase("collect") as phase:
-            phase.payload = self._mine.summary()
-        self._save = self._planner.prepare(self._folder, self._mine, phase.payloads)
-        self._source = self._save.live_tensors() if arena is None else self._copied_to(arena)
-        self._save.exchange_slivers(self._topology, self._source)
-
-    def write(self) -> None:
-        """Write this rank's share, durably. Talks to nobody."""
-        self._vote = self._save.write(self._source, RankWritePlan.write, self._topology)
-
-    def _copied_to(self, arena: Arena) -> ByteSource:
-        save = self._save
+        self._save = save = self._planned()
         snapshot = Snapshot(save.share, save.plan, save.mine, arena, watched=None, pinned_bytes=None)
         _, num_bytes = arena_bytes(save.share, is_pinned=save.device.type != "cpu")
         arena.grow(num_bytes, lambda: None)
         snapshot.take()
-        self._snapshot = snapshot  # not before: `give_up` waits for the end of what has been taken
-        return snapshot
+        self._snapshot = snapshot  # not before: `give_up` waits for the end of `take`
+        save.open(self._topology, snapshot)
+
+    def write(self) -> None:
+        """Write this rank's share durably. Communicates with no other rank."""
+        assert self._snapshot is not None, "it is prepared"
+        self._result = self._save.write(self._snapshot, RankWritePlan.write, self._topology)
 
     def finish(self) -> None:
-        """Put the save on record, when all ranks have written. Collective.
+        """Write the manifest, once all ranks have written. Collective.
 
         Raises:
-            CheckpointExistsError: another save into the folder has begun since this one did.
+            CheckpointExistsError: a later save has taken over the folder.
         """
         with self._topology.phase("votes") as phase:
-            phase.payload = self._vote.to_json()
-        self._folder.publish(self._save, [WriteResult(**tree) for tree in phase.payloads], self._topology)
-
-    def run(self) -> None:
-        """All three steps, as one operation."""
-        with self._folder.discarding(), self._topology.operation(self._folder.what):
-            self.prepare()
-            with self._topology.phase("write"):
-                self.write()
-            self.finish()
+            phase.payload = self._result.to_json()
+        self._save.publish(phase.payloads, self._topology)
 
     def abandon(self) -> None:
-        """The save has failed after `prepare` began, on this rank or another: let others have the folder, and the memory."""
+        """Release the folder and the memory of a save that has failed after `prepare` began, on this rank or another."""
         if self._snapshot is not None:
             self._snapshot.give_up()
         self._folder.discard()
 
+    def _planned(self) -> PreparedSave[GivenFolder]:
+        with self._topology.phase("collect") as phase:
+            phase.payload = self._mine.summary()
+        return self._planner.prepare(self._folder, self._mine, phase.payloads)
+
 
 def require_alike(said: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ranks that call a save differently. Every rank finds the same in what all have said.
+    """Require the same arguments of a save on all ranks. Every rank finds the same difference.
+
+    Args:
+        said: the arguments of each rank.
 
     Raises:
         ConfigurationError: it names the first difference.
@@ -110,27 +111,27 @@ def require_alike(said: Sequence[Mapping[str, Any]]) -> None:
 def save_state(
     folder: Path, key: str, state: Mapping[str, Any], pattern: SharingPattern, topology: Topology, backend: Backend
 ) -> None:
-    """Save one nested state dict as the component `key` of a checkpoint that is nothing else. Collective.
+    """Save one nested state dict as a checkpoint with the only component `key`. Collective.
 
     Args:
-        pattern: GLOBAL, or PER_RANK where the ranks hold different keys of it: then no rank looks at another's.
+        pattern: GLOBAL, or PER_RANK if the ranks hold different keys.
     """
     with topology.phase("make the folder"):
         if topology.is_lead:
             folder.mkdir(exist_ok=True)
     with topology.phase("collect"):
         mine = collect([StateComponent(key, Given(state), pattern)], topology)
-    device = device_of(tensor for held in mine.held.values() for _, tensor in held if isinstance(tensor, torch.Tensor))
+    device = device_of(tensor for held in mine.held.values() for _, tensor in held)
     place = GivenFolder(folder, mine.components, is_marked=True)
     FolderSave(place, mine, Planner(topology, backend, device)).run()
 
 
 def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) -> RankState:
-    """What this rank gives of a sharded state dict's tensors.
+    """Describe the tensors of a sharded state dict as this rank's state.
 
     Args:
-        spread_replicas: give replicas, too, so that any of the ranks that hold a shard may write it. Without, only the main
-            ones: nobody checks that the others hold equal bits.
+        spread_replicas: include replicas, so that any rank that holds a shard may write it. Otherwise only main replicas are
+            included, and the bits of the others are not compared.
 
     Raises:
         ShardingError: a main replica has no data.
@@ -157,13 +158,13 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) 
 
 
 def _all_of_nothing(tensor: ShardedTensor) -> list[tuple[Box, torch.Tensor]]:
-    """A run without elements is no box; but where the whole tensor has none, this is what says that there is such a tensor."""
+    """The box of a tensor without elements, so that the checkpoint lists it; otherwise an empty flattened range is no box."""
     shape = tuple(tensor.global_shape)
     return [(whole(shape), torch.empty(shape, dtype=tensor.dtype))] if 0 in shape else []
 
 
 class Given:
-    """A state dict as the object behind a component."""
+    """A state dict as the stateful object of a component."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = dict(state)
@@ -172,4 +173,4 @@ class Given:
         return self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: what is saved from a given state dict is loaded into a new one."""
+        """Do nothing: a load makes a new state dict."""

@@ -1,4 +1,4 @@
-"""Fills a sharded state dict from a folder: ours, or one that Megatron-Core's own zarr strategy wrote."""
+"""Load a sharded state dict from a folder that this library, or Megatron-Core's own zarr strategy, wrote."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ from ckpt.state.sharing import SharingPattern, StateComponent
 
 _log = logging.getLogger("ckpt")
 Library = Literal["zarr", "tensorstore"]
-"""What opens arrays that Megatron-Core wrote. Compressed ones of ours are read by the library of their store."""
+"""The library that opens Megatron-Core's arrays. Our compressed chunks are read by the library of their store."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """A global tensor of a checkpoint, as far as it can be known without reading it."""
+    """Data type and global shape of a tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 Wanted = tuple[str, Box, torch.Tensor]
-"""A key, a box of that array in global coordinates, and memory of the box's shape and the stored data type."""
+"""(Key, box in global coordinates, memory of the box's shape and the stored data type)."""
 
 
 class TensorSource(Protocol):
     """The sharded tensors of one checkpoint, open for reading by one rank."""
 
     def stored(self) -> Mapping[str, StoredArray]:
-        """All of them by key."""
+        """Key -> stored tensor."""
 
     def prepare(self, wanted: Sequence[Wanted]) -> Reading:
-        """Work out how every wanted box is filled. All ranks call it, outside of a phase, each with its own boxes."""
+        """Plan the reading of the boxes of all ranks. Collective, outside of a phase; each rank gives its own boxes."""
 
 
 class OurTensors:
-    """Those of a checkpoint of ours."""
+    """The tensors of a checkpoint that this library wrote. See `TensorSource`."""
 
     def __init__(self, checkpoint: StoredCheckpoint, strategy: LoadingStrategy, topology: Topology) -> None:
         self._checkpoint = checkpoint
@@ -83,10 +83,10 @@ class OurTensors:
 
 
 class MegatronTensors:
-    """Those that Megatron-Core's zarr strategy wrote. They have no digests.
+    """The tensors of a checkpoint that Megatron-Core's zarr strategy wrote. They have no digests. See `TensorSource`.
 
     Args:
-        library: what decodes chunks; it reads all of them where ranks load directly.
+        library: decodes chunks; with `DirectLoad` it also reads them.
     """
 
     def __init__(self, checkpoint_dir: Path, library: Library, strategy: LoadingStrategy, topology: Topology) -> None:
@@ -96,7 +96,7 @@ class MegatronTensors:
         self._topology = topology
 
     def stored(self) -> Mapping[str, StoredArray]:
-        if self._arrays.layout.headless:  # damaged, and not just absent, which a load may be told to pass over
+        if self._arrays.layout.headless:  # damage: absent keys, which a load may ignore, are another matter
             raise headless(self._dir, self._arrays.layout.headless[0])
         return {key: StoredArray(torch_dtype(one.dtype), tuple(one.shape)) for key, one in self._arrays.arrays.items()}
 
@@ -110,7 +110,7 @@ class MegatronTensors:
 
 @dataclass(frozen=True, slots=True)
 class _ByLibrary:
-    """Each rank reads what it wants, through the library that was asked for. See `Reading`."""
+    """Reads the boxes of this rank through the library. See `Reading`."""
 
     arrays: MegatronZarr
     wanted: Sequence[Wanted]
@@ -128,7 +128,7 @@ class _ByLibrary:
         return ReadStats(num_bytes, num_bytes)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 def load_tensors(
@@ -143,15 +143,15 @@ def load_tensors(
     """Replace every ShardedTensor of a nested state dict, in place, by the tensor it describes. Collective.
 
     Args:
-        strategy: who reads.
-        into_data: read into the memory of `ShardedTensor.data`, and put that very tensor into the dict. Otherwise new tensors
-            of the stored data type are made, on the host. None: as each ShardedTensor has data or not.
+        strategy: spreads the reading over ranks.
+        into_data: read into the memory of `ShardedTensor.data`, and put that tensor into the dict. Otherwise new tensors
+            of the stored data type are made, on the host. None: into data where a ShardedTensor has any.
 
     Raises:
         MissingStateError: the checkpoint does not hold a key.
         ShapeMismatchError: it holds it in another global shape, and the tensor does not allow that.
         ConfigurationError: `into_data`, and a tensor has no data.
-        CorruptCheckpointError: bytes are missing or not as they were written.
+        CorruptCheckpointError: bytes are missing or changed.
     """
     with topology.operation(f"load of {checkpoint_dir}"):
         source = open_tensors(checkpoint_dir, library, topology, strategy)
@@ -178,7 +178,7 @@ def load_tensors(
 
 
 def open_tensors(checkpoint_dir: Path, library: Library, topology: Topology, strategy: LoadingStrategy) -> TensorSource:
-    """Open a checkpoint's tensors. Collective: the lead reads the manifest, once for all."""
+    """Open a checkpoint's tensors. Collective: the lead reads the manifest for all ranks."""
     where = str(checkpoint_dir / MANIFEST_NAME)
     with topology.phase("open") as phase:
         if topology.is_lead and not is_megatron_zarr(checkpoint_dir):
@@ -190,10 +190,10 @@ def open_tensors(checkpoint_dir: Path, library: Library, topology: Topology, str
 
 
 def tensors_in(sharded_state_dict: ShardedStateDict, does: str) -> list[ShardedTensor]:
-    """The ShardedTensors of a nested state dict that must hold nothing else.
+    """The ShardedTensors of a nested state dict, which must hold no other values.
 
     Args:
-        does: what the strategy does with them, for the message: "saves" or "loads".
+        does: "saves" or "loads", for the error.
     """
     tensors = list(nested_values(sharded_state_dict))
     for value in tensors:
@@ -216,7 +216,7 @@ def load_state(
 
     Args:
         only: entries of the outermost dictionary to read; None: all.
-        first: the rank whose part of it is looked at before the others', which are not if all is found there.
+        first: the rank whose part is read first; the others' parts are read only if `only` is not complete then.
         progress: called as bytes arrive.
 
     Raises:
@@ -236,7 +236,7 @@ def load_state(
 def _read_part(
     source: CommittedSource, component: StateComponent, prefix: str, only: Sequence[str] | None
 ) -> dict[Any, Any]:
-    """What one rank saved of a nested state dict, or all ranks together."""
+    """Read one part of a nested state dict: that of one rank, or of all ranks together."""
     entries = source.entries(component, prefix)
     leaves: dict[str, Any] = {}
     paths: dict[str, StatePath] = {}
@@ -279,11 +279,11 @@ def _open_state(
 
 
 class _Load:
-    """One ShardedTensor, and the memory its values are read into.
+    """The load of one ShardedTensor.
 
     Attributes:
         wanted: boxes to read.
-        result: what takes its place in the state dict; complete after `finish`.
+        result: replaces it in the state dict; complete after `finish`.
     """
 
     def __init__(self, tensor: ShardedTensor, array: StoredArray, memory: HostMemory, *, into_data: bool) -> None:
@@ -299,7 +299,7 @@ class _Load:
         self.wanted = self._boxes(array)
 
     def finish(self) -> None:
-        """Where memory of the stored data type had to be read first, copy to what the caller holds."""
+        """Convert to the data type of the caller's tensor, if the bytes were read into memory of the stored one."""
         if self.result is not self._memory:
             self.result.detach().copy_(self._memory)
 
@@ -308,7 +308,7 @@ class _Load:
         return memory.empty(tuple(self._tensor.local_shape) if flat is None else (flat.stop - flat.start,), dtype)
 
     def _boxes(self, array: StoredArray) -> list[Wanted]:
-        """The boxes of this shard that the stored array has; what it lacks, at its far ends, is padded with zeros."""
+        """The boxes of this shard inside the stored array; the rest, at the far ends, is zeros."""
         memory = self._memory.detach()
         pieces = replace(self._tensor, data=memory, dtype=memory.dtype).pieces()
         if array.shape == tuple(self._tensor.global_shape):

@@ -1,4 +1,4 @@
-"""The sign that a save into a folder has begun: whoever wants to save there too finds it, and sees whether its maker lives."""
+"""Marker file of a save into a folder: another save finds it, and sees by its lock whether the first one is still running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARK = ".saving-"
 
 
 class SaveMarker:
-    """A file in the folder, locked for as long as this object, and this process, live. Lead rank only.
+    """A file in the folder, locked until `remove`, or the end of this object or process. Lead rank only.
 
     Raises:
         CheckpointExistsError: another save into the folder is under way, of this process or of another one.
@@ -31,7 +31,7 @@ class SaveMarker:
         self._close = weakref.finalize(self, _release, descriptor)
         _lock(descriptor)
         others = [path for path in folder.glob(f"{MARK}*") if path != self._path and _is_locked(path)]
-        if others:  # found by both, should both have begun at one moment: then neither goes on
+        if others:  # two saves that begin at one moment find each other, and both fail
             self.remove()
             raise CheckpointExistsError(
                 f"another save into {folder} is under way ({others[0].name}): wait for it, or finalize it if it is an asynchronous one of "
@@ -47,7 +47,7 @@ class SaveMarker:
         return self._path
 
     def require(self) -> None:
-        """Refuse to finish a save whose folder another one has taken over meanwhile.
+        """Require that no other save has taken over the folder.
 
         Raises:
             CheckpointExistsError: one has.
@@ -59,7 +59,7 @@ class SaveMarker:
             )
 
     def remove(self) -> None:
-        """The save has ended, well or not."""
+        """Remove the file, at the end of the save or after its failure."""
         self._path.unlink(missing_ok=True)
         self._close()
 
@@ -69,7 +69,7 @@ _given: ContextVar[SaveMarker | None] = ContextVar("the mark of the save that is
 
 @contextmanager
 def marked(mark: SaveMarker | None) -> Iterator[None]:
-    """Let what is called inside the block save under this mark, where it would make one of its own. Remove it if the block fails."""
+    """Have saves inside the block use this marker instead of making one. Remove it if the block fails."""
     token = _given.set(mark)
     try:
         yield
@@ -82,13 +82,13 @@ def marked(mark: SaveMarker | None) -> Iterator[None]:
 
 
 def given_mark(folder: Path) -> SaveMarker | None:
-    """The mark that the caller has made for this folder, if it has."""
+    """The marker that a caller has made for this folder, or None."""
     mark = _given.get()
     return mark if mark is not None and mark.folder == folder else None
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether it is ours now; on a file system that knows no locks it always is."""
+    """Lock a file; return whether that worked. On a file system without locks it always does."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -99,14 +99,14 @@ def _lock(descriptor: int) -> bool:
 
 
 def _release(descriptor: int) -> None:
-    """Unlock, for a process that was forked meanwhile has the descriptor, too; and close."""
+    """Unlock, because a forked process may have the descriptor too; then close."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether another save holds this mark. What is no regular file is none, whatever it is called."""
+    """Whether a running save holds this marker. Only a regular file can be one."""
     try:
         with CheckpointFolder(path.parent) as folder, folder.stream(path.name) as file:
             return not _lock(file.fileno())

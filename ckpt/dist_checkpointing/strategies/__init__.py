@@ -1,9 +1,9 @@
-"""Upstream's strategies, on this package's engine.
+"""Megatron-Core's strategies, on this library's engine.
 
 Files, in the order in which data travels:
 
     base                    the interfaces and the registry
-    common                  what is not sharded
-    sharded, zarr, tensorstore, two_stage   what is sharded
-    async_utils             saves that go on while training does
+    common                  state that is not sharded
+    sharded, zarr, tensorstore, two_stage   sharded tensors
+    async_utils             saves that go on beside training
 """

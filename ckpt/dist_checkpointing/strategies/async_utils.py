@@ -1,4 +1,4 @@
-"""Saves that go on while training does: upstream's module of this name. What is behind it is `ckpt.saving.background.async_utils`."""
+"""Saves that go on beside training: upstream's module of this name. The code is in `ckpt.saving.background.async_utils`."""
 
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 

@@ -1,7 +1,7 @@
-"""The first reference's interfaces: how the common and the sharded part of a state are saved and loaded, and the registry.
+"""Megatron-Core's interfaces of strategies that save and load the common and the sharded part of a state, and their registry.
 
-A format is a backend and its version; a strategy is an algorithm that writes or reads one. Which strategy serves a format
-when none is given says the registry, filled by named calls when a format is first asked for.
+A format is a backend and its version; a strategy is an algorithm that writes or reads one. The registry has the default strategy of
+each format; a backend registers its strategies, by a named call, when its format is first requested.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StrategyAction(Enum):
-    """What a strategy does, and with which part of a state."""
+    """An action of a strategy on one part of a state."""
 
     LOAD_COMMON = "load_common"
     LOAD_SHARDED = "load_sharded"
@@ -37,15 +37,15 @@ class LoadStrategyBase(ABC):
 
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Make sure that this strategy reads what `loaded_backend` has written.
+        """Require that this strategy reads checkpoints of `loaded_backend`.
 
         Raises:
-            ConfigurationError: it does not; equal on all ranks, which read one `metadata.json`.
+            ConfigurationError: it does not; the same on all ranks, which read one `metadata.json`.
         """
 
     @abstractmethod
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Make sure that this strategy reads this version of its backend's format.
+        """Require that this strategy reads this version of its backend's format.
 
         Raises:
             ConfigurationError: it does not.
@@ -53,15 +53,15 @@ class LoadStrategyBase(ABC):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Does it load `ShardedObject`s too?"""
+        """Whether it loads `ShardedObject`s too."""
         return False
 
 
 class DeclaredFormats(LoadStrategyBase):
-    """The checks of a load strategy whose class says what it reads; to be named first among its bases.
+    """The checks of a load strategy whose class lists the formats that it reads. Name it first among the bases.
 
     Attributes:
-        backends: whose checkpoints it reads.
+        backends: names of backends whose checkpoints it reads.
         versions: of their formats.
 
     Example:
@@ -75,14 +75,14 @@ class DeclaredFormats(LoadStrategyBase):
     def check_backend_compatibility(
         self, loaded_backend: str | None = None, *, loaded_version: str | None = None
     ) -> None:
-        """Make sure that this strategy reads what the backend has written.
+        """Require that this strategy reads checkpoints of the backend.
 
         Args:
             loaded_backend: name of the backend.
-            loaded_version: the same, under the name that the load strategies of Megatron-Core give this parameter. Give one of them.
+            loaded_version: the same; Megatron-Core's load strategies name this parameter so. Give one of the two.
 
         Raises:
-            ConfigurationError: it does not read that; or not exactly one name is given.
+            ConfigurationError: it does not; or not exactly one name is given.
         """
         given = [name for name in (loaded_backend, loaded_version) if name is not None]
         if len(given) != 1:
@@ -103,7 +103,7 @@ class DeclaredFormats(LoadStrategyBase):
 
 
 class LoadCommonStrategy(LoadStrategyBase):
-    """Loads the common part, which all ranks share: plain values, and tensors that are not sharded."""
+    """Loads the common part, equal on all ranks: plain values, and tensors that are not sharded."""
 
     @abstractmethod
     def load_common(self, checkpoint_dir: Path) -> StateDict:
@@ -111,37 +111,37 @@ class LoadCommonStrategy(LoadStrategyBase):
 
     @abstractmethod
     def load_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
-        """Put what was saved in the place of each `ShardedObject`, and return the state dict."""
+        """Replace each `ShardedObject` by the saved object, and return the state dict."""
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
-        """Return the `ShardedObject`s of the checkpoint, without data, by unique key; none if it does not handle them."""
+        """Return unique key -> `ShardedObject` without data, of the checkpoint; empty if it does not handle them."""
         if self.can_handle_sharded_objects:
             raise NotImplementedError(f"{type(self).__name__} loads sharded objects, and does not list them")
         return {}
 
 
 class LoadShardedStrategy(LoadStrategyBase):
-    """Loads the sharded part: to each rank the shards it asks for, whoever saved them."""
+    """Loads the sharded part: the shards that each rank requests, independent of the saving ranks."""
 
     @abstractmethod
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
-        """Put the loaded tensor in the place of each `ShardedTensor`, and return the state dict. Every rank calls it."""
+        """Replace each `ShardedTensor` by the loaded tensor, and return the state dict. Collective."""
 
     @abstractmethod
     def load_tensors_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
-        """Return the tensors of the checkpoint by their own keys, which are not those of any state dict.
+        """Return key -> `ShardedTensor` of the tensors in the checkpoint.
 
-        Each is a `ShardedTensor` of which global shape and data type mean something: it has no data and is not cut.
+        Only its global shape and data type are meaningful: it has no data and is not cut.
         """
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
-        """Return the tensors and, if it handles them, the objects of the checkpoint, without data, by their own keys."""
+        """Return the tensors and, if it handles them, the objects of the checkpoint, by key and without data."""
         if self.can_handle_sharded_objects:
             raise NotImplementedError(f"{type(self).__name__} loads sharded objects, and does not list them")
         return self.load_tensors_metadata(checkpoint_dir)
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Remove from the checkpoint every tensor whose key begins with `key_prefix`. Every rank calls it."""
+        """Remove from the checkpoint every tensor whose key begins with `key_prefix`. Collective."""
         raise NotImplementedError(f"{type(self).__name__} cannot remove tensors from {checkpoint_dir}")
 
 
@@ -152,7 +152,7 @@ class SaveStrategyBase:
     """Writes checkpoints of one format.
 
     Attributes:
-        backend, version: of the format, as the checkpoint will say.
+        backend, version: of the format, recorded in the checkpoint.
     """
 
     def __init__(self, backend: str, version: int) -> None:
@@ -161,12 +161,12 @@ class SaveStrategyBase:
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Does it save `ShardedObject`s too?"""
+        """Whether it saves `ShardedObject`s too."""
         return False
 
     @property
     def described(self) -> str:
-        """What all ranks of a save must have alike: they write one checkpoint together. A class with settings adds them."""
+        """A description that must be equal on all ranks of a save. A class with settings includes them."""
         return str(self)
 
     def __str__(self) -> str:
@@ -174,14 +174,14 @@ class SaveStrategyBase:
 
 
 class SaveCommonStrategy(SaveStrategyBase, ABC):
-    """Saves the common part, which all ranks share."""
+    """Saves the common part, equal on all ranks."""
 
     @abstractmethod
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: Path) -> None:
-        """Write the common part once. Every rank calls it."""
+        """Write the common part once. Collective."""
 
     def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
-        """Write each `ShardedObject` of which this rank holds the main replica."""
+        """Write each `ShardedObject` whose main replica this rank holds."""
         raise NotImplementedError(f"{self} does not save sharded objects")
 
 
@@ -190,15 +190,15 @@ class SaveShardedStrategy(SaveStrategyBase, ABC):
 
     @abstractmethod
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
-        """Write the shards; when it returns, those of all ranks are written. Every rank calls it."""
+        """Write the shards; when it returns, those of all ranks are written. Collective."""
 
 
 class AsyncSaveShardedStrategy(SaveShardedStrategy):
-    """Saves the sharded part in the background, or at once, as any other."""
+    """Saves the sharded part in the background, or at once."""
 
     @abstractmethod
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
-        """Prepare, so that training may change the tensors, and return the rest. The caller schedules it. Every rank calls it."""
+        """Copy the tensors, so that training may change them, and return the rest as a request for the caller to schedule. Collective."""
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
         self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
@@ -225,19 +225,19 @@ _FILLED_BY: dict[str, tuple[str, ...]] = {
     "torch": (_COMMON,),
     "zarr": (_ZARR, _TENSORSTORE),
 }
-"""Backend -> the functions that register its strategies, each imported when the backend is first asked for."""
+"""Backend -> the functions that register its strategies, each imported when the backend is first requested."""
 
 default_strategies: dict[str, dict[tuple[str, int], Strategy]] = {action.value: {} for action in StrategyAction}
 
 async_calls = AsyncCallsQueue()
-"""A queue for programs that import upstream's; nothing here schedules anything in it."""
+"""A queue for programs that import upstream's. This library schedules nothing in it."""
 
 
 def register_default_strategy(action: StrategyAction, backend: str, version: int, strategy: Strategy) -> None:
-    """Make a strategy the one for `action` on this format. A later registration replaces an earlier one.
+    """Register the default strategy for `action` on this format. A later registration replaces an earlier one.
 
     Raises:
-        ConfigurationError: it is no instance of the strategies for this action.
+        ConfigurationError: it is not a strategy for this action.
     """
     if not isinstance(strategy, _KINDS[action]):
         given = f"the class {strategy.__name__}" if isinstance(strategy, type) else f"a {type(strategy).__name__}"
@@ -267,10 +267,10 @@ def get_default_strategy(
 @overload
 def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Strategy: ...
 def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Strategy:
-    """Return the strategy registered for `action` on this format, importing the backend's own ones if there is none.
+    """Return the default strategy for `action` on this format; import those of the backend if none is registered.
 
     Raises:
-        ConfigurationError: nobody registered one, or a library that it needs cannot be imported.
+        ConfigurationError: none is registered, or a library that it needs cannot be imported.
     """
     registered = default_strategies[action.value]
     if (backend, version) not in registered:
@@ -292,7 +292,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
 
 
 def _register_defaults_of(backend: str) -> None:
-    """Let the backend register its strategies, but not in the place of any that are there: those are somebody's choice."""
+    """Have the backend register its strategies; those registered before stay."""
     chosen = {action: dict(registered) for action, registered in default_strategies.items()}
     try:
         for place in _FILLED_BY.get(backend, ()):

@@ -1,8 +1,8 @@
-"""The part of a state dict that is not sharded, and the ShardedObjects: as JSON and arrays, or read from pickled files.
+"""Save and load the part of a state dict that is not sharded, and ShardedObjects: as JSON and arrays, or from pickled files.
 
-Two small checkpoints of our format, `common/` and `objects/`, below the one that holds the tensors; its manifest lists theirs, so
-that every byte below the folder is answered for. Nothing is pickled: what is neither a tensor nor plain (ckpt/state/flatten.py) is
-refused by name. `common.pt` and the object files that Megatron-Core wrote are read where that is asked for.
+They are two small checkpoints, `common/` and `objects/`, below that of the tensors, whose manifest lists their manifests: every byte below
+the folder has a digest. Nothing is pickled: a value that is neither a tensor nor plain (`ckpt.state.flatten`) is refused by name.
+`common.pt` and the object files of Megatron-Core are read if the user allows it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 
 def register_default_common_strategies() -> None:
-    """Register what writes and reads ("json", 1), and what reads ("torch", 1), pickled files not allowed."""
+    """Register the strategies that write and read ("json", 1), and read ("torch", 1) with pickles refused."""
     register_default_strategy(StrategyAction.SAVE_COMMON, "json", 1, JsonSaveCommonStrategy())
     register_default_strategy(StrategyAction.LOAD_COMMON, "json", 1, JsonLoadCommonStrategy())
     register_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1, TorchCommonLoadStrategy())
@@ -67,10 +67,10 @@ class JsonSaveCommonStrategy(SaveCommonStrategy):
         return True
 
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: Path) -> None:
-        """Save rank 0's state dict; the others' is not looked at. Collective.
+        """Save rank 0's state dict; those of other ranks are ignored. Collective.
 
         Raises:
-            ConfigurationError: it holds something that is neither a tensor nor plain.
+            ConfigurationError: it holds a value that is neither a tensor nor plain.
         """
         topology = current_topology()
         with topology.operation(f"save into {checkpoint_dir}"), topology.phase("common state"):
@@ -83,7 +83,7 @@ class JsonSaveCommonStrategy(SaveCommonStrategy):
         """Save the objects of all ranks' main replicas, each under its unique key. Collective.
 
         Raises:
-            ConfigurationError: one holds something that is neither a tensor nor plain.
+            ConfigurationError: one holds a value that is neither a tensor nor plain.
         """
         topology = current_topology()
         with topology.operation(f"save into {checkpoint_dir}"):
@@ -100,7 +100,7 @@ class JsonSaveCommonStrategy(SaveCommonStrategy):
 
 
 class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
-    """Loads what `JsonSaveCommonStrategy` saved. Every rank reads for itself; no call waits for another rank."""
+    """Loads checkpoints of `JsonSaveCommonStrategy`. Every rank reads for itself, without waiting for others."""
 
     backends = ("json",)
     versions = (1,)
@@ -122,10 +122,10 @@ class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path
     ) -> ShardedStateDict:
-        """Replace every ShardedObject, in place, by what was saved under its unique key; return the state dict.
+        """Replace every ShardedObject, in place, by the object saved under its unique key; return the state dict.
 
         Raises:
-            MissingStateError: nothing was.
+            MissingStateError: there is no such object.
         """
         wanted = sorted({one.unique_key for one in nested_values(sharded_objects_state_dict)})
         if not wanted:
@@ -140,7 +140,7 @@ class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
         return sharded_objects_state_dict
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
-        """Unique key -> ShardedObject without data, of all that were saved."""
+        """Unique key -> ShardedObject without data, of all saved objects."""
         with _naming(OBJECTS):
             if not _is_part(Path(checkpoint_dir), OBJECTS):
                 return {}
@@ -149,11 +149,11 @@ class JsonLoadCommonStrategy(DeclaredFormats, LoadCommonStrategy):
 
 
 class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
-    """Loads `common.pt` and the object files that Megatron-Core wrote: tensors, plain values and containers, no code.
+    """Loads `common.pt` and the object files of Megatron-Core: tensors, plain values and containers, no code.
 
     Args:
-        allow_pickle: they are pickles, and are read only where this says so.
-        unknown: what happens to objects of other classes: "refuse" refuses the file, "keep" keeps an inert
+        allow_pickle: read these files, which are pickles; otherwise they are refused.
+        unknown: for objects of other classes "refuse" refuses the file, "keep" puts an inert
             `ckpt.format.unpickling.UnknownObject` in place of each.
     """
 
@@ -182,7 +182,7 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: Path
     ) -> ShardedStateDict:
-        """Replace every ShardedObject, in place, by what its file holds; return the state dict.
+        """Replace every ShardedObject, in place, by the contents of its file; return the state dict.
 
         Raises:
             MissingStateError: there is no such file.
@@ -205,7 +205,7 @@ class TorchCommonLoadStrategy(DeclaredFormats, LoadCommonStrategy):
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
-    """The first reference's name for what writes `common.pt`. Nothing is pickled here, so it refuses to be made."""
+    """Megatron-Core's name of the strategy that writes `common.pt`. This library pickles nothing, so its constructor raises."""
 
     def __init__(self, backend: str = "torch", version: int = 1) -> None:
         super().__init__(backend, version)
@@ -231,7 +231,7 @@ def _tell_of_unknown(value: Any, checkpoint_dir: Path) -> None:
 
 
 def _is_part(checkpoint_dir: Path, name: str) -> bool:
-    """Whether the small checkpoint `name` is there, or should be."""
+    """Whether the small checkpoint `name` is there, or listed in the manifest."""
     if (checkpoint_dir / name).is_dir():
         return True
     has_record = (checkpoint_dir / MANIFEST_NAME).is_file()
@@ -239,7 +239,7 @@ def _is_part(checkpoint_dir: Path, name: str) -> bool:
 
 
 def _below(checkpoint_dir: Path, name: str) -> Path:
-    """The small checkpoint `name`, whose manifest must be the one that the manifest above lists, where there is one."""
+    """The folder of the small checkpoint `name`. If there is a manifest above, its digest of that manifest must match."""
     folder = checkpoint_dir / name
     if not folder.is_dir():
         raise CorruptCheckpointError(f"{folder} is missing")
@@ -252,7 +252,7 @@ def _below(checkpoint_dir: Path, name: str) -> Path:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Say of which small checkpoint an error is: each has files of the same names, and so has the one above."""
+    """Prefix errors with the name of the small checkpoint: each has files of the same names, and so has the one above."""
     try:
         yield
     except CorruptCheckpointError as error:

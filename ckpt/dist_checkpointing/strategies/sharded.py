@@ -1,4 +1,4 @@
-"""What the named pairs of format and algorithm have in common: each is one backend around one engine."""
+"""Base classes of the strategies for sharded tensors: one engine, with a backend for each strategy."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class SaveTensors(AsyncSaveShardedStrategy):
     """Saves ShardedTensors into a folder: every shard once, one writer per chunk, the manifest last.
 
     Args:
-        backend, version: what metadata.json will say.
+        backend, version: recorded in metadata.json.
         spread_replicas: any rank that holds a shard may write it, so that replicas share the work; they must be cut like the
-            main ones, and equal. Without, only main replicas are written, and nothing is asked of the others' bits.
+            main ones, and equal. Otherwise only main replicas are written, and the others are not compared.
     """
 
     def __init__(self, backend: str, version: int, *, spread_replicas: bool = False) -> None:
@@ -54,23 +54,22 @@ class SaveTensors(AsyncSaveShardedStrategy):
 
     @abstractmethod
     def _storage(self) -> Backend:
-        """What moves the bytes."""
+        """The backend that writes."""
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
         """Save the tensors of all ranks. Collective; the folder exists.
 
         Raises:
-            CheckpointExistsError: the folder holds a checkpoint, or what is left of a save.
+            CheckpointExistsError: the folder holds a checkpoint, or leftovers of a save.
             ShardingError: the shards leave a hole or overlap.
             ShapeMismatchError: the ranks disagree about a tensor.
         """
         self._save_of(sharded_state_dict, Path(checkpoint_dir)).run()
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
-        """Agree on who writes what, and copy that to host memory; return the rest of the save as a request. Collective.
+        """Plan, copy this rank's share to host memory, and return the rest of the save as a request. Collective.
 
-        The copy is the size of what this rank writes. Its memory is used again by the next save of this object, once the request has
-        been written; a save that comes before that takes memory of its own.
+        The next save of this object reuses the memory of the copy, if the request has been written by then.
         """
         save = self._save_of(sharded_state_dict, Path(checkpoint_dir))
         arena = self._idle.pop() if self._idle else Arena(staging_memory)
@@ -104,10 +103,10 @@ class SaveTensors(AsyncSaveShardedStrategy):
 
 
 class LoadTensors(DeclaredFormats, LoadShardedStrategy):
-    """Loads ShardedTensors from a folder that any of our strategies wrote, or Megatron-Core's zarr strategy.
+    """Loads ShardedTensors from a folder that any strategy here, or Megatron-Core's zarr strategy, wrote.
 
     Args:
-        load_directly_on_device: read into the tensors that the state dict holds, which are put into the result themselves.
+        load_directly_on_device: read into the tensors that the state dict holds; the result contains these tensors.
     """
 
     library: ClassVar[Library]
@@ -137,11 +136,11 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
         return self.load_directly_on_device
 
     def _strategy(self) -> LoadingStrategy:
-        """Who reads."""
+        """The loading strategy."""
         return DirectLoad()
 
     def _topology(self) -> Topology:
-        """Of this job; the first time, its lead says who loads."""
+        """The topology of this job. Its lead logs the class at the first load."""
         topology = current_topology()
         if topology.is_lead and not self._has_told:
             _log.info("sharded tensors are loaded by %s", type(self).__name__)
@@ -149,15 +148,15 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
         return topology
 
     def load_tensors_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
-        """Key -> ShardedTensor without data and uncut, of every tensor in the checkpoint. Any process, alone."""
+        """Key -> ShardedTensor without data and uncut, of every tensor in the checkpoint. Not collective."""
         stored = open_tensors(Path(checkpoint_dir), self.library, Topology.alone(), DirectLoad()).stored()
         return {key: uncut(key, one.dtype, one.shape) for key, one in stored.items()}
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Remove every tensor whose key starts with `key_prefix`; what remains is a whole checkpoint. Collective."""
+        """Remove every tensor whose key starts with `key_prefix`; the rest is a whole checkpoint. Collective."""
         remove_tensors(Path(checkpoint_dir), key_prefix, current_topology())
 
 
 def uncut(key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> ShardedTensor:
-    """The description of a whole tensor."""
+    """Describe a whole tensor, without data."""
     return ShardedTensor(key, None, dtype, shape, shape, (0,) * len(shape), (1,) * len(shape))

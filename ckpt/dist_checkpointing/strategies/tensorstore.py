@@ -1,4 +1,4 @@
-"""TensorStore: another library for the same Zarr arrays, not another format. Whatever one strategy saved, the other loads."""
+"""TensorStore strategies: another library for the same Zarr arrays, not another format. Each loads the checkpoints of the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def register_default_tensorstore_strategies() -> None:
-    """Register what loads ("zarr", 1), and what saves and loads ("tensorstore", 1), which is Zarr in an OCDBT store."""
+    """Register the strategies that load ("zarr", 1), and save and load ("tensorstore", 1), which is Zarr in an OCDBT store."""
     register_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1, TensorStoreLoadShardedStrategy())
     register_default_strategy(StrategyAction.LOAD_SHARDED, "tensorstore", 1, TensorStoreLoadShardedStrategy())
     register_default_strategy(StrategyAction.SAVE_SHARDED, "tensorstore", 1, TensorStoreSaveShardedStrategy())
@@ -28,7 +28,7 @@ class TensorStoreSaveShardedStrategy(SaveTensors):
     """Saves Zarr v3 arrays through TensorStore: a handful of files however many tensors, or an ordinary directory.
 
     Args:
-        backend, version: what metadata.json will say.
+        backend, version: recorded in metadata.json.
         kvstore: "ocdbt" or "file"; see `ckpt.backends.tensorstore.TensorStoreBackend`.
         spread_replicas: see `ckpt.dist_checkpointing.strategies.sharded.SaveTensors`.
     """
@@ -49,7 +49,7 @@ class TensorStoreSaveShardedStrategy(SaveTensors):
 
 
 class TensorStoreLoadShardedStrategy(LoadTensors):
-    """Loads tensors; those that Megatron-Core wrote with TensorStore. Ours are read straight from their files, whoever loads."""
+    """Loads tensors; Megatron-Core's arrays through TensorStore, those of this library straight from their files."""
 
     library = "tensorstore"
 
@@ -57,10 +57,10 @@ class TensorStoreLoadShardedStrategy(LoadTensors):
 def merge_global_slice_with_shape(
     global_slice: Sequence[int | slice], actual_shape: Sequence[int], key: str
 ) -> tuple[int | slice, ...]:
-    """Cut a slice off where the stored array ends, as needed for a tensor that is padded beyond what was saved.
+    """Cut a slice off where the stored array ends, for a tensor that is padded beyond the saved shape.
 
     Args:
-        global_slice: what is asked for, one index or slice with both ends per axis.
+        global_slice: the requested part, one index or slice with both ends per axis.
         actual_shape: of the stored array.
 
     Raises:
@@ -87,7 +87,7 @@ def merge_global_slice_with_shape(
 
 
 def open_ts_array(arr_path: Path) -> ts.TensorStore:
-    """Open a Zarr array on a file system, of version 2 or 3, for reading; what is missing of it is never read as zeros.
+    """Open a Zarr array, of version 2 or 3, on a file system for reading. A missing chunk is an error, not zeros.
 
     Raises:
         CorruptCheckpointError: there is no such array, or TensorStore cannot read its metadata.

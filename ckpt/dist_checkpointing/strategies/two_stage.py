@@ -1,4 +1,4 @@
-"""The first reference's two-stage strategy, under its name, on our engine (ckpt/loading/two_stage/two_stage.py)."""
+"""Megatron-Core's two-stage strategy, under its name, on this library's engine (`ckpt.loading.two_stage.two_stage`)."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorMetadata:
-    """A shard that a rank wants, as the ranks of its data-parallel group tell each other.
+    """A shard that a rank requests, in messages between the ranks of its data-parallel group.
 
     Attributes:
-        global_rank: who wants it.
+        global_rank: the requesting rank.
         dist_group_rank: its number in the group.
         dist_group_ranks: the global ranks of the group.
         data_size: bytes, if known.
@@ -54,17 +54,17 @@ class ShardedTensorMetadata:
 
 
 class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
-    """The first reference's two-stage loading: what a data-parallel group wants is read from storage once, and spread in the group.
+    """Megatron-Core's two-stage loading: the shards of a data-parallel group are read from storage once, and spread in the group.
 
-    A tensor is loaded into the `data` of its ShardedTensor, if that has any, and converted if that is of another data type; what
-    travels is always of the stored one. Without data a new host tensor takes its place.
+    A tensor is loaded into the `data` of its ShardedTensor, if it has any, and converted to its data type; messages have
+    the stored data type. Without data a new host tensor replaces it.
 
     Args:
-        data_parallel_group: the process group in whose instances the ranks want the same shards, or nearly.
+        data_parallel_group: process group whose ranks request the same shards, or nearly.
         cpu_transfer, max_in_flight_mib: see `TwoStageLoad`.
 
     Attributes:
-        data_parallel_group: what carries bytes between hosts: the group given or, with `cpu_transfer`, its twin on gloo.
+        data_parallel_group: carries bytes between hosts: the group given or, with `cpu_transfer`, its twin on gloo.
         timers: see `TwoStageLoad`; and one for each method below.
     """
 
@@ -95,9 +95,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
 
     @timed()
     def maybe_init_gloo_group(self) -> None:
-        """Make gloo twins of all data-parallel groups, once, if bytes are to travel in host memory. Collective over all ranks.
+        """Make gloo twins of all data-parallel groups, once, if transfers go through host memory. Collective over all ranks.
 
-        Every rank makes every group, in one order, those that it is not in too.
+        Every rank makes every group, in one order, including those that it is not in.
         """
         if self.data_parallel_group is not None:
             return
@@ -110,9 +110,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
 
     @timed()
     def deduplicate_chunks(self, ten_metas: Sequence[ShardedTensorMetadata]) -> list[ShardedTensorMetadata]:
-        """Of the shards that lie in one chunk keep that of the lowest rank of the group, in the order of the chunks' names.
+        """Keep one shard for each chunk, that of the lowest rank of the group, in the order of the chunks' names.
 
-        The load itself lets every rank read as many bytes as the others (`ckpt.loading.two_stage.spread_blocks`).
+        The load itself balances bytes over ranks instead (`ckpt.loading.two_stage.spread_blocks`).
         """
         of_chunk: dict[tuple[str, tuple[int, ...]], ShardedTensorMetadata] = {}
         for meta in sorted(ten_metas, key=lambda meta: meta.dist_group_rank):
@@ -121,9 +121,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
 
     @timed(verbose=False)
     def load_tensor_from_storage(self, checkpoint_dir: Path, ten_meta: ShardedTensorMetadata) -> torch.Tensor:
-        """Read the whole chunk that a shard lies in, of the stored data type, into new host memory. Any process, alone.
+        """Read the whole chunk that contains a shard, of the stored data type, into new host memory. Not collective.
 
-        A flattened range is not applied: each rank that wants one takes its own.
+        A flattened range is not applied: each rank cuts its own.
         """
         whole = replace(ten_meta.sharded_tensor_no_data, data=None, flattened_range=None)
         loaded = load_tensors(
@@ -138,9 +138,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
         return tensor
 
     def summarize_load_times(self) -> dict[str, tuple[float, float]]:
-        """Return for each step the slowest rank's seconds and the mean over the ranks; then forget them. Collective.
+        """Return step -> (seconds of the slowest rank, mean over the ranks), and clear the timers. Collective.
 
-        Ranks that know different names do not hang: they tell each other the names first.
+        Ranks exchange the names of their steps first, so different names do not hang.
         """
         summary = summarize(self.timers, current_topology())
         self.timers.clear()
@@ -163,5 +163,5 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
 
 
 def sharded_tensor_chunk_id(sharded_tensor: ShardedTensor) -> tuple[str, tuple[int, ...]]:
-    """Name the chunk that a shard lies in: flattened ranges of one chunk share it."""
+    """The name of the chunk that contains a shard: the flattened ranges of one chunk share it."""
     return sharded_tensor.key, tuple(sharded_tensor.global_offset)

@@ -1,4 +1,4 @@
-"""Zarr: the first reference's strategies of that name, on our engine, and its functions around Zarr arrays."""
+"""Megatron-Core's zarr strategies, on this library's engine, and its functions for Zarr arrays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 numpy_to_torch_dtype_dict: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(getattr(ml_dtypes, zarr_name(dtype), zarr_name(dtype))): dtype for dtype in STORABLE
 }
-"""Of every type that can be stored. bfloat16 and the float8 types are those of ml_dtypes, which other Zarr libraries use too."""
+"""NumPy -> torch type, of every type that can be stored. bfloat16 and float8 types are those of ml_dtypes, as in other Zarr libraries."""
 
 torch_to_numpy_dtype_dict = {dtype: numpy_dtype for numpy_dtype, dtype in numpy_to_torch_dtype_dict.items()}
 
@@ -36,7 +36,7 @@ HAS_BFLOAT16 = True
 
 
 def register_default_zarr_strategies() -> None:
-    """Register what saves ("zarr", 1). Who loads it by default is `register_default_tensorstore_strategies`'s to say."""
+    """Register the strategy that saves ("zarr", 1). `register_default_tensorstore_strategies` registers the one that loads it."""
     register_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1, ZarrSaveShardedStrategy())
 
 
@@ -44,7 +44,7 @@ class ZarrSaveShardedStrategy(SaveTensors):
     """Saves into an ordinary Zarr v3 directory.
 
     Args:
-        backend, version: what metadata.json will say.
+        backend, version: recorded in metadata.json.
         compressors: see `ckpt.backends.zarr.ZarrBackend`.
         spread_replicas: see `ckpt.dist_checkpointing.strategies.sharded.SaveTensors`.
     """
@@ -65,13 +65,13 @@ class ZarrSaveShardedStrategy(SaveTensors):
 
 
 class ZarrLoadShardedStrategy(LoadTensors):
-    """Loads tensors; those that Megatron-Core wrote with zarr-python. Ours are read straight from their files, whoever loads."""
+    """Loads tensors; Megatron-Core's arrays through zarr-python, those of this library straight from their files."""
 
     library = "zarr"
 
 
 def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the part of a shard that a flattened ShardedTensor stands for.
+    """Return the flattened range of a shard.
 
     Args:
         x: the whole shard, of shape `sharded_tensor.local_shape`.
@@ -109,7 +109,7 @@ def pad_to_expected_shape(
 def postprocess_numpy_array(
     loaded_array: np.ndarray[Any, Any], sharded_tensor: ShardedTensor, apply_flattened_range: bool = True
 ) -> torch.Tensor:
-    """Return what a Zarr library has read of a shard as the tensor that the shard stands for, bit for bit.
+    """Convert an array that a Zarr library has read to the tensor of a shard, bit for bit.
 
     Args:
         loaded_array: of the shard's local shape, or smaller where it allows a mismatch; bfloat16 and float8 as ml_dtypes.
@@ -135,14 +135,14 @@ def postprocess_numpy_array(
 def load_zarr_based_sharded_metadata(
     checkpoint_dir: Path, get_shape_dtype_fn: Callable[[str], tuple[Sequence[int], np.dtype[Any]]]
 ) -> ShardedStateDict:
-    """Describe every Zarr array below a folder; folders without array metadata do not count.
+    """Describe every Zarr array below a folder; folders without array metadata are ignored.
 
     Args:
-        get_shape_dtype_fn: path of an array -> its global shape and data type, by whatever library.
+        get_shape_dtype_fn: path of an array -> its global shape and data type, by any library.
 
     Returns:
-        key -> ShardedTensor without data and uncut. In a checkpoint of ours the manifest says which folder is whose. In any other a
-        key is the folder's path below `checkpoint_dir`, so one that holds `/` is a folder in a folder.
+        key -> ShardedTensor without data and uncut. In a checkpoint of this library the manifest maps keys to folders. In any other a
+        key is the folder's path below `checkpoint_dir`, so a key with `/` is a nested folder.
     """
     found = {}
     for key, path in _arrays_in(Path(checkpoint_dir)).items():

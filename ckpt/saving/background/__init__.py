@@ -1,10 +1,10 @@
-"""Saves that go on beside training: a copy is taken, and written by a thread or by a process.
+"""Saves that go on beside training: the state is copied, and a thread or a process writes the copy.
 
 Files, in the order in which data travels:
 
-    background              the saves of one coordinator that are under way
+    background              the unfinished saves of one coordinator
     snapshot                a copy of one rank's share in host memory
-    priority                how much of the machine the writer may take
+    priority                CPU priority, cores and bytes a second of the writer
     async_utils             requests, and the queue in which all ranks finish theirs in one order
-    writer_process, writer_child, channel, serialized_errors   a process that writes, and how it is spoken to
+    writer_process, writer_child, serialized_errors   a process that writes, the program that it runs, errors between the two
 """

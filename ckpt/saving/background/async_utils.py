@@ -1,9 +1,9 @@
-"""Work that goes on while training does: a request, and the queue in which all ranks finalize theirs in one order.
+"""Requests that run beside training, and the queue in which all ranks finalize them in one order.
 
-A request has a function, which writes, and finalizers, which say that all is written. The function runs in a thread of its
-rank, started by `schedule_async_request`; the finalizers run in the caller, once the function has ended on all ranks. A thread
-shares the interpreter with training: a function that waits for storage costs steps little, one that computes in Python slows
-them. It is a daemon: a process that ends before `close` leaves the request as a crash would, not finalized.
+A request has a function, which writes, and finalizers, which commit. The function runs in a thread of its rank, started by
+`schedule_async_request`; the finalizers run in the caller, once the function has ended on all ranks. The thread shares the
+interpreter with training: waiting for storage costs steps little, computing in Python slows them. It is a daemon: a process
+that ends before `close` leaves the request as a crash would, not finalized.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _LOOK_S = 0.25
 
 @dataclass(eq=False)
 class AsyncRequest:
-    """A function to call on this rank, and what to call when all ranks are done with theirs.
+    """A function that this rank runs, and finalizers that it calls once the functions of all ranks have ended.
 
-    Every rank makes one, for the same thing. Function and `preload_fn` enter no phases; finalizers may, all ranks alike.
+    Every rank makes one for the same save. Function and `preload_fn` enter no phases; finalizers may, on all ranks alike.
 
     Attributes:
         async_fn: None: this rank has nothing to do.
         finalize_fns: called in order, in the caller's thread.
-        preload_fn: called in the caller's thread, before anything else; what it returns, unless None, takes the place of
-            the second of `async_fn_args`. Copies it leaves under way on the device are waited for.
+        preload_fn: called first, in the caller's thread; its result, unless None, replaces the second of `async_fn_args`.
+            Copies that it leaves unfinished on the device are waited for.
         call_idx: number of the call in its queue; None outside of one.
-        what: what the request does, for the errors; equal on all ranks.
-        abandon_fns: called on every rank when the request has failed on any, to let go of what it holds; they raise nothing.
+        what: name of the request in errors; equal on all ranks.
+        abandon_fns: called on every rank when the request has failed on any, to release resources; they raise nothing.
 
-    Source: megatron.core.dist_checkpointing.strategies.async_utils. What comes after the first three has another order in
-    each of its versions, and is given by name.
+    Source: megatron.core.dist_checkpointing.strategies.async_utils. Its versions order the arguments after the first three
+    differently, so these are keywords here.
     """
 
     async_fn: Callable[..., object] | None
@@ -58,10 +58,10 @@ class AsyncRequest:
     abandon_fns: list[Callable[[], object]] = field(default_factory=list)
 
     def add_finalize_fn(self, fn: Callable[[], object]) -> None:
-        """Call `fn` too, after the finalizers that are there.
+        """Add a finalizer, called after the present ones.
 
         Raises:
-            ConfigurationError: the request is frozen, as a scheduled one is. On this rank alone.
+            ConfigurationError: the request is frozen, as a scheduled one is. Raised on this rank alone.
         """
         if self.is_frozen:
             raise ConfigurationError(
@@ -70,15 +70,15 @@ class AsyncRequest:
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
-        """Refuse further finalizers from now on, and return this request."""
+        """Refuse further finalizers, and return this request."""
         self.is_frozen = True
         return self
 
     def execute_sync(self) -> None:
-        """Do at once what the queue would do in time: the function, the agreement of all ranks, then the finalizers.
+        """Run the request now: the function, the agreement of all ranks, then the finalizers. Collective.
 
-        Every rank calls it. The function runs in the calling thread, inside a phase: should it take longer than the
-        topology's `timeout_s`, it says `topology.progress` meanwhile.
+        The function runs in the calling thread, inside a phase: if it takes longer than the topology's `timeout_s`, it must
+        call `topology.progress` meanwhile.
 
         Raises:
             CheckpointError: the function, or a finalizer, raised on some rank; on every rank. After a function that raised,
@@ -91,7 +91,7 @@ class AsyncRequest:
             _finalize(self, topology, None)
 
     def preload(self) -> Callable[[], object]:
-        """Call `preload_fn`, and return the function that is left to call, with its arguments."""
+        """Call `preload_fn`, and return a function that calls `async_fn` with its arguments."""
         arguments = list(self.async_fn_args)
         staged = None if self.preload_fn is None else self.preload_fn()
         if staged is not None:
@@ -107,7 +107,7 @@ class AsyncRequest:
 
 
 class AsyncCallsQueue:
-    """The requests of this rank that are under way, oldest first. One thread, that of the topology's phases, makes the calls."""
+    """The unfinished requests of this rank, oldest first. Called by one thread, that of the topology's phases."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class AsyncCallsQueue:
         """Join the ranks of `topology()`; default: those of torch's default process group.
 
         Args:
-            look: says what a function that has not ended has failed of, if that is known. Then the functions tell the topology of their
-                progress themselves. None: one that has not ended counts as moving.
+            look: returns the error of a function that has not ended, if that is known; the functions report their progress to the
+                topology themselves then. None: an unfinished function counts as progress.
         """
         self._topology = topology
         self._look = look
@@ -129,8 +129,8 @@ class AsyncCallsQueue:
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start a request in the background, freeze it, and return its number: 0, 1, 2 ...
 
-        Every rank schedules the same requests in the same order, and none waits for another here. So what `preload_fn` raises
-        is raised where all ranks meet, by `maybe_finalize_async_calls`.
+        Every rank schedules the same requests in the same order, without waiting for others. An error of `preload_fn` is
+        therefore raised by `maybe_finalize_async_calls`, on all ranks.
         """
         number = self._num_scheduled
         self._calls.append(_Call(number, replace(async_request.freeze(), call_idx=number)))
@@ -138,17 +138,17 @@ class AsyncCallsQueue:
         return number
 
     def maybe_finalize_async_calls(self, blocking: bool = False) -> list[int]:
-        """Finalize, in order, the requests whose functions have ended on all ranks, and return their numbers.
+        """Finalize, in order, the requests whose functions have ended on all ranks, and return their numbers. Collective.
 
-        Every rank calls it. It costs one agreement, and nothing at all where no request is under way.
+        It costs one agreement, and nothing if there is no request.
 
         Args:
             blocking: wait for all of them.
 
         Raises:
             CheckpointError: a request's function, or a finalizer, raised on some rank, or the ranks have scheduled different
-                numbers of requests; on every rank. A request that failed has left the queue, with no finalizer called after the
-                failure; the next call goes on with those behind it.
+                numbers of requests; on every rank. A failed request has left the queue, and none of its finalizers is called after the
+                failure; the next call continues with the requests behind it.
         """
         if not self._calls:
             return []
@@ -160,15 +160,15 @@ class AsyncCallsQueue:
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
-        """Return how many requests this rank has scheduled and not taken from the queue. No call of other ranks is needed."""
+        """Return the number of requests in the queue of this rank. Not collective."""
         return len(self._calls)
 
     def close(self) -> None:
-        """Wait for all requests and finalize them, also those behind one that failed. Every rank calls it.
+        """Wait for all requests and finalize them, also those behind one that failed. Collective.
 
         Raises:
             CheckpointError: requests failed, or the ranks cannot agree: the class of the first error, the sentences of all; on
-                every rank. Only in the second case something is left in the queue.
+                every rank. Requests stay in the queue only if the ranks cannot agree.
         """
         errors: list[CheckpointError] = []
         while self._calls:
@@ -185,7 +185,7 @@ class AsyncCallsQueue:
             raise errors[0]
 
     def _num_done(self, topology: Topology, blocking: bool) -> int:
-        """How many of the oldest requests have ended on every rank?"""
+        """The number of oldest requests that have ended on every rank."""
         with topology.phase("wait for all" if blocking else "see what is done") as phase:
             for call in self._calls if blocking else ():
                 call.wait(topology, self._look)
@@ -201,9 +201,9 @@ class AsyncCallsQueue:
         return min(int(num_done) for _, _, num_done in phase.payloads)
 
     def _finalize_next(self, topology: Topology, finalized: Sequence[int]) -> int:
-        """Finalize the oldest request, after those that this call has finalized already, and return its number.
+        """Finalize the oldest request, after those in `finalized`, and return its number.
 
-        The operation is named after the request, so that ranks at different ones disagree, and all of them raise.
+        The operation is named after the request, so that ranks at different requests disagree, and all raise.
         """
         call = self._calls.popleft()
         stands = _said(finalized)
@@ -216,7 +216,7 @@ class AsyncCallsQueue:
 
 
 class _Call:
-    """A request that is under way on this rank."""
+    """A scheduled request of this rank."""
 
     def __init__(self, number: int, request: AsyncRequest) -> None:
         """Preload, and start the thread."""
@@ -227,7 +227,7 @@ class _Call:
         try:
             function = request.preload()
             if request.async_fn is not None:
-                target, name = copy_context().run, f"async call {number}"  # it sees the topology of its caller
+                target, name = copy_context().run, f"async call {number}"  # the thread has the topology of its caller
                 thread = threading.Thread(target=target, args=(self._run, function), name=name, daemon=True)
                 thread.start()
                 self._thread = thread
@@ -238,7 +238,7 @@ class _Call:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, topology: Topology, look: Callable[[], CheckpointError | None] | None) -> None:
-        """Wait for the function to end, or until it is known what it has failed of."""
+        """Wait for the function to end, or until its error is known."""
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_LOOK_S)
             if look is None:
@@ -249,7 +249,7 @@ class _Call:
                 topology.require_awaited()
 
     def raise_error(self) -> None:
-        """Raise what the function, or `preload_fn`, raised. SystemExit in a thread ends no process: it is a failure like others."""
+        """Raise the error of the function or of `preload_fn`. SystemExit, which ends no process from a thread, is a failure like others."""
         if isinstance(self._error, Exception):
             raise self._error
         if self._error is not None:
@@ -273,7 +273,7 @@ def _abandoning(request: AsyncRequest) -> Iterator[None]:
 
 
 def _finalize(request: AsyncRequest, topology: Topology, stands: str | None) -> None:
-    """Call the finalizers, and agree that they have ended, so that no rank goes on where another's has failed."""
+    """Call the finalizers, and agree that they have ended: if one fails on any rank, all raise."""
     for finalize_fn in request.finalize_fns:
         finalize_fn()
     with topology.phase("finalize") as phase:
@@ -285,7 +285,7 @@ def _counted(num_scheduled: int, num_waiting: int) -> str:
 
 
 def _said(finalized: Sequence[int]) -> str | None:
-    """What is so even if the next request fails."""
+    """The sentence about requests that are finalized even if the next one fails."""
     if not finalized:
         return None
     calls, are = ("async call", "is") if len(finalized) == 1 else ("async calls", "are")

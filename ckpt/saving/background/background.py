@@ -1,7 +1,7 @@
-"""The saves of one coordinator that go on beside training: copied while it waits, or beside it, and written by a thread of their own.
+"""Saves of one coordinator in the background: a thread for each save writes a copy of the state, and commits it.
 
-The thread of a rank agrees with those of the others over a topology of its own, which makes no collectives; the lead's publishes. So a
-checkpoint becomes durable without another call. The calls of the thread that trains learn what has become of it, in one order on all ranks.
+The threads of all ranks agree over a topology of their own, which makes no collectives; the lead's thread publishes. So a checkpoint is
+committed without another call of the training thread, whose later calls collect the reports, in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(eq=False)
 class _Pending:
-    """One save that is under way.
+    """One unfinished save.
 
     Attributes:
-        blocked_s: how long training has stood still for it on this rank.
-        over: nothing of it goes on any more.
+        blocked_s: seconds that training has waited for it on this rank.
+        over: set when its thread has ended.
     """
 
     snapshot: Snapshot
@@ -56,10 +56,10 @@ class _Pending:
 
 
 class Background:
-    """Takes saves from the thread that trains, which makes all calls here, and sees that they end in one order.
+    """Runs the background saves of one coordinator, one after another. Called by the training thread, unless a method says otherwise.
 
     Args:
-        run: what is saved; its topology is that of this thread.
+        run: components, backend and device; its topology is that of the training thread.
     """
 
     def __init__(self, run: SavedRun, settings: SaveSettings) -> None:
@@ -79,33 +79,31 @@ class Background:
         self._given_up = threading.Event()
         self._has_told = False
         self._throttle = None if settings.writer_mib_s is None else Throttle(settings.writer_mib_s)
-        self._epilogue = SigtermDeferral(
-            settings.grace_s, is_over=self._is_over, hurry=self.hurry, give_up=self.give_up
-        )
+        self._sigterm = SigtermDeferral(settings.grace_s, is_over=self._is_over, hurry=self.hurry, give_up=self.give_up)
         if settings.writer == "process":
             self._process = WriterProcess(
                 num_cores=settings.writer_cores, mib_s=settings.writer_mib_s, local_rank=topology.local_rank
             )
             self._process.start(run.backend)
-        # Before anything of the interpreter is shut down: what writes may have threads to start still.
+        # Before the interpreter shuts anything down: a writer may have threads to start still.
         threading._register_atexit(_call, weakref.WeakMethod(self._drain))  # type: ignore[attr-defined]
 
     @property
     def num_pending(self) -> int:
-        """Saves that have begun and whose end this thread has not learnt of. Equal on all ranks."""
+        """Number of saves that have begun and are not finalized. Equal on all ranks."""
         return self._queue.get_num_unfinalized_calls()
 
     def begin(self, prepared: PreparedSave[CheckpointRoot], started: float, watched: Watched | None) -> None:
-        """Copy the state, or begin to, and have the rest done. What goes wrong from here on is told when the save is finalized.
+        """Copy the state, or begin to, and start the thread that writes it. An error from here on is raised by `finalize`.
 
         Args:
-            started: when the save was called for, by `time.perf_counter`.
-            watched: what only steps of optimizers change, and may be copied beside training.
+            started: `time.perf_counter` at the call of the save.
+            watched: tensors that only steps of optimizers change, to be copied beside training.
         """
-        self._epilogue.arm()
-        self.wait_for_snapshots()  # or this one could take the room that the one before needs to be written
+        self._sigterm.arm()
+        self.wait_for_snapshots()  # or this save could take the room that the one before needs
         snapshot = self._snapshot(prepared, watched)
-        # The one before may have been given up, and its thread be there still.
+        # The thread of a save that was given up may still run.
         before = None if self._last is None else self._last.over
         self._last = pending = _Pending(snapshot, 0.0, threading.Event())
         self._pending.append(pending)
@@ -122,13 +120,13 @@ class Background:
         pending.blocked_s = time.perf_counter() - started
 
     def delete(self, folder: Path) -> None:
-        """Delete what is out of sight, while other things go on: to free gigabytes takes file systems longer than to rename them."""
+        """Delete a folder that was renamed out of the way, in a thread: freeing gigabytes takes file systems long."""
         self._deletions = [thread for thread in self._deletions if thread.is_alive()]
         self._deletions.append(threading.Thread(target=_delete, args=(folder,), name="deletion", daemon=True))
         self._deletions[-1].start()
 
     def wait_for_snapshots(self) -> None:
-        """Return when no state is being copied any more. Any thread; before what changes it."""
+        """Wait until no save copies state any more. Any thread, before it changes state."""
         for pending in list(self._pending):
             if not pending.snapshot.is_complete:
                 began = time.perf_counter()
@@ -136,21 +134,18 @@ class Background:
                 pending.blocked_s += time.perf_counter() - began
 
     def wait_until_over(self) -> None:
-        """Return when nothing is being written on this rank. Any thread; tells nothing of what has become of it."""
+        """Wait until this rank writes nothing any more. Any thread. Raises nothing of a save that failed."""
         for pending in list(self._pending):
             pending.over.wait()
 
     def finalize(self, *, blocking: bool) -> list[SaveReport]:
-        """Learn, on all ranks alike, what has become of saves that are over, in the order in which they began. Collective.
+        """Agree on the saves that have ended, and return the reports of those that were committed, in order. Collective.
 
         Args:
-            blocking: wait for all.
-
-        Returns:
-            the reports of those that were committed.
+            blocking: wait for all saves.
 
         Raises:
-            CheckpointError: a save failed, and the settings say raise; those behind it are left for the next call.
+            CheckpointError: a save failed, and `on_async_error` is "raise"; saves behind it are left for the next call.
         """
         while before := self.num_pending:
             try:
@@ -164,33 +159,33 @@ class Background:
                 continue
             break
         if not self.num_pending:
-            self._epilogue.disarm()
+            self._sigterm.disarm()
         reports, self._finalized = self._finalized, []
         return reports
 
     def hurry(self) -> None:
-        """Believe sooner that a rank is gone: this process has been asked to end. Any thread."""
+        """Wait less for absent ranks, because this process has been asked to end. Any thread."""
         if self._branch is not None:
             self._branch.expect_absence()
 
     def give_up(self) -> None:
-        """Have this rank's part of all saves that are under way fail. Any thread."""
+        """Fail this rank's part of all unfinished saves. Any thread."""
         self._given_up.set()
 
     @contextmanager
     def sigterm_left_to_others(self) -> Iterator[None]:
-        """Leave SIGTERM to the caller inside the block."""
-        self._epilogue.disarm()
+        """Leave the handling of SIGTERM to the caller inside the block."""
+        self._sigterm.disarm()
         try:
             yield
         finally:
             if self.num_pending:
-                self._epilogue.arm()
+                self._sigterm.arm()
 
     def close(self) -> None:
-        """Let go of what is kept from save to save. Waits for what is still under way, and does not tell what becomes of it."""
+        """Wait for unfinished saves, and release memory, threads and the writer process. Raises nothing of a save that failed."""
         self._drain()
-        self._epilogue.disarm()
+        self._sigterm.disarm()
         if self._branch is not None:
             self._branch.close()
             self._branch = None
@@ -201,7 +196,7 @@ class Background:
         self._arena.let_go()
 
     def _snapshot(self, prepared: PreparedSave[CheckpointRoot], watched: Watched | None) -> Snapshot:
-        """A snapshot of the share, with room in the arena; if there is none to be had, that is what the save fails of."""
+        """Make a snapshot of the share, and room for it in the arena; without memory it is one that fails the save."""
         placed, error = _rooms_in(prepared)
         is_pinned = self._device.type != "cpu" and self._process is None and not placed
         snapshot = Snapshot(
@@ -223,7 +218,7 @@ class Background:
         return snapshot
 
     def _capacity(self, least: int, whole: int) -> int:
-        """The bytes of the arena, by the settings and by what the host has."""
+        """The bytes of the arena, by the settings and the free memory of the host."""
         wanted = whole * (2 if self._settings.when_busy == "queue" else 1)
         budget_mib = self._settings.staging_budget_mib
         if budget_mib is None:
@@ -248,7 +243,7 @@ class Background:
     def _run(
         self, prepared: PreparedSave[CheckpointRoot], pending: _Pending, started: float, before: threading.Event | None
     ) -> None:
-        """Write and commit one save, after the one before it. In a thread of its own."""
+        """Write and commit one save, after the one before it is over. In a thread of its own."""
         try:
             in_background(self._settings.writer_cores, local_rank=self._topology.local_rank)
             if before is not None:
@@ -267,7 +262,7 @@ class Background:
     def _write(
         self, share: RankWritePlan, job: WriteJob, staged: Iterable[Staged], progress: Callable[[int], None]
     ) -> WriteResult:
-        """Write a share as the settings say, and no longer than this process may go on."""
+        """Write a share by thread or process, until the saves are given up."""
 
         def go_on(num_bytes: int) -> None:
             if self._given_up.is_set():
@@ -282,7 +277,7 @@ class Background:
         return write(share, job, staged, go_on)
 
     def _finish(self, pending: _Pending) -> None:
-        """The finalizer of a save that all ranks have committed: the report counts the rank that stood still the longest."""
+        """Finalize a save that all ranks have committed: `blocked_s` is that of the rank that waited longest."""
         with self._topology.phase("report") as phase:
             phase.payload = pending.blocked_s
         assert pending.report is not None
@@ -297,11 +292,11 @@ class Background:
         return all(pending.over.is_set() for pending in self._pending)
 
     def _given_up_for(self) -> CheckpointError | None:
-        """What the others have agreed on without this rank's thread, which hangs, or is very late."""
+        """The error that the other ranks have agreed on without this rank's thread, which hangs or is late; None: there is none."""
         return None if self._branch is None else self._branch.given_up_for()
 
     def _drain(self) -> None:
-        """Wait for what is under way. Also called when the interpreter ends, and nobody has waited."""
+        """Wait for unfinished saves and deletions. Also called when the interpreter ends."""
         for pending in list(self._pending):
             pending.over.wait()
         for thread in self._deletions:
@@ -309,7 +304,7 @@ class Background:
 
 
 def _rooms_in(prepared: PreparedSave[CheckpointRoot]) -> tuple[Mapping[int, torch.Tensor], Exception | None]:
-    """Where items go that have a place in memory which is kept; or why there is no such memory."""
+    """The places of items in memory that is kept, or the error of making that memory."""
     try:
         return prepared.destination.rooms(prepared.share, prepared.backend), None
     except Exception as error:
@@ -322,6 +317,6 @@ def _delete(folder: Path) -> None:
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call a method of an object that may be gone."""
+    """Call a method, unless its object is gone."""
     if (bound := method()) is not None:
         bound()

@@ -1,11 +1,10 @@
-"""Work beside the training: how low in priority, on which cores, and how many bytes a second.
+"""Limits of work beside the training: CPU priority, cores, and bytes a second.
 
-Priorities are a thread's own on Linux, and what a thread starts inherits them. Low is not lowest. A thread that holds the interpreter's
-lock and gets no core makes the training of its process wait, and a save that gets no core holds back the next. Measured on 2 cores that
-4 ranks train on, each writing 96 MB by a thread: at 0 and 5 a save takes 0.4 s, at 10 0.5 s, at 15 1.6 s, at 19 3 s; the longest step
-takes 60 ms up to 10, and 250 ms from 15 on. By a process of its own, in the same way: 0.3 s at 0, 2 s at 10, 4 s at 19, 6 s with
-SCHED_IDLE; SCHED_BATCH made no difference; and the steps beside it were no faster for it. The disk's queue needs no word of ours: there
-the priority follows the one here.
+On Linux each thread has a priority, which the threads that it starts inherit. The priority here is low, not the lowest: a thread that holds
+the interpreter's lock and gets no core makes the training of its process wait, and a save that gets no core delays the next. Measured on
+2 cores that 4 ranks train on, each writing 96 MB by a thread: at nice 0 and 5 a save takes 0.4 s, at 10 0.5 s, at 15 1.6 s, at 19 3 s; the
+longest step takes 60 ms up to 10, and 250 ms from 15 on. By a process, in the same way: 0.3 s at 0, 2 s at 10, 4 s at 19, 6 s with
+SCHED_IDLE; SCHED_BATCH made no difference; and the steps beside it were no faster. The priority of disk requests follows this one.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ if TYPE_CHECKING:
 NICE = 5
 
 BURST_S = 0.1
-"""After a pause, so much of the rate may pass at once."""
+"""Seconds' worth of bytes that may pass at once after a pause."""
 
 SIGN_S = 0.25
-"""Between two signs of life of who waits for his turn."""
+"""Seconds between two signs of life of a thread that waits for its turn."""
 
 _log = logging.getLogger("ckpt")
 _T = TypeVar("_T")
 
 
 def in_background(num_cores: int | None = None, *, local_rank: int = 0) -> None:
-    """Make the calling thread, and all that it will start, low in priority. What the system refuses stays as it is.
+    """Lower the priority of the calling thread, and of the threads that it will start; ignore a refusal of the system.
 
-    It is never raised again: the thread is to be one that does nothing else.
+    The priority is never raised again: call it in a thread that does nothing else.
 
     Args:
-        num_cores: of those it may use now; the last ones. None: all.
-        local_rank: ranks of one host take other cores than the one before, as long as there are any.
+        num_cores: number of cores to use, the last ones of those the thread may use now. None: all.
+        local_rank: ranks of one host take different cores, as long as there are enough.
 
     Raises:
-        ConfigurationError: no core is left.
+        ConfigurationError: `num_cores` is less than 1.
     """
     if num_cores is not None and num_cores < 1:
         raise ConfigurationError(f"saves.writer_cores={num_cores}: give 1 or more, or nothing for all cores")
-    if sys.platform != "linux":  # elsewhere priorities are the process's
+    if sys.platform != "linux":  # on other systems only processes have priorities
         return
     thread = threading.get_native_id()
     try:
@@ -61,7 +60,7 @@ def in_background(num_cores: int | None = None, *, local_rank: int = 0) -> None:
 
 
 def last_cores(usable: Sequence[int], num_cores: int, local_rank: int) -> set[int]:
-    """Return the cores of one rank, from the last one on downwards, and round again.
+    """Return the cores of one rank, counted from the last one downwards, and round again.
 
     Example:
         >>> last_cores([0, 1, 2, 3, 4], 2, 0), last_cores([0, 1, 2, 3, 4], 2, 1), last_cores([0, 1, 2, 3, 4], 2, 2)
@@ -72,13 +71,13 @@ def last_cores(usable: Sequence[int], num_cores: int, local_rank: int) -> set[in
 
 
 class Throttle:
-    """Keeps the bytes of a rank, in the long run, under a rate; whoever has moved some sleeps until the next are due.
+    """Limits the bytes a second of a rank: a thread that has moved bytes sleeps until the next are due.
 
     Args:
-        mib_s: MiB per second, of all that are wrapped together.
+        mib_s: MiB per second, of all saves together.
 
     Raises:
-        ConfigurationError: nothing could ever pass.
+        ConfigurationError: `mib_s` is not above 0.
     """
 
     def __init__(self, mib_s: float) -> None:
@@ -89,16 +88,16 @@ class Throttle:
         self._due = time.monotonic()
 
     def wrap(self, progress: Callable[[int], None], given_up: threading.Event | None = None) -> Throttled:
-        """Return a `progress` that any thread may call; it calls the given one, and then sleeps if it must.
+        """Return a `progress` that any thread may call; it calls the given one, and then sleeps until the next bytes are due.
 
         Args:
-            progress: hears of a byte every so often from who sleeps, and ends the sleep if it raises.
-            given_up: once it is set, nobody sleeps any more.
+            progress: called with one byte now and then by a thread that sleeps; an exception ends the sleep.
+            given_up: once it is set, no thread sleeps any more.
         """
         return Throttled(self, progress, given_up or threading.Event())
 
     def due_in_s(self, num_bytes: int) -> float:
-        """Count bytes that have moved; return how long, if above 0, to wait with the next."""
+        """Count bytes that have moved; return the seconds to wait before the next, if above 0."""
         with self._lock:
             now = time.monotonic()
             self._due = max(self._due, now - BURST_S) + num_bytes / self._bytes_s
@@ -106,7 +105,7 @@ class Throttle:
 
 
 class Throttled:
-    """A `progress` that sleeps. Made by `Throttle.wrap`, for one save."""
+    """The `progress` of one save, which sleeps. Made by `Throttle.wrap`."""
 
     def __init__(self, throttle: Throttle, progress: Callable[[int], None], given_up: threading.Event) -> None:
         self._throttle = throttle
@@ -124,9 +123,9 @@ class Throttled:
                 self._progress(1)
 
     def until_taken(self, items: Iterable[_T]) -> Iterator[_T]:
-        """Yield the items; when no more are asked for, sleep no more.
+        """Yield the items; after the last one, sleep no more.
 
-        What follows is little, and the wait until the disk has it all, in which bytes count as moved once more.
+        The rest of a save is small files and the sync to disk, in which bytes count a second time.
         """
         yield from items
         self._lifted = True
@@ -140,10 +139,10 @@ def write_throttled(
     staged: Iterable[Staged],
     progress: Callable[[int], None],
 ) -> WriteResult:
-    """Write a share in this thread, no faster than the throttle allows; None: as fast as it goes.
+    """Write a share in this thread, at most at the rate of the throttle; None: no limit.
 
     Args:
-        given_up: see `Throttle.wrap`; what follows is as in `RankWritePlan.write`.
+        given_up: see `Throttle.wrap`. The arguments after it are those of `RankWritePlan.write`.
     """
     if throttle is None:
         return share.write(job, staged, progress)

@@ -1,58 +1,47 @@
-"""Errors as they travel between a process and its trainer: the same class, the same sentence, and how they came about."""
+"""Serialize errors between trainer and writer process: same class, same sentence, same chain of causes."""
 
 from __future__ import annotations
 
 import pickle
 import traceback
-from typing import Any
+from contextlib import suppress
+from itertools import pairwise
 
-from ckpt.errors import CheckpointError, describe, rebuild, sentence
+from ckpt.errors import CheckpointError, sentence
 
 
-def serialize_error(error: BaseException, who: str) -> dict[str, Any]:
-    """Return what `deserialize_error` makes the same error of. It can be pickled, whatever the error is.
+def serialize_error(error: BaseException, process: str) -> bytes:
+    """Return the bytes from which `deserialize_error` makes the error again, with its causes.
 
     Args:
-        who: the process that met it, for the traceback of an error that nobody foresaw.
+        process: the process that raised it, for the traceback that is added to an unexpected error.
     """
-    foreseen = isinstance(error, (CheckpointError, OSError))
-    return {
-        "ours": describe(error) if isinstance(error, CheckpointError) else None,
-        "pickled": None if isinstance(error, CheckpointError) else _pickled(error),
-        "sentence": sentence(error),
-        "trace": None if foreseen else f"in {who}:\n" + "".join(traceback.format_exception(error, chain=False)),
-        "cause": None if error.__cause__ is None else serialize_error(error.__cause__, who),
-    }
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        copy = _copied(cause)
+        chain.append(copy)
+        if not isinstance(cause, (CheckpointError, OSError)):
+            copy.add_note(f"in {process}:\n" + "".join(traceback.format_exception(cause, chain=False)))
+        if cause.__cause__ is None and type(copy) is not type(cause):
+            chain.append(RuntimeError(str(copy)))  # marks the error as unexpected
+        cause = cause.__cause__
+    return pickle.dumps(chain)
 
 
-def deserialize_error(message: dict[str, Any]) -> BaseException:
-    """Return the error that `serialize_error` was given. One of a class that does not travel becomes a `CheckpointError`."""
-    error = _error_of(message)
-    if message["cause"] is not None:
-        error.__cause__ = deserialize_error(message["cause"])
-    if message["trace"] is not None:
-        error.add_note(message["trace"])
-    return error
+def deserialize_error(data: bytes) -> BaseException:
+    """Return the error of `serialize_error`. An error that pickle cannot copy has become a `CheckpointError`."""
+    chain: list[BaseException] = pickle.loads(data)
+    for error, cause in pairwise(chain):
+        error.__cause__ = cause
+    return chain[0]
 
 
-def _error_of(message: dict[str, Any]) -> BaseException:
-    if message["ours"] is not None:
-        return rebuild(message["ours"])
-    if message["pickled"] is not None:
-        error: BaseException = pickle.loads(message["pickled"])
-        return error
-    error = CheckpointError(message["sentence"])
-    error.__cause__ = RuntimeError(message["sentence"])
-    return error
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    """The error's bytes, if what they are made into says the same, and is nothing that would end a program."""
-    if not isinstance(error, Exception):
-        return None
-    try:
-        data = pickle.dumps(error)
-        copy = pickle.loads(data)
-    except Exception:  # whatever a class of somebody's may raise here: its sentence can be told
-        return None
-    return data if type(copy) is type(error) and sentence(copy) == sentence(error) else None
+def _copied(error: BaseException) -> BaseException:
+    """A copy by pickle if it says the same; SystemExit and the like would end the trainer, and are not copied."""
+    if isinstance(error, Exception):
+        with suppress(Exception):  # a class of a user may raise anything here
+            copy: Exception = pickle.loads(pickle.dumps(error))
+            if type(copy) is type(error) and sentence(copy) == sentence(error):
+                return copy
+    return CheckpointError(sentence(error))

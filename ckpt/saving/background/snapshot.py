@@ -1,14 +1,14 @@
-"""A copy of one rank's share of a save, in host memory that is kept from save to save; and how it gets there.
+"""Copy one rank's share of a save to host memory, which is reused from save to save.
 
-    the thread that trains     copies what may change any time, and returns
-    the copier                 beside the next forward and backward, what only an optimizer's step changes (save.overlap)
-    the thread that writes     takes item after item, and gives the memory back
+    training thread     copies state that may change at any time, and returns
+    copier thread       copies, during the next forward and backward, state that only an optimizer's step changes (saves.overlap)
+    writing thread      takes item after item, and gives the memory back
 
-What has no room waits until something before it is written. Each item's digests are taken while its bytes are still in the processor's
-cache; whoever writes it makes sure that they are the same still.
+An item without room waits until an earlier one is written. The digests of an item are taken while its bytes are in the processor's
+cache; the writer compares them.
 
-Where the files of a save are kept in memory (backends/pool.py), an item is copied to its place there, and stays; only what is put together
-of several ranks' parts passes through the arena.
+Where the files of a save are kept in memory (`ckpt.storage.pool`), an item is copied to its place there, and stays; only chunks that are
+assembled of several ranks' parts pass through the arena.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ckpt.memory.arena import Arena, room_for
 from ckpt.memory.copies import Halves, Staging, Streams
 from ckpt.memory.device import same_device, uses_accelerator, wait_for_accelerator
 from ckpt.planning.plan import ChunkTask, SavePlan
-from ckpt.saving.gathering import Regions, laid_end_to_end, sent
-from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged
+from ckpt.saving.gathering import Regions, sent
+from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, laid_end_to_end
 from ckpt.state.collect import RankState
 from ckpt.state.overlap import Watched
 
 _ALIGNED = 64
 _LITTLE_PINNED_BYTES = 8 << 20
-"""Of the halves that parts of chunks pass through on their way to other ranks."""
+"""Bytes of the halves that partial chunks pass through on their way to other ranks."""
 
 
 class Snapshot:
-    """One save's. `take` in the thread that trains, then `wait` at any time; the rest by the thread that writes.
+    """The copy for one save. The training thread calls `take`, then `wait` at any time; the writing thread calls the rest.
 
-    States. Each arrow sets the events below it, for which other threads wait; an error, which is kept, leads to `over` from all of them:
+    States. Each arrow sets the events below it, which other threads wait for. An error is kept, and leads to `over` from every state:
 
         new --take--> sending --------> copying --all copied--> over
          |                  |             ^  |                   ^  _is_over, _may_be_written
@@ -49,15 +49,15 @@ class Snapshot:
          |                               copying while writing --+
          +--fail, then take--------------------------------------+
 
-    `sending` is the thread that trains; it copies on, or leaves the rest to the copier. Before `_may_be_written` no item is handed out.
+    `sending` is in the training thread, which copies on, or leaves the rest to the copier. Before `_may_be_written` no item is handed out.
     `give_up`, in any state but `new`, ends the copying with an error, waits for `over`, and gives all memory back to the arena.
-    Only who copies uses the tensors (`_regions`, `_contribution`, `_watched`), and lets go of them on the way to `over`.
+    Only the thread that copies uses the tensors (`_regions`, `_contribution`, `_watched`), and releases them before `over`.
 
     Args:
         arena: large enough for `arena_bytes` of this share.
-        placed: number of an item -> the memory of exactly its bytes, which it is copied to and not written from before all are copied.
-        watched: what only optimizers' steps change; it is copied later, by a thread of its own. None: nothing is.
-        pinned_bytes: of memory that copies from devices pass through; None: the arena is pinned itself.
+        placed: number of an item -> memory of its size, outside of the arena, to copy it to. Items are handed out once all are copied.
+        watched: tensors that only optimizers' steps change, for the copier to copy. None: the training thread copies all.
+        pinned_bytes: of memory that copies from devices pass through; None: the arena itself is pinned.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy what must not wait, and start copying the rest. What goes wrong with a copy fails the save, not the caller."""
+        """Copy state that must not change first, and start the copier for the rest. An error of a copy fails the save, not the caller."""
         later: list[tuple[int, Item]] = []
         try:
             if self._error is not None:
@@ -98,7 +98,7 @@ class Snapshot:
             self._meet_devices()
             staging = Staging(Halves(self._pinned_bytes or _LITTLE_PINNED_BYTES), self._streams)
             self._sends = sent(self._share, self._the_regions, staging)
-            self._has_sends.set()  # before anything waits for room, which there is once they have arrived
+            self._has_sends.set()  # before anything waits for room: writing frees it, and begins with the exchange of these
             now, later = self._parted()
             self._copy(now)
         except Exception as error:
@@ -116,11 +116,11 @@ class Snapshot:
             self._end()
 
     def fail(self, error: Exception) -> None:
-        """There is to be no copy: `take` does nothing, and whoever asks for items learns why."""
+        """Make no copy: `take` does nothing, and `items` raises this error."""
         self._error = error
 
     def wait(self) -> None:
-        """Return when the copy is complete, or has failed. Any thread; at once where it is."""
+        """Wait until the copy is complete, or has failed. Any thread."""
         self._is_over.wait()
 
     @property
@@ -134,9 +134,9 @@ class Snapshot:
         return self._sends
 
     def items(self) -> Iterator[Staged]:
-        """Every item: once all are copied, for training may be waiting for that, or once one has no room. Those with places come in order.
+        """Yield every item. Starts once all are copied, or when one has no room. Placed items come in file order.
 
-        Raises: what went wrong with the copy.
+        Raises: the error of the copy.
         """
         self._may_be_written.wait()
         for staged, room in self._in_order() if self._placed else iter(self._next_ready, None):
@@ -146,21 +146,21 @@ class Snapshot:
         self.check()
 
     def _in_order(self) -> Iterator[tuple[Staged, torch.Tensor]]:
-        """Once all are copied, or the copy has failed."""
+        """The items in order, once all are copied or the copy has failed."""
         in_order = sorted(iter(self._next_ready, None), key=lambda ready: ready[0].number)
-        self._ready.get()  # the end, which comes last again
+        self._ready.get()  # the end mark, which is put last again
         for ready in (*in_order, None):
             self._ready.put(ready)
         return iter(self._next_ready, None)
 
     def check(self) -> None:
-        """Wait until all is copied, and raise what went wrong."""
+        """Wait until all is copied, and raise the error of the copy."""
         self._is_over.wait()
         if self._error is not None:
             raise self._error
 
     def give_up(self) -> None:
-        """Let go of everything: nobody will ask for more. Any thread, any time, also when all went well."""
+        """Release all memory; no item is requested after this. Any thread, at any time after `take`, also after success."""
         self._is_given_up = True
         self._is_over.wait()
         self._give_back_written()
@@ -168,7 +168,7 @@ class Snapshot:
             self._give_back(ready[0].number, ready[1])
 
     def _give_back_written(self) -> None:
-        """Not left to the end of the loop over the items: an error that came between keeps that loop as long as it is kept itself."""
+        """Give back the memory of the item handed out last. Not at the end of the loop over the items: an error keeps its frame alive."""
         if self._being_written is not None:
             self._give_back(*self._being_written)
             self._being_written = None
@@ -180,18 +180,18 @@ class Snapshot:
     def _next_ready(self) -> tuple[Staged, torch.Tensor] | None:
         ready = self._ready.get()
         if ready is None:
-            self._ready.put(None)  # the end stays the end
+            self._ready.put(None)  # the end mark stays
         return ready
 
     def _meet_devices(self) -> None:
-        """Wait now for what is queued on devices, and not when the copier comes: training has queued more by then."""
+        """Wait now for the work queued on devices: by the time of the copier training has queued more."""
         for item in self._share.items if uses_accelerator() else ():
             for tensor in self._the_regions.of_item(item):
                 if not tensor.is_cpu:
                     self._streams.on(tensor.device)
 
     def _parted(self) -> tuple[list[tuple[int, Item]], list[tuple[int, Item]]]:
-        """What is copied before control returns, and what later."""
+        """(Items to copy before `take` returns, items for the copier)."""
         now: list[tuple[int, Item]] = []
         later: list[tuple[int, Item]] = []
         assert self._regions is not None
@@ -215,7 +215,7 @@ class Snapshot:
         self._end()
 
     def _end(self) -> None:
-        """Nothing more is copied: look whether what was copied is the state of the call, and let go of it."""
+        """End the copying: check that the copy is the state of the call, and release the tensors."""
         try:
             if self._error is None:
                 self._require_unchanged()
@@ -238,14 +238,14 @@ class Snapshot:
         self._contribution.require_unchanged()
 
     def _copy(self, items: Sequence[tuple[int, Item]]) -> None:
-        """Copy items to the arena and hand them over; one from a device is on its way while the one before is digested."""
+        """Copy items, and queue them for the writer; a device copies an item while the one before is digested."""
         rooms: dict[int, torch.Tensor] = {}
         coming = 0
 
-        def tensors_of(numbered: tuple[int, Item]) -> list[torch.Tensor]:
+        def with_tensors() -> Iterator[tuple[tuple[int, Item], list[torch.Tensor]]]:
             nonlocal coming
-            coming = numbered[0]
-            return self._the_regions.of_item(numbered[1])
+            for coming, item in items:
+                yield (coming, item), self._the_regions.of_item(item)
 
         def room_in_arena(num_bytes: int) -> torch.Tensor:
             rooms[coming] = self._take(coming, num_bytes)
@@ -253,7 +253,7 @@ class Snapshot:
 
         through = room_in_arena if self._pinned_bytes is None else Halves(self._pinned_bytes)
         try:
-            for (number, item), hosts in Staging(through, self._streams).ahead(items, tensors_of):
+            for (number, item), hosts in Staging(through, self._streams).ahead(with_tensors()):
                 if number not in rooms:
                     rooms[number] = self._take(number, sum(map(_in_a_row, _bytes_of(self._share, item))))
                     hosts = _copied(item, hosts, rooms[number])
@@ -264,13 +264,13 @@ class Snapshot:
                 digests = [staged_digests(host, self._grid_of(item, host)) for host in hosts]
                 self._ready.put((Staged(number, hosts, digests), rooms.pop(number)))
         finally:
-            if rooms:  # it has failed, and what was on its way may be so still
+            if rooms:  # after an error copies may still be running
                 wait_for_accelerator()
                 for number, room in rooms.items():
                     self._give_back(number, room)
 
     def _grid_of(self, item: Item, host: torch.Tensor) -> tuple[int, ...]:
-        """The shape in which a host tensor is stored: a whole chunk as its store wants it, a part of one, or a pack, as it is."""
+        """The shape of a host tensor in storage: that of the whole chunk, or its own for a part of a chunk or a pack."""
         if isinstance(item, ChunkTask) and item.own == (item.box,):
             return self._share.stored_shape(item)
         return tuple(host.shape)
@@ -296,11 +296,11 @@ class Snapshot:
 
 
 def arena_bytes(share: RankWritePlan, *, is_pinned: bool, placed: Collection[int] = ()) -> tuple[int, int]:
-    """The bytes of an arena that a share needs at least, and those with which nothing of it has to wait.
+    """(The fewest bytes that an arena for a share must have, the bytes with which no item waits for another).
 
     Args:
-        is_pinned: two items are under way from a device at a time, and a third must have room wherever they lie.
-        placed: the items that are not copied to it. Where there are any, all others must have room at a time.
+        is_pinned: devices copy two items to the arena at a time, and a third must have room wherever they are.
+        placed: the items that are not copied to the arena. If there are any, all others must have room at once.
     """
     sizes = [
         room_for(sum(_in_a_row(num_bytes) for num_bytes in _bytes_of(share, item)))
@@ -325,7 +325,7 @@ def _in_a_row(num_bytes: int) -> int:
 
 
 def _copied(item: Item, hosts: Sequence[torch.Tensor], room: torch.Tensor) -> list[torch.Tensor]:
-    """Copy the host tensors of an item to its room."""
+    """Copy the host tensors of an item to its room in the arena."""
     if isinstance(item, Pack):
         num_bytes = sum(host.nbytes for host in hosts)
         return [laid_end_to_end(hosts, room[:num_bytes].view(torch_dtype(item.dtype)))]
@@ -338,7 +338,7 @@ def _copied(item: Item, hosts: Sequence[torch.Tensor], room: torch.Tensor) -> li
 
 
 def _copy_bits(to: torch.Tensor, host: torch.Tensor) -> None:
-    """Copy a host tensor by one thread, that lets go of the interpreter, and not by torch's, which training may be using."""
+    """Copy a host tensor in this thread, without the interpreter's lock. Torch's own threads may be in use by training."""
     if host.is_contiguous() and not host.is_conj() and not host.is_neg():
         np.copyto(raw_bytes(to).numpy(), raw_bytes(host).numpy())
     else:
@@ -346,7 +346,7 @@ def _copy_bits(to: torch.Tensor, host: torch.Tensor) -> None:
 
 
 def _joined(hosts: Sequence[torch.Tensor], room: torch.Tensor) -> torch.Tensor:
-    """The tensors of a pack, which came to the room end to end, as one. Those that found none there are joined beside it."""
+    """The tensors of a pack as one: they came to the room end to end, or did not fit, and are joined in new memory."""
     total = sum(host.nbytes for host in hosts)
     if all(not host.numel() or _lies_in(host, room) for host in hosts):
         return room[:total].view(hosts[0].dtype)

@@ -1,260 +1,238 @@
-"""The writer process itself: what `WriterProcess` starts. It imports little before it can see that its trainer is gone."""
+"""The writer process: the program that `WriterProcess` starts. It imports little before it can see that its trainer is gone.
+
+Threads: `main` writes, and starts those of the storage library; `listener` receives the trainer's messages; `watcher` ends the process
+with its trainer.
+"""
 
 from __future__ import annotations
 
 import logging
+import logging.handlers
+import math
 import os
 import pickle
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CheckpointError, ConfigurationError, sentence
-from ckpt.saving.background.channel import Channel, Gone
 from ckpt.saving.background.priority import Throttle, in_background, write_throttled
 from ckpt.saving.background.serialized_errors import serialize_error
 
 if TYPE_CHECKING:
     import torch
 
-    from ckpt.saving.writing import Staged
+    from ckpt.saving.writing import Staged, WriteResult
 
 TELL_S = 0.1
-"""Between two words about bytes that moved."""
+"""Seconds between two messages about bytes that moved."""
+LOOK_S = 0.25
+"""Seconds between two looks whether the trainer is there."""
 
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 
 
 class _GivenUp(Exception):
-    """The trainer wants this save no more."""
-
-
-class _Save:
-    """A save as it was asked for, and what came after: items, their end, or that it is given up."""
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        self.content = content
-        self.messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self.given_up = threading.Event()
+    """The trainer has given up the save."""
 
 
 def serve(
-    *,
-    fd: int,
-    parent: int,
-    modules: list[str],
-    num_cores: int | None,
-    local_rank: int,
-    mib_s: float | None,
+    *, fd: int, parent: int, modules: list[str], num_cores: int | None, local_rank: int, mib_s: float | None
 ) -> None:
-    """Write for the trainer until it is gone, or says so. Never returns.
+    """Write for the trainer until it ends this process, or is gone itself. Never returns.
 
     Args:
-        fd: of the socket to it.
-        parent: its process id.
-        modules: imported before it is told that this process is up.
+        fd: of the connection to the trainer.
+        parent: the trainer's process id.
+        modules: imported before the trainer is told that this process is up.
+        num_cores, local_rank, mib_s: see `WriterProcess`.
     """
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), name="watcher", daemon=True).start()
     try:
         in_background(num_cores, local_rank=local_rank)
-        channel = Channel(socket.socket(fileno=fd))
-        listener = _Listener(channel, parent)
-        threading.Thread(target=listener.run, name="listener", daemon=True).start()
         for module in ("ckpt.saving.writing", *modules):
             import_module(module)
-        logging.getLogger("ckpt").addHandler(_ToTrainer(channel))
-        channel.send(("up", None))
-        _Server(channel, listener, None if mib_s is None else Throttle(mib_s)).run()
+        trainer = _Trainer(Connection(fd))
+        logging.getLogger("ckpt").addHandler(logging.handlers.QueueHandler(trainer))  # type: ignore[arg-type]  # it only puts
+        trainer.tell("up")
+        _Server(trainer, None if mib_s is None else Throttle(mib_s)).run()
     except BaseException:
         traceback.print_exc()
         _leave(1)
 
 
+def _end_with(parent: int) -> None:
+    """End with the trainer. The connection may outlive it: a process that it has forked holds an end of it too."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    _leave(0)
+
+
 def _leave(code: int) -> None:
-    """End at once, in the middle of whatever it is: nobody waits for what is being done here."""
+    """End at once, whatever other threads do."""
     sys.stderr.flush()
     os._exit(code)
 
 
-class _Listener:
-    """Hears what the trainer says, as a thread of its own, and that it says nothing any more.
+class _Trainer:
+    """The connection to the trainer. Any thread may tell it something.
 
     Attributes:
-        saves: those that were asked for.
-        segments: number -> memory that the trainer shares.
+        messages: received from it, in order.
+        given_up: it has given up the save that it asked for last.
     """
 
-    def __init__(self, channel: Channel, parent: int) -> None:
-        self.saves: queue.SimpleQueue[_Save] = queue.SimpleQueue()
-        self.segments: dict[int, torch.Tensor] = {}
-        self._channel = channel
-        self._parent = parent
-        self._save = _Save({})
+    def __init__(self, connection: Connection) -> None:
+        self.messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.given_up = threading.Event()
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._moved = 0
+        self._told_s = time.monotonic()
+        threading.Thread(target=self._listen, name="listener", daemon=True).start()
 
-    def run(self) -> None:
+    def tell(self, kind: str, content: Any = None) -> None:
+        """Send a message, after the number of bytes that have moved since the last one."""
+        with self._sending:
+            self._tell_progress()
+            self._connection.send((kind, content))
+
+    def progress(self, num_bytes: int) -> None:
+        """Count bytes that moved, and tell the trainer now and then. Ends the save, by an error, once it is given up."""
+        if self.given_up.is_set():
+            raise _GivenUp
+        with self._sending:
+            self._moved += num_bytes
+            if time.monotonic() > self._told_s + TELL_S:
+                self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        if self._moved:
+            self._connection.send(("moved", self._moved))
+        self._moved, self._told_s = 0, time.monotonic()
+
+    def put_nowait(self, record: logging.LogRecord) -> None:
+        """Send a log record, whose values are formatted already. Called by `logging.handlers.QueueHandler`."""
+        self.tell("log", record)
+
+    def _listen(self) -> None:
         try:
             while True:
-                self._take(*self._channel.receive(self._look))
-        except Gone:
+                kind, content = self._connection.recv()
+                if kind == "save":
+                    self.given_up.clear()
+                elif kind == "give up":
+                    self.given_up.set()
+                self.messages.put((kind, content))
+        except (EOFError, OSError):
             _leave(0)
         except BaseException:
             traceback.print_exc()
             _leave(1)
 
-    def _look(self) -> None:
-        """The socket may outlive the trainer: whoever it has forked has an end of it too."""
-        if os.getppid() != self._parent:
-            _leave(0)
-
-    def _take(self, message: tuple[str, Any], fds: list[int]) -> None:
-        kind, content = message
-        if kind == "save":
-            self._save = _Save(content)
-            self.saves.put(self._save)
-            return
-        if kind == "item":
-            self._map(content[-1], fds)
-        if kind == "give up":
-            self._save.given_up.set()
-        self._save.messages.put((kind, content))
-
-    def _map(self, numbers: list[int], fds: list[int]) -> None:
-        from ckpt.memory.shared_memory import mapped
-
-        for number, fd in zip(numbers, fds, strict=True):
-            self.segments[number] = mapped(fd)
-            os.close(fd)
-
 
 class _Server:
-    """Writes save after save."""
+    """Writes save after save, in the main thread."""
 
-    def __init__(self, channel: Channel, listener: _Listener, throttle: Throttle | None) -> None:
-        self._channel = channel
-        self._listener = listener
+    def __init__(self, trainer: _Trainer, throttle: Throttle | None) -> None:
+        self._trainer = trainer
         self._throttle = throttle
         self._share: Any = None
         self._backend: Any = None
+        self._segments: dict[int, torch.Tensor] = {}
 
     def run(self) -> None:
         while True:
-            save = self._listener.saves.get()
-            self._listener.segments.clear()
-            answer = self._answer(save)
-            self._listener.segments.clear()  # the trainer may be about to let go of them
-            self._channel.send(answer)
+            kind, content = self._trainer.messages.get()
+            if kind == "save":  # anything else is about a save that has failed here before
+                answer = self._answer(content)
+                self._segments.clear()  # the trainer may be about to release them
+                self._trainer.tell(*answer)
 
-    def _answer(self, save: _Save) -> tuple[str, Any]:
-        progress = _Progress(self._channel, save.given_up)
+    def _answer(self, save: tuple[Any, ...]) -> tuple[str, Any]:
         try:
-            answer = "done", self._write(save, progress)
+            return "done", self._write(*save)
         except BaseException as error:  # told to the trainer
-            answer = "failed", serialize_error(error, f"the writer process (pid {os.getpid()})")
-        progress.tell()
-        return answer
+            return "failed", serialize_error(error, f"the writer process (pid {os.getpid()})")
 
-    def _write(self, save: _Save, progress: _Progress) -> Any:
+    def _write(
+        self, share: bytes | None, backend: bytes | None, job: Sequence[Any], current_folder: str | None, log_level: int
+    ) -> WriteResult:
         from ckpt.saving.writing import WriteJob
 
-        given, save.content = save.content, {}
-        if given["below"] is not None:
-            os.chdir(given["below"])
-        logging.getLogger("ckpt").setLevel(given["level"])
-        if given["share"] is not None:
-            self._share = _unpickled(given["share"], "what is to be saved")
-        if given["backend"] is not None:
-            self._backend = _unpickled(given["backend"], "the backend")
-        job = WriteJob(given["folder"], self._backend, given["plain"], given["slivers"], given["previous"])
-        return write_throttled(self._throttle, save.given_up, self._share, job, self._staged(save), progress)
+        if current_folder is not None:
+            os.chdir(current_folder)
+        logging.getLogger("ckpt").setLevel(log_level)
+        if share is not None:
+            self._share = _unpickled(share, "what is to be saved")
+        if backend is not None:
+            self._backend = _unpickled(backend, "the backend")
+        folder, *rest = job
+        return write_throttled(
+            self._throttle,
+            self._trainer.given_up,
+            self._share,
+            WriteJob(folder, self._backend, *rest),
+            self._staged(),
+            self._trainer.progress,
+        )
 
-    def _staged(self, save: _Save) -> Iterator[Staged]:
-        """The items, each asked for when the one before it is done with."""
+    def _staged(self) -> Iterator[Staged]:
+        """Yield the items, asking for each when the one before it is written."""
         from ckpt.saving.writing import Staged
 
         while True:
-            self._channel.send(("next", None))
-            kind, content = save.messages.get()
+            self._trainer.tell("next")
+            kind, content = self._trainer.messages.get()
             if kind == "end":
                 return
             if kind == "give up":
                 raise _GivenUp
-            number, places, digests, _ = content
+            number, places, digests = content
             yield Staged(number, [self._tensor(*place) for place in places], digests)
 
-    def _tensor(self, where: tuple[int, int] | bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _tensor(self, where: tuple[int, int, int] | bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the trainer's shared memory (number and descriptor of the segment, first byte in it), or of bytes that were sent."""
         import torch
 
         if isinstance(where, bytes):
-            if not where:
-                return torch.empty(shape, dtype=dtype)
-            return torch.frombuffer(bytearray(where), dtype=torch.uint8).view(dtype).view(shape)
-        number, first = where
-        num_bytes = dtype.itemsize
-        for side in shape:
-            num_bytes *= side
-        return self._listener.segments[number][first : first + num_bytes].view(dtype).view(shape)
+            return (
+                torch.frombuffer(bytearray(where), dtype=dtype).view(shape)
+                if where
+                else torch.empty(shape, dtype=dtype)
+            )
+        number, fd, first = where
+        if number not in self._segments:
+            self._segments[number] = _mapped(fd)
+        return self._segments[number][first:][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-class _Progress:
-    """Tells the trainer, now and then, how many bytes have moved; ends the save for whoever calls it when it is given up."""
+def _mapped(fd: int) -> torch.Tensor:
+    """Map the shared memory behind a descriptor of the trainer, as flat bytes."""
+    from ckpt.memory.shared_memory import mapped
 
-    def __init__(self, channel: Channel, given_up: threading.Event) -> None:
-        self._channel = channel
-        self._given_up = given_up
-        self._lock = threading.Lock()
-        self._moved = 0
-        self._told_s = time.monotonic()
-
-    def __call__(self, num_bytes: int) -> None:
-        if self._given_up.is_set():
-            raise _GivenUp
-        with self._lock:
-            self._moved += num_bytes
-            is_due = time.monotonic() > self._told_s + TELL_S
-        if is_due:
-            self.tell()
-
-    def tell(self) -> None:
-        with self._lock:
-            moved, self._moved = self._moved, 0
-            self._told_s = time.monotonic()
-        if moved:
-            self._channel.send(("moved", moved))
-
-
-class _ToTrainer(logging.Handler):
-    """Hands what is logged to the trainer, as text."""
-
-    def __init__(self, channel: Channel) -> None:
-        super().__init__()
-        self._channel = channel
-
-    def emit(self, record: logging.LogRecord) -> None:
-        trace = "\n" + "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
-        plain = {
-            **record.__dict__,
-            "msg": record.getMessage() + trace,
-            "args": None,
-            "exc_info": None,
-            "exc_text": None,
-        }
-        self._channel.send(("log", plain))
+    own = os.open(f"/proc/{os.getppid()}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mapped(own)
+    finally:
+        os.close(own)
 
 
 def _unpickled(data: bytes, what: str) -> Any:
     try:
         return pickle.loads(data)
-    except Exception as error:  # whatever a class of somebody's raises
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a class of a user raises
         raise ConfigurationError(
             f"{what} cannot be made anew in the writer process: {sentence(error)}. Define its classes in a module that can be "
             "imported, not in the program itself, or give saves.writer='thread'."

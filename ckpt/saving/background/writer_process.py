@@ -5,11 +5,12 @@
     where an item lies in shared memory   ---->   digests and writes it
     the next one, please                  <----   has copied or written all of it
     bytes that moved, warnings            <----
-    the vote, or the error                <----   all is durable
+    the result, or the error              <----   all is durable
 
-It is started once, from nothing (never a fork of a process with threads), imports torch and the storage library and no accelerator's,
-and ends when the rank does: it sees the socket close, or that it has another parent. It takes no signals but SIGKILL, for launchers
-send theirs to everybody, and it is the rank that decides what becomes of a save.
+Both are one program, and trust each other: messages are pickled objects over a `multiprocessing.connection.Connection`, and the writer maps
+the rank's shared memory through /proc. The process is started once, as a new interpreter (never a fork of a process with threads),
+imports torch and the storage library and no accelerator's, and ends with the rank. It takes no signals but SIGKILL: launchers send
+theirs to every process, and it is the rank that decides when a save is given up.
 """
 
 from __future__ import annotations
@@ -21,30 +22,39 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sentence
 from ckpt.format.dtypes import contiguous, raw_bytes
 from ckpt.memory.shared_memory import segment_of
-from ckpt.saving.background.channel import Channel, Gone
 from ckpt.saving.background.serialized_errors import deserialize_error
 
 if TYPE_CHECKING:
+    import torch
+
     from ckpt.backends.base import Backend
     from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
 
 START_TIMEOUT_S = 180.0
-"""It takes 1.5 s on a machine with nothing else to do, and minutes where a thousand ranks read one file server."""
+"""Starting takes 1.5 s on an idle machine, and minutes where a thousand ranks read one file server."""
 GIVE_UP_S = 10.0
 """For the writer to let go of a save; one that cannot, as with a disk that does not answer, is killed."""
+TAKE_S = 30.0
+"""For the writer to take a message that does not fit the socket's buffer; one that does not is killed."""
 END_S = 5.0
+"""For a killed process to be gone; one that waits for a disk is left to the system."""
+LOOK_S = 0.25
+"""Between two looks of a thread that waits for a message."""
 
 # Nothing is imported before the trainer's path is there: by its own it could come from whatever lies in the current folder.
 _PROGRAM = (
@@ -56,12 +66,16 @@ _IDLE = "while it had nothing to do"
 _log = logging.getLogger("ckpt")
 
 
+class _Gone(Exception):
+    """The process is gone, or does not answer."""
+
+
 class WriterProcess:
     """The writer of one rank. `write` in one thread at a time, everything else in any.
 
     Args:
         num_cores: how many cores it may use; None: all.
-        mib_s: how many MiB a second it may write; None: as many as there are.
+        mib_s: how many MiB a second it may write; None: no limit.
         local_rank: number of the rank on its host, so that the writers of several take different cores.
         start_timeout_s: it must be up by then, in seconds.
     """
@@ -95,7 +109,7 @@ class WriterProcess:
 
         Raises:
             StorageError: the system starts no process, or `close` was called.
-            ConfigurationError: nobody knows which program Python is here.
+            ConfigurationError: the path of the Python interpreter is unknown.
         """
         self._started(backend)
 
@@ -108,8 +122,8 @@ class WriterProcess:
         they are used: they must not change.
 
         Args:
-            progress: hears of bytes that moved, and of 0 now and then when none did; what it raises ends the save, as does what `staged`
-                raises. Nothing is written any more when this returns.
+            progress: called with bytes that moved, and with 0 now and then when none did; an exception of it ends the save, as does
+                one of `staged`. Nothing is written any more when this returns.
 
         Raises:
             StorageError: also if the process died, or was not up in time. The next save starts another.
@@ -120,8 +134,8 @@ class WriterProcess:
             try:
                 child.await_up(progress, self._start_timeout_s)
                 return child.write(share, job, staged, progress)
-            except Gone:
-                error = child.obituary()
+            except _Gone:
+                error = child.error_of_end()
                 child.end()
                 raise error from None
 
@@ -139,7 +153,7 @@ class WriterProcess:
                 raise StorageError("the writer process was closed; nothing more can be saved with it")
             child = self._child
             if child is not None and not child.has_ended and child.process.poll() is not None:
-                _log.warning("%s; another one is started", child.obituary())
+                _log.warning("%s; another one is started", child.error_of_end())
                 child.end()
             if child is None or child.has_ended:
                 child = self._child = _Child(self._settings, backend)
@@ -155,44 +169,35 @@ class _Child:
         self._what = "before it was up"
         self._share: RankWritePlan | None = None
         self._backend: Backend | None = None
-        self._known: set[int] = set()
         self._errors = os.memfd_create("ckpt-writer-stderr", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair()
-        with theirs:
-            try:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(TAKE_S), 0))
+        self._connection = Connection(ours.detach())
+        try:
+            with theirs:
                 self.process = self._popen({**settings, "fd": theirs.fileno()}, type(backend).__module__)
-            except BaseException as error:
-                ours.close()
-                os.close(self._errors)
-                if isinstance(error, OSError):
-                    raise StorageError(f"the writer process cannot be started: {sentence(error)}") from error
-                raise
-        self._channel = Channel(ours)
-        self._end = weakref.finalize(self, _end, os.getpid(), self.process, self._channel, self._errors)
+        except BaseException as error:
+            os.close(self._errors)
+            if isinstance(error, OSError):
+                raise StorageError(f"the writer process cannot be started: {sentence(error)}") from error
+            raise
+        self._end = weakref.finalize(self, _end, os.getpid(), self.process, self._errors)
         self._end.atexit = False  # see _end_all
         _children.add(self)
 
-    def _popen(self, given: dict[str, Any], module: str) -> subprocess.Popen[bytes]:
+    def _popen(self, settings: dict[str, Any], module: str) -> subprocess.Popen[bytes]:
         if not sys.executable:
             raise ConfigurationError(
                 "saves.writer='process' needs sys.executable, which is empty here; give saves.writer='thread'"
             )
-        given |= {
-            "parent": os.getpid(),
-            "modules": [] if module == "__main__" else [module],
-        }
-        environment = {
-            **os.environ,
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-            "OMP_NUM_THREADS": "1",
-        }
+        settings |= {"parent": os.getpid(), "modules": [] if module == "__main__" else [module]}
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(given), *(entry or os.getcwd() for entry in sys.path)],
+            [sys.executable, "-P", "-c", _PROGRAM, json.dumps(settings), *(entry or os.getcwd() for entry in sys.path)],
             stdin=subprocess.DEVNULL,
             stdout=self._errors,
             stderr=self._errors,
-            pass_fds=[given["fd"]],
-            env=environment,
+            pass_fds=[settings["fd"]],
+            env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"},
             # Not a session of its own: where the kernel groups sessions, a priority counts among those of one only.
             process_group=0,
         )
@@ -206,37 +211,29 @@ class _Child:
             self._require_alive()
             if time.monotonic() > deadline:
                 self._how = f"was not up after {timeout_s:g} s, and has been ended"
-                raise Gone
+                raise _Gone
 
         while not self._is_up:
-            self._is_up = self._hear(look)[0] == "up"
+            self._is_up = self._receive(look)[0] == "up"
         self._what = _IDLE
 
     def write(
         self, share: RankWritePlan, job: WriteJob, staged: Iterable[Staged], progress: Callable[[int], None]
     ) -> WriteResult:
-        def look() -> None:
-            progress(0)
-            self._require_alive()
-
         self._what = f"when it began to write {job.folder}"
-        save = {
-            "share": None if share is self._share else _pickled(share, "what is to be saved"),
-            "backend": None if job.backend is self._backend else _pickled(job.backend, "the backend"),
-            "folder": job.folder,
-            "below": None if job.folder.is_absolute() else os.getcwd(),
-            "plain": dict(job.plain),
-            "slivers": dict(job.slivers),
-            "previous": job.previous,
-            "level": _log.getEffectiveLevel(),
-        }
+        save = (
+            None if share is self._share else _pickled(share, "what is to be saved"),
+            None if job.backend is self._backend else _pickled(job.backend, "the backend"),
+            (job.folder, job.plain, job.slivers, job.previous),
+            None if job.folder.is_absolute() else os.getcwd(),
+            _log.getEffectiveLevel(),
+        )
         self._share = self._backend = None
-        self._known.clear()
         items = iter(staged)
         try:
-            self._say(("save", save), look=look)
-            error, vote = self._converse(items, share, job.folder, progress, look)
-        except Gone:
+            self._send("save", save)
+            kind, content = self._hand_over(items, share, job.folder, progress)
+        except _Gone:
             raise
         except BaseException:
             self._give_up()
@@ -245,52 +242,34 @@ class _Child:
             if isinstance(items, Generator):
                 items.close()
         self._what = _IDLE
-        if error is not None:
-            raise deserialize_error(error)
-        assert vote is not None
+        if kind == "failed":
+            raise deserialize_error(content)
         self._share, self._backend = share, job.backend
-        return vote
+        result: WriteResult = content
+        return result
 
-    def _converse(
-        self,
-        items: Iterator[Staged],
-        share: RankWritePlan,
-        folder: Path,
-        progress: Callable[[int], None],
-        look: Callable[[], None],
-    ) -> tuple[dict[str, Any] | None, WriteResult | None]:
-        """Hand over item after item as they are asked for, until there is an error or a vote."""
+    def _hand_over(
+        self, items: Iterator[Staged], share: RankWritePlan, folder: Path, progress: Callable[[int], None]
+    ) -> tuple[str, Any]:
+        """Hand over item after item as they are asked for; return the message that ends the save."""
+
+        def look() -> None:
+            progress(0)
+            self._require_alive()
+
         while True:
-            kind, content = self._hear(look)
+            kind, content = self._receive(look)
             if kind == "moved":
                 progress(content)
-            elif kind == "next":
-                staged = next(items, None)
-                if staged is None:
-                    self._what = f"while it wrote the rest of {folder}"
-                    self._say(("end", None), look=look)
-                else:
-                    self._what = f"while it wrote {_name(share, staged.number)} to {folder}"
-                    self._hand_over(staged, look)
-            elif kind == "failed":
-                return content, None
-            elif kind == "done":
-                return None, content
-
-    def _hand_over(self, staged: Staged, look: Callable[[], None]) -> None:
-        places, new = [], {}
-        for host in map(contiguous, staged.hosts):
-            found = segment_of(host)
-            if found is None:
-                where: tuple[int, int] | bytes = raw_bytes(host).numpy().tobytes()
+            elif kind != "next":
+                return kind, content
+            elif (staged := next(items, None)) is None:
+                self._what = f"while it wrote the rest of {folder}"
+                self._send("end")
             else:
-                segment, offset = found
-                where = segment.number, offset
-                if segment.number not in self._known:
-                    new[segment.number] = segment.fd
-            places.append((where, tuple(host.shape), host.dtype))
-        self._say(("item", (staged.number, places, staged.digests, list(new))), list(new.values()), look)
-        self._known |= new.keys()
+                self._what = f"while it wrote {share.item_name(staged.number)} to {folder}"
+                places = [(_place_of(host), tuple(host.shape), host.dtype) for host in map(contiguous, staged.hosts)]
+                self._send("item", (staged.number, places, staged.digests))
 
     def _give_up(self) -> None:
         """Have the writer let go of the save, and return when it has, or is dead."""
@@ -299,14 +278,14 @@ class _Child:
         def look() -> None:
             self._require_alive()
             if time.monotonic() > deadline:
-                raise Gone
+                raise _Gone
 
         try:
-            self._say(("give up", None), look=look)
-            while self._hear(look)[0] not in ("failed", "done"):
+            self._send("give up")
+            while self._receive(look)[0] not in ("failed", "done"):
                 look()
             self._what = _IDLE
-        except Gone:
+        except _Gone:
             self.end()
 
     @property
@@ -314,16 +293,16 @@ class _Child:
         return not self._end.alive
 
     def end(self, how: str | None = None) -> None:
-        """End the process, wait until it is gone, and let go of everything. Any thread, again and again.
+        """End the process, wait until it is gone, and release its resources. Any thread, again and again.
 
         Args:
-            how: what is said of it to who is still waiting for it.
+            how: the reason that a thread which waits for the process is told.
         """
         self._how = self._how or how
         self._end()
 
-    def obituary(self) -> StorageError:
-        """Say how it ended, what it was doing, and what it left on stderr."""
+    def error_of_end(self) -> StorageError:
+        """An error with how the process ended, what it was doing, and what it left on stderr."""
         how, hint = self._how, ""
         if how is None:
             try:
@@ -331,7 +310,8 @@ class _Child:
             except subprocess.TimeoutExpired:
                 how = "does not answer any more,"
             else:
-                how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
+                how = f"was killed by {name}" if code < 0 else f"ended with exit code {code}"
                 hint = "; the kernel does that when memory runs out" if code == -signal.SIGKILL else ""
             how = f"{how} {self._what}{hint}"
         tail = " ".join(self._tail().split())
@@ -343,38 +323,48 @@ class _Child:
         size = os.fstat(self._errors).st_size
         return os.pread(self._errors, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
 
-    def _say(self, message: Any, fds: Iterable[int] = (), look: Callable[[], None] = lambda: None) -> None:
-        self._channel.send(message, list(fds), look)
+    def _send(self, kind: str, content: Any = None) -> None:
+        try:
+            self._connection.send((kind, content))
+        except OSError as error:
+            raise _Gone from error
 
-    def _hear(self, look: Callable[[], None]) -> tuple[str, Any]:
-        """Return the next message; what the writer logs is logged here on the way."""
+    def _receive(self, look: Callable[[], None]) -> tuple[str, Any]:
+        """Return the next message; what the writer logs is logged here on the way.
+
+        Args:
+            look: called now and then as long as nothing comes; may raise.
+        """
         while True:
-            (kind, content), _ = self._channel.receive(look)
+            while (message := self._next_message()) is None:
+                look()
+            kind, content = message
             if kind != "log":
                 return kind, content
-            record = logging.makeLogRecord(content)
-            logger = logging.getLogger(record.name)
-            if logger.isEnabledFor(record.levelno):
-                logger.handle(record)
+            logger = logging.getLogger(content.name)
+            if logger.isEnabledFor(content.levelno):
+                logger.handle(content)
+
+    def _next_message(self) -> tuple[str, Any] | None:
+        """The next message; None: there is none yet."""
+        try:
+            return self._connection.recv() if self._connection.poll(LOOK_S) else None
+        except (EOFError, OSError) as error:
+            raise _Gone from error
 
     def _require_alive(self) -> None:
-        """The socket may outlive the process: whoever was forked meanwhile has an end of it too."""
+        """The connection may outlive the process: a fork that this one has made meanwhile has an end of it too."""
         if self.process.poll() is not None:
-            raise Gone
+            raise _Gone
 
 
-def _end(owner: int, process: subprocess.Popen[bytes], channel: Channel, errors: int) -> None:
-    """End a process and wait for it; nothing of it stays."""
+def _end(owner: int, process: subprocess.Popen[bytes], errors: int) -> None:
+    """Kill a process and wait until it is gone."""
     if os.getpid() != owner:  # a fork, to which it does not belong
         return
-    channel.shut()
-    for _ in range(2):  # it ends when it sees that; if it cannot even see, it is ended
-        try:
-            process.wait(END_S)
-            break
-        except subprocess.TimeoutExpired:
-            process.kill()
-    channel.close()
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
     os.close(errors)
 
 
@@ -383,31 +373,27 @@ _children: weakref.WeakSet[_Child] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """End what is left when Python ends; after what was registered later, such as who waits for a save."""
+    """End what is left when Python ends; after what was registered later, such as a thread that waits for a save."""
     for child in list(_children):
         child.end("was ended, for this program ends")
+
+
+def _place_of(host: torch.Tensor) -> tuple[int, int, int] | bytes:
+    """Number and descriptor of the segment of shared memory in which a host tensor lies, and its first byte there; or its bytes."""
+    found = segment_of(host)
+    if found is None:
+        return raw_bytes(host).numpy().tobytes()
+    segment, first = found
+    return segment.number, segment.fd, first
 
 
 def _pickled(thing: Any, what: str) -> bytes:
     try:
         return pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # whatever a class of somebody's raises
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a class of a user raises
         raise ConfigurationError(
             f"{what} cannot be sent to a writer process: {sentence(error)}. Make it something that can be pickled, or give "
             "saves.writer='thread'."
         ) from error
-
-
-def _name(share: RankWritePlan, number: int) -> str:
-    """What an item is called: a chunk by its array, a pack by its path."""
-    item = share.items[number]
-    return str(getattr(item, "name", None) or getattr(item, "path", None) or f"item {number}")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

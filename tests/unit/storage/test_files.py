@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.storage import files
-from ckpt.storage.files import FolderTree, make_durable, naming, padded_pieces, write_all
+from ckpt.storage import files, pieces
+from ckpt.storage.files import FolderTree, make_durable, naming, write_all
+from ckpt.storage.pieces import padded_pieces
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), st.integers(5, 40))
@@ -23,9 +24,9 @@ def test_a_clipped_chunk_is_padded_with_zeros_to_its_cell(sides: list[tuple[int,
     padded = torch.zeros(cell, dtype=torch.int16)
     padded[tuple(slice(0, n) for n in shape)] = host
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "PIECE_BYTES", piece_bytes)
-        pieces = list(padded_pieces(host, cell))
-    assert b"".join(pieces) == padded.numpy().tobytes()
+        patch.setattr(pieces, "PIECE_BYTES", piece_bytes)
+        found = list(padded_pieces(host, cell))
+    assert b"".join(found) == padded.numpy().tobytes()
 
 
 def test_a_whole_chunk_is_given_out_of_its_own_memory() -> None:

@@ -1,0 +1,168 @@
+"""The checkpoints in a run's output_dir: which are the run's own, which are newer than the one it loaded, and which are damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpt.catalog.incremental import linked_with
+from ckpt.catalog.ledger import Ledger, newer_than
+from ckpt.errors import CheckpointExistsError, CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
+from ckpt.loading.loader import committed_newest_first
+from ckpt.loading.report import LoadReport, Status
+from ckpt.ranks.topology import Topology
+from ckpt.saving.checkpoint_root import KnownRoots, SaveReport, SaveTarget
+
+_MOST_GONE = 100
+"""Checkpoints that may be removed under one load; where more are, the load is too slow for the run that saves them."""
+
+_log = logging.getLogger("ckpt")
+
+
+class RunHistory:
+    """What one run knows of the checkpoints in its output_dir, and may do to them. Every rank has one, all with the same content.
+
+    Args:
+        roots: their home is output_dir.
+        run_id: of this run; its checkpoints go by it.
+        keep_last, overwrite: see `CheckpointCoordinator`.
+
+    Attributes:
+        newer: names of checkpoints of the loaded one's own history that are newer than it: no save may come after them.
+    """
+
+    def __init__(
+        self, topology: Topology, roots: KnownRoots, run_id: str, *, keep_last: int | None, overwrite: bool
+    ) -> None:
+        self.newer: list[str] = []
+        self._topology = topology
+        self._roots = roots
+        self._run_ids: tuple[str | None, ...] = (run_id,)  # and of the runs that this one goes on from
+        self._keep_last = keep_last
+        self._overwrite = overwrite
+        self._loaded_name = ""
+        self._damaged: dict[Path, str] = {}
+        self._condemned: dict[Path, str] = {}
+
+    def require_no_newer(self, root: Path) -> None:
+        """Refuse a save into output_dir as long as `newer` lists any.
+
+        Raises:
+            CheckpointExistsError: it does.
+        """
+        if self.newer and self._roots.is_home(root):
+            raise CheckpointExistsError(
+                f"{self._loaded_name} was loaded, and {self._roots.home} holds newer checkpoints: {', '.join(self.newer)}. What is saved "
+                "now would lie among them, as one history. Set them aside with overwrite=True, or save to another output_dir"
+            )
+
+    def target(self, root: Path, checkpoint_id: str, *, validate: bool, config_text: str | None) -> SaveTarget:
+        """Describe a save. Only in output_dir it removes or moves checkpoints of other names."""
+        is_home = self._roots.is_home(root)
+        return SaveTarget(
+            root,
+            checkpoint_id,
+            validate=validate,
+            refused=dict(self._damaged),
+            keep_last=self._keep_last if is_home else None,
+            condemned=dict(self._condemned) if is_home else {},
+            run_ids=self._run_ids,
+            remove_others=self._overwrite and is_home,
+            config_text=config_text,
+        )
+
+    def add(self, report: SaveReport) -> None:
+        """Note a save that was committed, and with it what was to be removed."""
+        path = Path(report.path)
+        self._damaged.pop(path, None)
+        if self._roots.is_home(path.parent):
+            self._overwrite = False
+            self._condemned.clear()
+
+    def leave_newer(self, loaded: LoadReport) -> None:
+        """After a load by path: set newer checkpoints of output_dir aside if they may be overwritten. Collective.
+
+        Otherwise those of the loaded one's history are listed in `newer`; those of other runs stay, as they always do.
+        """
+        path, ledger = Path(loaded.path), Ledger(self._roots.home, run_id="reader")
+        with self._topology.operation(f"load of {path.name}"), self._topology.phase("look for newer") as phase:
+            if self._topology.is_lead:
+                newer = newer_than(path, ledger.committed()) if self._roots.is_home(path.parent) else None
+                if newer and self._overwrite:
+                    ledger.abandon(newer)
+                    names = ", ".join(one.path.name for one in newer)
+                    _log.warning("set aside, for this run goes on from %s: %s", path, names)
+                    newer = []
+                own = [one.path.name for one in newer or () if one.run_id == loaded.run_id]
+                phase.payload = {"is_here": newer is not None, "newer": own}
+        self.newer, self._loaded_name = phase.payloads[0]["newer"], path.name
+        if phase.payloads[0]["is_here"]:
+            self._overwrite = False  # what is left is the history that goes on
+
+    def go_on_from(self, loaded: LoadReport) -> None:
+        """Belong to the training history of a loaded checkpoint of output_dir: retention counts its checkpoints as this run's own."""
+        path = Path(loaded.path)
+        if self._roots.is_home(path.parent) and not self._overwrite:
+            known = (loaded.run_id, *self._run_ids) if loaded.run_id is not None else (*self._run_ids, None)
+            self._run_ids = tuple(dict.fromkeys(known))
+        if any(one.status is Status.FAILED for one in loaded.components):
+            self._roots.distrusted.add(path)
+
+    def load_newest(self, load: Callable[[Path], LoadReport]) -> LoadReport:
+        """Load the newest sound checkpoint of output_dir. If one is removed while it is read, search again. Collective.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CorruptCheckpointError: all are damaged.
+        """
+        passed_over: dict[Path, str] = {}
+        paths, num_gone = self._find(), 0
+        while (path := next((one for one in paths if one not in passed_over), None)) is not None:
+            try:
+                report = load(path)
+            except CorruptCheckpointError as error:
+                self._pass_over(path, error, passed_over)
+            except CheckpointNotFoundError as error:
+                paths, num_gone = self._find(), num_gone + 1
+                is_gone = isinstance(error, CheckpointGoneError) or path not in paths
+                if not is_gone or num_gone > _MOST_GONE:
+                    raise
+            else:
+                self._damaged.update((one, passed_over[one]) for one in paths if one in passed_over)
+                return dataclasses.replace(report, fell_back_from=tuple(map(str, paths[: paths.index(path)])))
+        if not paths:
+            raise CheckpointNotFoundError(f"there is no committed checkpoint in {self._roots.home}")
+        reasons = "; ".join(passed_over.values())
+        raise CorruptCheckpointError(f"every checkpoint in {self._roots.home} is damaged: {reasons}")
+
+    def _find(self) -> list[Path]:
+        """The committed checkpoints in output_dir as the lead sees them, the newest first."""
+        home = self._roots.home
+        with self._topology.operation(f"search for checkpoints in {home}"), self._topology.phase("find") as phase:
+            if self._topology.is_lead:
+                phase.payload = [str(path) for path in committed_newest_first(home)]
+        return [Path(path) for path in phase.payloads[0]]
+
+    def _pass_over(self, path: Path, error: CorruptCheckpointError, passed_over: dict[Path, str]) -> None:
+        """Note a damaged checkpoint, and those that share the damaged file."""
+        passed_over[path] = str(error)
+        if self._topology.is_lead:
+            _log.warning("%s is damaged and passed over: %s", path, error)
+        sharing = self._sharing_damage(path, error)
+        passed_over.update(sharing)
+        if sharing:
+            self._condemned |= {path: str(error), **sharing}
+
+    def _sharing_damage(self, path: Path, error: CorruptCheckpointError) -> dict[Path, str]:
+        """The checkpoints that link the damaged file of this one, and what is wrong with them."""
+        if error.file is None:
+            return {}
+        with self._topology.phase("look for links") as phase:
+            if self._topology.is_lead:
+                phase.payload = [str(other) for other in linked_with(path.parent, path, [error.file])]
+        return {
+            Path(other): f"{error.file} is one and the same file as that of {path.name}, which is damaged"
+            for other in phase.payloads[0]
+        }
