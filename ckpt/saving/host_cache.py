@@ -158,8 +158,8 @@ class HostCache:
         self.pool.close()
 
 
-def host_cache_of(backend: Backend, saves: SaveSettings) -> HostCache | None:
-    """The cache of saves through a backend; None: no save is kept.
+def memories_of(backend: Backend, saves: SaveSettings) -> Memories | None:
+    """The memory in which a backend keeps saves; None: it keeps none.
 
     A writer process (`saves.writer="process"`) would keep saves in its own memory, so they are not kept.
 
@@ -169,7 +169,13 @@ def host_cache_of(backend: Backend, saves: SaveSettings) -> HostCache | None:
     memories = backend.memories if isinstance(backend, KeepsSaves) else None
     if memories is None and not saves.is_async and saves.staging_budget_mib is not None:
         raise saves.without_effect("staging_budget_mib")
-    if memories is None or saves.writer == "process":
+    return None if saves.writer == "process" else memories
+
+
+def host_cache_of(backend: Backend, saves: SaveSettings) -> HostCache | None:
+    """The cache of saves through a backend; None: no save is kept. Raises as `memories_of` does."""
+    memories = memories_of(backend, saves)
+    if memories is None:
         return None
     num_copies = 2 if saves.when_busy == "queue" else 1
     if saves.is_async and saves.incremental:  # the copy that is compared takes other memory
