@@ -1,7 +1,7 @@
-"""How long a compressed chunk becomes, found out before a library makes room for all of it.
+"""Bound the decoded size of a compressed chunk before a library allocates memory for it.
 
-The libraries that decode chunks (numcodecs under zarr-python, TensorStore) take a file's word for it: a few KiB of gzip become as many
-GiB. Only the outermost of several codecs is looked at, and only those below; what others make of a chunk is up to the library.
+The libraries that decode chunks (numcodecs under zarr-python, TensorStore) do not: a few KiB of gzip can become as many GiB. Only the
+outermost of several codecs is checked, and only codecs in `_SIZES`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def require_decodes_within(file: Path, codec: str, chunk_bytes: int) -> None:
-    """Refuse a file that would decode to far more than the chunk it holds.
+    """Refuse a file that decodes to far more bytes than its chunk has.
 
     Args:
-        codec: the name of the outermost one, in Zarr v2 or v3.
-        chunk_bytes: of the elements. Codecs inside of this one may have made a little more of them.
+        codec: name of the outermost codec, in Zarr v2 or v3.
+        chunk_bytes: of the elements. Inner codecs may add a little.
 
     Raises:
         CorruptCheckpointError
@@ -38,7 +38,7 @@ def require_decodes_within(file: Path, codec: str, chunk_bytes: int) -> None:
         try:
             size = _SIZES[codec](stream, most)
         except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError):
-            return  # the library says what is wrong with it
+            return  # the library's own error is better
     if size > most:
         raise CorruptCheckpointError(
             f"{file} would decode to {size} bytes or more, where a chunk has {chunk_bytes}. Load an earlier checkpoint."
@@ -62,7 +62,7 @@ def _of_zlib(stream: BinaryIO, most: int) -> int:
 
 
 def _of_zstd(stream: BinaryIO, most: int) -> int:
-    """By the header of the frame, which a decoder makes room by; none without a size is written by zarr-python."""
+    """Read the size in the frame's header, which decoders allocate by. zarr-python writes no frame without it."""
     head = stream.read(18)
     if head[:4] != _ZSTD_MAGIC or len(head) < 6:
         return 0

@@ -1,4 +1,4 @@
-"""Which backend reads which store. Filled by one named call; a backend is imported when a chunk needs it."""
+"""The backends by user-facing name, and by the store that they read. A backend's module is imported when it is first made."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BACKENDS: Mapping[str, Callable[[], Backend]] = {
     "tensorstore": _tensorstore,
     "kimi-engine": _kimi_engine,
 }
-"""The backends of this package by the names that users know, each imported when it is made."""
+"""User-facing name -> maker of the backend with its defaults."""
 
 
 _STORES: dict[str, Callable[[], Backend]] = {
@@ -43,15 +43,15 @@ _STORES: dict[str, Callable[[], Backend]] = {
 
 
 def register_store(store: str, make: Callable[[], Backend]) -> None:
-    """Say who reads chunks of `store` that are not raw. A later registration replaces an earlier one."""
+    """Register the backend that reads encoded chunks of `store`, in this process. Replaces an earlier registration."""
     _STORES[store] = make
 
 
 def backend_of_store(store: str) -> Backend:
-    """Return a backend able to read `store`, whatever backend the run saves with.
+    """Return a new backend that reads `store`. It need not be the backend that the run saves with.
 
     Raises:
-        CorruptCheckpointError: no such store is known.
+        CorruptCheckpointError: the store is not registered.
         ConfigurationError: the store's library is not installed.
     """
     if store not in _STORES:
@@ -63,7 +63,7 @@ def backend_named(name: str) -> Backend:
     """Return a new backend with its defaults, by one of the names in `BACKENDS`.
 
     Raises:
-        ConfigurationError: there is no such name, or the backend's library is not installed.
+        ConfigurationError: the name is unknown, or the backend's library is not installed.
     """
     if name not in BACKENDS:
         raise ConfigurationError(

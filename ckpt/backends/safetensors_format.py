@@ -1,4 +1,4 @@
-"""The header of a safetensors file: written by us, when the bytes behind it are there already, and read back. Pure, but for reading.
+"""The header of a safetensors file: made after its tensors are written, and parsed. And the index of a folder of such files.
 
 Source of the format: the specification in the README of huggingface/safetensors. A file is the length of the header as 8 bytes, the
 header as JSON, padded with spaces, and the tensors, end to end in any order, without a gap.
@@ -32,7 +32,7 @@ from ckpt.format.strict_json import Count, Shape, fit, parse, read
 
 SUFFIX = ".safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-"""Beside the files of a folder, as Hugging Face's loaders look for it."""
+"""Name of a folder's index, as Hugging Face's loaders expect it."""
 
 MOST_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
@@ -65,13 +65,13 @@ _LIKE_A_PART = re.compile(r"\[(\d+:\d+(, \d+:\d+)*)?\]\??\Z")
 
 
 class Entry(NamedTuple):
-    """A tensor of a file, or a part of one that lies in several.
+    """A tensor in a file, or a part of a tensor that lies in several files.
 
     Attributes:
         name: in the file.
         dtype: as Zarr v3 calls it.
         content: which elements of which tensor it is.
-        start: of its first byte behind the header.
+        start: offset of its first byte after the header.
     """
 
     name: str
@@ -86,10 +86,10 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """A safetensors file, as its header has it.
+    """The parsed header of a safetensors file.
 
     Attributes:
-        data_start: length of the header: where the first byte of a tensor lies in the file.
+        data_start: offset of the first tensor in the file, after the header.
     """
 
     data_start: int
@@ -97,7 +97,7 @@ class SafetensorsFile:
 
 
 def entries_of(dtype: str, contents: Iterable[Content], start: int) -> list[Entry]:
-    """The entries of tensors, or parts, that lie end to end from a byte on."""
+    """Return the entries of tensors, or parts, that lie end to end from byte `start` on."""
     width = item_bytes(dtype)
     entries = []
     for content in contents:
@@ -107,10 +107,10 @@ def entries_of(dtype: str, contents: Iterable[Content], start: int) -> list[Entr
 
 
 def name_of(content: Content) -> str:
-    """The name of a tensor, or of a part of one, in a file: no two contents share one.
+    """Return the unique name of a tensor, or of a part of one, in a file.
 
-    A tensor goes by its key, a part of it by key and box. A tensor also goes by key and box if its key looks as if it were a part,
-    and if the format keeps the name for itself. A key that is no text in UTF-8 is encoded, and a question mark says so.
+    A whole tensor is named by its key, a part by key and box. A whole tensor is named by key and box, too, if its key looks like the
+    name of a part, or is reserved by the format. A key that is not valid UTF-8 is encoded, and marked by a question mark.
 
     Example:
         >>> name_of(Content("w", (4, 8), Box((0, 0), (4, 8)))), name_of(Content("w", (4, 8), Box((2, 0), (2, 8))))
@@ -133,10 +133,10 @@ def _is_text(key: str) -> bool:
 
 
 class Header:
-    """The header of a file that is being written, so long that it holds the rows of all entries it may get, wherever they lie.
+    """The header of a file that is being written, with space for all entries that the file may get, at any offsets.
 
     Args:
-        entries: all that there may be, in any order; their `start` does not matter.
+        entries: all possible ones, in any order; their `start` is ignored.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
@@ -145,10 +145,10 @@ class Header:
         self.num_bytes = _padded(8 + len(_document((entry, last, last) for entry in entries)))
 
     def to_bytes(self, placed: Iterable[tuple[int, Sequence[Entry]]]) -> bytes:
-        """The first bytes of the file.
+        """Return the bytes of the header.
 
         Args:
-            placed: (first byte behind the header, entries that lie end to end from there, as `entries_of` gives them with start 0).
+            placed: (offset after the header, entries that lie end to end from there, as `entries_of` returns them with start 0).
         """
         rows = (
             (entry, at + entry.start, at + entry.start + entry.num_bytes) for at, entries in placed for entry in entries
@@ -163,7 +163,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _document(rows: Iterable[tuple[Entry, int, int]]) -> bytes:
-    """The JSON of a header; of each entry, where it begins and ends."""
+    """Return the JSON of a header. Rows: entry, first byte, end."""
     texts = []
     parts: list[str] = []
     pairs: list[str] = []
@@ -186,7 +186,7 @@ def _document(rows: Iterable[tuple[Entry, int, int]]) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _kind(dtype: str, shape: tuple[int, ...]) -> str:
-    """Data type and shape as they are stored. The tensors of a model have few."""
+    """Return data type and shape as stored. Cached: the tensors of a model have few."""
     stored = (*shape, 2) if dtype == _COMPLEX128 else shape
     return f'"dtype":"{_NAMES[dtype]}","shape":{_numbers(stored)}'
 
@@ -198,10 +198,10 @@ def _numbers(numbers: tuple[int, ...]) -> str:
 
 @gc_paused()
 def read_shard(path: Path) -> SafetensorsFile:
-    """What a file of ours, or any other safetensors file, holds.
+    """Read the header of a safetensors file, ours or another's.
 
     Raises:
-        CorruptCheckpointError: it is missing, or no such file, or ends before its last tensor.
+        CorruptCheckpointError: the file is missing, is no safetensors file, or ends before its last tensor.
     """
     data_start, rows, size = _read_rows(path)
     with _refusing(path):
@@ -209,7 +209,7 @@ def read_shard(path: Path) -> SafetensorsFile:
 
 
 def _read_rows(path: Path) -> tuple[int, dict[str, Any], int]:
-    """Length of the header, the header, length of the file."""
+    """Return offset of the first tensor, header, length of the file."""
     with _refusing(path), CheckpointFolder(path.parent) as folder, folder.stream(path.name) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
@@ -225,7 +225,7 @@ def _read_rows(path: Path) -> tuple[int, dict[str, Any], int]:
 
 
 class _Row(msgspec.Struct):
-    """A tensor, as the header has it."""
+    """The schema of a header's row."""
 
     dtype: str
     shape: Shape
@@ -234,7 +234,7 @@ class _Row(msgspec.Struct):
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Make a `CorruptCheckpointError` that names the file of what goes wrong when a header is read."""
+    """Turn errors of reading a header into a `CorruptCheckpointError` that names the file."""
     try:
         yield
     except CorruptCheckpointError:
@@ -271,7 +271,7 @@ def _entries(rows: Mapping[str, Any], num_bytes: int) -> list[Entry]:
 
 
 def _notes(rows: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Shape, Shape]], set[str]]:
-    """What we have noted in a header: name -> key, shape and offsets of each part, and the tensors of complex128."""
+    """Return our notes in a header: name -> key, shape and offsets of each part; and the names of complex128 tensors."""
     metadata = rows.get(_METADATA, {})
     parts = read(metadata.get(_PARTS, "{}"), dict[str, tuple[str, Shape, Shape]], _PARTS)
     return parts, set(read(metadata.get(_COMPLEX128, "[]"), list[str], _COMPLEX128))
@@ -279,14 +279,14 @@ def _notes(rows: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Shape, Shape]]
 
 @gc_paused()
 def index_bytes(folder: Path, files: Iterable[str], progress: Callable[[int], None]) -> bytes:
-    """What lies where in a folder: whole tensors by name, as Hugging Face has it, and those in parts, which that does not know.
+    """Return the index of a folder: the file of each whole tensor, as Hugging Face defines it, and the parts of the other tensors.
 
     Args:
-        files: the names of the safetensors files in it, in order.
+        files: names of its safetensors files, in order.
         progress: called with the bytes of each header.
 
     Raises:
-        CorruptCheckpointError: one of them is missing, or is none.
+        CorruptCheckpointError: a file is missing, or is no safetensors file.
     """
     index = _FolderIndex()
     for file in files:
@@ -298,7 +298,7 @@ def index_bytes(folder: Path, files: Iterable[str], progress: Callable[[int], No
 
 
 class _FolderIndex:
-    """An index in the making: text, for there may be very many rows."""
+    """Builds an index as text, which may have very many rows."""
 
     def __init__(self) -> None:
         self._total = 0
@@ -306,7 +306,7 @@ class _FolderIndex:
         self._parted: dict[str, tuple[str, list[str]]] = {}
 
     def add(self, file: str, rows: Mapping[str, Any]) -> None:
-        """Take in the header of a file."""
+        """Add the header of a file."""
         parts, pairs = _notes(rows)
         there = _quoted(file)
         for name, row in rows.items():
@@ -332,5 +332,5 @@ class _FolderIndex:
 
 
 def _lines(rows: Iterable[str]) -> str:
-    """An object of JSON, a row on each line."""
+    """Return a JSON object with one row for each line."""
     return "{\n" + ",\n".join(rows) + "\n}"

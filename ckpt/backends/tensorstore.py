@@ -1,9 +1,9 @@
-"""Zarr v3 arrays that TensorStore reads, in an OCDBT database (few files however many tensors) or as files.
+"""Zarr v3 arrays for TensorStore, in an OCDBT database (a few files for any number of tensors) or as files.
 
-In OCDBT each rank makes a database of its own, `arrays.ocdbt/rank-00003/`, so that no rank waits for another; the lead then has TensorStore
-join them by reference in the database `arrays.ocdbt/`, which copies no data. Values lie raw and outside of the B-tree's nodes, so that
-every chunk has an extent, and so that they need not pass through TensorStore, which would hold a save's bytes in memory. What has not
-changed since the checkpoint before stays in the data files of that one, which are linked (linked_values.py).
+With OCDBT each rank writes its own database, `arrays.ocdbt/rank-00003/`, so that no rank waits for another. The lead rank then joins
+them by reference into the database `arrays.ocdbt/`, which copies no data. Values lie raw and outside of the B-tree's nodes: each chunk
+has an extent, and bytes do not pass through TensorStore, which would hold those of a save in memory. Unchanged values stay in data
+files of the previous checkpoint, which are hard-linked (linked_values.py).
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ from ckpt.storage.files import make_durable
 from ckpt.storage.pieces import Pieces, padded_pieces
 
 POLL_S = 0.05
-"""Between two looks at a running commit. Nothing here blocks for longer, so signals and other threads get their turn."""
+"""Seconds between two polls of a running commit. Nothing here blocks longer, so that signals and other threads get their turn."""
 
 _MANIFEST = "manifest.ocdbt"
 _CONFIG = {"max_inline_value_bytes": 0, "compression": None}
 _STATUS_ERRORS = (ValueError, RuntimeError, KeyError, NotImplementedError)
-"""What TensorStore raises for a failed operation, depending on its status code."""
+"""Exceptions of TensorStore's failed operations, by status code."""
 
 
 class TensorStoreBackend:
     """Reads and writes Zarr v3 arrays through TensorStore.
 
     Args:
-        kvstore: "ocdbt" keeps all arrays in one database below the checkpoint; "file" makes the same directories as the
-            zarr backend does.
+        kvstore: "ocdbt" stores all arrays in one database below the checkpoint; "file" writes the same directories as the
+            zarr backend.
         direct_io, buffer_mib: see `ckpt.backends.zarr.ZarrBackend`.
 
     Raises:
-        ConfigurationError: another kvstore was asked for.
+        ConfigurationError: `kvstore` has another value.
     """
 
     def __init__(self, *, kvstore: str = "ocdbt", direct_io: bool = True, buffer_mib: int = 32) -> None:
@@ -87,7 +87,7 @@ class TensorStoreBackend:
         return DirectoryWriter(sink, _description, previous=previous)
 
     def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
-        """Join the databases of `writers` by reference. A directory is one already."""
+        """Join the databases of `writers` by reference. With files there is nothing to join."""
         return _join_databases(root, writers, progress) if self._in_database else []
 
     def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
@@ -134,7 +134,7 @@ class TensorStoreBackend:
     def remove(self, root: Path, paths: Collection[str]) -> None:
         """Remove the keys of the arrays at these paths from the database, written together; the ranks' data files stay."""
         with _naming_errors(f"remove {len(paths)} arrays from {root / DATABASE}"):
-            transaction = ts.Transaction()  # other than copies, deletions leave the references that stay as they are
+            transaction = ts.Transaction()  # unlike copies, deletions in a transaction keep the other references
             database = ts.KvStore.open(_database(root / DATABASE), transaction=transaction).result()
             for path in paths:
                 database.delete_range(ts.KvStore.KeyRange(f"{path}/", f"{path}0")).result()  # "0" comes after "/"
@@ -142,7 +142,7 @@ class TensorStoreBackend:
 
 
 class _DataFile:
-    """One data file of a rank's database; it is made when the first bytes come."""
+    """One data file of a rank's database, created with its first bytes."""
 
     def __init__(self, sink: FileSink, folder: str) -> None:
         self.name = f"d/{secrets.token_hex(16)}"
@@ -152,7 +152,7 @@ class _DataFile:
         self._stream: Stream | None = None
 
     def append(self, key: str, pieces: Iterable[memoryview]) -> Value:
-        """Put a value behind the others."""
+        """Append a value."""
         at = self.size
         self.append_nodes(pieces)
         return Value(key.encode(), self.name, at, self.size - at)
@@ -168,10 +168,9 @@ class _DataFile:
 
 
 class OcdbtWriter(FileSinkWriter):
-    """One rank's side of one save: values go, end to end, to one data file as they come; `finish` puts the tree behind them.
+    """Appends one rank's values to one data file; `finish` appends the tree. See `ckpt.backends.base.Writer`.
 
-    What has not changed since the save before, and must be written again, goes to a file of its own: as it will most likely not change
-    before the next save either, that one will be linked whole.
+    Unchanged values that must be written again go to a separate file: they will probably stay unchanged, and the next save can link it.
     """
 
     def __init__(self, root: Path, rank: int, sink: FileSink, previous: Previous | None = None) -> None:
@@ -204,7 +203,7 @@ class OcdbtWriter(FileSinkWriter):
             self._rest.update(document)
 
     def finish(self) -> Written:
-        """Write the tree and the manifest, hand all bytes to the file system, and say where the chunks lie."""
+        """Write the tree and the manifest, wait for all writes, and return the chunks and files."""
         if self._linked is not None:
             for path, chunk, key, source in self._linked.settle():
                 self._put(self._unchanged, path, chunk, key, source)
@@ -231,7 +230,7 @@ class OcdbtWriter(FileSinkWriter):
         return self._written
 
     def _put(self, file: _DataFile, path: str, chunk: int, key: str, source: Pieces) -> None:
-        """Put a chunk behind the others in a data file."""
+        """Append a chunk to a data file."""
         value = file.append(key, source.digested())
         self._values.append(value)
         self._written.chunks[path, chunk] = ChunkExtent(
@@ -243,7 +242,7 @@ def _values_of(database: Path) -> Iterator[Value]:
     """Yield every value of the newest version of a database, in the order of the keys.
 
     Raises:
-        StorageError: a value lies inside a node of the B-tree, where no extent can name it.
+        StorageError: a value lies inside a node of the B-tree, where it has no extent.
     """
     base = ts.KvStore.open(_folder(database)).result()
     newest = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
@@ -268,7 +267,7 @@ def _values_below(base: ts.KvStore, location: str, prefix: bytes) -> Iterator[Va
 
 
 def _join_databases(root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
-    """Put what the ranks committed into the joined database, by reference. Returns its files."""
+    """Copy the ranks' databases into the joined database by reference. Returns its files."""
     # One context for both sides, as copying by reference needs. It does not sync: `make_durable` does, once for all files.
     context = ts.Context({"file_io_sync": False})
     database = root / DATABASE
@@ -278,7 +277,7 @@ def _join_databases(root: Path, writers: Sequence[int], progress: Callable[[int]
             raise StorageError(f"{folder} is missing, where rank {rank} has committed its arrays")
     with _naming_errors(f"join the databases in {database}"):
         joined = ts.KvStore.open({**_database(database), "config": _CONFIG}, context=context).result()
-        # Not in a transaction: the references would be dropped, silently, and every value be empty.
+        # Not in a transaction: TensorStore would silently drop the references, and every value would be empty.
         parts = [ts.KvStore.open(_database(folder), context=context).result() for folder in folders]
         for copy in [part.experimental_copy_range_to(joined) for part in parts]:
             _wait(copy)
@@ -290,7 +289,7 @@ def _join_databases(root: Path, writers: Sequence[int], progress: Callable[[int]
 
 
 def _check_joined(database: Path, folders: Sequence[Path]) -> None:
-    """Raise a `StorageError` unless the values of the joined database are those of the ranks' ones, in the same places."""
+    """Raise a `StorageError` unless the joined database has exactly the ranks' values, in the same places."""
     expected = {
         (value.key, f"{folder.name}/{value.file}", value.offset) for folder in folders for value in _values_of(folder)
     }
@@ -320,11 +319,11 @@ def _wait(future: ts.Future[Any]) -> Any:
 
 @contextmanager
 def _naming_errors(attempt: str) -> Iterator[None]:
-    """Turn what TensorStore raises for a failed file operation into an `OSError` of the file, or a `StorageError`."""
+    """Turn TensorStore's exceptions for failed file operations into an `OSError` of the file, or a `StorageError`."""
     try:
         yield
     except OSError:
-        raise  # as it is: ours, or the file system's own
+        raise  # already our own, or the file system's
     except _STATUS_ERRORS as error:
         text = _one_line(error)
         code = re.search(r"os_error_code='(\d+)'", text)
@@ -339,7 +338,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _array_paths(kvstore: ts.KvStore) -> list[str]:
-    """Return the paths of the arrays among the keys of a store, sorted; groups have metadata too."""
+    """Return the sorted paths of the arrays in a store. Groups, which have metadata, too, are left out."""
     documents = [key.decode() for key in kvstore.list().result() if key.endswith(f"/{DOCUMENT}".encode())]
     values = [kvstore.read(key) for key in documents]
     return sorted(
@@ -362,7 +361,7 @@ def _opened(kvstore: dict[str, Any], path: str, context: ts.Context) -> ts.Tenso
     spec = {
         "driver": "zarr3",
         "kvstore": {**kvstore, "path": f"{kvstore.get('path', '')}{path}/"},
-        "fill_missing_data_reads": False,  # by default a lost chunk reads as zeros
+        "fill_missing_data_reads": False,  # by default missing chunks read as zeros
     }
     return ts.open(spec, open=True, read=True, context=context).result()
 
@@ -373,7 +372,7 @@ def _spec_of(path: str, opened: ts.TensorStore) -> ArraySpec:
 
 
 def _folder(folder: Path) -> dict[str, Any]:
-    return {"driver": "file", "path": f"{folder.resolve()}/"}  # not a URL: those are percent-decoded
+    return {"driver": "file", "path": f"{folder.resolve()}/"}  # not a URL, which would be percent-decoded
 
 
 def _database(folder: Path) -> dict[str, Any]:
@@ -385,7 +384,7 @@ def _database_of(root: Path, rank: int) -> Path:
 
 
 def _crc32c(data: bytes) -> bytes:
-    """Return the CRC-32C, lowest byte first, as TensorStore puts it behind the bytes of an array."""
+    """Return the little-endian CRC-32C, computed by TensorStore's codec, which appends it to an array's bytes."""
     spec = {
         "driver": "zarr3",
         "kvstore": {"driver": "memory"},

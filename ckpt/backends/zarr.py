@@ -1,7 +1,6 @@
 """Zarr v3 on a shared file system: an ordinary directory of chunk files that `zarr.open` reads without our code.
 
-Raw chunks and descriptions are written as files (directory.py); zarr-python says what is in a description, and encodes and decodes
-chunks that are compressed.
+Raw chunks and metadata are written as files (directory.py). zarr-python makes the metadata, and encodes and decodes compressed chunks.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ class ZarrBackend:
 
     Args:
         compressors: Zarr v3 codecs that turn bytes into fewer bytes, such as
-            `[{"name": "zstd", "configuration": {"level": 3, "checksum": false}}]`. None keeps the elements as they are
-            in memory, which is what makes loading fast: only raw chunks are read straight into tensors.
-        direct_io: write large chunks past the page cache, where the file system allows it: less work for the processor, and what
-            is cached stays so.
-        buffer_mib: memory that a rank writes from then, in MiB: what a save takes on top of the state.
+            `[{"name": "zstd", "configuration": {"level": 3, "checksum": false}}]`. None stores raw elements, which load
+            faster: only raw chunks are read straight into tensors.
+        direct_io: write large chunks past the page cache, where the file system allows it: less processor time, and other files
+            stay cached.
+        buffer_mib: memory of each rank for direct writes, in MiB, on top of the state.
 
     Raises:
-        ConfigurationError: zarr-python does not know one of the compressors.
+        ConfigurationError: zarr-python does not know a compressor.
     """
 
     store = "zarr"
@@ -65,7 +64,7 @@ class ZarrBackend:
         self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy may be in another process, whose zarr-python knows our data types no more than the first one's did."""
+        """Register our data types with zarr-python: a copy may be in another process."""
         zarr_dtypes.register()
         self.__dict__.update(state)
 
@@ -78,7 +77,7 @@ class ZarrBackend:
         return DirectoryWriter(sink, self._description(), encode, previous)
 
     def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
-        """Nothing is left to do: what the ranks wrote is one directory."""
+        """Do nothing: all ranks write into one directory."""
         return []
 
     def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
@@ -122,7 +121,7 @@ class ZarrBackend:
 
 
 def _compressed(compressors: Sequence[dict[str, Any]], array: ArraySpec, box: Box, host: torch.Tensor) -> bytes:
-    """Return a chunk as zarr-python encodes it, by letting it write that chunk alone into memory."""
+    """Encode a chunk with zarr-python, by letting it write this one chunk to a store in memory."""
     files: dict[str, Any] = {}
     metadata = _metadata(array, compressors)
     encoder = zarr.Array(zarr.AsyncArray(metadata, StorePath(MemoryStore(files))))
@@ -137,7 +136,7 @@ def _metadata(array: ArraySpec, compressors: Sequence[dict[str, Any]]) -> ArrayV
 
 
 def _document_bytes(metadata: ArrayV3Metadata | GroupMetadata) -> bytes:
-    return json.dumps(metadata.to_dict()).encode()  # not indented, as zarr-python does: that takes most of the time
+    return json.dumps(metadata.to_dict()).encode()  # zarr-python indents, which takes most of its time
 
 
 def _metadata_in(folder: Path) -> tuple[ArrayV3Metadata, tuple[int, ...]]:
@@ -164,7 +163,7 @@ def _metadata_in(folder: Path) -> tuple[ArrayV3Metadata, tuple[int, ...]]:
 
 
 def _check_compressors(compressors: Sequence[dict[str, Any]]) -> None:
-    """Refuse, before anything is saved, what zarr-python does not know or what is no compressor."""
+    """Refuse codecs that zarr-python does not know, or that are no compressors, before the first save."""
     try:
         codecs = _metadata(ArraySpec("", "uint8", (1,), (1,)), compressors).codecs[1:]
     except (ValueError, TypeError, KeyError) as error:
