@@ -1,7 +1,6 @@
-"""What a save can take over from an earlier checkpoint, and which checkpoints share files because others have done so.
+"""Incremental saves: the files of an earlier checkpoint that a save may link, and the checkpoints that share files.
 
-Every checkpoint stands alone: a shared file is one file with a name in each, and is there for as long as one of them is. What they do
-share is its damage.
+Every checkpoint stands alone: a shared file is hard-linked in each, and exists as long as one of them does. Damage to it is shared.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _Inode = tuple[int, int]
 
 
 def previous_of(folder: Path, rank: int, min_live: float) -> Previous | None:
-    """What a rank has in a committed checkpoint, for its next save. Reads the manifest and the rank's index, no array.
+    """Return a rank's chunks and files in a committed checkpoint, for its next save. Reads the manifest and the rank's index.
 
     Args:
         min_live: see `Previous`.
 
     Returns:
-        None where the rank has written nothing of it; and where manifest or index is damaged, with a warning.
+        None if the rank wrote nothing of it; also, with a warning, if the manifest or the index is damaged.
     """
     try:
         manifest = read_manifest(folder)
@@ -44,16 +43,16 @@ def previous_of(folder: Path, rank: int, min_live: float) -> Previous | None:
 
 
 def previous_from(folder: Path, index: Index, min_live: float) -> Previous:
-    """The same where the index is at hand."""
+    """Return the same from an index that has been read."""
     return Previous(folder, index.chunks, index.files, index.dead, min_live)
 
 
 def linked_with(root: Path, damaged: Path, files: Iterable[str]) -> list[Path]:
-    """The committed checkpoints below a root that link a file which another one was found damaged in, the oldest commit first.
+    """Return the committed checkpoints below a root that share a damaged file of another one, the oldest commit first.
 
     Args:
-        damaged: that checkpoint; it is not among them.
-        files: by path below it, such as `CorruptCheckpointError.file`.
+        damaged: the damaged checkpoint, which is left out.
+        files: damaged files, by path below it, such as `CorruptCheckpointError.file`.
     """
     wanted = {file: inode for file in files if (inode := _shared_inode(damaged / file)) is not None}
     if not wanted:
@@ -63,12 +62,12 @@ def linked_with(root: Path, damaged: Path, files: Iterable[str]) -> list[Path]:
 
 
 def _links_any(checkpoint: Path, wanted: Mapping[str, _Inode]) -> bool:
-    """A link always has the path below its checkpoint that it was made from."""
+    """Whether a checkpoint links any of the files. Links have the same path in every checkpoint."""
     return any(_shared_inode(checkpoint / file) == inode for file, inode in wanted.items())
 
 
 def _shared_inode(file: Path) -> _Inode | None:
-    """Which file this is, if it has more names than one."""
+    """Return device and inode of a file with more than one link; None for any other."""
     try:
         found = os.lstat(file)
     except OSError:
@@ -82,11 +81,11 @@ def _same(one: Path, other: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """How much room a checkpoint takes.
+    """Disk space of a checkpoint.
 
     Attributes:
-        apparent_bytes: of all its files: what a copy of it would take.
-        unique_bytes: of the files that have no name elsewhere: what removing it would free.
+        apparent_bytes: of all its files: the size of a copy.
+        unique_bytes: of the files without links elsewhere: freed by removing it.
     """
 
     apparent_bytes: int
@@ -94,7 +93,7 @@ class DiskUse:
 
 
 def disk_use(folders: Iterable[Path]) -> tuple[dict[Path, DiskUse], int]:
-    """The room that each checkpoint takes, and all of them together, where each file counts once. Writes nothing."""
+    """Return the disk space of each checkpoint, and of all together, where each file counts once. Writes nothing."""
     each: dict[Path, DiskUse] = {}
     everywhere: dict[_Inode, int] = {}
     for folder in folders:

@@ -1,7 +1,7 @@
-"""A committed checkpoint in the format of another backend: the same arrays, chunks, packs and writers, in other files.
+"""Rewrite a committed checkpoint in the format of another backend: the same arrays, chunks, packs and writers in other files.
 
-One process does it, rank by rank, and reads and writes chunk by chunk, so that memory is needed for one chunk and a writer's buffers.
-What is not bytes of arrays (who held what, plain values, the config, the time of the commit) goes over as it is.
+One process does it, rank by rank and chunk by chunk, with memory for one chunk and a writer's buffers. Everything but the bytes of
+arrays (holders, plain values, the config, the time of the commit) is copied unchanged.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, write_all
 from ckpt.version import __version__
 
 _SHARDED_BACKENDS = {"zarr": "zarr", "ocdbt": "tensorstore"}
-"""Store -> what `metadata.json` of a sharded state dict calls it."""
+"""Store -> its name in `metadata.json` of a sharded state dict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A checkpoint that was written anew, and has been read back.
+    """The result of a rewrite, which was read back.
 
     Attributes:
         manifest: the new one.
@@ -71,10 +71,10 @@ class Rewritten:
 
 
 def rewrite(src: Path, dst: Path, backend: Backend, *, progress: Callable[[int], None] = lambda _: None) -> Rewritten:
-    """Write the checkpoint at `src` as `backend` writes checkpoints, read it back, and only then give it the name `dst`.
+    """Write the checkpoint at `src` with `backend`, read it back, and then rename it to `dst`.
 
-    Every digest of `src` is checked on the way; where both formats store a chunk alike, the new one has the same digests. Small
-    tensors stay packed as they are, but for gaps that a removal has left. Nothing is linked, whatever `src` shares with others.
+    Checks every digest of `src`. Where both formats store a chunk alike, the new one has the same digests. Small tensors stay packed as
+    they are, without the gaps that a removal has left. Nothing is linked.
 
     Args:
         dst: nothing is there, or an empty folder.
@@ -83,9 +83,9 @@ def rewrite(src: Path, dst: Path, backend: Backend, *, progress: Callable[[int],
     Raises:
         CheckpointNotFoundError: `src` is no checkpoint.
         CheckpointExistsError: there is something at `dst`.
-        CorruptCheckpointError: something of `src` is missing or damaged.
-        ConfigurationError: `src` is that of a sharded state dict, for which this format has no name.
-        StorageError: what was written is not what is read back.
+        CorruptCheckpointError: a part of `src` is missing or damaged.
+        ConfigurationError: `src` is of a sharded state dict, which loads do not read in this format.
+        StorageError: the new checkpoint, read back, has problems.
     """
     manifest = read_manifest(src)
     config = _config_of(src, manifest, backend)
@@ -100,7 +100,7 @@ def rewrite(src: Path, dst: Path, backend: Backend, *, progress: Callable[[int],
 
 
 def _config_of(src: Path, manifest: CheckpointManifest, backend: Backend) -> CheckpointingConfig | None:
-    """What `metadata.json` will say; None where there is none."""
+    """Return the content of the new `metadata.json`; None if there is none."""
     config = maybe_load_config(src) if SHARDED in manifest.components else None
     if config is None:
         return None
@@ -113,11 +113,11 @@ def _config_of(src: Path, manifest: CheckpointManifest, backend: Backend) -> Che
 
 
 class _Stored(NamedTuple):
-    """An item of a rank's share, and where its bytes are now.
+    """An item of a rank's writes, and the place of its bytes in `src`.
 
     Attributes:
-        array: as storage called it.
-        extent: of the chunk, or of the packed array; None: there is not one element.
+        array: spec in `src`.
+        extent: of the chunk, or of the packed array; None: it has no elements.
         pieces: of a pack, in the order of its tasks.
     """
 
@@ -129,7 +129,7 @@ class _Stored(NamedTuple):
 
 
 class _Rewriting:
-    """One checkpoint on its way into a new folder."""
+    """Rewrites one checkpoint into a new folder."""
 
     def __init__(
         self, src: Path, folder: Path, manifest: CheckpointManifest, backend: Backend, progress: Callable[[int], None]
@@ -149,7 +149,7 @@ class _Rewriting:
         self._memory = Scratch()
 
     def run(self) -> CheckpointManifest:
-        """Write every rank's files, and the record of them, durably."""
+        """Write every rank's files and the manifest, durably."""
         votes = [WriteResult() for _ in range(self._manifest.world_size)]
         for rank in sorted({0, *self._manifest.index_paths()}):  # the lead describes the groups
             votes[rank] = self._write_share(rank)
@@ -175,7 +175,7 @@ class _Rewriting:
             return share.write(WriteJob(self._folder, self._backend, self._plain(index)), staged, self._progress)
 
     def _share(self, rank: int, items: Sequence[_Stored]) -> RankWritePlan:
-        """What the rank writes: what it wrote."""
+        """Return the same writes for a rank as in `src`."""
         arrays = {
             name: PlannedArray(entry.dtype, entry.shape, entry.grid, [run[0] for run in entry.writers])
             for name, entry in self._owned.get(rank, {}).items()
@@ -187,14 +187,14 @@ class _Rewriting:
         tasks = RankPlan([one.item for one in items if isinstance(one.item, ChunkTask)], packed)
         topology = Topology.supposed(rank, [""] * self._manifest.world_size, {})
         share = RankWritePlan(SavePlan(arrays, {}), tasks, self._components, topology, store=self._backend.store)
-        share.items = [one.item for one in items]  # packs are cut as they were
+        share.items = [one.item for one in items]  # with the packs of `src`
         if topology.is_lead:
             names = (name for name, entry in self._manifest.arrays.items() if entry.alias_of is None)
             share.groups = {folder.removesuffix("/") for folder in folders_of(names, self._components)}
         return share
 
     def _chunks(self, index: Index) -> Iterator[_Stored]:
-        """In the order in which they were written, which mostly is that in which they lie in their files."""
+        """Yield the chunks in the order of the index, which is mostly that in the files."""
         names = {entry.path: name for name, entry in self._owned.get(index.rank, {}).items()}
         for path in index.chunks:
             if path not in names:
@@ -223,7 +223,7 @@ class _Rewriting:
             yield _Stored(pack, array, 0, extent, [piece for _, piece in alike])
 
     def _staged(self, items: Sequence[_Stored], reader: ExtentReader, names: Names) -> Iterator[Staged]:
-        """Read one item after the other, each into the memory of the one before."""
+        """Read one item after the other into one reused buffer."""
         for number, one in enumerate(items):
             if one.extent is None:
                 yield Staged(number, [torch.empty(0, dtype=torch_dtype(one.array.dtype))])
@@ -236,7 +236,7 @@ class _Rewriting:
             yield Staged(number, [host], self._digests(one, one.extent, tuple(host.shape)))
 
     def _read(self, one: _Stored, extent: ChunkExtent, reader: ExtentReader, names: Names) -> torch.Tensor:
-        """The chunk, without padding, checked."""
+        """Read and check a chunk, without padding."""
         name = names.of_arrays([one.array.path])
         box = chunk_box(one.array.shape, one.array.grid, one.number)
         host = self._memory.empty(box.shape, torch_dtype(one.array.dtype))
@@ -249,7 +249,7 @@ class _Rewriting:
         return host
 
     def _digests(self, one: _Stored, extent: ChunkExtent, clipped: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-        """Those that the chunk will have in the new checkpoint, if they are known."""
+        """Return the digests that the chunk will have in the new checkpoint, if both formats store it alike."""
         stores = self._store_of(one.item), self._backend.store
         shapes = {stored_shape(store, one.array.grid, clipped) for store in stores}
         alike = extent.raw and extent.block_bytes == BLOCK_BYTES and len(shapes) == 1
@@ -261,7 +261,7 @@ class _Rewriting:
         return store
 
     def _plain(self, index: Index) -> dict[str, tuple[str, bytes]]:
-        """What the rank wrote of plain values."""
+        """Return path -> (component, bytes) of the plain values that the rank wrote."""
         paths = {
             f"{key}/{prefix}{PLAIN_NAME}": key
             for key, one in self._manifest.components.items()
@@ -273,7 +273,7 @@ class _Rewriting:
         }
 
     def _lead_files(self, votes: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
-        """Join the arrays and write what is left; return all files that stand in the manifest."""
+        """Join the arrays and write the remaining files; return all files of the manifest."""
         parts = (f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS))  # checkpoints that are always in one format
         beside = [path for path in (CONFIG_NAME, *parts) if path in self._manifest.files]
         for path in beside:
@@ -285,7 +285,7 @@ class _Rewriting:
         return listed_files(join_arrays(self._folder, self._backend, votes, self._progress, beside), votes)
 
     def _copy_below(self, name: str) -> None:
-        """Copy the files that belong to a checkpoint in this one, and nothing else; they are examined with the whole."""
+        """Copy the listed files of a nested checkpoint. They are examined together with the whole."""
         with CheckpointFolder(self._src) as above:
             above.require_folder(name)
         manifest = read_manifest(self._src / name)
@@ -303,7 +303,7 @@ class _Rewriting:
         make_durable(self._folder / name, sizes, folders.made, self._progress)
 
     def _copy(self, old: CheckpointFolder, new: CheckpointFolder, path: str, size: int) -> None:
-        """Copy one file, which should have this size."""
+        """Copy one file, which must have this size."""
         try:
             source = old.stream(path)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -326,7 +326,7 @@ class _Rewriting:
 
 
 def _require_inner_names(manifest: CheckpointManifest, components: Mapping[str, StateComponent]) -> None:
-    """Refuse names of arrays that would become folders outside of their component's, such as `rng/../w`."""
+    """Refuse array names that lead out of their component's folder, such as `rng/../w`."""
     names = [name for name, entry in manifest.arrays.items() if entry.alias_of is None]
     for name, folder in zip(names, folders_of(names, components), strict=True):
         if not is_inner_path(folder.removesuffix("/")):
@@ -336,7 +336,7 @@ def _require_inner_names(manifest: CheckpointManifest, components: Mapping[str, 
 
 
 def _owned_by_rank(manifest: CheckpointManifest) -> dict[int, dict[str, ArrayEntry]]:
-    """Rank -> the arrays, packed ones aside, of which it wrote a chunk. One without chunks is the lead's."""
+    """Return rank -> the unpacked arrays of which it wrote a chunk. Arrays without chunks belong to the lead rank."""
     found: dict[int, dict[str, ArrayEntry]] = defaultdict(dict)
     for name, entry in manifest.arrays.items():
         if entry.grid is not None:
@@ -346,13 +346,13 @@ def _owned_by_rank(manifest: CheckpointManifest) -> dict[int, dict[str, ArrayEnt
 
 
 def _in_store(arrays: Mapping[str, ArrayEntry], store: str) -> dict[str, ArrayEntry]:
-    """The same arrays in another store. Those that share an entry go on sharing one."""
+    """Return the same entries in another store. Shared entries stay shared."""
     moved = {id(entry): entry if entry.store is None else replace(entry, store=store) for entry in arrays.values()}
     return {name: moved[id(entry)] for name, entry in arrays.items()}
 
 
 def _lie_end_to_end(pieces: Sequence[PackedPiece], num_elements: int) -> bool:
-    """Whether pieces, in order, are all of a packed array."""
+    """Whether the pieces, in order, fill the packed array without gaps."""
     ends = [piece.first + piece.box.num_elements for piece in pieces]
     is_joined = all(end == after.first for end, (_, after) in zip(ends, pairwise(pieces), strict=False))
     return is_joined and (pieces[0].first, ends[-1]) == (0, num_elements)
