@@ -50,7 +50,7 @@ _READ_BACK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class ExportedTensor:
     """A tensor to export.
 
     Attributes:
@@ -80,7 +80,7 @@ class Selection:
     """
 
     stored: Stored
-    tensors: Sequence[Tensor]
+    tensors: Sequence[ExportedTensor]
     aliases: Mapping[str, str]
 
 
@@ -129,7 +129,7 @@ def select(src: Path, component: str | None) -> Selection:
             aliases[key.removeprefix(start)] = first.removeprefix(above + start)
         else:
             rows = entry.grid[0] if entry.grid else 1
-            tensors.append(Tensor(key.removeprefix(start), first or stored, entry.dtype, entry.shape, rows))
+            tensors.append(ExportedTensor(key.removeprefix(start), first or stored, entry.dtype, entry.shape, rows))
     return Selection(StoredCheckpoint(src, manifest), tensors, aliases)
 
 
@@ -146,7 +146,7 @@ def select_of_megatron(src: Path, component: str | None) -> Selection:
     chosen = {key: array for key, array in opened.arrays.items() if key.startswith(start)}
     _require_some(src, component, chosen, opened.arrays, ".")
     tensors = [
-        Tensor(key.removeprefix(start), key, array.dtype, array.shape, array.grid[0] if array.grid else 1)
+        ExportedTensor(key.removeprefix(start), key, array.dtype, array.shape, array.grid[0] if array.grid else 1)
         for key, array in chosen.items()
     ]
     return Selection(MegatronChunks(opened), tensors, {})
@@ -200,7 +200,7 @@ def export(
     shards = list(_cut(selection.tensors, max_shard_bytes))
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
     headers = {file: _header(file, tensors) for file, tensors in files.items()}
-    read = _Read(selection.stored, progress)
+    read = _TensorReader(selection.stored, progress)
     with atomic_directory(dst) as folder:
         digests = {file: _write(folder / file, headers[file], few, read, progress) for file, few in files.items()}
         for file, digest in digests.items():
@@ -221,9 +221,9 @@ def export(
     )
 
 
-def _cut(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+def _cut(tensors: Sequence[ExportedTensor], most: int) -> Iterator[list[ExportedTensor]]:
     """Split tensors, in order, into files of at most `most` bytes and at least one tensor."""
-    few: list[Tensor] = []
+    few: list[ExportedTensor] = []
     size = 0
     for tensor in tensors:
         if few and size + tensor.num_bytes > most:
@@ -238,12 +238,12 @@ def _file_name(number: int, of: int) -> str:
     return "model.safetensors" if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
-def _in_order(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _in_order(tensors: Sequence[ExportedTensor]) -> list[ExportedTensor]:
     """Sort by element size, largest first: readers need each tensor to begin at a multiple of its element size."""
     return sorted(tensors, key=lambda tensor: -item_bytes(tensor.dtype))
 
 
-def _header(file: str, tensors: Sequence[Tensor]) -> bytes:
+def _header(file: str, tensors: Sequence[ExportedTensor]) -> bytes:
     starts = accumulate((tensor.num_bytes for tensor in tensors), initial=0)
     entries: list[tuple[int, list[Entry]]] = [
         (start, entries_of(tensor.dtype, [Content(tensor.name, tensor.shape, whole(tensor.shape))], 0))
@@ -258,7 +258,7 @@ def _header(file: str, tensors: Sequence[Tensor]) -> bytes:
     return header.to_bytes(entries)
 
 
-class _Read:
+class _TensorReader:
     """Reads tensors piece by piece into one reused buffer."""
 
     def __init__(self, stored: Stored, progress: Callable[[int], None]) -> None:
@@ -268,7 +268,7 @@ class _Read:
         self._strategy = DirectLoad()
         self._memory = Scratch()
 
-    def __call__(self, tensor: Tensor) -> Iterator[memoryview]:
+    def __call__(self, tensor: ExportedTensor) -> Iterator[memoryview]:
         """Yield the checked bytes of a tensor, in order; each piece is valid until the next."""
         total = math.prod(tensor.shape)
         step = _elements_at_once(tensor)
@@ -288,7 +288,7 @@ class _Read:
             yield memoryview(bits)
 
 
-def _elements_at_once(tensor: Tensor) -> int:
+def _elements_at_once(tensor: ExportedTensor) -> int:
     """Return the elements to read at once: whole rows of chunks if they fit `AT_ONCE_BYTES`, else whole rows, else a part of a row."""
     most = AT_ONCE_BYTES // item_bytes(tensor.dtype)
     row = max(math.prod(tensor.shape[1:]), 1)
@@ -298,7 +298,9 @@ def _elements_at_once(tensor: Tensor) -> int:
     return most
 
 
-def _write(file: Path, header: bytes, tensors: Sequence[Tensor], read: _Read, progress: Callable[[int], None]) -> str:
+def _write(
+    file: Path, header: bytes, tensors: Sequence[ExportedTensor], read: _TensorReader, progress: Callable[[int], None]
+) -> str:
     """Write one file; return the digest of its intended content."""
     digest = xxhash.xxh3_128(header)
     with file.open("wb") as stream:

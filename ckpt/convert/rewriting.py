@@ -7,7 +7,6 @@ arrays (holders, plain values, the config, the time of the commit) is copied unc
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -112,7 +111,7 @@ def _config_of(src: Path, manifest: CheckpointManifest, backend: Backend) -> Che
     return replace(config, sharded_backend=_SHARDED_BACKENDS[backend.store])
 
 
-class _Stored(NamedTuple):
+class _StoredItem(NamedTuple):
     """An item of a rank's writes, and the place of its bytes in `src`.
 
     Attributes:
@@ -145,18 +144,26 @@ class _Rewriting:
             for key, one in manifest.components.items()
         }
         _require_inner_names(manifest, self._components)
-        self._owned = _owned_by_rank(manifest)
+        arrays = {name: entry for name, entry in manifest.arrays.items() if entry.alias_of is None}
+        self._name_of = {entry.path: name for name, entry in arrays.items() if entry.path is not None}
+        self._plan = SavePlan(
+            {
+                name: PlannedArray(one.dtype, one.shape, one.grid, [run[0] for run in one.writers])
+                for name, one in arrays.items()
+            },
+            {},
+        )
         self._memory = Scratch()
 
     def run(self) -> CheckpointManifest:
         """Write every rank's files and the manifest, durably."""
-        votes = [WriteResult() for _ in range(self._manifest.world_size)]
+        results = [WriteResult() for _ in range(self._manifest.world_size)]
         for rank in sorted({0, *self._manifest.index_paths()}):  # the lead describes the groups
-            votes[rank] = self._write_share(rank)
-        files = self._lead_files(votes)
+            results[rank] = self._write_rank(rank)
+        files = self._lead_files(results)
         manifest = replace(
             self._manifest,
-            components={key: self._component(key, votes) for key in self._manifest.components},
+            components={key: self._component(key, results) for key in self._manifest.components},
             arrays=_in_store(self._manifest.arrays, self._backend.store),
             files=files,
             ckpt_version=__version__,
@@ -164,49 +171,39 @@ class _Rewriting:
         replace_durably(self._folder / MANIFEST_NAME, manifest.to_bytes())
         return manifest
 
-    def _write_share(self, rank: int) -> WriteResult:
+    def _write_rank(self, rank: int) -> WriteResult:
         index = Index(rank)
         if rank in self._manifest.index_paths():
             index = read_index(self._src, self._manifest, rank)
         items = [*self._chunks(index), *self._packs(index)]
-        share = self._share(rank, items)
+        plan = self._rank_plan(rank, items)
         with ExtentReader(self._src, progress=self._progress) as reader:
             staged = self._staged(items, reader, Names(self._manifest, index))
-            return share.write(WriteJob(self._folder, self._backend, self._plain(index)), staged, self._progress)
+            return plan.write(WriteJob(self._folder, self._backend, self._plain(index)), staged, self._progress)
 
-    def _share(self, rank: int, items: Sequence[_Stored]) -> RankWritePlan:
+    def _rank_plan(self, rank: int, items: Sequence[_StoredItem]) -> RankWritePlan:
         """Return the same writes for a rank as in `src`."""
-        arrays = {
-            name: PlannedArray(entry.dtype, entry.shape, entry.grid, [run[0] for run in entry.writers])
-            for name, entry in self._owned.get(rank, {}).items()
-        }
         packed = [task for one in items if isinstance(one.item, Pack) for task in one.item.tasks]
-        for task in packed:
-            entry = self._manifest.arrays[task.name]
-            arrays[task.name] = PlannedArray(entry.dtype, entry.shape, None)
         tasks = RankPlan([one.item for one in items if isinstance(one.item, ChunkTask)], packed)
         topology = Topology.supposed(rank, [""] * self._manifest.world_size, {})
-        share = RankWritePlan(SavePlan(arrays, {}), tasks, self._components, topology, store=self._backend.store)
-        share.items = [one.item for one in items]  # with the packs of `src`
-        if topology.is_lead:
-            names = (name for name, entry in self._manifest.arrays.items() if entry.alias_of is None)
-            share.groups = {folder.removesuffix("/") for folder in folders_of(names, self._components)}
-        return share
+        plan = RankWritePlan(self._plan, tasks, self._components, topology, store=self._backend.store)
+        plan.items = [one.item for one in items]  # with the packs of `src`
+        return plan
 
-    def _chunks(self, index: Index) -> Iterator[_Stored]:
+    def _chunks(self, index: Index) -> Iterator[_StoredItem]:
         """Yield the chunks in the order of the index, which is mostly that in the files."""
-        names = {entry.path: name for name, entry in self._owned.get(index.rank, {}).items()}
         for path in index.chunks:
-            if path not in names:
+            if path not in self._name_of:
                 continue
-            entry = self._manifest.arrays[names[path]]
+            name = self._name_of[path]
+            entry = self._manifest.arrays[name]
             assert entry.grid is not None
             array = ArraySpec(path, entry.dtype, entry.shape, entry.grid)
             for number, extent in index.chunks[path].items():
                 box = chunk_box(entry.shape, entry.grid, number)
-                yield _Stored(ChunkTask(names[path], number, box, (box,)), array, number, extent)
+                yield _StoredItem(ChunkTask(name, number, box, (box,)), array, number, extent)
 
-    def _packs(self, index: Index) -> Iterator[_Stored]:
+    def _packs(self, index: Index) -> Iterator[_StoredItem]:
         contents: dict[str, list[tuple[str, PackedPiece]]] = {path: [] for path in index.packed}
         for name, pieces in index.pieces.items():
             for piece in pieces:
@@ -220,9 +217,9 @@ class _Rewriting:
             num_elements = index.packed[path]
             extent = index.chunks[path][0] if num_elements else None
             array = ArraySpec(path, dtype, (num_elements,), (num_elements,))
-            yield _Stored(pack, array, 0, extent, [piece for _, piece in alike])
+            yield _StoredItem(pack, array, 0, extent, [piece for _, piece in alike])
 
-    def _staged(self, items: Sequence[_Stored], reader: ExtentReader, names: Names) -> Iterator[Staged]:
+    def _staged(self, items: Sequence[_StoredItem], reader: ExtentReader, names: Names) -> Iterator[Staged]:
         """Read one item after the other into one reused buffer."""
         for number, one in enumerate(items):
             if one.extent is None:
@@ -235,7 +232,7 @@ class _Rewriting:
                 continue
             yield Staged(number, [host], self._digests(one, one.extent, tuple(host.shape)))
 
-    def _read(self, one: _Stored, extent: ChunkExtent, reader: ExtentReader, names: Names) -> torch.Tensor:
+    def _read(self, one: _StoredItem, extent: ChunkExtent, reader: ExtentReader, names: Names) -> torch.Tensor:
         """Read and check a chunk, without padding."""
         name = names.of_arrays([one.array.path])
         box = chunk_box(one.array.shape, one.array.grid, one.number)
@@ -248,7 +245,7 @@ class _Rewriting:
             self._stored.read_encoded(self._store_of(one.item), one.array, box, host)
         return host
 
-    def _digests(self, one: _Stored, extent: ChunkExtent, clipped: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    def _digests(self, one: _StoredItem, extent: ChunkExtent, clipped: tuple[int, ...]) -> list[tuple[int, ...]] | None:
         """Return the digests that the chunk will have in the new checkpoint, if both formats store it alike."""
         stores = self._store_of(one.item), self._backend.store
         shapes = {stored_shape(store, one.array.grid, clipped) for store in stores}
@@ -272,7 +269,7 @@ class _Rewriting:
             path: (key, read_plain_file(self._src, self._manifest, path, lambda: index)) for path, key in paths.items()
         }
 
-    def _lead_files(self, votes: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
+    def _lead_files(self, results: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
         """Join the arrays and write the remaining files; return all files of the manifest."""
         parts = (f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS))  # checkpoints that are always in one format
         beside = [path for path in (CONFIG_NAME, *parts) if path in self._manifest.files]
@@ -282,7 +279,7 @@ class _Rewriting:
                 write_durably(self._folder / CONFIG_NAME, data)
             else:
                 self._copy_below(path.partition("/")[0])
-        return listed_files(join_arrays(self._folder, self._backend, votes, self._progress, beside), votes)
+        return listed_files(join_arrays(self._folder, self._backend, results, self._progress, beside), results)
 
     def _copy_below(self, name: str) -> None:
         """Copy the listed files of a nested checkpoint. They are examined together with the whole."""
@@ -316,12 +313,12 @@ class _Rewriting:
                 write_all(target.fileno(), memoryview(piece))
                 self._progress(len(piece))
 
-    def _component(self, key: str, votes: Sequence[WriteResult]) -> ComponentManifest:
+    def _component(self, key: str, results: Sequence[WriteResult]) -> ComponentManifest:
         return replace(
             self._manifest.components[key],
-            ranks=[rank for rank, vote in enumerate(votes) if key in vote.sizes],
-            size_bytes=sum(vote.sizes.get(key, 0) for vote in votes),
-            checksum=joined_checksum(vote.checksums.get(key, "") for vote in votes),
+            ranks=[rank for rank, result in enumerate(results) if key in result.sizes],
+            size_bytes=sum(result.sizes.get(key, 0) for result in results),
+            checksum=joined_checksum(result.checksums.get(key, "") for result in results),
         )
 
 
@@ -333,16 +330,6 @@ def _require_inner_names(manifest: CheckpointManifest, components: Mapping[str, 
             raise CorruptCheckpointError(
                 f"the array {name!r:.200} would lie in {folder!r:.200}, which is no folder of a checkpoint"
             )
-
-
-def _owned_by_rank(manifest: CheckpointManifest) -> dict[int, dict[str, ArrayEntry]]:
-    """Return rank -> the unpacked arrays of which it wrote a chunk. Arrays without chunks belong to the lead rank."""
-    found: dict[int, dict[str, ArrayEntry]] = defaultdict(dict)
-    for name, entry in manifest.arrays.items():
-        if entry.grid is not None:
-            for rank in {run[0] for run in entry.writers} or {0}:
-                found[rank][name] = entry
-    return found
 
 
 def _in_store(arrays: Mapping[str, ArrayEntry], store: str) -> dict[str, ArrayEntry]:
