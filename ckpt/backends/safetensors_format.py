@@ -142,7 +142,8 @@ class Header:
     def __init__(self, entries: Iterable[Entry]) -> None:
         entries = list(entries)
         last = sum(entry.num_bytes for entry in entries)
-        self.num_bytes = _padded(8 + len(_document((entry, last, last) for entry in entries)))
+        num_bytes = 8 + len(_document((entry, last, last) for entry in entries))
+        self.num_bytes = -(-num_bytes // _ALIGNED) * _ALIGNED
 
     def to_bytes(self, placed: Iterable[tuple[int, Sequence[Entry]]]) -> bytes:
         """Return the bytes of the header.
@@ -156,10 +157,6 @@ class Header:
         document = _document(rows)
         assert len(document) + 8 <= self.num_bytes, (len(document), self.num_bytes)
         return (self.num_bytes - 8).to_bytes(8, "little") + document.ljust(self.num_bytes - 8)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
 def _document(rows: Iterable[tuple[Entry, int, int]]) -> bytes:

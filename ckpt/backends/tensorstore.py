@@ -344,13 +344,8 @@ def _array_paths(kvstore: ts.KvStore) -> list[str]:
     return sorted(
         key.removesuffix(f"/{DOCUMENT}")
         for key, value in zip(documents, values, strict=True)
-        if _is_array(key, value.result().value)
+        if read(value.result().value, _Node, key).node_type == "array"
     )
-
-
-def _is_array(key: str, document: bytes) -> bool:
-    """Whether a `zarr.json` describes an array, and not a group."""
-    return read(document, _Node, key).node_type == "array"
 
 
 class _Node(msgspec.Struct):

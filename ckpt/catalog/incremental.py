@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,13 +57,10 @@ def linked_with(root: Path, damaged: Path, files: Iterable[str]) -> list[Path]:
     wanted = {file: inode for file in files if (inode := _shared_inode(damaged / file)) is not None}
     if not wanted:
         return []
-    others = [one.path for one in Ledger(root, run_id="reader").committed()]
-    return [one for one in others if not _same(one, damaged) and _links_any(one, wanted)]
-
-
-def _links_any(checkpoint: Path, wanted: Mapping[str, _Inode]) -> bool:
-    """Whether a checkpoint links any of the files. Links have the same path in every checkpoint."""
-    return any(_shared_inode(checkpoint / file) == inode for file, inode in wanted.items())
+    committed = [one.path for one in Ledger(root, run_id="reader").committed()]
+    others = [one for one in committed if os.path.abspath(one) != os.path.abspath(damaged)]
+    # A link has the same path in every checkpoint.
+    return [one for one in others if any(_shared_inode(one / file) == inode for file, inode in wanted.items())]
 
 
 def _shared_inode(file: Path) -> _Inode | None:
@@ -73,10 +70,6 @@ def _shared_inode(file: Path) -> _Inode | None:
     except OSError:
         return None
     return (found.st_dev, found.st_ino) if found.st_nlink > 1 else None
-
-
-def _same(one: Path, other: Path) -> bool:
-    return os.path.abspath(one) == os.path.abspath(other)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
     for rank, index in indexes.items():
         listed.update(index.files)
         with _noting(index_paths[rank], result), CheckpointFolder(checkpoint_dir) as opened:
-            _Files(opened, manifest, index, result, progress).check()
+            _RankFiles(opened, manifest, index, result, progress).check()
     if SHARDED in manifest.components:
         listed.add(CONFIG_FNAME)
         with _noting(CONFIG_FNAME, result):
@@ -139,7 +139,7 @@ def _noting(path: str, result: Verification) -> Iterator[None]:
         result.problems.append(f"{path} cannot be read: {sentence(error)}")
 
 
-class _Files:
+class _RankFiles:
     """Checks the data files of one writing rank. Each is read once, from first to last byte."""
 
     def __init__(
@@ -154,7 +154,7 @@ class _Files:
         self._index = index
         self._result = result
         self._progress = progress
-        self._names = Names(manifest, index)
+        self._names = TensorNames(manifest, index)
         self._buffer = memoryview(bytearray(_READ_BYTES))  # reused: memory touched for the first time is slow
         self._chunks: dict[str, list[tuple[str | None, ChunkExtent]]] = defaultdict(list)
         for array, by_number in index.chunks.items():
@@ -231,7 +231,7 @@ class _Files:
         self._result.problems.append(f"{whose}: {what}" if whose else what)
 
 
-class Names:
+class TensorNames:
     """Tensor names for stored arrays: of the array itself, or of the tensors packed into it."""
 
     def __init__(self, manifest: CheckpointManifest, index: Index) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt.backends.base import Backend
-from ckpt.catalog.verify import Names, examine
+from ckpt.catalog.verify import TensorNames, examine
 from ckpt.convert.atomic_directory import atomic_directory
 from ckpt.dist_checkpointing.folder.folder import Given
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
@@ -178,7 +178,7 @@ class _Rewriting:
         items = [*self._chunks(index), *self._packs(index)]
         plan = self._rank_plan(rank, items)
         with ExtentReader(self._src, progress=self._progress) as reader:
-            staged = self._staged(items, reader, Names(self._manifest, index))
+            staged = self._staged(items, reader, TensorNames(self._manifest, index))
             return plan.write(WriteJob(self._folder, self._backend, self._plain(index)), staged, self._progress)
 
     def _rank_plan(self, rank: int, items: Sequence[_StoredItem]) -> RankWritePlan:
@@ -219,7 +219,7 @@ class _Rewriting:
             array = ArraySpec(path, dtype, (num_elements,), (num_elements,))
             yield _StoredItem(pack, array, 0, extent, [piece for _, piece in alike])
 
-    def _staged(self, items: Sequence[_StoredItem], reader: ExtentReader, names: Names) -> Iterator[Staged]:
+    def _staged(self, items: Sequence[_StoredItem], reader: ExtentReader, names: TensorNames) -> Iterator[Staged]:
         """Read one item after the other into one reused buffer."""
         for number, one in enumerate(items):
             if one.extent is None:
@@ -232,7 +232,7 @@ class _Rewriting:
                 continue
             yield Staged(number, [host], self._digests(one, one.extent, tuple(host.shape)))
 
-    def _read(self, one: _StoredItem, extent: ChunkExtent, reader: ExtentReader, names: Names) -> torch.Tensor:
+    def _read(self, one: _StoredItem, extent: ChunkExtent, reader: ExtentReader, names: TensorNames) -> torch.Tensor:
         """Read and check a chunk, without padding."""
         name = names.of_arrays([one.array.path])
         box = chunk_box(one.array.shape, one.array.grid, one.number)

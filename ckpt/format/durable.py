@@ -40,17 +40,9 @@ def sync_folder(path: Path) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with os.fdopen(_new_file(path), "wb") as file:
+    """Write a new file. An existing file of that name is unlinked, not written to: it may be a link to another file."""
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _new_file(path: Path) -> int:
-    """Create a file. An existing file of that name is unlinked, not written to: it may be a link to another file."""
-    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, new, 0o666)
-    except FileExistsError:
-        os.unlink(path)
-        return os.open(path, new, 0o666)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import xxhash
@@ -193,29 +193,22 @@ def check_file(
     """
 
     def check() -> None:
-        fd = held.open(path)
-        try:
-            _check_file(folder, fd, path, record, covered)
-        finally:
-            if fd is not None:
-                os.close(fd)
+        with ExitStack() as stack:
+            if (fd := held.open(path)) is not None:
+                stack.callback(os.close, fd)
+            try:
+                size = (folder.stat(path) if fd is None else os.fstat(fd)).st_size
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise CorruptCheckpointError(f"{path} is missing", file=path) from error
+            if size != record.size:
+                raise CorruptCheckpointError(f"{path} has {size} bytes, its index says {record.size}", file=path)
+            if _digest_of_rest(lambda: folder.open(path) if fd is None else os.dup(fd), size, covered) != record.rest:
+                raise CorruptCheckpointError(
+                    f"{path} does not match its digest; bytes outside of any array were changed after the save",
+                    file=path,
+                )
 
     held.or_disk(path, check)
-
-
-def _check_file(
-    folder: CheckpointFolder, fd: int | None, path: str, record: FileRecord, covered: Iterable[ChunkExtent]
-) -> None:
-    try:
-        size = (folder.stat(path) if fd is None else os.fstat(fd)).st_size
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptCheckpointError(f"{path} is missing", file=path) from error
-    if size != record.size:
-        raise CorruptCheckpointError(f"{path} has {size} bytes, its index says {record.size}", file=path)
-    if _digest_of_rest(lambda: folder.open(path) if fd is None else os.dup(fd), size, covered) != record.rest:
-        raise CorruptCheckpointError(
-            f"{path} does not match its digest; bytes outside of any array were changed after the save", file=path
-        )
 
 
 def rest_digest(folder: CheckpointFolder, path: str, size: int, covered: Iterable[ChunkExtent]) -> str:

@@ -89,7 +89,8 @@ class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     def from_json_scalar(self, data: object, *, zarr_format: _ZarrFormat) -> np.generic:
         """Read a fill value: a number, "NaN", "Infinity", "-Infinity", or the bits as hex, such as "0x7fc0"."""
         if isinstance(data, str) and data.startswith("0x"):
-            return self._of_bits(int(data, 16))
+            bits: np.generic = np.frombuffer(int(data, 16).to_bytes(self.item_size, "little"), dtype=self._native())[0]
+            return bits
         return self.cast_scalar(_SPECIAL.get(data, data) if isinstance(data, str) else data)
 
     def to_json_scalar(self, data: object, *, zarr_format: _ZarrFormat) -> float | str:
@@ -103,10 +104,6 @@ class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 
     def _scalar(self, data: object) -> np.generic:
         scalar: np.generic = self.scalar_type(data)
-        return scalar
-
-    def _of_bits(self, bits: int) -> np.generic:
-        scalar: np.generic = np.frombuffer(bits.to_bytes(self.item_size, "little"), dtype=self._native())[0]
         return scalar
 
 

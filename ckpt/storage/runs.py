@@ -102,7 +102,8 @@ def find_runs(parts: Iterable[AnyPart]) -> tuple[list[TensorRun], list[AnyPart]]
     for part in sorted(parts, key=attrgetter("base")):
         out = part.out
         num_bytes = out.nbytes
-        if 0 < num_bytes <= SMALL_BYTES and _wants_all(part) and out.is_contiguous():
+        wants_all = part.box.shape == part.region and not any(part.box.offsets)
+        if 0 < num_bytes <= SMALL_BYTES and wants_all and out.is_contiguous():
             if part.base != at or out.dtype != dtype or out.device != device:
                 _close(run, runs, others)
                 run, dtype, device = [], out.dtype, out.device
@@ -112,10 +113,6 @@ def find_runs(parts: Iterable[AnyPart]) -> tuple[list[TensorRun], list[AnyPart]]
             others.append(part)
     _close(run, runs, others)
     return runs, others
-
-
-def _wants_all(part: Any) -> bool:
-    return bool(part.box.shape == part.region) and not any(part.box.offsets)
 
 
 def _close(run: list[AnyPart], runs: list[TensorRun], others: list[AnyPart]) -> None:
