@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -200,14 +200,14 @@ def read_shard(path: Path) -> SafetensorsFile:
     Raises:
         CorruptCheckpointError: the file is missing, is no safetensors file, or ends before its last tensor.
     """
-    data_start, rows, size = _read_rows(path)
     with _refusing(path):
-        return SafetensorsFile(data_start, _entries(rows, size - data_start))
+        data_start, rows, notes, size = _read_rows(path)
+        return SafetensorsFile(data_start, _entries(rows, notes, size - data_start))
 
 
-def _read_rows(path: Path) -> tuple[int, dict[str, Any], int]:
-    """Return offset of the first tensor, header, length of the file."""
-    with _refusing(path), CheckpointFolder(path.parent) as folder, folder.stream(path.name) as stream:
+def _read_rows(path: Path) -> tuple[int, dict[str, _Row], _Notes, int]:
+    """Return offset of the first tensor, rows of the header, our notes in it, length of the file."""
+    with CheckpointFolder(path.parent) as folder, folder.stream(path.name) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
@@ -216,9 +216,10 @@ def _read_rows(path: Path) -> tuple[int, dict[str, Any], int]:
         rows = parse(stream.read(length), where)
         if not isinstance(rows, dict):
             raise ValueError("its header is no object")
-        fit(rows.get(_METADATA, {}), dict[str, str], where)
-        fit({name: row for name, row in rows.items() if name != _METADATA}, dict[str, _Row], where)
-        return 8 + length, rows, size
+        metadata = fit(rows.pop(_METADATA, {}), dict[str, str], where)
+        parts = read(metadata.get(_PARTS, "{}"), dict[str, tuple[str, Shape, Shape]], _PARTS)
+        notes = _Notes(parts, set(read(metadata.get(_COMPLEX128, "[]"), list[str], _COMPLEX128)))
+        return 8 + length, fit(rows, dict[str, _Row], where), notes, size
 
 
 class _Row(msgspec.Struct):
@@ -227,6 +228,13 @@ class _Row(msgspec.Struct):
     dtype: str
     shape: Shape
     data_offsets: tuple[Count, Count]
+
+
+class _Notes(NamedTuple):
+    """Our notes in a header: name -> key, shape and offsets of each part; and the names of complex128 tensors."""
+
+    parts: dict[str, tuple[str, Shape, Shape]]
+    pairs: set[str]
 
 
 @contextmanager
@@ -243,35 +251,25 @@ def _refusing(path: Path) -> Iterator[None]:
         raise CorruptCheckpointError(f"{path} is no safetensors file: {what}") from error
 
 
-def _entries(rows: Mapping[str, Any], num_bytes: int) -> list[Entry]:
-    parts, pairs = _notes(rows)
+def _entries(rows: Mapping[str, _Row], notes: _Notes, num_bytes: int) -> list[Entry]:
     entries = []
     for name, row in rows.items():
-        if name == _METADATA:
-            continue
-        stored = tuple(row["shape"])
-        dtype = _TYPES[row["dtype"]]
-        if name in pairs:
+        stored = row.shape
+        dtype = _TYPES[row.dtype]
+        if name in notes.pairs:
             if (dtype, stored[-1:]) != ("float64", (2,)):
                 raise ValueError(f"{name!r:.80} cannot be pairs of float64")
             dtype, stored = _COMPLEX128, stored[:-1]
         content = Content(name, stored, whole(stored))
-        if name in parts:
-            key, shape, offsets = parts[name]
+        if name in notes.parts:
+            key, shape, offsets = notes.parts[name]
             content = Content(key, shape, checked_place(shape, offsets, stored))
-        begin, end = row["data_offsets"]
+        begin, end = row.data_offsets
         entries.append(Entry(name, dtype, content, begin))
         if end - begin != entries[-1].num_bytes or not 0 <= begin <= end <= num_bytes:
             raise ValueError(f"bytes {begin} to {end} of {num_bytes} cannot be {name!r:.80} of shape {list(stored)}")
     require_apart(((entry.start, entry.start + entry.num_bytes) for entry in entries), "bytes of its tensors")
     return entries
-
-
-def _notes(rows: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Shape, Shape]], set[str]]:
-    """Return our notes in a header: name -> key, shape and offsets of each part; and the names of complex128 tensors."""
-    metadata = rows.get(_METADATA, {})
-    parts = read(metadata.get(_PARTS, "{}"), dict[str, tuple[str, Shape, Shape]], _PARTS)
-    return parts, set(read(metadata.get(_COMPLEX128, "[]"), list[str], _COMPLEX128))
 
 
 @gc_paused()
@@ -287,9 +285,9 @@ def index_bytes(folder: Path, files: Iterable[str], progress: Callable[[int], No
     """
     index = _FolderIndex()
     for file in files:
-        data_start, rows, _ = _read_rows(folder / file)
         with _refusing(folder / file):
-            index.add(file, rows)
+            data_start, rows, notes, _ = _read_rows(folder / file)
+            index.add(file, rows, notes)
         progress(data_start)
     return index.to_bytes()
 
@@ -302,23 +300,20 @@ class _FolderIndex:
         self._whole: list[str] = []
         self._parted: dict[str, tuple[str, list[str]]] = {}
 
-    def add(self, file: str, rows: Mapping[str, Any]) -> None:
+    def add(self, file: str, rows: Mapping[str, _Row], notes: _Notes) -> None:
         """Add the header of a file."""
-        parts, pairs = _notes(rows)
         there = _quoted(file)
         for name, row in rows.items():
-            if name == _METADATA:
-                continue
-            begin, end = row["data_offsets"]
+            begin, end = row.data_offsets
             self._total += end - begin
-            if name not in parts:
+            if name not in notes.parts:
                 self._whole.append(f"{_quoted(name)}: {there}")
                 continue
-            key, shape, offsets = parts[name]
+            key, shape, offsets = notes.parts[name]
             if key not in self._parted:
-                dtype = _COMPLEX128 if name in pairs else _TYPES[row["dtype"]]
+                dtype = _COMPLEX128 if name in notes.pairs else _TYPES[row.dtype]
                 self._parted[key] = f'{_quoted(key)}: {{"dtype": "{dtype}", "shape": {list(shape)}', []
-            place = f'"offset": {list(offsets)}, "shape": {row["shape"][: len(shape)]}'
+            place = f'"offset": {list(offsets)}, "shape": {list(row.shape[: len(shape)])}'
             self._parted[key][1].append(f'{{"file": {there}, "name": {_quoted(name)}, {place}}}')
 
     def to_bytes(self) -> bytes:
