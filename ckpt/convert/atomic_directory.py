@@ -20,7 +20,9 @@ def require_free(dst: Path) -> None:
         CheckpointExistsError: the path exists.
     """
     if os.path.lexists(dst) and not (dst.is_dir() and not any(dst.iterdir())):
-        raise CheckpointExistsError(f"dst={dst} exists and is not empty; choose another, nothing is ever written over")
+        raise CheckpointExistsError(
+            f"dst={dst} exists and is not empty; choose another, existing files are never overwritten"
+        )
 
 
 @contextmanager
@@ -46,9 +48,7 @@ def atomic_directory(dst: Path) -> Iterator[Path]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise StorageError(
-            f"dst={dst} is not there, for what it should be could not be written: {sentence(error)}"
-        ) from error
+        raise StorageError(f"dst={dst} was not created, its content could not be written: {sentence(error)}") from error
     finally:
         if around.exists():
             shutil.rmtree(around)

@@ -98,7 +98,7 @@ def unpickle(file: Path, *, unknown: Unknown = "refuse") -> Any:
             loaded = _load(
                 file,
                 lambda name: (
-                    f"{file} holds {name}, which torch's reader of weights does not make, and which nothing can stand in for; leave it "
+                    f"{file} holds {name}, which torch's weights-only reader does not build, and for which there is no stand-in; leave it "
                     "out where the file is written"
                 ),
             )

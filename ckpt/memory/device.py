@@ -375,8 +375,8 @@ def _no_room(device: torch.device, num_bytes: int | None) -> DeviceMemoryError:
     free, total = torch.get_device_module(device).mem_get_info(device)
     more = "" if num_bytes is None else f" for {_mib(num_bytes)} more"
     return DeviceMemoryError(
-        f"device={device.type}: {device} has no room{more}, {_mib(free)} of {_mib(total)} are free; shard over more ranks, or free "
-        "what else is there"
+        f"device={device.type}: {device} has no room{more}, {_mib(free)} of {_mib(total)} are free; shard over more ranks, or "
+        "free other memory on it"
     )
 
 

@@ -120,7 +120,7 @@ class Holdings:
             if (other_dtype, other_shape) != (dtype, shape):
                 raise ShapeMismatchError(
                     f"{name} is {other_dtype} {list(other_shape)} on rank {ranks[0]} and {dtype} {list(shape)} on rank "
-                    f"{first_ranks[0]}; the ranks must agree on what they save under one name"
+                    f"{first_ranks[0]}; all ranks must save the same data type and shape under one name"
                 )
             if box.num_elements or 0 in shape:
                 holders.setdefault(whole(shape) if 0 in shape else box, []).append(ranks)

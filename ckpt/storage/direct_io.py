@@ -89,7 +89,7 @@ class Buffers:
         """Log once that unchanged files are written because they cannot be linked."""
         _log.log(
             logging.WARNING if tell and not self._told_of_links else logging.DEBUG,
-            "%s cannot be linked to (%s): what has not changed is written again, and takes room again",
+            "%s cannot be linked to (%s): unchanged data is written again, and takes disk space again",
             path,
             why,
         )

@@ -396,7 +396,7 @@ class Forgetful(ZarrBackend):
         (
             FullDisk,
             StorageError,
-            "dst=.*new is not there, for what it should be could not be written: No space left on device: '",
+            "dst=.*new was not created, its content could not be written: No space left on device: '",
         ),
         (Forgetful, StorageError, "what was written for .*new is not what is read back: of_replicated: w: bytes 0 to "),
     ],
