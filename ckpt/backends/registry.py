@@ -34,11 +34,7 @@ BACKENDS: Mapping[str, Callable[[], Backend]] = {
 """User-facing name -> maker of the backend with its defaults."""
 
 
-_STORES: dict[str, Callable[[], Backend]] = {
-    "zarr": _zarr,
-    "ocdbt": _tensorstore,
-    "safetensors": _kimi_engine,
-}
+_STORES: dict[str, Callable[[], Backend]] = {"zarr": _zarr, "ocdbt": _tensorstore, "safetensors": _kimi_engine}
 """Registry: store, as a manifest names it -> maker of the backend that reads it."""
 
 

@@ -283,44 +283,25 @@ def index_bytes(folder: Path, files: Iterable[str], progress: Callable[[int], No
     Raises:
         CorruptCheckpointError: a file is missing, or is no safetensors file.
     """
-    index = _FolderIndex()
+    total = 0
+    whole_rows: list[str] = []  # text, for there may be very many rows
+    parted: dict[str, tuple[str, list[str]]] = {}
     for file in files:
         with _refusing(folder / file):
             data_start, rows, notes, _ = _read_rows(folder / file)
-            index.add(file, rows, notes)
+            total += sum(end - begin for begin, end in (row.data_offsets for row in rows.values()))
+            whole_rows += [f"{_quoted(name)}: {_quoted(file)}" for name in rows if name not in notes.parts]
+            for name, (key, shape, offsets) in notes.parts.items():
+                dtype = _COMPLEX128 if name in notes.pairs else _TYPES[rows[name].dtype]
+                form = f'{_quoted(key)}: {{"dtype": "{dtype}", "shape": {list(shape)}'
+                place = f'"offset": {list(offsets)}, "shape": {list(rows[name].shape[: len(shape)])}'
+                part = f'{{"file": {_quoted(file)}, "name": {_quoted(name)}, {place}}}'
+                parted.setdefault(key, (form, []))[1].append(part)
         progress(data_start)
-    return index.to_bytes()
-
-
-class _FolderIndex:
-    """Builds an index as text, which may have very many rows."""
-
-    def __init__(self) -> None:
-        self._total = 0
-        self._whole: list[str] = []
-        self._parted: dict[str, tuple[str, list[str]]] = {}
-
-    def add(self, file: str, rows: Mapping[str, _Row], notes: _Notes) -> None:
-        """Add the header of a file."""
-        there = _quoted(file)
-        for name, row in rows.items():
-            begin, end = row.data_offsets
-            self._total += end - begin
-            if name not in notes.parts:
-                self._whole.append(f"{_quoted(name)}: {there}")
-                continue
-            key, shape, offsets = notes.parts[name]
-            if key not in self._parted:
-                dtype = _COMPLEX128 if name in notes.pairs else _TYPES[row.dtype]
-                self._parted[key] = f'{_quoted(key)}: {{"dtype": "{dtype}", "shape": {list(shape)}', []
-            place = f'"offset": {list(offsets)}, "shape": {list(row.shape[: len(shape)])}'
-            self._parted[key][1].append(f'{{"file": {there}, "name": {_quoted(name)}, {place}}}')
-
-    def to_bytes(self) -> bytes:
-        head = f'{{"metadata": {{"total_size": {self._total}}},\n"weight_map": {_lines(self._whole)}'
-        parted = [f'{form}, "parts": [{", ".join(parts)}]}}' for form, parts in self._parted.values()]
-        rest = f',\n"parts": {_lines(parted)}' if parted else ""
-        return f"{head}{rest}}}\n".encode()
+    head = f'{{"metadata": {{"total_size": {total}}},\n"weight_map": {_lines(whole_rows)}'
+    parts = [f'{form}, "parts": [{", ".join(some)}]}}' for form, some in parted.values()]
+    rest = f',\n"parts": {_lines(parts)}' if parts else ""
+    return f"{head}{rest}}}\n".encode()
 
 
 def _lines(rows: Iterable[str]) -> str:

@@ -24,13 +24,7 @@ from ckpt.format.box import Box
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import ChunkExtent, FileRecord
-from ckpt.format.strict_json import (
-    Count,
-    Digest,
-    Rank,
-    Shape,
-    Side,
-)
+from ckpt.format.strict_json import Count, Digest, Rank, Shape, Side
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "checkpoint_manifest.json"

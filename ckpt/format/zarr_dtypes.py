@@ -16,13 +16,7 @@ from typing import Any, ClassVar, Literal, Self, overload
 
 import ml_dtypes
 import numpy as np
-from zarr.core.dtype.common import (
-    DataTypeValidationError,
-    DTypeConfig_V2,
-    DTypeJSON,
-    HasEndianness,
-    HasItemSize,
-)
+from zarr.core.dtype.common import DataTypeValidationError, DTypeConfig_V2, DTypeJSON, HasEndianness, HasItemSize
 from zarr.dtype import ZDType, data_type_registry
 
 _ZarrFormat = Literal[2, 3]

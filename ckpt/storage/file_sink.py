@@ -35,12 +35,7 @@ class FileSink:
     """
 
     def __init__(
-        self,
-        root: Path,
-        rank: int,
-        progress: Callable[[int], None],
-        buffers: Buffers,
-        memory: PooledSave | None = None,
+        self, root: Path, rank: int, progress: Callable[[int], None], buffers: Buffers, memory: PooledSave | None = None
     ) -> None:
         self._root = root
         self._folder = CheckpointFolder(root)
