@@ -262,7 +262,7 @@ class BackendContract:
         writer.abort()
 
     @given(grids())
-    @settings(max_examples=20, suppress_health_check=[HealthCheck.differing_executors])
+    @settings(max_examples=12, suppress_health_check=[HealthCheck.differing_executors])
     def test_any_box_under_any_grid_is_what_numpy_slices(
         self,
         tmp_path_factory: pytest.TempPathFactory,
