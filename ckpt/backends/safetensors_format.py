@@ -70,7 +70,7 @@ class Entry(NamedTuple):
     Attributes:
         name: in the file.
         dtype: as Zarr v3 calls it.
-        content: which elements of which tensor it is.
+        content: its tensor, and the box of it.
         start: offset of its first byte after the header.
     """
 

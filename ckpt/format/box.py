@@ -57,8 +57,8 @@ def overlap(saved: Box, wanted: Box) -> Box | None:
     Global coordinates throughout, in elements, not bytes. A side of length 0 meets nothing.
 
     Args:
-        saved: what one rank wrote; shape (s_0, ..., s_{n-1}).
-        wanted: what this rank needs; shape (w_0, ..., w_{n-1}), same n.
+        saved: box that one rank wrote; shape (s_0, ..., s_{n-1}).
+        wanted: box that this rank needs; shape (w_0, ..., w_{n-1}), same n.
 
     Raises:
         ShapeMismatchError: the boxes differ in number of dimensions.

@@ -261,7 +261,7 @@ class PackedPiece(NamedTuple):
     Attributes:
         packed: path of the packed array, 1-D and one chunk.
         global_shape: of the tensor.
-        box: which of its elements, in global coordinates.
+        box: in global coordinates.
         first: where its first element lies in the packed array, in elements.
     """
 

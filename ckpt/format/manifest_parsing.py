@@ -100,7 +100,7 @@ def parse_index(data: bytes, where: str = "an index") -> Index:
     """Parse an index. `where` names the file in errors. `stored.read_index` then checks it against its manifest.
 
     Raises:
-        CorruptCheckpointError: what it says cannot be: see `ckpt.format.consistency`.
+        CorruptCheckpointError: it is inconsistent: see `ckpt.format.consistency`.
     """
     said = _index_document(data, where)
     with refusing(where):

@@ -36,7 +36,7 @@ class Content(NamedTuple):
     Attributes:
         key: of the tensor.
         shape: of the whole tensor.
-        box: which of its elements, in global coordinates.
+        box: in global coordinates.
     """
 
     key: str

@@ -88,7 +88,7 @@ def read_listed_file(
     """Read one of the small files in the manifest's list whole, and check size and digest.
 
     Args:
-        held: what is in memory.
+        held: files in memory.
 
     Raises:
         CorruptCheckpointError: the file is not listed, missing, or not as it was written.
@@ -149,7 +149,7 @@ def read_plain_file(
 
     Args:
         index_of: returns the index of the rank that wrote the file; called only if needed.
-        held: what is in memory.
+        held: files in memory.
         component: named in the error.
 
     Raises:

@@ -131,7 +131,7 @@ def _load(file: Path, refusal: Callable[[str], str]) -> Any:
         refusal: makes the sentence for a file that holds a refused object of this class name.
     """
     try:
-        # A file of the older, non-zip kind cannot be mapped. Mapping saves a copy in memory of what is not wanted.
+        # Files of the older, non-zip kind cannot be mapped. Mapping avoids reading tensors that are not used.
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except OSError as error:
         raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error

@@ -2,8 +2,8 @@
 
 Files, in the order in which data travels:
 
-    files                   padding, errors that name the file, one sync for all files of a save
-    pieces                  the bytes of a chunk, digested once on their way to storage
+    files                   errors that name the file, one sync for all files of a save
+    pieces                  the bytes of a chunk, padded, and digested once on their way to storage
     direct_io, file_sink    appends to files, by writer threads; all files of a rank in one save
     host_memory, pool       maps host memory; keeps the files of the newest save in it
     extents, runs           read from (file, offset, length) into tensors, with digest checks

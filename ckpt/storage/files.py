@@ -1,4 +1,4 @@
-"""File operations that backends share: padding of chunks, errors that name the file, one sync for all files of a save."""
+"""File operations that backends share: errors that name the file, one sync for all files of a save."""
 
 from __future__ import annotations
 
