@@ -50,10 +50,7 @@ class Scratch:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous uninitialized tensor. It replaces the one returned before."""
-        return self.flat(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-
-    def flat(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialized bytes, flat uint8. They replace those returned before."""
+        num_bytes = math.prod(shape) * dtype.itemsize
         if len(self._memory) < num_bytes:
             self._memory = staging_memory(num_bytes)
-        return self._memory[:num_bytes]
+        return self._memory[:num_bytes].view(dtype).view(shape)
