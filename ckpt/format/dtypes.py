@@ -10,28 +10,15 @@ import torch
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 
-_ZARR_NAMES: dict[torch.dtype, str] = {
-    torch.bool: "bool",
-    torch.int8: "int8",
-    torch.int16: "int16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.uint8: "uint8",
-    torch.uint16: "uint16",
-    torch.uint32: "uint32",
-    torch.uint64: "uint64",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e5m2: "float8_e5m2",
-    torch.complex64: "complex64",
-    torch.complex128: "complex128",
-}
-_TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _ZARR_NAMES.items()}
-STORABLE = tuple(_ZARR_NAMES)
+STORABLE: tuple[torch.dtype, ...] = (
+    torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
+    torch.complex128,
+)  # fmt: skip
 """Data types that a checkpoint can hold."""
+_ZARR_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in STORABLE}
+"""torch and Zarr have the same names for them."""
+_TORCH_DTYPES = {name: dtype for dtype, name in _ZARR_NAMES.items()}
 _WITHOUT_PLACEMENTS = frozenset((torch.Tensor, torch.nn.Parameter))
 _SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

@@ -100,7 +100,9 @@ def read_listed_file(
     def read() -> bytes:
         data = held.read(path)
         if data is None:
-            data = _read(checkpoint_dir, path, size)
+            data = _read_if_there(checkpoint_dir, path, size)
+        if data is None:
+            raise CorruptCheckpointError(f"{path} is missing from {checkpoint_dir}")
         if len(data) != size:
             raise CorruptCheckpointError(f"{path} has {len(data)} bytes, the manifest says {size}")
         if digest_of(data) != digest:
@@ -162,8 +164,8 @@ def read_plain_file(
     def read() -> bytes:
         record, data = index.files.get(path), held.read(path)
         if data is None:
-            data = _read_if_there(checkpoint_dir, path, record.size) if record is not None else b""
-        if record is None or (record.size, record.rest) != (len(data), digest_of(data)):
+            data = _read_if_there(checkpoint_dir, path, record.size) if record is not None else None
+        if record is None or data is None or (record.size, record.rest) != (len(data), digest_of(data)):
             raise CorruptCheckpointError(
                 f"{path} is missing or not as rank {index.rank} wrote it", component=component, file=path
             )
@@ -236,22 +238,10 @@ def _digest_of_rest(open_file: Callable[[], int], size: int, covered: Iterable[C
     return state.hexdigest()
 
 
-def _read(checkpoint_dir: Path, path: str, size: int) -> bytes:
-    """Read a file that must have this size."""
-    try:
-        with CheckpointFolder(checkpoint_dir) as folder, folder.stream(path) as stream:
-            found = os.fstat(stream.fileno()).st_size
-            if found != size:
-                raise CorruptCheckpointError(f"{path} has {found} bytes, the manifest says {size}", file=path)
-            return stream.read()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptCheckpointError(f"{path} is missing from {checkpoint_dir}") from error
-
-
-def _read_if_there(checkpoint_dir: Path, path: str, size: int) -> bytes:
-    """Read a file of at most this size; return b"" if it is missing."""
+def _read_if_there(checkpoint_dir: Path, path: str, size: int) -> bytes | None:
+    """Read a file of at most this size; return None if it is missing."""
     try:
         with CheckpointFolder(checkpoint_dir) as folder:
             return folder.read(path, size)
     except (FileNotFoundError, NotADirectoryError):
-        return b""
+        return None
