@@ -42,25 +42,13 @@ _METADATA = "__metadata__"
 _PARTS = "ckpt.parts"
 _COMPLEX128 = "complex128"
 _NAMES = {
-    "bool": "BOOL",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-    _COMPLEX128: "F64",  # which the format does not know: pairs of these, in a dimension more
-}
-_TYPES = {name: ours for ours, name in reversed(_NAMES.items())}
+    "bool": "BOOL", "complex64": "C64", _COMPLEX128: "F64",  # the last is not in the format: pairs of F64, in one more dimension
+    "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float16": "F16", "float32": "F32", "float64": "F64",
+    "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+_TYPES = {name: ours for ours, name in _NAMES.items() if ours != _COMPLEX128}
 _LIKE_A_PART = re.compile(r"\[(\d+:\d+(, \d+:\d+)*)?\]\??\Z")
 
 

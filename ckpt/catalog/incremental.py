@@ -15,7 +15,6 @@ from pathlib import Path
 from ckpt.backends.base import Previous
 from ckpt.catalog.ledger import Ledger
 from ckpt.errors import CheckpointError, sentence
-from ckpt.format.manifest import Index
 from ckpt.format.stored import read_index, read_manifest
 
 _log = logging.getLogger("ckpt")
@@ -36,15 +35,11 @@ def previous_of(folder: Path, rank: int, min_live: float) -> Previous | None:
         manifest = read_manifest(folder)
         if rank not in manifest.index_paths():
             return None
-        return previous_from(folder, read_index(folder, manifest, rank), min_live)
+        index = read_index(folder, manifest, rank)
+        return Previous(folder, index.chunks, index.files, index.dead, min_live)
     except (CheckpointError, OSError) as error:
         _log.warning("rank %d links nothing to %s, which is damaged: %s", rank, folder, sentence(error))
         return None
-
-
-def previous_from(folder: Path, index: Index, min_live: float) -> Previous:
-    """Return the same from an index that has been read."""
-    return Previous(folder, index.chunks, index.files, index.dead, min_live)
 
 
 def linked_with(root: Path, damaged: Path, files: Iterable[str]) -> list[Path]:

@@ -74,20 +74,11 @@ def parse_manifest(data: bytes, where: str) -> CheckpointManifest:
     if rows is not None and "arrays" in tree:
         raise corrupt(where, "'arrays' stands twice in it")
     said = fit(tree, _Document, where)
+    arrays = fit(tree.get("arrays"), dict[str, ArrayEntry], where) if rows is None else _arrays_in(rows, where)
     manifest = CheckpointManifest(
-        checkpoint_id=said.checkpoint_id,
-        timestamp=said.timestamp,
-        world_size=said.world_size,
-        topology=tree["topology"],
-        components=said.components,
-        arrays=fit(tree.get("arrays"), dict[str, ArrayEntry], where) if rows is None else _arrays_in(rows, where),
-        files=said.files,
-        training_args_hash=said.training_args_hash,
-        checkpoint_path=said.checkpoint_path,
-        ckpt_version=said.ckpt_version,
-        pytorch_version=said.pytorch_version,
-        commit_number=said.commit_number,
-        run_id=said.run_id,
+        **(
+            msgspec.structs.asdict(said) | {"topology": tree["topology"], "arrays": arrays}
+        )  # the topology with all its keys
     )
     with refusing(where):
         check_manifest(manifest)
