@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -14,10 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ckpt.backends.base import Backend
-from ckpt.errors import (
-    ConfigurationError,
-    MissingStateError,
-)
+from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.loading.loader import Loader
 from ckpt.loading.report import LoadReport
 from ckpt.loading.strategy import LoadingStrategy
@@ -25,15 +21,11 @@ from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import sigterm_noted
 from ckpt.ranks.topology import Topology
 from ckpt.saving.arguments import (
-    as_backend,
     as_checkpoint_id,
-    as_components,
-    as_device,
     as_folder,
-    as_groups,
+    as_run,
     as_saves,
     as_strategy,
-    as_topology,
     check_count,
     check_flags,
     check_seconds,
@@ -45,13 +37,12 @@ from ckpt.saving.host_cache import host_cache_of
 from ckpt.saving.publishing import Publisher, WeightSender
 from ckpt.saving.run_history import RunHistory
 from ckpt.saving.save_settings import SaveSettings
-from ckpt.saving.saver import SavedRun, Saver
+from ckpt.saving.saver import Saver
 from ckpt.saving.writing import PACKED_BYTES
 from ckpt.state.doctor import Diagnosis
 from ckpt.state.overlap import Optimizers
 from ckpt.state.provider import Provider, components_of, groups_of
-from ckpt.state.sharing import SharingPattern, StateComponent
-from ckpt.state.statefuls import as_stateful
+from ckpt.state.sharing import StateComponent
 
 IN_THE_FOREGROUND = SaveSettings()
 
@@ -123,31 +114,24 @@ class CheckpointCoordinator:
         saves: SaveSettings = IN_THE_FOREGROUND,
     ) -> None:
         self.output_dir = as_folder("output_dir", output_dir)
-        components = [dataclasses.replace(c, stateful=as_stateful(c.stateful)) for c in as_components(state_components)]
-        _require_distinct(components)
-        process_groups, saves = as_groups(process_groups), as_saves(saves)
-        backend, strategy, device = as_backend(backend), as_strategy(strategy), as_device(device)
+        strategy, saves = as_strategy(strategy), as_saves(saves)
         if keep_last is not None:
             check_count("keep_last", keep_last, ", or None to keep every checkpoint")
         check_count("packed_mib", packed_mib, " MiB")
         check_seconds("stale_s", stale_s)
         check_text("config_text", config_text)
         check_flags(verify=verify, overwrite=overwrite, shared_root=shared_root, allow_pickle=allow_pickle)
-        topology = as_topology(topology)
-        if process_groups:
-            topology.name_groups(process_groups)
-        _require_groups(components, topology)
-        run = SavedRun(components, topology, backend, device)
+        run = as_run(state_components, process_groups, topology, backend, device)
 
         self.config_text = config_text
         self.last_save: SaveReport | None = None
         self.reports: list[SaveReport] = []
         self.last_load: LoadReport | None = None
 
-        self._topology = topology
+        self._topology = run.topology
         self._saves = saves
         self._background = Background(run, saves) if saves.is_async else None
-        self._host_cache = host_cache_of(backend, saves)
+        self._host_cache = host_cache_of(run.backend, saves)
         run_id = secrets.token_hex(8)
         self._roots = KnownRoots(
             self.output_dir,
@@ -158,22 +142,28 @@ class CheckpointCoordinator:
             delete=self._background.delete if self._background is not None else None,
             host_cache=self._host_cache,
         )
-        self._history = RunHistory(topology, self._roots, run_id, keep_last=keep_last, overwrite=overwrite)
+        self._history = RunHistory(run.topology, self._roots, run_id, keep_last=keep_last, overwrite=overwrite)
         self._saver = Saver(run, self._roots, pattern_check=pattern_check, packed_bytes=packed_mib << 20)
         self._strategy = strategy
-        self._strategy.bind(backend)
+        self._strategy.bind(run.backend)
         files_of = self._host_cache.files_of if self._host_cache is not None else None
         self._loader = Loader(
-            components, topology, strategy, device, verify=verify, allow_pickle=allow_pickle, files_of=files_of
+            run.components,
+            run.topology,
+            strategy,
+            run.device,
+            verify=verify,
+            allow_pickle=allow_pickle,
+            files_of=files_of,
         )
         self._publisher: Publisher | None = None
         if self._host_cache is not None:
-            patterns = {component.key: component.pattern for component in components}
+            patterns = {component.key: component.pattern for component in run.components}
             settled = self._background.wait_until_over if self._background is not None else lambda: None
-            self._publisher = Publisher(topology, self._host_cache, patterns, settled)
+            self._publisher = Publisher(run.topology, self._host_cache, patterns, settled)
 
         # Last: an error before leaves no hooks behind.
-        self._optimizers = Optimizers(components if saves.overlap else ())
+        self._optimizers = Optimizers(run.components if saves.overlap else ())
         if self._background is not None:
             self._optimizers.before_steps(self._background.wait_for_snapshots)
 
@@ -410,22 +400,3 @@ class CheckpointCoordinator:
         with self._topology.phase("name") as phase:
             phase.payload = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
         return str(phase.payloads[0])
-
-
-def _require_distinct(components: Sequence[StateComponent]) -> None:
-    seen: set[str] = set()
-    for component in components:
-        if component.key in seen:
-            raise ConfigurationError(
-                f"two state components have the key {component.key!r}; a checkpoint holds one of each name"
-            )
-        seen.add(component.key)
-
-
-def _require_groups(components: Sequence[StateComponent], topology: Topology) -> None:
-    for component in components:
-        if component.pattern is SharingPattern.PER_GROUP and component.process_group_name not in topology.groups:
-            known = ", ".join(sorted(topology.groups)) or "none"
-            raise ConfigurationError(
-                f"component {component.key}: there is no process group {component.process_group_name!r}; this run has: {known}"
-            )

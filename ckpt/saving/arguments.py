@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +23,9 @@ from ckpt.memory.device import Device
 from ckpt.ranks.job import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
-from ckpt.state.sharing import StateComponent
+from ckpt.saving.saver import SavedRun
+from ckpt.state.sharing import SharingPattern, StateComponent
+from ckpt.state.statefuls import as_stateful
 
 Kind = TypeVar("Kind")
 _STRATEGIES = {"direct": DirectLoad, "two-stage": TwoStageLoad}
@@ -91,6 +95,29 @@ def as_components(given: Iterable[StateComponent]) -> list[StateComponent]:
     return components
 
 
+def as_run(
+    state_components: Iterable[StateComponent],
+    process_groups: Mapping[str, Any] | None,
+    topology: Topology | None,
+    backend: Backend | str,
+    device: Device | str,
+) -> SavedRun:
+    """Return components, ranks, backend and device as one value. Collective: process groups are named on all ranks.
+
+    Raises:
+        ConfigurationError: also where two components share a key, or one names a group that does not exist.
+    """
+    components = [dataclasses.replace(c, stateful=as_stateful(c.stateful)) for c in as_components(state_components)]
+    _require_distinct(components)
+    groups = as_groups(process_groups)
+    backend, device = as_backend(backend), as_device(device)
+    topology = as_topology(topology)
+    if groups:
+        topology.name_groups(groups)
+    _require_groups(components, topology)
+    return SavedRun(components, topology, backend, device)
+
+
 def as_groups(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return process groups by name; None: no groups."""
     expected = "a dictionary: name -> torch process group, or the global ranks of this rank's instance of it"
@@ -156,6 +183,21 @@ def check_text(name: str, given: object) -> None:
     """Require a string, or None."""
     if given is not None and not isinstance(given, str):
         raise _refused(name, given, "a string, or None")
+
+
+def _require_distinct(components: Sequence[StateComponent]) -> None:
+    for key, count in Counter(component.key for component in components).items():
+        if count > 1:
+            raise ConfigurationError(f"two state components have the key {key!r}; a checkpoint holds one of each name")
+
+
+def _require_groups(components: Sequence[StateComponent], topology: Topology) -> None:
+    for component in components:
+        if component.pattern is SharingPattern.PER_GROUP and component.process_group_name not in topology.groups:
+            known = ", ".join(sorted(topology.groups)) or "none"
+            raise ConfigurationError(
+                f"component {component.key}: there is no process group {component.process_group_name!r}; this run has: {known}"
+            )
 
 
 def _object(given: Kind, kind: type[Any], name: str, expected: str) -> Kind:

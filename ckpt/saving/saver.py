@@ -46,12 +46,7 @@ class Saver:
     """
 
     def __init__(
-        self,
-        run: SavedRun,
-        roots: KnownRoots,
-        *,
-        pattern_check: str = "warn",
-        packed_bytes: int = PACKED_BYTES,
+        self, run: SavedRun, roots: KnownRoots, *, pattern_check: str = "warn", packed_bytes: int = PACKED_BYTES
     ) -> None:
         self._run = run
         self._topology = run.topology

@@ -104,6 +104,11 @@ class Staged(NamedTuple):
     hosts: Sequence[torch.Tensor]
     digests: Sequence[tuple[int, ...]] | None = None
 
+    @property
+    def whole_digests(self) -> tuple[int, ...] | None:
+        """Those of the only host."""
+        return None if self.digests is None else self.digests[0]
+
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
@@ -253,12 +258,12 @@ class _Writing:
 
     def write(self, plain: PlainFiles, staged: Iterable[Staged]) -> WriteResult:
         self._expect()
-        for number, hosts, digests in staged:
-            item = self._share.items[number]
+        for one in staged:
+            item = self._share.items[one.number]
             if isinstance(item, Pack):
-                self._write_packed(item, hosts, digests)
+                self._write_packed(item, one)
             else:
-                self._write_chunk(number, item, hosts, digests)
+                self._write_chunk(item, one)
         self._writer.describe(self._described, self._share.groups)
         self._add_written(self._writer.finish())
         self._write_plain(plain)
@@ -280,52 +285,37 @@ class _Writing:
         self._result.wrote_arrays = bool(written.files)
         self._result.linked_bytes = written.linked_bytes
 
-    def _write_chunk(
-        self,
-        number: int,
-        task: ChunkTask,
-        hosts: Sequence[torch.Tensor],
-        digests: Sequence[tuple[int, ...]] | None,
-    ) -> None:
+    def _write_chunk(self, task: ChunkTask, staged: Staged) -> None:
         array = self._share.arrays[task.name]
         if task.own == (task.box,):
-            host, known = contiguous(hosts[0]), None if digests is None else digests[0]
+            host, digests = contiguous(staged.hosts[0]), staged.whole_digests
         else:
-            host, known = self._assembled(number, task, array, hosts, digests), None
-        self._writer.write(array, task.number, host, known)
+            host, digests = self._assembled(task, array, staged), None
+        self._writer.write(array, task.number, host, digests)
         self._count(task.name, host)
 
-    def _assembled(
-        self,
-        number: int,
-        task: ChunkTask,
-        array: ArraySpec,
-        hosts: Sequence[torch.Tensor],
-        digests: Sequence[tuple[int, ...]] | None,
-    ) -> torch.Tensor:
+    def _assembled(self, task: ChunkTask, array: ArraySpec, staged: Staged) -> torch.Tensor:
         """Assemble a chunk of this rank's boxes and the partial chunks of other ranks, as a contiguous host tensor."""
         whole = torch.empty(task.box.shape, dtype=torch_dtype(array.dtype))
-        for at, (box, host) in enumerate(zip(task.own, hosts, strict=True)):
-            if digests is not None and staged_digests(host, tuple(host.shape)) != digests[at]:
+        for at, (box, host) in enumerate(zip(task.own, staged.hosts, strict=True)):
+            if staged.digests is not None and staged_digests(host, tuple(host.shape)) != staged.digests[at]:
                 raise changed_in_memory(array.path)
             whole[box.relative_to(task.box).slices] = host
         for part, (rank, box) in enumerate(task.slivers):
-            start = self._share.sliver_starts[number, rank, part]
+            start = self._share.sliver_starts[staged.number, rank, part]
             data = bytearray(self._slivers[rank][start : start + box.num_elements * whole.element_size()])
             whole[box.relative_to(task.box).slices] = torch.frombuffer(data, dtype=whole.dtype).view(box.shape)
         return whole
 
-    def _write_packed(
-        self, pack: Pack, hosts: Sequence[torch.Tensor], digests: Sequence[tuple[int, ...]] | None
-    ) -> None:
+    def _write_packed(self, pack: Pack, staged: Staged) -> None:
         """Write small boxes end to end, and index the start of each. If all are empty there is no array."""
         self._note_pieces(pack)
         if pack.num_elements:
-            host = contiguous(hosts[0].reshape(-1))
-            if len(hosts) > 1:
-                host = laid_end_to_end(hosts, torch.empty(pack.num_elements, dtype=torch_dtype(pack.dtype)))
+            host = contiguous(staged.hosts[0].reshape(-1))
+            if len(staged.hosts) > 1:
+                host = laid_end_to_end(staged.hosts, torch.empty(pack.num_elements, dtype=torch_dtype(pack.dtype)))
             self._described.append(self._share.array_of(pack))
-            self._writer.write(self._described[-1], 0, host, None if digests is None else digests[0])
+            self._writer.write(self._described[-1], 0, host, staged.whole_digests)
             self._count(pack.tasks[0].name, host)
 
     @gc_paused()
@@ -389,11 +379,7 @@ def _key_of(name: str, array: ArraySpec) -> str:
 
 
 def _packs(
-    plan: SavePlan,
-    tasks: Sequence[PackTask],
-    components: Mapping[str, StateComponent],
-    rank: int,
-    packed_bytes: int,
+    plan: SavePlan, tasks: Sequence[PackTask], components: Mapping[str, StateComponent], rank: int, packed_bytes: int
 ) -> Iterator[Pack]:
     """Group small leaves into packed arrays, by folder and data type."""
     by_kind: dict[tuple[str, str], list[PackTask]] = defaultdict(list)
@@ -451,27 +437,17 @@ def _cut(tasks: Iterable[PackTask], most: int) -> Iterator[list[PackTask]]:
     yield few
 
 
-def folder_of(name: str, components: Mapping[str, StateComponent]) -> str:
-    """`<component>/<prefix>` of an array name of this save, other ranks' prefixes included."""
-    component, _, rest = name.partition("/")
-    return _folder(component, rest, components[component].pattern in OWN_COPIES)
-
-
 def folders_of(names: Iterable[str], components: Mapping[str, StateComponent]) -> Iterator[str]:
-    """`folder_of` for many names."""
+    """Yield `<component>/<prefix>` of array names of this save, other ranks' prefixes included."""
     has_own = {key: component.pattern in OWN_COPIES for key, component in components.items()}
     for name in names:
         component, _, rest = name.partition("/")
-        yield _folder(component, rest, has_own[component])
-
-
-def _folder(component: str, rest: str, has_own: bool) -> str:
-    return f"{component}/{rest.partition('/')[0]}/" if has_own else f"{component}/"
+        yield f"{component}/{rest.partition('/')[0]}/" if has_own[component] else f"{component}/"
 
 
 def path_of(name: str, components: Mapping[str, StateComponent]) -> str:
     """The path of an array that is not packed."""
-    folder = folder_of(name, components)
+    (folder,) = folders_of([name], components)
     return folder + encode_key(name.removeprefix(folder))
 
 

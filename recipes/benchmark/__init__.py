@@ -1,1 +1,15 @@
-"""Measurements beside others and beside the machine: `python -m recipes.benchmark` of saves and loads, `recipes.benchmark.X` of others."""
+"""Benchmarks beside peers and the machine's limits, in interleaved rounds: `python -m recipes.benchmark` and `recipes.benchmark.X`.
+
+    command      measures                                     module                contenders
+    (none)       saves and loads                              saves_and_loads       contenders, peers, limits
+    background   saves beside training steps                  background_saves      background_contenders
+    sync         weight updates, trainers to rollouts         weight_updates        update_contenders, parameter_server
+    megatron     our strategies and megatron-core's           megatron_strategies   megatron_peer (another process)
+    device       copies between device and host               device_copies
+    validation   validation levels and the doctor             validation_costs
+    plan         the plan of a save of 10^12 parameters       plan_costs
+
+`harness` runs them all: it checks keys, lets contenders take turns, and writes the result. `measuring` takes time and memory;
+`tables` makes medians, ratios, tables and the plot. States: `workloads` (a training state, with the `places` of its bytes),
+`weights`, `megatron_state`. `training_step` trains, and `slow_store` plays a network file system.
+"""

@@ -1,22 +1,20 @@
-"""Measure saves and loads beside others' and the machine's own limits: python -m recipes.benchmark"""
+"""Measure saves and loads beside others', and beside the machine's limits: python -m recipes.benchmark"""
 
 if not __package__:  # run by path: this folder comes first, and would hide others' modules of the same names
     import sys
-    from os.path import abspath, dirname
 
-    sys.path[0] = dirname(dirname(dirname(abspath(__file__))))
+    sys.path[0] = __file__.rsplit("/recipes/", 1)[0]
 
 from omegaconf import DictConfig
 
-from recipes.benchmark.benchmarking import measure
 from recipes.support.cli import recipe
 
 
 @recipe("benchmark")
 def main(cfg: DictConfig) -> None:
-    from recipes.benchmark import rounds
+    from recipes.benchmark import harness, saves_and_loads
 
-    measure(cfg, rounds)
+    harness.measure(cfg, saves_and_loads)
 
 
 if __name__ == "__main__":

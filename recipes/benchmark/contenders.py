@@ -1,9 +1,10 @@
-"""Who takes part in the benchmark: each name, and what it stands for."""
+"""The contenders of `python -m recipes.benchmark` by name, ours, peers and limits; and our coordinator as one of them."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,49 +12,66 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from ckpt import CheckpointCoordinator
-from ckpt.backends.base import Backend
-from ckpt.backends.tensorstore import TensorStoreBackend
-from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import ConfigurationError
-from ckpt.loading.strategy import LoadingStrategy
-from recipes.benchmark.contender import Contender
-from recipes.benchmark.keys import EXTRA, ours
+from recipes.benchmark.harness import EXTRA
 from recipes.benchmark.limits import Broadcast, Memcpy, Raw, RawDirect, takes_direct_writes
+from recipes.benchmark.measuring import gathered
 from recipes.benchmark.peers import Dcp, Safetensors
+from recipes.benchmark.places import first, least_loaded
 from recipes.benchmark.slow_store import TokenBucket, slow_reads
-from recipes.benchmark.workloads import State, Workload
+from recipes.benchmark.workloads import Contender, State, Workload
 from recipes.support.config import made
 
-_BACKENDS: dict[str, Callable[[], Backend]] = {
-    "zarr": ZarrBackend,
-    "tensorstore": lambda: TensorStoreBackend(kvstore="ocdbt"),
-    "tensorstore-file": lambda: TensorStoreBackend(kvstore="file"),
-    "kimi-engine": lambda: _kimi_engine(pool=True),
-    "kimi-engine-disk": lambda: _kimi_engine(pool=False),
+BACKENDS: dict[str, dict[str, Any]] = {
+    "zarr": {"_target_": "ckpt.backends.zarr.ZarrBackend"},
+    "tensorstore": {"_target_": "ckpt.backends.tensorstore.TensorStoreBackend", "kvstore": "ocdbt"},
+    "tensorstore-file": {"_target_": "ckpt.backends.tensorstore.TensorStoreBackend", "kvstore": "file"},
+    "kimi-engine": {"_target_": "ckpt.backends.kimi_engine.KimiEngineBackend", "pool": True},
+    "kimi-engine-disk": {"_target_": "ckpt.backends.kimi_engine.KimiEngineBackend", "pool": False},
 }
-_OTHERS: dict[str, Callable[[Workload], Contender]] = {
+"""Nodes as in conf/ckpt. The last backend keeps nothing of a save in host memory, so loads read the files."""
+
+STRATEGIES = {
+    "direct": {"_target_": "ckpt.loading.direct.DirectLoad"},
+    "two-stage": {"_target_": "ckpt.loading.two_stage.two_stage.TwoStageLoad"},
+}
+OURS = {
+    f"{backend}{suffix}": (backend, strategy)
+    for backend in BACKENDS
+    for suffix, strategy in {"": "direct", **{f"/{strategy}": strategy for strategy in STRATEGIES}}.items()
+}
+"""Backend and strategy, by the contender's name."""
+
+PEERS: dict[str, Callable[[Workload], Contender]] = {
     "dcp": Dcp,
-    "safetensors": Safetensors.of_each_rank,
-    "safetensors-one-file": Safetensors.of_first_holders,
+    "safetensors": partial(Safetensors, choose=least_loaded),
+    "safetensors-one-file": partial(Safetensors, choose=first),
+}
+LIMITS: dict[str, Callable[[Workload], Contender]] = {
     "raw": Raw,
     "raw-direct": RawDirect,
     "memcpy": Memcpy,
     "broadcast": Broadcast,
 }
-_STRATEGIES = {
-    "direct": "ckpt.loading.direct.DirectLoad",
-    "two-stage": "ckpt.loading.two_stage.two_stage.TwoStageLoad",
-}
-_ON_HOST = ("raw", "raw-direct", "memcpy")
+RAW = ("raw", "raw-direct")
+
+_ON_HOST = (*RAW, "memcpy")
 _OF_SAFETENSORS = ("safetensors", "kimi-engine")
 
 
 class Ours(Contender):
-    """The coordinator with one of our backends and strategies: all components, digests computed and checked."""
+    """The coordinator with one of our backends and strategies: all components, digests computed and checked.
 
-    def __init__(self, saving: CheckpointCoordinator, loading: CheckpointCoordinator | None) -> None:
+    Args:
+        loading: None on a rank that does not load.
+        is_slow: bytes are read through a store of a given speed; only that speed counts, so one load tells.
+    """
+
+    def __init__(self, saving: CheckpointCoordinator, loading: CheckpointCoordinator | None, *, is_slow: bool) -> None:
         self._saving = saving
         self._loading = loading
+        if is_slow:
+            self.measures = ("save", "load_warm")
 
     def save(self, folder: Path) -> None:
         self._saving.save_checkpoint(folder / "checkpoint-1")
@@ -66,37 +84,40 @@ class Ours(Contender):
         return {"bytes_read": report.bytes_read, "bytes_needed": report.bytes_needed}
 
 
-class OursFromSlowStore(Ours):
-    """The same, its bytes read through a store of a given speed: only that speed counts, so one load tells."""
-
-    measures = ("save", "load_warm")
-
-
 def contenders_of(
     cfg: Mapping[str, Any], workload: Workload, scratch: Path
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Make all contenders that `benchmark.contenders` names and that can take part here; and say why others cannot. Collective.
+    """Make the contenders that `benchmark.contenders` names and that can take part here; return why others cannot. Collective.
 
     Args:
         scratch: a folder on the file system that is measured.
     """
     topology = workload.saved.topology
-    left_out: dict[str, str] = {}
-    with topology.phase("who can take part") as phase:
-        names = cfg["benchmark"]["contenders"]
-        phase.payload = {name: reason for name in names if (reason := _obstacle(name, workload, scratch))}
-    for reasons in phase.payloads:
-        left_out |= reasons
+    names = cfg["benchmark"]["contenders"]
+    mine = {name: reason for name in names if (reason := _obstacle(name, workload, scratch))}
+    left_out = {name: reason for reasons in gathered(mine, topology) for name, reason in reasons.items()}
     taking_part = [name for name in names if name not in left_out]
     if not taking_part:
         raise ConfigurationError("; ".join(f"{name} cannot take part: {reason}" for name, reason in left_out.items()))
-    with topology.phase("the store"):
-        if cfg["benchmark"]["store_mib_s"] is not None and len(topology.nodes) > 1:
-            raise ConfigurationError(
-                "benchmark.store_mib_s plays a shared store for the ranks of one host, and these are on "
-                f"{len(topology.nodes)}: measure the store that they share with workload=gpt2_ddp"
-            )
+    if cfg["benchmark"]["store_mib_s"] is not None and len(topology.nodes) > 1:
+        raise ConfigurationError(
+            "benchmark.store_mib_s plays a shared store for the ranks of one host, and these are on "
+            f"{len(topology.nodes)}: measure the store that they share with workload=gpt2_ddp"
+        )
     return {name: _made(name, cfg, workload, scratch) for name in taking_part}, left_out
+
+
+def coordinator_of(cfg: Mapping[str, Any], state: State, **given: Any) -> CheckpointCoordinator:
+    """Make the coordinator of the recipe for a state, some of its arguments given. Collective over the state's ranks."""
+    coordinator: CheckpointCoordinator = instantiate(cfg["coordinator"])(
+        state_components=state.components,
+        process_groups=state.process_groups,
+        topology=state.topology,
+        overwrite=False,
+        config_text=OmegaConf.to_yaml(OmegaConf.create(dict(cfg))),
+        **given,
+    )
+    return coordinator
 
 
 def _obstacle(name: str, workload: Workload, scratch: Path) -> str:
@@ -114,45 +135,21 @@ def _obstacle(name: str, workload: Workload, scratch: Path) -> str:
 
 
 def _made(name: str, cfg: Mapping[str, Any], workload: Workload, scratch: Path) -> Contender:
-    chosen = ours(name)
-    if chosen is None:
-        return _OTHERS[name](workload)
+    if name not in OURS:
+        return (PEERS | LIMITS)[name](workload)
     rate = cfg["benchmark"]["store_mib_s"]
-    keywords: dict[str, Any] = {}
-    if rate is not None:
-        keywords["read_at"] = slow_reads(TokenBucket(scratch / "bucket", rate * 2**20))
-    saving = _coordinator(cfg, workload.saved, *chosen, keywords)
-    loading = saving
+    reads = {} if rate is None else {"read_at": slow_reads(TokenBucket(scratch / "bucket", rate * 2**20))}
+    saving = _coordinator(name, cfg, workload.saved, reads)
+    loading: CheckpointCoordinator | None = saving
     if workload.loaded is not workload.saved:
-        loading = None if workload.loaded is None else _coordinator(cfg, workload.loaded, *chosen, keywords)
-    return (Ours if rate is None else OursFromSlowStore)(saving, loading)
+        loading = None if workload.loaded is None else _coordinator(name, cfg, workload.loaded, reads)
+    return Ours(saving, loading, is_slow=rate is not None)
 
 
-def _coordinator(
-    cfg: Mapping[str, Any], state: State, backend: str, strategy: str, keywords: Mapping[str, Any]
-) -> CheckpointCoordinator:
-    made_of: CheckpointCoordinator = instantiate(cfg["coordinator"])(
-        state_components=state.components,
-        process_groups=state.process_groups,
-        topology=state.topology,
-        backend=_BACKENDS[backend](),
-        strategy=_strategy(cfg, state, strategy, keywords),
-        overwrite=False,
-        config_text=OmegaConf.to_yaml(OmegaConf.create(dict(cfg))),
-    )
-    return made_of
-
-
-def _kimi_engine(*, pool: bool) -> Backend:
-    from ckpt.backends.kimi_engine import KimiEngineBackend  # of a package that not everybody has
-
-    return KimiEngineBackend(pool=pool)
-
-
-def _strategy(cfg: Mapping[str, Any], state: State, name: str, keywords: Mapping[str, Any]) -> LoadingStrategy:
-    """Make a strategy, with the keys of `strategy=` on the command line if that is the same one."""
-    node = {"_target_": _STRATEGIES[name]}
+def _coordinator(name: str, cfg: Mapping[str, Any], state: State, reads: Mapping[str, Any]) -> CheckpointCoordinator:
+    """Make one of ours; its strategy has the keys of `strategy=` on the command line if that is the same one."""
+    backend, strategy = OURS[name]
+    node = STRATEGIES[strategy]
     if cfg["strategy"]["_target_"] == node["_target_"]:
         node = cfg["strategy"]
-    strategy: LoadingStrategy = made(node, **keywords)
-    return strategy
+    return coordinator_of(cfg, state, backend=made(BACKENDS[backend]), strategy=made(node, **reads))

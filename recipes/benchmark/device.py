@@ -2,21 +2,19 @@
 
 if not __package__:  # run by path: this folder comes first, and would hide others' modules of the same names
     import sys
-    from os.path import abspath, dirname
 
-    sys.path[0] = dirname(dirname(dirname(abspath(__file__))))
+    sys.path[0] = __file__.rsplit("/recipes/", 1)[0]
 
 from omegaconf import DictConfig
 
-from recipes.benchmark.benchmarking import measure
 from recipes.support.cli import recipe
 
 
 @recipe("benchmark_device")
 def main(cfg: DictConfig) -> None:
-    from recipes.benchmark import copy_speeds
+    from recipes.benchmark import device_copies, harness
 
-    measure(cfg, copy_speeds)
+    harness.measure(cfg, device_copies)
 
 
 if __name__ == "__main__":

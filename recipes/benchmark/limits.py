@@ -1,69 +1,62 @@
-"""What the machine allows: the same bytes with nothing around them. The standards that a save and a load are held against."""
+"""The machine's limits: the same bytes moved by bare system calls, memory copies and broadcasts."""
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from recipes.benchmark.contender import Contender
-from recipes.benchmark.measuring import sync_entries
-from recipes.benchmark.places import by_name, lay_out, least_laden, runs_of, sources_of
-from recipes.benchmark.workloads import State, Workload
+from ckpt.format.dtypes import raw_bytes
+from recipes.benchmark.measuring import opened, sync_entries
+from recipes.benchmark.places import lay_out, least_loaded, runs_of
+from recipes.benchmark.workloads import Contender, Workload
 
 CALL_BYTES = 8 << 20
 CALL_BUFFERS = 1024  # IOV_MAX of Linux
 BLOCK_BYTES = 4096
 PART_BYTES = 64 << 20
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
 class Raw(Contender):
-    """Every rank writes its part of the bytes to one file, with fsync, and reads what it holds, straight into place.
+    """Every rank writes its part of the bytes to one file, with fsync, and reads the bytes that it holds, straight into place.
 
     Of equal boxes one rank writes, the one that has the least to write.
     """
 
     def __init__(self, workload: Workload) -> None:
-        self.topology = workload.saved.topology
-        layout = lay_out(workload.holdings, self.topology.world_size, least_laden)
-        mine = [(lying.offset, place) for place, lying in layout.items() if lying.writer == self.topology.rank]
-        self.writes = [_bytes_of(workload.saved.places[place]) for _, place in sorted(mine, key=lambda one: one[0])]
-        self._reads: list[tuple[int, int, np.ndarray]] = []
-        saved = by_name(layout)
-        for place, tensor in ({} if workload.loaded is None else workload.loaded.places).items():
-            memory = _bytes_of(tensor)
-            for box, lying in sources_of(place, saved):
-                for run in runs_of(box, place[1], tensor.element_size()):
-                    view = memory[run.wanted_at : run.wanted_at + run.num_bytes]
-                    self._reads.append((lying.writer, lying.offset + run.saved_at, view))
-        turns = self.topology.world_size  # ranks begin at different files, so that a disk serves them side by side
-        self._reads.sort(key=lambda read: ((read[0] - self.topology.rank) % turns, read[1]))
+        topology = self.topology = workload.saved.topology
+        layout = lay_out(workload.holdings, topology.world_size, least_loaded)
+        mine = [(location.offset, place) for place, location in layout.items() if location.writer == topology.rank]
+        self.writes = [(offset, _bytes_of(workload.saved.places[place])) for offset, place in sorted(mine)]
+        reads: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
+        for source in workload.sources(layout):
+            memory = _bytes_of(source.tensor)
+            for run in runs_of(source.saved, source.wanted, source.tensor.element_size()):
+                view = memory[run.wanted_at : run.wanted_at + run.num_bytes]
+                reads[source.location.writer].append((source.location.offset + run.saved_at, view))
+        # Ranks begin at different files, so that a disk serves them side by side.
+        writers = sorted(reads, key=lambda writer: (writer - topology.rank) % topology.world_size)
+        self._reads = {writer: sorted(reads[writer], key=lambda read: read[0]) for writer in writers}
 
     def save(self, folder: Path) -> None:
-        descriptor = os.open(folder / str(self.topology.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            for buffers in _calls(self.writes):
-                _write_all(descriptor, buffers)
+        with opened(folder / str(self.topology.rank), _NEW) as descriptor:
+            for offset, views in _calls(self.writes):
+                _move_all(os.pwritev, descriptor, views, offset)
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         sync_entries(folder, self.topology)
 
     def load(self, folder: Path) -> dict[str, int]:
-        for writer, of_file in itertools.groupby(self._reads, key=lambda read: read[0]):
-            descriptor = os.open(folder / str(writer), os.O_RDONLY)
-            try:
-                for offset, views in _stretches((offset, view) for _, offset, view in of_file):
-                    for buffers in _calls(views):
-                        offset += _read_all(descriptor, buffers, offset)
-            finally:
-                os.close(descriptor)
+        for writer, reads in self._reads.items():
+            with opened(folder / str(writer), os.O_RDONLY) as descriptor:
+                for offset, views in _calls(reads):
+                    _move_all(os.preadv, descriptor, views, offset)
         return {}
 
 
@@ -80,30 +73,25 @@ class RawDirect(Raw):
         super().__init__(workload)
         self._aligned = mmap.mmap(-1, CALL_BYTES)  # pages are aligned enough
         self._buffer = np.frombuffer(self._aligned, np.uint8)
-        self._buffer[:] = 0  # touched before anybody looks at the clock
+        self._buffer[:] = 0  # touched before it is timed
 
     def save(self, folder: Path) -> None:
-        descriptor = os.open(folder / str(self.topology.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
-        try:
-            size = sum(view.nbytes for view in self.writes)
-            padded = -(-size // BLOCK_BYTES) * BLOCK_BYTES
+        size = sum(view.nbytes for _, view in self.writes)
+        with opened(folder / str(self.topology.rank), _NEW | os.O_DIRECT) as descriptor:
             if size:
-                os.posix_fallocate(descriptor, 0, padded)
-            at = 0
+                os.posix_fallocate(descriptor, 0, _whole_blocks(size))
+            written = 0
             for filled in self._fillings():
-                whole = -(-filled // BLOCK_BYTES) * BLOCK_BYTES
-                at += os.pwrite(descriptor, memoryview(self._aligned)[:whole], at)
-            assert at == padded, "a file system writes whole blocks, or says why not"
+                written += os.write(descriptor, memoryview(self._aligned)[: _whole_blocks(filled)])
+            assert written == _whole_blocks(size), "a file system writes whole blocks, or says why not"
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         sync_entries(folder, self.topology)
 
     def _fillings(self) -> Iterator[int]:
-        """Copy all bytes through the buffer, and yield how many it holds whenever it is full, and at the end."""
+        """Copy all bytes through the buffer; yield the number of bytes in it whenever it is full, and at the end."""
         filled = 0
-        for view in self.writes:
+        for _, view in self.writes:
             at = 0
             while at < view.nbytes:
                 count = min(view.nbytes - at, CALL_BYTES - filled)
@@ -117,7 +105,7 @@ class RawDirect(Raw):
 
 
 class Memcpy(Contender):
-    """Every rank copies as many bytes as it loads, all at once: what a load from memory would take."""
+    """Every rank copies as many bytes as it loads, all at once: the limit of a load from memory."""
 
     measures = ("load_warm",)
     fills = False
@@ -138,24 +126,20 @@ class Memcpy(Contender):
 
 
 class Broadcast(Contender):
-    """Rank 0 sends as many bytes as the whole state has to all that load, by torch.distributed, and nothing is read."""
+    """Rank 0 broadcasts as many bytes as the whole state has to the ranks that load, by torch.distributed; nothing is read."""
 
     measures = ("load_warm",)
     fills = False
 
     def __init__(self, workload: Workload) -> None:
-        self._state: State | None = workload.loaded
+        device = workload.saved.device.torch_device
+        self._group = None if workload.loaded is None else workload.loaded.group
         self._num_bytes = workload.state_bytes
-        self._part: torch.Tensor | None = None
-        if self._state is not None:
-            size = min(PART_BYTES, self._num_bytes)
-            self._part = torch.zeros(size, dtype=torch.uint8, device=self._state.device.torch_device)
+        self._part = torch.zeros(min(PART_BYTES, self._num_bytes), dtype=torch.uint8, device=device)
 
     def load(self, folder: Path) -> dict[str, int]:
-        assert self._state is not None and self._part is not None
         for at in range(0, self._num_bytes, PART_BYTES):
-            dist.broadcast(self._part[: self._num_bytes - at], src=0, group=self._state.group)
-        self._state.device.synchronize()
+            dist.broadcast(self._part[: self._num_bytes - at], src=0, group=self._group)
         return {}
 
 
@@ -163,72 +147,57 @@ def takes_direct_writes(folder: Path, rank: int) -> bool:
     """Whether the folder's file system takes O_DIRECT."""
     probe = folder / f"direct-{rank}"
     try:
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+        with opened(probe, _NEW | os.O_DIRECT):
+            return True
     except OSError:
         return False
     finally:
         probe.unlink(missing_ok=True)
-    return True
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    flat: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
+    flat: np.ndarray = raw_bytes(tensor).numpy()
     return flat
 
 
-def _calls(views: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Cut the views, in their order, into the buffers of single calls."""
-    buffers: list[np.ndarray] = []
-    filled = 0
-    for view in views:
-        for at in range(0, view.nbytes, CALL_BYTES):
-            part = view[at : at + CALL_BYTES]
-            if filled + part.nbytes > CALL_BYTES or len(buffers) == CALL_BUFFERS:
-                yield buffers
-                buffers, filled = [], 0
-            buffers.append(part)
-            filled += part.nbytes
-    if buffers:
-        yield buffers
+def _calls(pieces: Iterable[tuple[int, np.ndarray]]) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """Yield the offset and the buffers of single calls: pieces that are contiguous in the file are joined, as far as a call goes.
 
-
-def _stretches(reads: Iterable[tuple[int, np.ndarray]]) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Join what lies behind each other in the file."""
-    start, end = 0, -1
+    Args:
+        pieces: offset in the file, and memory.
+    """
     views: list[np.ndarray] = []
-    for offset, view in reads:
-        if offset != end and views:
-            yield start, views
-            views = []
-        start = start if views else offset
-        views.append(view)
-        end = offset + view.nbytes
+    start = end = 0
+    for offset, piece in pieces:
+        for at in range(0, piece.nbytes, CALL_BYTES):
+            view = piece[at : at + CALL_BYTES]
+            is_full = end - start + view.nbytes > CALL_BYTES or len(views) == CALL_BUFFERS
+            if views and (offset + at != end or is_full):
+                yield start, views
+                views = []
+            if not views:
+                start = end = offset + at
+            views.append(view)
+            end += view.nbytes
     if views:
         yield start, views
 
 
-def _write_all(descriptor: int, buffers: Sequence[np.ndarray]) -> None:
-    left = [memoryview(buffer) for buffer in buffers]
+def _move_all(
+    call: Callable[[int, list[memoryview], int], int], descriptor: int, views: Sequence[np.ndarray], offset: int
+) -> None:
+    """Call `os.pwritev` or `os.preadv` until all buffers are through."""
+    left = [memoryview(view) for view in views]
     while left:
-        left = _after(left, os.writev(descriptor, left))
-
-
-def _read_all(descriptor: int, buffers: Sequence[np.ndarray], offset: int) -> int:
-    left = [memoryview(buffer) for buffer in buffers]
-    start = offset
-    while left:
-        got = os.preadv(descriptor, left, offset)
-        if got == 0:
+        count = call(descriptor, left, offset)
+        if count == 0:
             raise OSError(f"the file ends at byte {offset}")
-        offset += got
-        left = _after(left, got)
-    return offset - start
+        offset += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
 
 
-def _after(left: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of the buffers after their first bytes."""
-    for number, buffer in enumerate(left):
-        if num_bytes < len(buffer):
-            return [buffer[num_bytes:], *left[number + 1 :]]
-        num_bytes -= len(buffer)
-    return []
+def _whole_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""How much memory and time something takes.
+"""Time of the slowest rank, memory of this process, figures of all ranks; and the page cache, synced and dropped.
 
 Importing it imports nothing of `ckpt`, which does not run in the environment of recipes/benchmark/megatron_peer.py.
 """
@@ -8,14 +8,17 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from ckpt.ranks.topology import Topology
+
+T = TypeVar("T")
 
 
 class PeakMemory:
@@ -34,63 +37,79 @@ def _status_kib(name: str) -> float:
     return float(next(line.split()[1] for line in lines if line.startswith(name + ":")))
 
 
-def timed(work: Callable[[], None], topology: Topology, group: dist.ProcessGroup | None = None) -> float:
-    """Do what all ranks do together, and return the seconds of the slowest. Collective.
+def timed(work: Callable[[], object], topology: Topology, group: dist.ProcessGroup | None = None) -> float:
+    """Do a piece of work on all ranks at once, and return the seconds of the slowest. Collective.
 
     Args:
         group: torch's process group of the topology's ranks; None: the default one. Its barrier lets go of all ranks within
             a few ms, which the topology's own agreement does not promise.
     """
-    together(topology)
+    wait_for_ranks(topology)
     if dist.is_initialized() and topology.world_size > 1:
         dist.barrier(group)
     started = time.perf_counter()
     work()
-    seconds = time.perf_counter() - started
-    with topology.phase("round") as phase:
-        phase.payload = seconds
-    return max(phase.payloads)
+    return max(gathered(time.perf_counter() - started, topology))
 
 
-def together(topology: Topology) -> None:
+def gathered(mine: T, topology: Topology, phase_name: str = "figures") -> list[T]:
+    """Return the values of all ranks, by rank; JSON values. Collective."""
+    with topology.phase(phase_name) as phase:
+        phase.payload = mine
+    return phase.payloads
+
+
+def wait_for_ranks(topology: Topology) -> None:
     """Wait for all ranks."""
-    with topology.phase("round"):
-        pass
+    gathered(None, topology)
+
+
+def largest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the largest value of each figure, over the ranks that have it."""
+    names = dict.fromkeys(name for figures in of_ranks for name in figures)
+    return {name: max(figures[name] for figures in of_ranks if name in figures) for name in names}
 
 
 def forget_cache(folder: Path, topology: Topology) -> None:
-    """Drop the files from the page cache, so that the next read comes from the disk (as far as the host lets it).
+    """Drop the files from the page cache, so that the next read comes from the disk, as far as the host lets it. Collective.
 
     They are synced before: what is not on the disk yet stays in the cache.
     """
     if topology.is_lead:
         for path in folder.rglob("*"):
             if path.is_file():
-                descriptor = os.open(path, os.O_RDONLY)
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(descriptor)
-    together(topology)
+                with opened(path) as descriptor:
+                    os.fsync(descriptor)
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    wait_for_ranks(topology)
+
+
+def sync_file(path: Path) -> None:
+    """Return when the bytes of a file, or the entries of a folder, are on the disk."""
+    with opened(path) as descriptor:
+        os.fsync(descriptor)
 
 
 def sync_entries(folder: Path, topology: Topology) -> None:
-    """Return when the entries of a folder and of all folders in it are on the disk, once all ranks are here. Collective."""
-    with topology.phase("sync the folders"):
-        pass
+    """Sync the entries of a folder and of all folders in it, once all ranks are here. Collective; the lead returns when it is done."""
+    wait_for_ranks(topology)
     if topology.is_lead:
         for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_file(path)
 
 
 def make_durable(folder: Path) -> None:
-    """Return when all that was written on the folder's file system is on its disk, by whichever process."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    """Return when all that any process wrote on the folder's file system is on its disk."""
+    with opened(folder) as descriptor:
         if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
             raise OSError(ctypes.get_errno(), f"cannot sync the file system of {folder}")
+
+
+@contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file or a folder; the descriptor is closed at the end of the block."""
+    descriptor = os.open(path, flags)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)

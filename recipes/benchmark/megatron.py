@@ -2,21 +2,19 @@
 
 if not __package__:  # run by path: this folder comes first, and would hide others' modules of the same names
     import sys
-    from os.path import abspath, dirname
 
-    sys.path[0] = dirname(dirname(dirname(abspath(__file__))))
+    sys.path[0] = __file__.rsplit("/recipes/", 1)[0]
 
 from omegaconf import DictConfig
 
-from recipes.benchmark.benchmarking import measure
 from recipes.support.cli import recipe
 
 
 @recipe("benchmark_megatron")
 def main(cfg: DictConfig) -> None:
-    from recipes.benchmark import megatron_contenders
+    from recipes.benchmark import harness, megatron_strategies
 
-    measure(cfg, megatron_contenders)
+    harness.measure(cfg, megatron_strategies)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of the other side of recipes/benchmark/megatron.py: it saves and loads with megatron-core, as it is told.
+"""The process of megatron-core beside each rank of `python -m recipes.benchmark.megatron`: saves and loads on command.
 
 It runs in an environment of its own, for megatron-core 0.10 needs NumPy 1 and zarr 2:
 
@@ -25,21 +25,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
-sys.path.append(
-    str(Path(__file__).resolve().parent.parent.parent)
-)  # last: nothing of it may hide what is installed here
+sys.path.append(str(Path(__file__).resolve().parent.parent.parent))  # last: it must not hide installed packages
 
 import torch
 import torch.distributed as dist
 
-from recipes.benchmark.measuring import PeakMemory, make_durable
-from recipes.benchmark.megatron_state import RankHoldings, data_parallel_ranks, sharded, shards_of
+from recipes.benchmark.measuring import PeakMemory
+from recipes.benchmark.megatron_state import RankHoldings, Side, data_parallel_ranks, shards_of
 
 PACKAGES = ("megatron-core", "zarr", "tensorstore", "numpy", "torch")
 
 
 class Peer:
-    """The state of one rank, and what can be done with it. Every method but the first is collective."""
+    """One rank of megatron-core's side. Every method but the first is collective."""
 
     def __init__(
         self, *, rank: int, num_ranks: int, store: str, threads: int, in_place: bool, held: dict[str, Any]
@@ -48,51 +46,34 @@ class Peer:
         torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
         os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+        from megatron.core.dist_checkpointing import ShardedTensor  # seconds, which no round shall pay
+
         self._in_place = in_place
         mine = RankHoldings(**held)
         groups = [dist.new_group(ranks) for ranks in data_parallel_ranks(mine)]
         self._data_parallel = groups[mine.tp_rank]
-        self._shards = shards_of(mine)
-        self._data = {name: shard.values() for name, shard in self._shards.items()}
+        shards = shards_of(mine)
+        data = {name: shard.values() for name, shard in shards.items()}
+        self._side = Side(shards, data, ShardedTensor, _measured, is_lead=rank == 0)
 
     def save(self, folder: Path) -> dict[str, Any]:
         from megatron.core.dist_checkpointing import save
         from megatron.core.dist_checkpointing.strategies.zarr import ZarrSaveShardedStrategy
 
-        def work() -> None:
-            save(self._state(), str(folder), ZarrSaveShardedStrategy("zarr", 1))
-            if dist.get_rank() == 0:
-                make_durable(folder)
-
-        return _measured(work)
+        return self._side.save(folder, lambda state, to: save(state, str(to), ZarrSaveShardedStrategy("zarr", 1)))
 
     def load(self, folder: Path, *, two_stage: bool) -> dict[str, Any]:
-        """Load, and say which tensors are wrong. Two-stage loading always fills the tensors that exist."""
+        """Load, and name the tensors that are wrong. Two-stage loading always fills the tensors that exist."""
         from megatron.core.dist_checkpointing import load
-
-        loaded: dict[str, Any] = {}
-        fills = two_stage or self._in_place
-        for tensor in self._data.values() if fills else []:
-            tensor.zero_()
-        strategy = self._strategy(two_stage)
-        cost = _measured(lambda: loaded.update(load(self._state(), str(folder), strategy)))
-        wrong = [name for name, shard in self._shards.items() if not shard.is_equal(loaded[name])]
-        for name in wrong if fills else []:
-            self._data[name].copy_(self._shards[name].values())
-        return cost | {"wrong": wrong}
-
-    def _strategy(self, two_stage: bool) -> Any:
         from megatron.core.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
         from megatron.core.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 
         if two_stage:
-            return TwoStageDataParallelLoadShardedStrategy(self._data_parallel, cpu_transfer=True)
-        return TensorStoreLoadShardedStrategy(load_directly_on_device=self._in_place)
-
-    def _state(self) -> dict[str, Any]:
-        from megatron.core.dist_checkpointing import ShardedTensor
-
-        return sharded(self._shards, self._data, ShardedTensor)
+            strategy = TwoStageDataParallelLoadShardedStrategy(self._data_parallel, cpu_transfer=True)
+        else:
+            strategy = TensorStoreLoadShardedStrategy(load_directly_on_device=self._in_place)
+        fills = two_stage or self._in_place
+        return self._side.load(folder, lambda state, at: load(state, str(at), strategy), fills=fills)
 
 
 def _measured(work: Callable[[], None]) -> dict[str, Any]:
@@ -106,10 +87,7 @@ def _measured(work: Callable[[], None]) -> dict[str, Any]:
 
 def _answer(peer: Peer | None, command: dict[str, Any]) -> tuple[Peer | None, dict[str, Any]]:
     if peer is None:
-        peer = Peer(**command)
-        import megatron.core.dist_checkpointing  # noqa: F401  # seconds, which no round shall pay
-
-        return peer, {name: version(name) for name in PACKAGES}
+        return Peer(**command), {name: version(name) for name in PACKAGES}
     folder = Path(command["folder"])
     if command["do"] == "save":
         return peer, peer.save(folder)

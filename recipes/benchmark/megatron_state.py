@@ -1,6 +1,6 @@
-"""A GPT and the moments of Adam as Megatron holds them, cut for one rank: what both sides of the benchmark save.
+"""The state of both sides of `python -m recipes.benchmark.megatron`: a GPT and the moments of Adam as Megatron cuts them for one rank.
 
-It imports torch alone, because ranks of another environment, in which `ckpt` does not run, import it too.
+It imports nothing of `ckpt`, because ranks of another environment, in which `ckpt` does not run, import it too.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from recipes.benchmark.measuring import make_durable
 
 OPTIMIZERS = ("tensors", "ranges")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -20,13 +23,13 @@ VOCABULARY_MULTIPLE = 128  # Megatron pads the embedding to a multiple of this o
 
 @dataclass(frozen=True)
 class RankHoldings:
-    """Whose part of which state.
+    """The model, and one rank's place in it.
 
     Attributes:
         vocabulary, context, layers, width: of the GPT.
         optimizer: "tensors": the moments are cut as the weights are, and data-parallel ranks hold them alike; "ranges": each
             of these holds a range of all flattened moments behind each other, as Megatron's distributed optimizer does.
-        tp_rank, tp, dp_rank, dp: this rank's place, and the number of places, along either axis.
+        tp_rank, tp, dp_rank, dp: this rank's number, and the number of ranks, along either axis.
     """
 
     vocabulary: int
@@ -60,7 +63,7 @@ class ShardArguments:
         return math.prod(self.local_shape) if self.stop is None else self.stop - (self.start or 0)
 
     def values(self) -> torch.Tensor:
-        """Return float32 whose bits follow from the place in the global tensor: equal in replicas, else all different."""
+        """Return float32 values that follow from the place in the global tensor: equal in replicas, else all different."""
         seed = zlib.crc32(f"{self.key} {self.global_offset}".encode()) - 2**31
         start = self.start or 0
         bits = torch.arange(start, start + self.num_elements, dtype=torch.int32).mul_(-1640531527).add_(seed)
@@ -75,7 +78,7 @@ class ShardArguments:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """`axis` is the one that tensor-parallel ranks cut; None: they hold it alike. Layers are stacked in front."""
+    """`axis` is the one that tensor-parallel ranks cut; None: each holds all of it. Layers are stacked in front."""
 
     name: str
     shape: tuple[int, ...]
@@ -100,26 +103,76 @@ def data_parallel_ranks(held: RankHoldings) -> list[list[int]]:
     return [[dp_rank * held.tp + tp_rank for dp_rank in range(held.dp)] for tp_rank in range(held.tp)]
 
 
-def sharded(
-    shards: Mapping[str, ShardArguments], data: Mapping[str, torch.Tensor], make: Callable[..., Any]
-) -> dict[str, Any]:
-    """Return a sharded state dict over `data`, with some common state. `make`: the ShardedTensor of either side."""
-    state: dict[str, Any] = {"iteration": 7, "checkpoint_version": 3.0, "lr": 3e-4}
-    for name, shard in shards.items():
-        state[name] = make(
-            shard.key,
-            data[name],
-            torch.float32,
-            shard.local_shape,
-            shard.global_shape,
-            shard.global_offset,
-            shard.fragmentations,
-            shard.replica_id,
-            shard.prepended,
-            shard.may_differ,
-            None if shard.stop is None else slice(shard.start, shard.stop),
-        )
-    return state
+class Side:
+    """One rank's tensors, and how they are saved and loaded: by our strategies, or by megatron-core's. Every method is collective.
+
+    Args:
+        shards: names and arguments of the tensors.
+        data: the tensors of `shards`.
+        make: the ShardedTensor of this side.
+        measured: does a piece of work together with the other ranks, and returns `seconds` and `peak_mib` of this rank.
+        is_lead: whether this rank makes the whole save durable.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, ShardArguments],
+        data: Mapping[str, torch.Tensor],
+        make: Callable[..., Any],
+        measured: Callable[[Callable[[], None]], dict[str, Any]],
+        is_lead: bool,
+    ) -> None:
+        self._shards = shards
+        self._data = data
+        self._make = make
+        self._measured = measured
+        self._is_lead = is_lead
+
+    def save(self, folder: Path, save: Callable[[dict[str, Any], Path], object]) -> dict[str, Any]:
+        """Save to a folder that exists, by `save(sharded_state_dict, folder)`. Both sides sync the file system, as one of them has to."""
+
+        def work() -> None:
+            save(self._state(), folder)
+            if self._is_lead:
+                make_durable(folder)
+
+        return self._measured(work)
+
+    def load(
+        self, folder: Path, load: Callable[[dict[str, Any], Path], Mapping[str, Any]], *, fills: bool
+    ) -> dict[str, Any]:
+        """Load by `load(sharded_state_dict, folder)`; the names of tensors that came back wrong are added, as `wrong`.
+
+        Args:
+            fills: the tensors that exist are filled. They are zeroed before, and those that came back wrong are mended.
+        """
+        loaded: dict[str, Any] = {}
+        for tensor in self._data.values() if fills else []:
+            tensor.zero_()
+        cost = self._measured(lambda: loaded.update(load(self._state(), folder)))
+        wrong = [name for name, shard in self._shards.items() if not shard.is_equal(loaded[name])]
+        for name in wrong if fills else []:
+            self._data[name].copy_(self._shards[name].values())
+        return cost | {"wrong": wrong}
+
+    def _state(self) -> dict[str, Any]:
+        """A sharded state dict, with some common state."""
+        state: dict[str, Any] = {"iteration": 7, "checkpoint_version": 3.0, "lr": 3e-4}
+        for name, shard in self._shards.items():
+            state[name] = self._make(
+                shard.key,
+                self._data[name],
+                torch.float32,
+                shard.local_shape,
+                shard.global_shape,
+                shard.global_offset,
+                shard.fragmentations,
+                shard.replica_id,
+                shard.prepended,
+                shard.may_differ,
+                None if shard.stop is None else slice(shard.start, shard.stop),
+            )
+        return state
 
 
 def _model(held: RankHoldings) -> Iterator[tuple[str, ShardArguments]]:
@@ -150,7 +203,7 @@ def _shard(parameter: _Parameter, layer: int | None, held: RankHoldings) -> Shar
 
 
 def _ranges(held: RankHoldings, model: Mapping[str, ShardArguments]) -> Iterator[tuple[str, ShardArguments]]:
-    """What this rank holds of the flattened parameters when they lie behind each other, the last one first."""
+    """The range that this rank holds of the flattened parameters, the last parameter first."""
     part = -(-sum(shard.num_elements for shard in model.values()) // held.dp)
     at = -held.dp_rank * part
     for name, shard in reversed(model.items()):

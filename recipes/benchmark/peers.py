@@ -1,8 +1,7 @@
-"""What others offer: torch.distributed.checkpoint, and safetensors files. With their defaults, and made as durable as ours."""
+"""The peers: torch.distributed.checkpoint, and safetensors files. With their defaults, and made as durable as ours."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -10,15 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ckpt.format.box import Box, overlap
-from recipes.benchmark.contender import Contender
-from recipes.benchmark.measuring import sync_entries
-from recipes.benchmark.places import Lying, Place, by_name, first, lay_out, least_laden, sources_of
-from recipes.benchmark.workloads import Workload
+from recipes.benchmark.measuring import sync_entries, sync_file
+from recipes.benchmark.places import Source, lay_out
+from recipes.benchmark.workloads import Contender, Workload
 
 
 class Dcp(Contender):
@@ -46,35 +43,20 @@ class Dcp(Contender):
 
 
 class Safetensors(Contender):
-    """One safetensors file per rank that writes, with fsync; a load copies out of the mapped files what the rank holds.
+    """One safetensors file per rank that writes, with fsync; a load copies the rank's tensors out of the mapped files.
 
     Args:
-        choose: which of the ranks that hold a tensor writes it.
+        choose: returns the writer of a tensor among the ranks that hold it.
     """
 
-    def __init__(self, workload: Workload, choose: Callable[[Sequence[int], Sequence[int]], int]) -> None:
-        self._topology = workload.saved.topology
-        layout = lay_out(workload.holdings, self._topology.world_size, choose)
-        self._writes = {
-            _name(place): workload.saved.places[place]
-            for place, lying in layout.items()
-            if lying.writer == self._topology.rank
-        }
-        self._reads: dict[int, list[tuple[Place, Box, torch.Tensor]]] = defaultdict(list)
-        saved: dict[str, list[tuple[Box, Lying]]] = by_name(layout)
-        for place, tensor in ({} if workload.loaded is None else workload.loaded.places).items():
-            for box, lying in sources_of(place, saved):
-                self._reads[lying.writer].append((place, box, tensor))
-
-    @classmethod
-    def of_each_rank(cls, workload: Workload) -> Safetensors:
-        """Of equal copies the rank writes that has the least to write."""
-        return cls(workload, least_laden)
-
-    @classmethod
-    def of_first_holders(cls, workload: Workload) -> Safetensors:
-        """Of equal copies the first rank writes: a replicated state is one file, as one writer makes it."""
-        return cls(workload, first)
+    def __init__(self, workload: Workload, *, choose: Callable[[Sequence[int], Sequence[int]], int]) -> None:
+        topology = self._topology = workload.saved.topology
+        layout = lay_out(workload.holdings, topology.world_size, choose)
+        mine = [place for place, location in layout.items() if location.writer == topology.rank]
+        self._writes = {_name(*place): workload.saved.places[place] for place in mine}
+        self._reads: dict[int, list[Source]] = defaultdict(list)
+        for source in workload.sources(layout):
+            self._reads[source.location.writer].append(source)
 
     def save(self, folder: Path) -> None:
         from safetensors.torch import save_file
@@ -82,7 +64,7 @@ class Safetensors(Contender):
         if self._writes:
             path = folder / f"{self._topology.rank}.safetensors"
             save_file(self._writes, path)
-            _sync(path)
+            sync_file(path)
         sync_entries(folder, self._topology)
 
     def load(self, folder: Path) -> dict[str, int]:
@@ -91,39 +73,30 @@ class Safetensors(Contender):
         turns = self._topology.world_size
         for writer in sorted(self._reads, key=lambda writer: (writer - self._topology.rank) % turns):
             with safe_open(folder / f"{writer}.safetensors", framework="pt") as file:
-                for (name, wanted), box, tensor in self._reads[writer]:
-                    _fill(tensor, wanted, file, (name, box))
+                for source in self._reads[writer]:
+                    _fill(source, file)
         return {}
 
 
 @contextmanager
 def _one_rank_is_meant() -> Iterator[None]:
-    """torch.distributed.checkpoint warns that there is one rank, also of `no_dist=True`."""
+    """Silence the warning of torch.distributed.checkpoint that there is one rank, which it gives with `no_dist=True` too."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         yield
 
 
-def _fill(tensor: torch.Tensor, wanted: Box, file: Any, saved: Place) -> None:
-    """Copy what a tensor in a file has of a wanted box to its place."""
-    _, box = saved
-    if box == wanted:
-        tensor.copy_(file.get_tensor(_name(saved)))
+def _fill(source: Source, file: Any) -> None:
+    """Copy the overlap of a saved box and a wanted one from the file into the wanted tensor."""
+    name = _name(source.name, source.saved)
+    if source.saved == source.wanted:
+        source.tensor.copy_(file.get_tensor(name))
         return
-    both = overlap(box, wanted)
-    assert both is not None, "sources_of gives overlapping boxes only"
-    there, here = both.relative_to(box).slices, both.relative_to(wanted).slices
-    tensor[here].copy_(file.get_slice(_name(saved))[there])
+    both = overlap(source.saved, source.wanted)
+    assert both is not None, "boxes of a source overlap"
+    there, here = both.relative_to(source.saved).slices, both.relative_to(source.wanted).slices
+    source.tensor[here].copy_(file.get_slice(name)[there])
 
 
-def _name(place: Place) -> str:
-    name, box = place
+def _name(name: str, box: Box) -> str:
     return f"{name}@{','.join(map(str, box.offsets))}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

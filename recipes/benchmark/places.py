@@ -1,4 +1,4 @@
-"""Where the bytes of a state are: which rank holds which box of which tensor, which one writes it, and where it then lies."""
+"""Places of a state's bytes: the ranks that hold each box of a tensor, its writer, and its offset in the writer's file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.address import DTensorBoxes, address_of, local_tensor
 from ckpt.state.flatten import flatten
 from ckpt.state.sharing import Stateful, find_aliases
+from recipes.benchmark.measuring import gathered
 
 Place = tuple[str, Box]
 """Name of a tensor, and the part of it that a rank holds."""
@@ -22,23 +24,39 @@ Place = tuple[str, Box]
 
 @dataclass(frozen=True)
 class Holding:
-    """Who holds a place, and how many bytes it has."""
+    """The ranks that hold a place, and its bytes."""
 
     num_bytes: int
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Lying:
-    """Where the bytes of a place lie once they are written: from byte `offset` of the writer's file on."""
+class FileLocation:
+    """A place in files: its bytes begin at byte `offset` of the file that rank `writer` writes."""
 
     writer: int
     offset: int
 
 
 @dataclass(frozen=True)
+class Source:
+    """A saved box, and a wanted box of the same tensor that overlaps it.
+
+    Attributes:
+        location: of the saved box.
+        tensor: the memory of the wanted box.
+    """
+
+    name: str
+    saved: Box
+    location: FileLocation
+    wanted: Box
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
 class ByteRun:
-    """Bytes that follow each other both where they were saved and where they are wanted."""
+    """Bytes that are contiguous both in the box that was saved and in the one that is wanted."""
 
     saved_at: int
     wanted_at: int
@@ -61,12 +79,15 @@ def places_of(statefuls: Mapping[str, Stateful]) -> dict[Place, torch.Tensor]:
 
 
 def holders_of(mine: Mapping[Place, torch.Tensor], topology: Topology) -> dict[Place, Holding]:
-    """Return every place of the whole state. What DTensors say of themselves is believed. Collective."""
-    with topology.operation("the benchmark"), topology.phase("places") as phase:
-        phase.payload = [[name, box.offsets, box.shape, tensor.nbytes] for (name, box), tensor in mine.items()]
+    """Return every place of the whole state, by the boxes that all ranks give. Collective."""
+    rows_of_mine: list[list[Any]] = [
+        [name, box.offsets, box.shape, tensor.nbytes] for (name, box), tensor in mine.items()
+    ]
     ranks: dict[Place, list[int]] = defaultdict(list)
     sizes: dict[Place, int] = {}
-    for rank, rows in enumerate(phase.payloads):
+    with topology.operation("the benchmark"):
+        rows_of_ranks = gathered(rows_of_mine, topology)
+    for rank, rows in enumerate(rows_of_ranks):
         for name, offsets, shape, num_bytes in rows:
             place = name, Box(tuple(offsets), tuple(shape))
             ranks[place].append(rank)
@@ -74,46 +95,42 @@ def holders_of(mine: Mapping[Place, torch.Tensor], topology: Topology) -> dict[P
     return {place: Holding(sizes[place], tuple(of_place)) for place, of_place in ranks.items()}
 
 
-def least_laden(holders: Sequence[int], written: Sequence[int]) -> int:
-    """Let the holder write that has the least to write so far."""
+def least_loaded(holders: Sequence[int], written: Sequence[int]) -> int:
+    """Choose the holder that has the least to write so far."""
     return min(holders, key=lambda rank: written[rank])
 
 
 def first(holders: Sequence[int], written: Sequence[int]) -> int:
-    """Let the first holder write: of a replicated state, rank 0 all of it."""
+    """Choose the first holder: rank 0 writes all of a replicated state."""
     return holders[0]
 
 
 def lay_out(
     holdings: Mapping[Place, Holding], num_ranks: int, choose: Callable[[Sequence[int], Sequence[int]], int]
-) -> dict[Place, Lying]:
+) -> dict[Place, FileLocation]:
     """Give every place one writer, and its bytes an offset in that writer's file. The same on every rank.
 
     Args:
-        choose: of the ranks that hold a place, given the bytes that each rank writes already.
+        choose: returns one of the ranks that hold a place, given the bytes that each rank writes already.
     """
     written = [0] * num_ranks
-    found: dict[Place, Lying] = {}
+    found: dict[Place, FileLocation] = {}
     for place, holding in sorted(holdings.items(), key=lambda entry: (-entry[1].num_bytes, entry[0][0])):
         writer = choose(holding.ranks, written)
-        found[place] = Lying(writer, written[writer])
+        found[place] = FileLocation(writer, written[writer])
         written[writer] += holding.num_bytes
     return found
 
 
-def sources_of(wanted: Place, by_name: Mapping[str, Sequence[tuple[Box, Lying]]]) -> Iterator[tuple[Box, Lying]]:
-    """Yield the saved boxes that a wanted one overlaps, and where they lie."""
-    name, box = wanted
-    for saved, lying in by_name.get(name, ()):
-        if saved == box or overlap(saved, box) is not None:
-            yield saved, lying
-
-
-def by_name(layout: Mapping[Place, Lying]) -> dict[str, list[tuple[Box, Lying]]]:
-    found: dict[str, list[tuple[Box, Lying]]] = defaultdict(list)
-    for (name, box), lying in layout.items():
-        found[name].append((box, lying))
-    return found
+def sources_of(wanted: Mapping[Place, torch.Tensor], layout: Mapping[Place, FileLocation]) -> Iterator[Source]:
+    """Yield every saved box that a wanted one overlaps."""
+    saved: dict[str, list[tuple[Box, FileLocation]]] = defaultdict(list)
+    for (name, box), location in layout.items():
+        saved[name].append((box, location))
+    for (name, box), tensor in wanted.items():
+        for of_name, location in saved[name]:
+            if of_name == box or overlap(of_name, box) is not None:
+                yield Source(name, of_name, location, box, tensor)
 
 
 def runs_of(saved: Box, wanted: Box, item_bytes: int) -> Iterator[ByteRun]:
@@ -121,7 +138,7 @@ def runs_of(saved: Box, wanted: Box, item_bytes: int) -> Iterator[ByteRun]:
 
     Example:
         >>> [*runs_of(Box((0, 0), (4, 5)), Box((3, 0), (3, 5)), 4)]
-        [Run(saved_at=60, wanted_at=0, num_bytes=20)]
+        [ByteRun(saved_at=60, wanted_at=0, num_bytes=20)]
     """
     both = overlap(saved, wanted)
     if both is None:

@@ -2,9 +2,8 @@
 
 if not __package__:  # run by path: this folder comes first, and would hide others' modules of the same names
     import sys
-    from os.path import abspath, dirname
 
-    sys.path[0] = dirname(dirname(dirname(abspath(__file__))))
+    sys.path[0] = __file__.rsplit("/recipes/", 1)[0]
 
 from omegaconf import DictConfig
 
@@ -15,7 +14,7 @@ from recipes.support.cli import recipe
 def main(cfg: DictConfig) -> None:
     import json
 
-    from recipes.benchmark.made_up import benchmark, keys_of, show
+    from recipes.benchmark.plan_costs import benchmark, keys_of, show
 
     keys = keys_of(cfg)
     figures = benchmark(keys)

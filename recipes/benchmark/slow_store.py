@@ -1,4 +1,4 @@
-"""A store that all ranks share and that is slow: it stands for a network file system, where the bytes read decide."""
+"""A slow store that all ranks share: a stand-in for a network file system, whose bandwidth limits a load."""
 
 from __future__ import annotations
 
@@ -16,28 +16,17 @@ _NEXT_FREE = struct.Struct("d")
 
 
 class TokenBucket:
-    """How fast all threads and processes that share a file may take bytes together.
+    """A limit of bytes per second, for all threads and processes that share a file.
 
-    Who takes waits until the bytes of all who came before, and its own, have passed at the given rate. Nothing is saved
-    up while nobody takes. The file holds the moment from which the store is free, by the clock that all processes of one host
-    share; so it serves one host.
+    A taker waits until the bytes of all before it, and its own, have passed at the given rate. Idle time is not saved up. The file holds
+    the moment from which the store is free, by the clock that all processes of one host share; so it serves one host.
 
     Args:
         path: a file of zeros, or none yet.
-        clock, sleep: for tests.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        bytes_per_s: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, path: Path, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        self._clock = clock
-        self._sleep = sleep
         self._threads = threading.Lock()  # a lock on a file holds between processes, not between threads
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         os.ftruncate(self._file, _NEXT_FREE.size)
@@ -46,11 +35,11 @@ class TokenBucket:
     def take(self, num_bytes: int) -> None:
         """Return when these bytes have passed."""
         with self._locked():
-            now = self._clock()
+            now = time.monotonic()
             free = max(now, *_NEXT_FREE.unpack_from(self._memory)) + num_bytes / self._bytes_per_s
             _NEXT_FREE.pack_into(self._memory, 0, free)
         if free > now:
-            self._sleep(free - now)
+            time.sleep(free - now)
 
     def close(self) -> None:
         self._memory.close()

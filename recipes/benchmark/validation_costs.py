@@ -1,33 +1,30 @@
-"""What a validation level or the doctor adds to a save, measured beside the save itself and a bare hash of the same bytes."""
+"""`python -m recipes.benchmark.validation`: the cost of each validation level and of the doctor, beside a save and a bare hash."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import xxhash
 from hydra.utils import instantiate
-from rich.console import Console
-from rich.table import Table
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.format.dtypes import raw_bytes
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import local_tensor
-from ckpt.state.collect import collect, settle_plain
+from ckpt.state.collect import RankState, collect, settle_plain
 from ckpt.state.flatten import flatten
 from ckpt.state.pattern_check import examine
 from ckpt.state.replication import ValidationLevel
 from ckpt.state.sharing import EQUAL_COPIES
-from recipes.benchmark.benchmarking import require_counts, typed_keys
+from recipes.benchmark import harness
+from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
+from recipes.benchmark.tables import print_table, rounds_text, summarized
 from recipes.training.training import Training
 
 
@@ -37,18 +34,16 @@ class ValidationBenchmarkKeys:
 
 
 def check_benchmark(wanted: Any) -> dict[str, Any]:
-    """Return the benchmark's own keys with their right types.
+    """Return the keys under `benchmark` with their right types.
 
     Raises:
         ConfigurationError: there is no such key, it has another type, or is too small.
     """
-    keys = typed_keys(ValidationBenchmarkKeys, wanted)
-    require_counts(keys)
-    return keys
+    return harness.checked_keys(ValidationBenchmarkKeys, wanted)
 
 
-def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
-    """Run all rounds and return the figures. Every rank calls it."""
+def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
+    """Run all rounds and return the figures; the lead leaves benchmark_validation.json. Every rank calls it."""
     training = Training(cfg, topology, instantiate(cfg["device"]))
     training.join()
     training.step()
@@ -59,17 +54,15 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         topology=topology,
         pattern_check="off",
     )
-    work: dict[str, Callable[[], None]] = {
+    work: dict[str, Callable[[], object]] = {
         level.value: partial(_compare, [_at(level, one) for one in components], topology) for level in ValidationLevel
     }
-    work["doctor"] = partial(_look, components, topology)
+    work["doctor"] = partial(_examine, [_at(ValidationLevel.NONE, one) for one in components], topology)
     work["bare hash"] = partial(_hash, components)
     work["save"] = partial(coordinator.save_checkpoint, checkpoint_id="1")
-    seconds: dict[str, list[float]] = {name: [] for name in work}
     try:
-        for _ in range(cfg["benchmark"]["repeats"]):
-            for name, call in work.items():
-                seconds[name].append(timed(call, topology))
+        repeats = cfg["benchmark"]["repeats"]
+        rounds = harness.interleaved(work, repeats, lambda name, _: {"s": timed(work[name], topology)}, topology)
     finally:
         if topology.is_lead:
             shutil.rmtree(cfg["checkpoint_root"], ignore_errors=True)
@@ -79,32 +72,28 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
         "bytes_per_rank": sum(one.nbytes for one in _tensors(components)),
         "tensors_per_rank": len(_tensors(components)),
         "cores": os.cpu_count(),
-        "rounds": seconds,
-        "medians": {name: statistics.median(of_round) for name, of_round in seconds.items()},
+        "rounds": {name: [row["s"] for row in rows] for name, rows in rounds.items()},
+        "medians": {name: row["s"] for name, row in summarized(rounds)["medians"].items()},
     }
-    if topology.is_lead:
-        where = Path(cfg["run_dir"]) / "benchmark_validation.json"
-        where.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    harness.write_result(result, cfg, "benchmark_validation", topology)
     return result
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print the medians, and what each thing adds to what a save without any comparison does, as a table."""
+    """Print the medians, and the time that each adds to a save without any comparison, as a table."""
     medians, gigabytes = result["medians"], result["bytes_per_rank"] / 1e9
     where = "on 1 rank" if result["ranks"] == 1 else f"on each of {result['ranks']} ranks"
-    title = (
-        f"{gigabytes:.2f} GB in {result['tensors_per_rank']} tensors {where}, {result['parallel']}, "
-        f"{result['cores']} cores, medians of {len(result['rounds']['none'])} rounds"
-    )
-    table = Table(title=title)
-    table.add_column("")
-    for heading in ("s", "s more than none", "s per GB", "of a save"):
-        table.add_column(heading, justify="right")
+    rows = []
     for name, median in medians.items():
         more = median if name in ("bare hash", "save") else median - medians["none"]
         share = "" if name == "save" else f"{more / medians['save']:.1%}"
-        table.add_row(name, f"{median:.4f}", f"{more:.4f}", f"{more / gigabytes:.4f}", share)
-    Console().print(table)
+        rows.append((name, f"{median:.4f}", f"{more:.4f}", f"{more / gigabytes:.4f}", share))
+    print_table(
+        f"{gigabytes:.2f} GB in {result['tensors_per_rank']} tensors {where}, {result['parallel']}, {result['cores']} cores, "
+        f"{rounds_text(len(result['rounds']['none']))}",
+        ["", "s", "s more than none", "s per GB", "of a save"],
+        rows,
+    )
 
 
 def _at(level: ValidationLevel, component: StateComponent) -> StateComponent:
@@ -113,27 +102,29 @@ def _at(level: ValidationLevel, component: StateComponent) -> StateComponent:
     return dataclasses.replace(component, validate_replication=True, validation_level=level.value)
 
 
-def _compare(components: list[StateComponent], topology: Topology) -> None:
-    """What a save does until the ranks know that their copies are equal, and at the level "full" after the write."""
+def _compare(components: Sequence[StateComponent], topology: Topology) -> None:
+    """Collect as a save does until the ranks know that their copies are equal, and at the level "full" after the write."""
     with topology.operation("benchmark"):
-        with topology.phase("collect") as phase:
-            mine = collect(components, topology)
-            phase.payload = mine.summary()
-        settle_plain(mine, phase.payloads, topology)
-        mine.require_unchanged()
+        _collected(components, topology).require_unchanged()
 
 
-def _look(components: list[StateComponent], topology: Topology) -> None:
+def _examine(components: Sequence[StateComponent], topology: Topology) -> None:
+    """Collect, and examine the sharing patterns as the doctor does."""
     with topology.operation("benchmark"):
-        with topology.phase("collect") as phase:
-            mine = collect([_at(ValidationLevel.NONE, one) for one in components], topology, look=True)
-            phase.payload = mine.summary()
-        settle_plain(mine, phase.payloads, topology)
+        mine = _collected(components, topology, look=True)
         examine(mine.components, mine.seen, topology)
 
 
+def _collected(components: Sequence[StateComponent], topology: Topology, *, look: bool = False) -> RankState:
+    with topology.phase("collect") as phase:
+        mine = collect(components, topology, look=look)
+        phase.payload = mine.summary()
+    settle_plain(mine, phase.payloads, topology)
+    return mine
+
+
 def _hash(components: list[StateComponent]) -> None:
-    """The machine's limit: the same bytes through the same hash, and nothing else."""
+    """Hash the same bytes by the same function, and do nothing else: the machine's limit."""
     for tensor in _tensors(components):
         xxhash.xxh3_128_digest(raw_bytes(tensor.cpu().contiguous()).numpy().data)
 

@@ -1,12 +1,14 @@
-"""What is saved and loaded: one state, on the ranks that save it and on those that load it. Every contender gets the same."""
+"""The state that contenders save and load, on the ranks that save it and on those that load it; and the interface of a contender."""
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +18,42 @@ from hydra.utils import instantiate
 
 from ckpt import StateComponent
 from ckpt.errors import ConfigurationError
+from ckpt.format.dtypes import raw_bytes
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import address_of, local_tensor
 from ckpt.state.digest import state_digest
 from ckpt.state.sharing import Stateful
-from recipes.benchmark.places import Holding, Place, holders_of, places_of
+from recipes.benchmark.measuring import gathered
+from recipes.benchmark.places import FileLocation, Holding, Place, Source, holders_of, places_of, sources_of
+from recipes.benchmark.weights import NamedTensors
 from recipes.training.parallel.base import Layout
 from recipes.training.training import Training
 
 RESHARDABLE = ("fsdp", "hsdp", "tp_fsdp", "ddp_tp")
 """Layouts whose process groups are all those of their mesh, so that a part of the ranks can be laid out by themselves."""
+
+SHARINGS = ("replicated", "sharded")
+"""Of small tensors: every rank holds all of them, or every world_size-th."""
+
+
+class Contender:
+    """One way to save a state, and to load it back into the same memory. Every method is collective.
+
+    Attributes:
+        measures: which of "save", "load_cold" and "load_warm" it takes part in.
+        fills: whether a load fills the state, which is scrambled before and compared afterwards.
+    """
+
+    measures: tuple[str, ...] = ("save", "load_cold", "load_warm")
+    fills = True
+
+    def save(self, folder: Path) -> None:
+        """Write the state to a folder that exists; all bytes and entries below it are on the disk when the lead returns."""
+
+    def load(self, folder: Path) -> dict[str, int]:
+        """Read the state, on the ranks that load. Returns further figures, of all these ranks together."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -54,15 +81,15 @@ class State:
         return places_of(self.statefuls)
 
     def scramble(self) -> None:
-        """Overwrite every byte, so that a load which misses one is seen."""
+        """Overwrite every byte, so that the comparison finds a byte that a load misses."""
         for tensor in self.places.values():
-            tensor.view(-1).view(torch.uint8).fill_(255)
+            raw_bytes(tensor).fill_(255)
 
     def fingerprint(self) -> str:
         """Return a digest of every byte that this rank holds."""
         digest = xxhash.xxh3_128()
         for tensor in self.places.values():
-            digest.update(tensor.view(-1).view(torch.uint8).cpu().numpy().data)
+            digest.update(raw_bytes(tensor).cpu().numpy().data)
         return digest.hexdigest()
 
     def digest(self) -> str:
@@ -88,10 +115,6 @@ class Workload:
     loaded_bytes: int
 
     @property
-    def is_resharded(self) -> bool:
-        return self.num_loading != self.saved.topology.world_size
-
-    @property
     def state_bytes(self) -> int:
         """Of the whole state, copies not counted."""
         return sum(holding.num_bytes for holding in self.holdings.values())
@@ -100,15 +123,13 @@ class Workload:
     def num_tensors(self) -> int:
         return len({name for name, _ in self.holdings})
 
-    def saved_identity(self) -> str:
-        """Return what `loaded_identity` must be after a load. Collective over all ranks."""
-        return self.saved.digest() if self.is_resharded else self.saved.fingerprint()
+    def sources(self, layout: Mapping[Place, FileLocation]) -> Iterator[Source]:
+        """Yield the boxes that this rank reads from files of this layout; none on a rank that does not load."""
+        return sources_of({} if self.loaded is None else self.loaded.places, layout)
 
-    def loaded_identity(self) -> str | None:
-        """Digest what is in memory: on equal ranks of each rank's own bytes, copies too. Collective over those that load."""
-        if self.loaded is None:
-            return None
-        return self.loaded.digest() if self.is_resharded else self.loaded.fingerprint()
+    def identity(self, state: State) -> str:
+        """Digest a state, saved or loaded: each rank's own bytes, or the state as a whole if it is resharded. Collective over its ranks."""
+        return state.fingerprint() if self.num_loading == self.saved.topology.world_size else state.digest()
 
 
 @contextmanager
@@ -120,11 +141,13 @@ def prepared(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Workload]:
     """
     keys = cfg["benchmark"]
     layout: Layout = instantiate(cfg["parallel"])
-    num_loading = keys["load_ranks"] or topology.world_size
-    _check_ranks(num_loading, topology, layout, keys)
-    if keys["small_tensors"] is not None:
-        saved = _small_tensors(cfg, topology, **keys["small_tensors"])
-        yield _workload(f"{keys['small_tensors']['sharing']}", saved, saved, num_loading)
+    small = keys.get("small_tensors")
+    num_loading = keys.get("load_ranks") or topology.world_size
+    if num_loading != topology.world_size:
+        _check_ranks(num_loading, topology, layout, small_tensors=small is not None)
+    if small is not None:
+        saved = _small_tensors(cfg, topology, **small)
+        yield _workload(small["sharing"], saved, saved, num_loading)
         return
     saved = _training_state(cfg, topology, None)
     if num_loading == topology.world_size:
@@ -139,16 +162,38 @@ def prepared(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Workload]:
         yield _workload(layout.name, saved, loaded, num_loading)
 
 
-def _check_ranks(num_loading: int, topology: Topology, layout: Layout, keys: Mapping[str, Any]) -> None:
-    if num_loading == topology.world_size:
-        return
+def facts_of(cfg: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
+    """Return the facts of a run that its figures depend on: the state, the layout and the machine."""
+    keys = cfg["benchmark"]
+    return {
+        "workload": keys["workload"],
+        "layout": workload.layout,
+        "model": None if keys.get("small_tensors") else cfg["model"]["size"],
+        "ranks": workload.saved.topology.world_size,
+        "state_bytes": workload.state_bytes,
+        "tensors": workload.num_tensors,
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "device": str(workload.saved.device.torch_device),
+    }
+
+
+def described(facts: Mapping[str, Any]) -> str:
+    """Return the facts as the beginning of a title."""
+    return (
+        f"{facts['workload']}: {facts['state_bytes'] / 1e9:.2f} GB in {facts['tensors']:,} tensors, {facts['layout']} on "
+        f"{facts['ranks']} ranks"
+    )
+
+
+def _check_ranks(num_loading: int, topology: Topology, layout: Layout, *, small_tensors: bool) -> None:
     if num_loading > topology.world_size:
         raise ConfigurationError(
             f"benchmark.load_ranks={num_loading}: there are {topology.world_size} ranks; give launch.nproc_per_node="
             f"{num_loading} or more"
         )
-    if keys["small_tensors"] is not None or layout.name not in RESHARDABLE:
-        what = "small tensors" if keys["small_tensors"] is not None else f"parallel={layout.name}"
+    if small_tensors or layout.name not in RESHARDABLE:
+        what = "small tensors" if small_tensors else f"parallel={layout.name}"
         raise ConfigurationError(
             f"benchmark.load_ranks={num_loading}: {what} cannot be laid out on a part of the {topology.world_size} ranks; choose "
             f"parallel=<one of {', '.join(RESHARDABLE)}>, or benchmark.load_ranks=null"
@@ -157,9 +202,8 @@ def _check_ranks(num_loading: int, topology: Topology, layout: Layout, keys: Map
 
 def _workload(layout: str, saved: State, loaded: State | None, num_loading: int) -> Workload:
     holdings = holders_of(saved.places, saved.topology)
-    with saved.topology.phase("bytes") as phase:
-        phase.payload = 0 if loaded is None else sum(tensor.nbytes for tensor in loaded.places.values())
-    return Workload(layout, saved, loaded, num_loading, holdings, sum(phase.payloads))
+    loaded_bytes = 0 if loaded is None else sum(tensor.nbytes for tensor in loaded.places.values())
+    return Workload(layout, saved, loaded, num_loading, holdings, sum(gathered(loaded_bytes, saved.topology)))
 
 
 @contextmanager
@@ -205,21 +249,6 @@ def _fill_optimizer(training: Training) -> None:
     training.optimizer.zero_grad(set_to_none=True)
 
 
-class _Tensors:
-    """Tensors by name, as a component."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._tensors)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        for name, tensor in state_dict.items():
-            if tensor is not self._tensors[name]:
-                self._tensors[name].copy_(tensor)
-
-
 def _small_tensors(cfg: Mapping[str, Any], topology: Topology, *, count: int, elements: int, sharing: str) -> State:
     """Make `count` float32 tensors of random bits that follow from their numbers.
 
@@ -230,7 +259,7 @@ def _small_tensors(cfg: Mapping[str, Any], topology: Topology, *, count: int, el
     device.use(topology.local_rank)
     whole = torch.randn(count, elements, generator=torch.Generator().manual_seed(0)).to(device.torch_device)
     mine = range(count) if sharing == "replicated" else range(topology.rank, count, topology.world_size)
-    stateful = _Tensors({f"{number:06d}": whole[number].clone() for number in mine})
+    stateful = NamedTensors({f"{number:06d}": whole[number].clone() for number in mine})
     return State(
         topology=topology,
         group=None,

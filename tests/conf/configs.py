@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from hydra._internal.defaults_list import DefaultsList
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
-from recipes.benchmark.keys import check_benchmark
+from recipes.benchmark.harness import CheckRun, checked_config
 from recipes.support.cli import CONF
 from recipes.support.config import GIVEN, checked, given_keys
 
@@ -127,10 +128,18 @@ def config(run_dir: Path, *overrides: str, num_ranks: int | None = None) -> dict
     return checked(composed(run_dir, *overrides), num_ranks=num_ranks) | {GIVEN: given_keys(overrides)}
 
 
-def benchmark_config(run_dir: Path, *overrides: str) -> dict[str, Any]:
-    """Return the config of the benchmark, with its own keys under `benchmark`, checked as the command checks them."""
+def benchmark_config(
+    run_dir: Path,
+    *overrides: str,
+    root: str = "benchmark",
+    home: str = "saves_and_loads",
+    check_run: CheckRun = checked,
+) -> dict[str, Any]:
+    """Return the config of a benchmark, with its own keys under `benchmark`, checked as its command checks them.
+
+    Args:
+        home: the command's module in recipes/benchmark.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
-    cfg = composed(run_dir, *overrides, root="benchmark")
-    with open_dict(cfg):
-        keys = OmegaConf.to_container(cfg.pop("benchmark"))
-    return checked(cfg) | {"benchmark": check_benchmark(keys)}
+    cfg = composed(run_dir, *overrides, root=root)
+    return checked_config(cfg, import_module(f"recipes.benchmark.{home}"), check_run)

@@ -1,4 +1,4 @@
-"""The benchmark of background saves: its command line, what it makes of what the ranks saw, and a small one from beginning to end."""
+"""The benchmark of background saves: its command line, its figures of the ranks' times, and a small one from beginning to end."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf, open_dict
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
-from recipes.benchmark import async_rounds
-from recipes.benchmark.async_contenders import Saving, settings_of
-from recipes.benchmark.async_figures import COLUMNS, compared, figures_of, show
-from recipes.benchmark.async_keys import DCP, NOTHING, OURS, check_benchmark
-from recipes.benchmark.async_step import _in_turns
-from recipes.support.config import checked
-from tests.conf.configs import composed
+from recipes.benchmark import background_saves
+from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, settings_of
+from recipes.benchmark.background_saves import COLUMNS, check_benchmark, compared, figures_of, show
+from recipes.benchmark.training_step import _in_turns
+from tests.conf.configs import benchmark_config
 from tests.ranks import run_ranks
 
 KEYS: dict[str, Any] = {
@@ -36,11 +33,7 @@ KEYS: dict[str, Any] = {
 
 def config(run_dir: Path, *overrides: str) -> dict[str, Any]:
     """Return the config as the command checks it."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    cfg = composed(run_dir, *overrides, root="benchmark_async")
-    with open_dict(cfg):
-        keys = OmegaConf.to_container(cfg.pop("benchmark"))
-    return checked(cfg) | {"benchmark": check_benchmark(keys)}
+    return benchmark_config(run_dir, *overrides, root="benchmark_async", home="background_saves")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +98,7 @@ def test_parameters_are_dealt_out_into_as_few_like_parts_as_one_step_may_change(
 def told(
     call_s: float, waits: list[float], ends: list[float], durable_s: float | None, finish_s: float
 ) -> dict[str, Any]:
-    """What a rank saw of steps that took a second before the save, in the mean."""
+    """A rank's times of steps that took a second before the save, in the mean."""
     begins = [call_s, *ends[:-1]]
     return {
         "call_s": call_s,
@@ -113,7 +106,7 @@ def told(
         "durable_s": durable_s,
         "peak_mib": 10.0 * call_s,
         "before_s": [0.5, 2.0, 0.5],
-        "beside": [[begin, end, 0.5, 0.1, wait, 0.1] for begin, end, wait in zip(begins, ends, waits, strict=True)],
+        "beside": [[begin, end, wait] for begin, end, wait in zip(begins, ends, waits, strict=True)],
     }
 
 
@@ -203,7 +196,7 @@ def test_bytes_that_training_reached_end_the_benchmark(tmp_path: Path) -> None:
 
 def test_one_rank_trains_with_nobody(tmp_path: Path) -> None:
     with Topology.alone() as topology, pytest.raises(ConfigurationError, match="launch.nproc_per_node=2 or more"):
-        async_rounds.benchmark(small(tmp_path, ["none"]), topology)
+        background_saves.benchmark(small(tmp_path, ["none"]), topology)
 
 
 class Late(Saving):
@@ -237,11 +230,11 @@ def small(run_dir: Path, names: list[str], *overrides: str) -> dict[str, Any]:
 
 
 def _benchmark(topology: Topology, cfg: dict[str, Any]) -> dict[str, Any]:
-    return async_rounds.benchmark(cfg, topology)
+    return background_saves.benchmark(cfg, topology)
 
 
 def _refused(topology: Topology, cfg: dict[str, Any]) -> str:
-    async_rounds.saving_of = lambda name, cfg, workload, folder: Late(workload)  # in this process, a rank's own
+    background_saves.saving_of = lambda name, cfg, workload, folder: Late(workload)  # in this process, a rank's own
     with pytest.raises(CorruptCheckpointError) as refused:
-        async_rounds.benchmark(cfg, topology)
+        background_saves.benchmark(cfg, topology)
     return str(refused.value)

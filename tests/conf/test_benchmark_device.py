@@ -1,4 +1,4 @@
-"""What benchmark_device cannot measure is refused before anything is copied, and a save's copies are grouped as a save groups them."""
+"""The benchmark of copies: refusals before anything is copied, groups of small tensors as in a save, and its table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.topology import Topology
 from ckpt.saving.writing import PACKED_BYTES
-from recipes.benchmark import copy_speeds
-from recipes.benchmark.copy_speeds import benchmark, check_benchmark
+from recipes.benchmark import device_copies
+from recipes.benchmark.device_copies import benchmark, check_benchmark
 from tests.conf.configs import config
 
 KEYS = {"repeats": 1, "mib": 1}
@@ -40,7 +40,7 @@ def test_a_host_has_no_copies_to_measure(tmp_path: Path) -> None:
 def test_small_tensors_are_copied_together_as_far_as_a_pack_goes_and_large_ones_alone() -> None:
     sizes = [PACKED_BYTES + 1, 5, PACKED_BYTES - 5, 1, 2, PACKED_BYTES - 2, 7]
     tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
-    groups = copy_speeds._packed(tensors)
+    groups = device_copies._packed(tensors)
     assert [[one.numel() for one in group] for group in groups] == [
         [PACKED_BYTES + 1],
         [5, PACKED_BYTES - 5],
@@ -58,6 +58,6 @@ def test_every_name_stands_whole_in_a_table_of_wide_numbers(capsys: pytest.Captu
         "ratios": {"save": 1234.5, "load": 1234.5},
     }
     names = ("large tensors", "tensors of 4 KiB", "transposed")
-    copy_speeds.show({"name": "an NPU", "ranks": 8, "repeats": 5, "states": dict.fromkeys(names, row)})
+    device_copies.show({"name": "an NPU", "ranks": 8, "repeats": 5, "states": dict.fromkeys(names, row)})
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)

@@ -11,8 +11,8 @@ import torch
 
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.topology import Topology
-from recipes.benchmark.megatron_contenders import benchmark, check_benchmark, show
 from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, ShardArguments, data_parallel_ranks, shards_of
+from recipes.benchmark.megatron_strategies import benchmark, check_benchmark, show
 from tests.conf.configs import config
 from tests.ranks import run_ranks
 
@@ -179,7 +179,7 @@ def test_a_wrong_key_is_one_sentence(wrong: dict[str, object], sentence: str) ->
     ("override", "sentence"),
     [
         ("parallel=pipeline", "parallel=pipeline lays out pp: this benchmark knows dp and tp"),
-        ("model.size=huge", "model.size=huge: there is no such size; it is one of nano, tiny, gpt2"),
+        ("model.size=huge", "model.size=huge: expected one of nano, tiny, gpt2"),
     ],
 )
 def test_a_layout_or_size_that_it_does_not_know_is_one_sentence(override: str, sentence: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of plans as a user types it: what it prints, and that it leaves no trace."""
+"""The benchmark of plans as a user types it: its output, and that it leaves no files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import recipes.benchmark.plan
-from recipes.benchmark.made_up import show
+from recipes.benchmark.plan_costs import show
 from tests.ranks import forkserver
 
 SMALL = ("tp=2", "pp=2", "layers=2", "width=64", "vocab=64")

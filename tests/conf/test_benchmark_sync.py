@@ -1,4 +1,4 @@
-"""The benchmark of weight updates: its command line, what it makes of what the ranks saw, and a small one from beginning to end."""
+"""The benchmark of weight updates: its command line, its ratios, and a small one from beginning to end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
-from recipes.benchmark import sync_rounds
-from recipes.benchmark.sync_contender import Contender, Seconds
-from recipes.benchmark.sync_figures import PARTS, compared, show
-from recipes.benchmark.sync_keys import OTHERS, OURS, RAW, check_benchmark, checked_benchmark
-from recipes.benchmark.sync_model import made_of, rows_of
-from tests.conf.configs import composed
+from recipes.benchmark import weight_updates
+from recipes.benchmark.update_contenders import CONTENDERS, OURS, Contender, Seconds
+from recipes.benchmark.weight_updates import PARTS, check_benchmark, check_run, compared, show
+from recipes.benchmark.weights import made_of, rows_of
+from tests.conf.configs import benchmark_config
 from tests.device import devices
 from tests.ranks import run_ranks
 
@@ -29,12 +28,12 @@ KEYS: dict[str, Any] = {
     "frozen": 0.0,
     "contenders": ["kimi", "raw"],
 }
-EVERYBODY = [*OURS, *OTHERS]
+EVERYBODY = [*CONTENDERS]
 
 
 def config(run_dir: Path, *overrides: str) -> dict[str, Any]:
     """Return the config as the command checks it."""
-    return checked_benchmark(composed(run_dir, *overrides, root="benchmark_sync"))
+    return benchmark_config(run_dir, *overrides, root="benchmark_sync", home="weight_updates", check_run=check_run)
 
 
 def small(run_dir: Path, names: list[str], *overrides: str) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def test_without_a_word_everybody_takes_part_on_two_trainers_and_two_rollouts(
     monkeypatch.setattr("ckpt.memory.device.Device.require", lambda self: None)
     run = config(tmp_path, f"device={device}")
     assert run["benchmark"]["contenders"] == EVERYBODY
-    assert run["benchmark"]["roles"] == {"trainer": 2, "rollout": 2}
+    assert run["roles"] == {"trainer": 2, "rollout": 2}
     assert (run["benchmark"]["mib"], run["benchmark"]["bucket_mib"]) == (512, 64)
     assert run["device"]["type"] == device
 
@@ -122,8 +121,8 @@ def test_weights_are_a_transformers_as_large_as_asked_for_and_change_in_every_by
     pairs = [(one.reshape(-1).view(torch.uint8), weights.tensors[name]) for name, one in before.items()]
     same_bytes = sum(int((one == now.reshape(-1).view(torch.uint8)).sum()) for one, now in pairs)
     assert same_bytes == int(0.9 * weights.num_bytes)
-    weights.spoil()
-    other.spoil()
+    weights.overwrite()
+    other.overwrite()
     assert weights.fingerprint() == other.fingerprint(), "nothing is left of what was there"
 
 
@@ -210,13 +209,13 @@ def test_a_rollout_that_holds_other_bits_ends_the_benchmark(tmp_path: Path) -> N
 
 
 def test_other_ranks_than_the_roles_take_are_refused(tmp_path: Path) -> None:
-    cfg = small(tmp_path, [RAW])
+    cfg = small(tmp_path, ["raw"])
     with Topology.alone() as topology, pytest.raises(ConfigurationError, match="take 4 ranks, but there are 1"):
-        sync_rounds.benchmark(cfg, topology)
+        weight_updates.benchmark(cfg, topology)
 
 
 class Idle(Contender):
-    """It brings nothing, so rollouts hold what they were spoilt with."""
+    """It sends nothing, so rollouts keep overwritten weights."""
 
     def update(self, step: int) -> Seconds:
         return {"transfer_s": 1.0}
@@ -226,11 +225,11 @@ class Idle(Contender):
 
 
 def _benchmark(topology: Topology, cfg: dict[str, Any]) -> dict[str, Any]:
-    return sync_rounds.benchmark(cfg, topology)
+    return weight_updates.benchmark(cfg, topology)
 
 
 def _refused(topology: Topology, cfg: dict[str, Any]) -> str:
-    sync_rounds.contender_of = lambda name, ends: Idle(ends)  # in this process, a rank's own
+    weight_updates.contender_of = lambda name, ends: Idle(ends)  # in this process, a rank's own
     with pytest.raises(CorruptCheckpointError) as refused:
-        sync_rounds.benchmark(cfg, topology)
+        weight_updates.benchmark(cfg, topology)
     return str(refused.value)

@@ -33,7 +33,7 @@ from ckpt.format.stored import read_index, read_listed_file, read_manifest
 from ckpt.planning.plan import plan_save
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import flatten, to_json
-from recipes.benchmark.made_up import MadeUp
+from recipes.benchmark.plan_costs import SyntheticGPT
 from tests import plain_safetensors
 from tests.ranks import run_threads
 from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, random_bits, same_bits
@@ -438,7 +438,7 @@ def _save_a_tensor_and_a_value(topology: Topology, root: Path) -> str:
     return str(refusal.value)
 
 
-def _gpt(case: MadeUp, rank: int, *, filled: bool) -> dict[str, Held]:
+def _gpt(case: SyntheticGPT, rank: int, *, filled: bool) -> dict[str, Held]:
     """The pieces of a made-up GPT and its optimizer that a rank holds; each tensor has bits of its own."""
     states: dict[str, Held] = {"model": Held({}), "optimizer": Held({})}
     for part in case.table(rank).parts:
@@ -451,12 +451,12 @@ def _gpt(case: MadeUp, rank: int, *, filled: bool) -> dict[str, Held]:
     return states
 
 
-def _save_gpt(topology: Topology, root: Path, case: MadeUp) -> None:
+def _save_gpt(topology: Topology, root: Path, case: SyntheticGPT) -> None:
     components = [StateComponent(key, held, "sharded") for key, held in _gpt(case, topology.rank, filled=True).items()]
     coordinator(topology, root, components).save_checkpoint(checkpoint_id="1")
 
 
-def _load_gpt(topology: Topology, root: Path, case: MadeUp) -> None:
+def _load_gpt(topology: Topology, root: Path, case: SyntheticGPT) -> None:
     states, wanted = (_gpt(case, topology.rank, filled=filled) for filled in (False, True))
     coordinator(
         topology, root, [StateComponent(key, held, "sharded") for key, held in states.items()]
@@ -467,7 +467,7 @@ def _load_gpt(topology: Topology, root: Path, case: MadeUp) -> None:
 
 
 def test_a_gpt_moves_from_tensor_and_pipeline_parallel_ranks_with_a_sharded_optimizer_to_others(tmp_path: Path) -> None:
-    saved = MadeUp(tp=2, pp=2, dp=2, layers=4, width=40, vocab=70, shard_optimizer=True)
+    saved = SyntheticGPT(tp=2, pp=2, dp=2, layers=4, width=40, vocab=70, shard_optimizer=True)
     loaded = replace(saved, tp=1, pp=3, dp=1, shard_optimizer=False)
     with patch.object(
         ckpt.saving.planner, "plan_save", partial(plan_save, pack_below_bytes=4000, chunk_min_bytes=2000)

@@ -1,4 +1,4 @@
-"""The benchmark as it runs, small: who takes part, that what is loaded is compared, and what is left behind."""
+"""The benchmark of saves and loads, small: its contenders, the comparison of loaded bits, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.ranks.topology import Topology
 from recipes.benchmark import contenders
-from recipes.benchmark.comparison import SECONDS
 from recipes.benchmark.limits import Raw
-from recipes.benchmark.rounds import benchmark, show
+from recipes.benchmark.saves_and_loads import SECONDS, benchmark, show
 from tests.conf.configs import benchmark_config
 from tests.ranks import run_ranks
 
@@ -25,11 +24,11 @@ SAVES_ALONE, LOADS_ALONE = {"raw-direct"}, {"memcpy", "broadcast"}
 
 
 class Forgetful(Raw):
-    """It leaves out one byte of what it should load."""
+    """It loads all bytes but one."""
 
     def load(self, folder: Path) -> dict[str, int]:
         super().load(folder)
-        self.writes[-1][0] ^= 1
+        self.writes[-1][1][0] ^= 1
         return {}
 
 
@@ -117,7 +116,7 @@ def test_through_a_slow_store_bytes_decide(tmp_path: Path) -> None:
 
 
 def test_a_load_that_misses_one_bit_ends_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(contenders._OTHERS, "raw", Forgetful)
+    monkeypatch.setitem(contenders.LIMITS, "raw", Forgetful)
     cfg = config(tmp_path, ranks=1, names=["raw"])
     with (
         Topology.alone() as topology,

@@ -34,12 +34,7 @@ class TensorStoreSaveShardedStrategy(SaveTensors):
     """
 
     def __init__(
-        self,
-        backend: str = "tensorstore",
-        version: int = 1,
-        *,
-        kvstore: str = "ocdbt",
-        spread_replicas: bool = False,
+        self, backend: str = "tensorstore", version: int = 1, *, kvstore: str = "ocdbt", spread_replicas: bool = False
     ) -> None:
         super().__init__(backend, version, spread_replicas=spread_replicas)
         self._kvstore = kvstore

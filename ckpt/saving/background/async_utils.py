@@ -8,7 +8,6 @@ that ends before `close` leaves the request as a crash would, not finalized.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from ckpt.memory.device import wait_for_accelerator
 from ckpt.ranks.job import current_topology
 from ckpt.ranks.topology import Topology
 
-logger = logging.getLogger(__name__)
 _LOOK_S = 0.25
 
 

@@ -165,8 +165,8 @@ class _Child:
 
     def __init__(self, settings: Mapping[str, Any], backend: Backend) -> None:
         self._is_up = False
-        self._how: str | None = None
-        self._what = "before it was up"
+        self._end_reason: str | None = None
+        self._activity = "before it was up"
         self._share: RankWritePlan | None = None
         self._backend: Backend | None = None
         self._errors = os.memfd_create("ckpt-writer-stderr", os.MFD_CLOEXEC)
@@ -210,17 +210,17 @@ class _Child:
             progress(1)
             self._require_alive()
             if time.monotonic() > deadline:
-                self._how = f"was not up after {timeout_s:g} s, and has been ended"
+                self._end_reason = f"was not up after {timeout_s:g} s, and has been ended"
                 raise _Gone
 
         while not self._is_up:
             self._is_up = self._receive(look)[0] == "up"
-        self._what = _IDLE
+        self._activity = _IDLE
 
     def write(
         self, share: RankWritePlan, job: WriteJob, staged: Iterable[Staged], progress: Callable[[int], None]
     ) -> WriteResult:
-        self._what = f"when it began to write {job.folder}"
+        self._activity = f"when it began to write {job.folder}"
         save = (
             None if share is self._share else _pickled(share, "what is to be saved"),
             None if job.backend is self._backend else _pickled(job.backend, "the backend"),
@@ -241,7 +241,7 @@ class _Child:
         finally:  # nobody reads its memory any more
             if isinstance(items, Generator):
                 items.close()
-        self._what = _IDLE
+        self._activity = _IDLE
         if kind == "failed":
             raise deserialize_error(content)
         self._share, self._backend = share, job.backend
@@ -264,10 +264,10 @@ class _Child:
             elif kind != "next":
                 return kind, content
             elif (staged := next(items, None)) is None:
-                self._what = f"while it wrote the rest of {folder}"
+                self._activity = f"while it wrote the rest of {folder}"
                 self._send("end")
             else:
-                self._what = f"while it wrote {share.item_name(staged.number)} to {folder}"
+                self._activity = f"while it wrote {share.item_name(staged.number)} to {folder}"
                 places = [(_place_of(host), tuple(host.shape), host.dtype) for host in map(contiguous, staged.hosts)]
                 self._send("item", (staged.number, places, staged.digests))
 
@@ -284,7 +284,7 @@ class _Child:
             self._send("give up")
             while self._receive(look)[0] not in ("failed", "done"):
                 look()
-            self._what = _IDLE
+            self._activity = _IDLE
         except _Gone:
             self.end()
 
@@ -298,12 +298,12 @@ class _Child:
         Args:
             how: the reason that a thread which waits for the process is told.
         """
-        self._how = self._how or how
+        self._end_reason = self._end_reason or how
         self._end()
 
     def error_of_end(self) -> StorageError:
         """An error with how the process ended, what it was doing, and what it left on stderr."""
-        how, hint = self._how, ""
+        how, hint = self._end_reason, ""
         if how is None:
             try:
                 code = self.process.wait(END_S)
@@ -313,7 +313,7 @@ class _Child:
                 name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
                 how = f"was killed by {name}" if code < 0 else f"ended with exit code {code}"
                 hint = "; the kernel does that when memory runs out" if code == -signal.SIGKILL else ""
-            how = f"{how} {self._what}{hint}"
+            how = f"{how} {self._activity}{hint}"
         tail = " ".join(self._tail().split())
         return StorageError(f"the writer process (pid {self.process.pid}) {how}{f'. It said: {tail}' if tail else ''}")
 

@@ -178,7 +178,7 @@ def test_the_constants_that_programs_import_are_in_upstream_s_modules() -> None:
     """S1.80: and they are in use, not only there."""
     modules = ("serialization", "validation", "mapping", "optimizer", *(f"strategies.{name}" for name in UPSTREAM_LOGS))
     for name in modules:
-        assert import_module(f"ckpt.{name}").logger.name == f"ckpt.{name}"
+        assert import_module(f"ckpt.dist_checkpointing.{name}").logger.name == f"ckpt.dist_checkpointing.{name}"
     assert zarr.numpy_to_torch_dtype_dict[np.dtype("float32")] is torch.float32
     assert zarr.numpy_to_torch_dtype_dict[np.dtype("bfloat16")] is torch.bfloat16
     assert {zarr.numpy_to_torch_dtype_dict[found] for found in zarr.torch_to_numpy_dtype_dict.values()} == {*STORABLE}

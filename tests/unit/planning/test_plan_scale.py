@@ -13,17 +13,17 @@ from ckpt.format.dtypes import item_bytes
 from ckpt.planning.plan import SavePlan, plan_save
 from ckpt.planning.tables import Table, piece_from_json, table_of_pieces, table_to_json
 from ckpt.state.collect import exchange_tables
-from recipes.benchmark.made_up import MadeUp, Rehearsal, bytes_per_writer, record
+from recipes.benchmark.plan_costs import RecordedTopology, SyntheticGPT, bytes_per_writer, record
 
 # A thousandth of the real sizes, so that a rank writes as many chunks as of 64 MiB in a run of 10^12 parameters.
 SIZES = {"pack_below_bytes": 2 << 10, "chunk_min_bytes": 4 << 10, "chunk_max_bytes": 32 << 10}
 
 
-def run(dp: int, *, shard_optimizer: bool) -> MadeUp:
-    return MadeUp(tp=4, pp=4, dp=dp, layers=16, width=512, vocab=256, shard_optimizer=shard_optimizer)
+def run(dp: int, *, shard_optimizer: bool) -> SyntheticGPT:
+    return SyntheticGPT(tp=4, pp=4, dp=dp, layers=16, width=512, vocab=256, shard_optimizer=shard_optimizer)
 
 
-def plan_of(case: MadeUp) -> SavePlan:
+def plan_of(case: SyntheticGPT) -> SavePlan:
     tables = [case.table(rank) for rank in range(case.world_size)]
     distinct = list(dict.fromkeys(tables))
     number = {table: at for at, table in enumerate(distinct)}
@@ -51,7 +51,7 @@ def test_every_rank_finds_the_same_plan_in_what_is_exchanged(shard_optimizer: bo
     digests = [str(tables.index(table)) for table in tables]
     recorded = record(case.world_size, lambda rank: exchange_tables(tables[rank.rank], digests, rank), num_phases=2)
     for rank in (0, 7, case.world_size - 1):
-        found, table_of_rank = exchange_tables(tables[rank], digests, Rehearsal(rank, case.world_size, recorded))
+        found, table_of_rank = exchange_tables(tables[rank], digests, RecordedTopology(rank, case.world_size, recorded))
         assert [found[number] for number in table_of_rank] == tables
     assert plan_save(found, table_of_rank, item_bytes, **SIZES) == plan_of(case)
 
@@ -77,7 +77,7 @@ def test_a_plan_holds_a_few_objects_per_array_however_many_ranks_there_are() -> 
     assert _num_containers(many) == _num_containers(few) <= 6 * len(few.arrays)
 
 
-def _pieces(case: MadeUp) -> list[Any]:
+def _pieces(case: SyntheticGPT) -> list[Any]:
     """The distinct pieces of all ranks' tables, as they travel."""
     found = {json.dumps(piece) for rank in range(case.world_size) for piece in table_to_json(case.table(rank))}
     return [json.loads(piece) for piece in sorted(found)]

@@ -1,4 +1,4 @@
-"""The benchmark's parts: the slow store, who writes what where, and what the rounds come to."""
+"""Parts of the benchmark of saves and loads: the slow store, layouts of files, system calls, and ratios."""
 
 from __future__ import annotations
 
@@ -9,39 +9,46 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ckpt.format.box import Box
 from ckpt.ranks.topology import Topology
-from recipes.benchmark.comparison import compared
-from recipes.benchmark.contender import Contender
-from recipes.benchmark.limits import Raw, RawDirect, _calls, _stretches, takes_direct_writes
-from recipes.benchmark.peers import Dcp, Safetensors
-from recipes.benchmark.places import Holding, Lying, by_name, first, lay_out, least_laden, runs_of, sources_of
+from recipes.benchmark import slow_store
+from recipes.benchmark.contenders import PEERS
+from recipes.benchmark.limits import Raw, RawDirect, _calls, takes_direct_writes
+from recipes.benchmark.places import FileLocation, Holding, first, lay_out, least_loaded, runs_of, sources_of
+from recipes.benchmark.saves_and_loads import compared
 from recipes.benchmark.slow_store import TokenBucket, slow_reads
-from recipes.benchmark.workloads import Workload, prepared
+from recipes.benchmark.workloads import Contender, Workload, prepared
 from tests.conf.configs import benchmark_config
 from tests.ranks import run_ranks
 
 
 class Clock:
-    """Time that passes when somebody sleeps."""
+    """Time that passes when a test says so, or somebody sleeps."""
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.passes = True
         self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
-        self.now += seconds
+        self.now += seconds if self.passes else 0.0
 
 
-def bucket_of(folder: Path, clock: Clock, rate: float = 1000.0) -> TokenBucket:
-    return TokenBucket(folder / "bucket", rate, clock=lambda: clock.now, sleep=clock.sleep)
-
-
-def test_bytes_pass_a_bucket_at_its_rate_and_nothing_is_saved_up(tmp_path: Path) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    bucket = bucket_of(tmp_path, clock)
+    monkeypatch.setattr(slow_store, "time", clock)
+    return clock
+
+
+def test_bytes_pass_a_bucket_at_its_rate_and_nothing_is_saved_up(tmp_path: Path, clock: Clock) -> None:
+    bucket = TokenBucket(tmp_path / "bucket", 1000.0)
     bucket.take(500)
     bucket.take(250)
     clock.now += 60.0
@@ -51,12 +58,12 @@ def test_bytes_pass_a_bucket_at_its_rate_and_nothing_is_saved_up(tmp_path: Path)
     bucket.close()
 
 
-def test_who_shares_the_file_shares_the_bucket(tmp_path: Path) -> None:
-    one, other = Clock(), Clock()
-    mine, yours = bucket_of(tmp_path, one), bucket_of(tmp_path, other)
+def test_who_shares_the_file_shares_the_bucket(tmp_path: Path, clock: Clock) -> None:
+    clock.passes = False
+    mine, yours = (TokenBucket(tmp_path / "bucket", 1000.0) for _ in range(2))
     mine.take(1000)
     yours.take(1000)
-    assert (one.slept, other.slept) == ([1.0], [2.0])
+    assert clock.slept == [1.0, 2.0]
     mine.close()
     yours.close()
 
@@ -81,9 +88,8 @@ def _take_in_threads(topology: Topology, path: Path) -> tuple[float, float]:
     return started, time.monotonic()
 
 
-def test_a_slow_read_gives_the_file_s_bytes_and_pays_for_those_alone(tmp_path: Path) -> None:
-    clock = Clock()
-    bucket = bucket_of(tmp_path, clock)
+def test_a_slow_read_gives_the_file_s_bytes_and_pays_for_those_alone(tmp_path: Path, clock: Clock) -> None:
+    bucket = TokenBucket(tmp_path / "bucket", 1000.0)
     (tmp_path / "data").write_bytes(bytes(range(100)))
     descriptor = os.open(tmp_path / "data", os.O_RDONLY)
     first_half, second_half = bytearray(30), bytearray(70)
@@ -130,33 +136,37 @@ def holdings(ranks: Sequence[int], *sizes: int) -> dict[tuple[str, Box], Holding
 
 def test_copies_are_written_once_evenly_or_all_by_the_first_who_holds_them() -> None:
     held = holdings((0, 1, 2), 10, 10, 10, 4, 4, 4)
-    even = lay_out(held, 4, least_laden)
-    assert sorted(lying.writer for lying in even.values()) == [0, 0, 1, 1, 2, 2]
+    even = lay_out(held, 4, least_loaded)
+    assert sorted(location.writer for location in even.values()) == [0, 0, 1, 1, 2, 2]
     for writer in range(3):
-        assert sorted(lying.offset for lying in even.values() if lying.writer == writer) == [0, 10]
+        assert sorted(location.offset for location in even.values() if location.writer == writer) == [0, 10]
     alone = lay_out(held, 4, first)
-    assert {lying.writer for lying in alone.values()} == {0}
-    assert sorted(lying.offset for lying in alone.values()) == [0, 10, 20, 30, 34, 38]
+    assert {location.writer for location in alone.values()} == {0}
+    assert sorted(location.offset for location in alone.values()) == [0, 10, 20, 30, 34, 38]
 
 
 def test_sources_are_the_saved_boxes_of_that_name_that_meet() -> None:
-    saved = {("w", Box((at,), (4,))): Lying(at // 4, 0) for at in (0, 4, 8)}
-    saved["v", Box((0,), (12,))] = Lying(3, 0)
-    found = [*sources_of(("w", Box((3,), (5,))), by_name(saved))]
-    assert found == [(Box((0,), (4,)), Lying(0, 0)), (Box((4,), (4,)), Lying(1, 0))]
-    assert [*sources_of(("u", Box((0,), (1,))), by_name(saved))] == []
+    saved = {("w", Box((at,), (4,))): FileLocation(at // 4, 0) for at in (0, 4, 8)}
+    saved["v", Box((0,), (12,))] = FileLocation(3, 0)
+    wanted = {("w", Box((3,), (5,))): torch.zeros(5), ("u", Box((0,), (1,))): torch.zeros(1)}
+    found = [(source.name, source.saved, source.location, source.wanted) for source in sources_of(wanted, saved)]
+    box = Box((3,), (5,))
+    assert found == [("w", Box((0,), (4,)), FileLocation(0, 0), box), ("w", Box((4,), (4,)), FileLocation(1, 0), box)]
 
 
 def test_calls_carry_all_bytes_in_order_and_none_is_too_large() -> None:
     views = [np.full(size, number % 251, np.uint8) for number, size in enumerate([3, 9 << 20, *[1] * 3000, 8 << 20])]
-    calls = [*_calls(views)]
-    assert b"".join(part.tobytes() for call in calls for part in call) == b"".join(view.tobytes() for view in views)
-    assert all(sum(part.nbytes for part in call) <= 8 << 20 and len(call) <= 1024 for call in calls)
+    offsets = [0, *np.cumsum([view.nbytes for view in views])]
+    calls = [*_calls(zip(offsets, views, strict=False))]
+    assert b"".join(part.tobytes() for _, call in calls for part in call) == b"".join(view.tobytes() for view in views)
+    assert all(sum(part.nbytes for part in call) <= 8 << 20 and len(call) <= 1024 for _, call in calls)
+    ends = [offset + sum(part.nbytes for part in call) for offset, call in calls]
+    assert [offset for offset, _ in calls] == [0, *ends[:-1]]
 
 
 def test_reads_that_lie_behind_each_other_are_joined() -> None:
     three, two = np.zeros(3, np.uint8), np.zeros(2, np.uint8)
-    found = [(at, len(views)) for at, views in _stretches([(0, three), (3, two), (9, three), (12, two), (20, two)])]
+    found = [(at, len(views)) for at, views in _calls([(0, three), (3, two), (9, three), (12, two), (20, two)])]
     assert found == [(0, 2), (9, 2), (20, 1)]
 
 
@@ -166,7 +176,7 @@ def test_a_file_system_is_asked_whether_it_takes_direct_writes(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("make", [Raw, RawDirect, Dcp, Safetensors.of_each_rank, Safetensors.of_first_holders])
+@pytest.mark.parametrize("make", [Raw, RawDirect, *PEERS.values()])
 def test_what_others_save_is_synced_file_by_file_and_folder_by_folder_as_ours_is(
     make: Callable[[Workload], Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

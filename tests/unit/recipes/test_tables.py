@@ -11,11 +11,10 @@ import pytest
 import torch
 import xxhash
 from rich.console import Console
-from rich.table import Table
 
 from ckpt import StateComponent
 from ckpt.ranks.topology import Topology
-from recipes.benchmark.comparison import parts_of
+from recipes.benchmark.tables import tables_of
 from recipes.commands.patterns import show as show_doctor
 from recipes.commands.reading import ReadingKeys, show
 from recipes.support.sweep import short_names, table_of
@@ -199,15 +198,11 @@ def test_the_doctor_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_benchmark_s_table_that_is_too_wide_is_printed_in_parts() -> None:
     headings = ["", "save s", "load s, cold", "load s, warm", "save peak MiB", "load peak MiB", "read / needed"]
     names = ("ckpt zarr, incremental", "torch.distributed.checkpoint")
-    wide = Table(title="workload")
-    for heading in headings:
-        wide.add_column(heading, no_wrap=True)
-    for name in names:
-        wide.add_row(name, *(f"{at}.25 (0.20..12.34)" for at in range(1, 7)))
-    parts = parts_of(wide, 80)
+    cells = [(name, *(f"{at}.25 (0.20..12.34)" for at in range(1, 7))) for name in names]
+    parts = tables_of("workload", headings, cells, 80)
     text = "".join(map(printed, parts))
     assert fits(text) and len(parts) == 3
     assert [text.count(name) for name in names] == [3, 3] and text.count("workload") == 1
     assert all(heading in text for heading in headings)
     assert all(text.count(f" {at}.25 (0.20..12.34)") == 2 for at in range(1, 7))
-    assert len(parts_of(wide, 200)) == 1
+    assert len(tables_of("workload", headings, cells, 200)) == 1

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.state.address import local_tensor
 from ckpt.state.statefuls import OptimizerState
-from recipes.benchmark.measuring import together
+from recipes.benchmark.measuring import timed
 from recipes.benchmark.workloads import State
 
 _SIDE = 384
@@ -25,21 +26,18 @@ _TRIALS = 5
 
 
 class StepTimes(NamedTuple):
-    """When a step began and ended, by `time.perf_counter`, and how long it stood before the optimizer, for what others do there."""
+    """Begin and end of a step, by `time.perf_counter`; `wait_s` is spent in the hooks before the optimizer's step."""
 
     began: float
     ended: float
-    compute_s: float
-    reduce_s: float
     wait_s: float
-    optimizer_s: float
 
 
 class TrainingStep:
     """Steps of all ranks together, on the state's own parameters and optimizer.
 
     Args:
-        stepped_bytes: of parameters, that one step changes on a rank. Of more, it changes a part, another one in each step.
+        stepped_bytes: of parameters that one step changes on a rank; of a larger model it changes another part in each step.
     """
 
     def __init__(self, state: State, stepped_bytes: int) -> None:
@@ -75,14 +73,12 @@ class TrainingStep:
         """Make one step; return its times, and whether all ranks said `done` when they came to the all-reduce. Collective."""
         began = time.perf_counter()
         self._compute(self._units)
-        computed = time.perf_counter()
         self._reduced[0] = float(done)
         dist.all_reduce(self._reduced, group=self._group)
         all_done = int(self._reduced[0].item()) == self._state.topology.world_size
         reduced = time.perf_counter()
         waited = self._optimize()
-        ended = time.perf_counter()
-        return StepTimes(began, ended, computed - began, reduced - computed, waited - reduced, ended - waited), all_done
+        return StepTimes(began, time.perf_counter(), waited - reduced), all_done
 
     def _compute(self, units: int) -> None:
         for _ in range(units):
@@ -100,10 +96,8 @@ class TrainingStep:
             parameter.grad = self._gradients[parameter]
         through: list[float] = []
         mark = self._optimizer.register_step_pre_hook(lambda *_: through.append(time.perf_counter()))
-        try:
-            self._optimizer.step()
-        finally:
-            mark.remove()
+        self._optimizer.step()
+        mark.remove()
         self._state.device.synchronize()
         for parameter in turn:
             parameter.grad = None
@@ -111,15 +105,7 @@ class TrainingStep:
 
     def _trial(self, units: int) -> float:
         """Seconds of the slowest rank for the compute alone."""
-        topology = self._state.topology
-        together(topology)
-        dist.barrier(self._group)
-        started = time.perf_counter()
-        self._compute(units)
-        seconds = time.perf_counter() - started
-        with topology.phase("calibrate") as phase:
-            phase.payload = seconds
-        return float(max(phase.payloads))
+        return timed(partial(self._compute, units), self._state.topology, self._group)
 
 
 def _in_turns(parameters: Sequence[torch.Tensor], stepped_bytes: int) -> list[list[torch.Tensor]]:
@@ -132,7 +118,7 @@ def _in_turns(parameters: Sequence[torch.Tensor], stepped_bytes: int) -> list[li
 
 
 def _gradient(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return what can be the parameter's gradient, in memory that all of them share: an optimizer only reads it."""
+    """Return a gradient for a parameter, in memory that all gradients share: an optimizer only reads it."""
     local = local_tensor(parameter)
     gradient = values[: local.numel()].view(local.shape)
     if not isinstance(parameter, DTensor):

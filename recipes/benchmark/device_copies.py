@@ -1,19 +1,14 @@
-"""How fast a save's and a load's copies are between a device and the host, beside plain copies of page-locked memory."""
+"""`python -m recipes.benchmark.device`: copies of a save and of a load between device and host, beside plain copies of pinned memory."""
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from rich.table import Table
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 from ckpt.format.box import whole
@@ -24,9 +19,10 @@ from ckpt.memory.device import Device, pinned
 from ckpt.ranks.topology import Topology
 from ckpt.saving.writing import PACKED_BYTES
 from ckpt.storage.extents import SLAB_BYTES, WantedBox, WantedBytes
-from recipes.benchmark.benchmarking import require_counts, typed_keys
-from recipes.benchmark.comparison import print_table
+from recipes.benchmark import harness
+from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import timed
+from recipes.benchmark.tables import print_table, summarized
 
 MIB = 1 << 20
 
@@ -38,18 +34,16 @@ class DeviceBenchmarkKeys:
 
 
 def check_benchmark(wanted: Any) -> dict[str, Any]:
-    """Return the benchmark's own keys with their right types.
+    """Return the keys under `benchmark` with their right types.
 
     Raises:
         ConfigurationError: there is no such key, it has another type, or is too small.
     """
-    keys = typed_keys(DeviceBenchmarkKeys, wanted)
-    require_counts(keys)
-    return keys
+    return harness.checked_keys(DeviceBenchmarkKeys, wanted)
 
 
-def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
-    """Run all rounds and return the figures. Every rank calls it.
+def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
+    """Run all rounds and return the figures; the lead leaves benchmark_device.json. Every rank calls it.
 
     Raises:
         ConfigurationError: the device is the host itself.
@@ -58,58 +52,61 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> dict[str, Any]:
     if device.type == "cpu":
         raise ConfigurationError("device=cpu has no copies to measure: choose another device")
     device.use(topology.local_rank)
-    num_bytes = cfg["benchmark"]["mib"] * MIB
-    kinds = {name: Kind(make(num_bytes, device.torch_device), device) for name, make in STATES.items()}
-    for kind in kinds.values():
-        kind.check()
-    work: dict[tuple[str, str], Callable[[], None]] = {
-        (name, way): partial(call, kind)
-        for name, kind in kinds.items()
-        for way, call in {
-            "save": Kind.stage,
-            "plain save": Kind.copy_out,
-            "load": Kind.fill,
-            "plain load": Kind.copy_in,
-        }.items()
+    keys = cfg["benchmark"]
+    states = {
+        name: DeviceTensors(make(keys["mib"] * MIB, device.torch_device), device) for name, make in STATES.items()
     }
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in work}
-    for _ in range(cfg["benchmark"]["repeats"]):
-        for key, call in work.items():
-            seconds[key].append(timed(call, topology))
+    for state in states.values():
+        state.check()
+
+    def take_turn(name: str, number: int) -> Figures:
+        return {way: timed(work, topology) for way, work in states[name].ways().items()}
+
+    rounds = harness.interleaved(states, keys["repeats"], take_turn, topology)
+    medians = summarized(rounds)["medians"]
     result = {
         "device": str(device.torch_device),
         "name": torch.get_device_module(device.torch_device).get_device_name(device.torch_device),
         "ranks": topology.world_size,
         "torch": torch.__version__,
-        "repeats": cfg["benchmark"]["repeats"],
-        "states": {name: _figures(name, kind, seconds) for name, kind in kinds.items()},
+        "repeats": keys["repeats"],
+        "states": {
+            name: {
+                "bytes": state.num_bytes,
+                "tensors": len(state.tensors),
+                "rounds": {way: [row[way] for row in rounds[name]] for way in medians[name]},
+                "medians": medians[name],
+                "gb_s": {way: state.num_bytes / seconds / 1e9 for way, seconds in medians[name].items()},
+                "ratios": {way: medians[name][f"plain {way}"] / medians[name][way] for way in ("save", "load")},
+            }
+            for name, state in states.items()
+        },
     }
-    if topology.is_lead:
-        where = Path(cfg["run_dir"]) / "benchmark_device.json"
-        where.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    harness.write_result(result, cfg, "benchmark_device", topology)
     return result
 
 
 def show(result: Mapping[str, Any]) -> None:
     """Print speeds and ratios as a table."""
     where = "1 rank" if result["ranks"] == 1 else f"{result['ranks']} ranks"
-    table = Table(
-        title=f"{result['name']}, {where}, medians of {result['repeats']} rounds; GB/s of a rank, and the share of a plain copy"
-    )
-    for heading in ("", "tensors", "MiB", "to the host", "", "to the device", ""):
-        table.add_column(heading, justify="right" if heading else "left")
+    rows = []
     for name, row in result["states"].items():
-        speeds = [
+        speeds, ratios = row["gb_s"], row["ratios"]
+        cells = [
             text
             for way in ("save", "load")
-            for text in (f"{row['gb_s'][way]:.1f} of {row['gb_s'][f'plain {way}']:.1f}", f"{row['ratios'][way]:.2f}")
+            for text in (f"{speeds[way]:.1f} of {speeds[f'plain {way}']:.1f}", f"{ratios[way]:.2f}")
         ]
-        table.add_row(name, f"{row['tensors']:,}", f"{row['bytes'] / MIB:.0f}", *speeds)
-    print_table(table)
+        rows.append((name, f"{row['tensors']:,}", f"{row['bytes'] / MIB:.0f}", *cells))
+    print_table(
+        f"{result['name']}, {where}, medians of {result['repeats']} rounds; GB/s of a rank, and the share of a plain copy",
+        ["", "tensors", "MiB", "to the host", "", "to the device", ""],
+        rows,
+    )
 
 
-class Kind:
-    """Tensors of one device, and each way to copy them. Every call returns when the bytes are where they belong."""
+class DeviceTensors:
+    """Tensors of one device, and each way to copy them. A copy returns when it is complete."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: Device) -> None:
         self.tensors = tensors
@@ -124,15 +121,20 @@ class Kind:
             base += tensor.nbytes
         self._wanted = WantedBytes(ChunkExtent("state", 0, base, ()), parts)
 
+    def ways(self) -> dict[str, Callable[[], None]]:
+        """Return the copies that are timed, by name."""
+        return {"save": self.stage, "plain save": self.copy_out, "load": self.fill, "plain load": self.copy_in}
+
     def stage(self) -> None:
+        """Copy to the host as a save does."""
         for _ in Staging(Halves(self._device.pinned_bytes)).ahead(enumerate(self._groups)):
             pass
 
     def fill(self, source: torch.Tensor | None = None) -> None:
-        """Take bytes to the tensors, as a load does.
+        """Copy to the tensors as a load does.
 
         Args:
-            source: where they come from; None: they are whatever lies in the pinned memory.
+            source: flat host bytes; None: whatever is in the pinned memory.
         """
         with Filling(SLAB_BYTES) as filling:
             for start in range(0, self.num_bytes, SLAB_BYTES):
@@ -153,7 +155,7 @@ class Kind:
         self._device.synchronize()
 
     def check(self) -> None:
-        """Make sure that what is measured is right: there and back again.
+        """Compare all bytes after a copy to the host, and after one back.
 
         Raises:
             CorruptCheckpointError: bytes changed on the way.
@@ -177,7 +179,7 @@ class Kind:
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """What a save copies at once: large tensors alone, small ones together."""
+    """Group tensors as a save copies them at once: large ones alone, small ones together."""
     groups: list[list[torch.Tensor]] = []
     room = 0
     for tensor in tensors:
@@ -203,7 +205,7 @@ def _small(num_bytes: int, device: torch.device) -> list[torch.Tensor]:
 
 
 def _columns(num_bytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Transposed matrices, which lie in another order than they are stored."""
+    """Transposed matrices: their order in memory is not that of storage."""
     side = math.isqrt(min(16 * MIB, num_bytes) // 4)
     return [_random((side, side), device).t() for _ in range(max(num_bytes // (4 * side * side), 1))]
 
@@ -213,15 +215,3 @@ STATES: dict[str, Callable[[int, torch.device], list[torch.Tensor]]] = {
     "tensors of 4 KiB": _small,
     "transposed": _columns,
 }
-
-
-def _figures(name: str, kind: Kind, seconds: Mapping[tuple[str, str], Sequence[float]]) -> dict[str, Any]:
-    medians = {way: statistics.median(seconds[name, way]) for way in ("save", "plain save", "load", "plain load")}
-    return {
-        "bytes": kind.num_bytes,
-        "tensors": len(kind.tensors),
-        "rounds": {way: seconds[name, way] for way in medians},
-        "medians": medians,
-        "gb_s": {way: kind.num_bytes / median / 1e9 for way, median in medians.items()},
-        "ratios": {way: medians[f"plain {way}"] / medians[way] for way in ("save", "load")},
-    }

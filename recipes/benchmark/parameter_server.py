@@ -1,7 +1,7 @@
-"""checkpoint-engine's ParameterServer as others drive it: everything is copied off and registered anew for each update.
+"""A contender of weight updates: checkpoint-engine's ParameterServer, all weights copied off and registered anew for each update.
 
-Source of the order of calls: verl's engine of that name, and the examples of the package itself. What its update needs on every
-rank, trainers too, is a worker's loop; here it is a thread of the rank, as an engine that keeps to one process has to have it.
+Source of the order of calls: verl's engine of that name, and the examples of the package itself. Its update needs a worker's loop on
+every rank, trainers too; here it is a thread of the rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import zmq
 from checkpoint_engine.worker import update_weights_from_ipc
 
 from ckpt.engine.parameter_server import use_host_memory
-from recipes.benchmark.sync_contender import Clock, Contender, Seconds, UpdateEndpoints
+from recipes.benchmark.measuring import gathered
+from recipes.benchmark.update_contenders import Contender, Seconds, Stopwatch, UpdateEndpoints
 from recipes.support.ranks import environment_with
 
 THREADS = 32
@@ -30,7 +31,7 @@ _FIRST_SOCKET = 1 << 24
 
 
 class Reference(Contender):
-    """The parameter server of one rank. A trainer owns every T-th tensor.
+    """The parameter server of one rank. Each of T trainers owns every T-th tensor.
 
     Args:
         is_tuned: use the package's memory pool, which is made once, and hand it tensors that are on the host as they are. Otherwise each
@@ -44,13 +45,11 @@ class Reference(Contender):
         self._index = device.index or 0
         self._zmq = zmq.Context()
         self._limit = {"PS_MAX_BUCKET_SIZE_GB": repr(ends.bucket_bytes / 2**30)}
-        self._targets: Mapping[str, torch.Tensor] = {} if ends.live is None else ends.live.tensors
+        self._targets: Mapping[str, torch.Tensor] = {} if ends.is_trainer else ends.weights.tensors
         self._owned = [
             name for number, (name, *_) in enumerate(ends.rows) if number % len(ends.trainers) == topology.rank
         ]
-        with topology.phase("meet") as phase:
-            phase.payload = [socket.gethostname(), _free_port()] if topology.is_lead else None
-        host, port = phase.payloads[0]
+        host, port = gathered([socket.gethostname(), _free_port()], topology)[0]
         if device.type == "cpu":
             use_host_memory()
         with (
@@ -67,17 +66,19 @@ class Reference(Contender):
         self._server._zmq_addr_counter = _FIRST_SOCKET * (1 + is_tuned)
 
     def update(self, step: int) -> Seconds:
-        server, clock = self._server, Clock()
-        self._offload()
-        seconds = {"offload_s": clock.lap()} if self.ends.source is not None else {}
-        dist.barrier()  # whoever waits for trainers does not gather yet
-        clock.lap()
+        server, stopwatch = self._server, Stopwatch()
+        seconds: Seconds = {}
+        if self.ends.is_trainer:
+            self._offload()
+            seconds["offload_s"] = stopwatch.lap()
+        dist.barrier()  # a rank that waits for trainers does not gather yet
+        stopwatch.lap()
         server.gather_metas(_CHECKPOINT)
-        seconds["gather_s"] = clock.lap()
+        seconds["gather_s"] = stopwatch.lap()
         with environment_with(self._limit), _within_process():
             server.update(_CHECKPOINT, self._consume)
-        seconds["transfer_s"] = clock.lap()
-        if self.ends.source is not None:
+        seconds["transfer_s"] = stopwatch.lap()
+        if self.ends.is_trainer:
             server.unregister_checkpoint(_CHECKPOINT)
         self.num_buckets = self.num_buckets or self._count()
         return seconds
@@ -87,9 +88,7 @@ class Reference(Contender):
         self._zmq.destroy(linger=0)
 
     def _offload(self) -> None:
-        if self.ends.source is None:
-            return
-        owned = {name: self.ends.source.tensors[name] for name in self._owned}
+        owned = {name: self.ends.weights.tensors[name] for name in self._owned}
         if not (self._is_tuned and self.ends.device.type == "cpu"):
             with ThreadPoolExecutor(THREADS) as threads:
                 owned = dict(threads.map(lambda item: (item[0], _on_host(item[1])), owned.items()))
@@ -108,7 +107,7 @@ class Reference(Contender):
                 self._targets[name].copy_(tensor, non_blocking=True)
 
     def _count(self) -> int:
-        """How many buckets it makes of what is registered."""
+        """Count the buckets that it makes of the registered tensors."""
         largest = max(
             meta.aligned_size
             for items in self._server.get_metas().values()
@@ -120,11 +119,12 @@ class Reference(Contender):
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """New memory on the host, also of what is there: weights of an accelerator are what this stands for."""
+    """Copy to new host memory, from the host too: host weights stand for those of an accelerator."""
     return tensor.clone() if tensor.is_cpu else tensor.to("cpu", non_blocking=True)
 
 
 _lent: dict[int, torch.Tensor] = {}
+"""Buffers on their way to the worker in this process. Their handles travel pickled, so they are found here by number."""
 
 
 def _borrowed(number: int, *_: object) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _borrowed(number: int, *_: object) -> torch.Tensor:
 
 
 def _lend(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-    """The handle of a buffer for a worker in this process; the worker writes its device into the seventh value."""
+    """Return the handle of a buffer for a worker in this process, which writes its device into the seventh value."""
     _lent[id(tensor)] = tensor
     return _borrowed, (id(tensor), None, None, None, None, None, 0)
 

@@ -1,4 +1,4 @@
-"""Who saves beside training: our coordinator, torch.distributed.checkpoint, and nobody.
+"""The contenders of `python -m recipes.benchmark.background`: our coordinator, torch.distributed.checkpoint.async_save, and no save.
 
 Each is made anew for its turn, and leaves no memory and no process behind: together they would not fit.
 """
@@ -18,33 +18,70 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
-from ckpt import CheckpointCoordinator
 from ckpt.saving.save_settings import SaveSettings
-from recipes.benchmark.async_keys import DCP, OURS, Way
+from recipes.benchmark.contenders import coordinator_of
 from recipes.benchmark.peers import Dcp
 from recipes.benchmark.workloads import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveMode:
+    """How a contender saves.
+
+    Attributes:
+        writer: "thread" or "process"; None: training waits for the whole save.
+        overlap: whether the copy, too, runs beside training, whose next optimizer step waits for it.
+        is_capped: of ours: whether the writer keeps to `benchmark.writer_cores` and `benchmark.writer_mib_s`.
+        is_tuned: of DCP's: whether it keeps memory and plans from save to save, which its defaults do not. To overlap it has to.
+    """
+
+    writer: str | None
+    overlap: bool = False
+    is_capped: bool = False
+    is_tuned: bool = False
+
+
+NOTHING = "none"
+_BACKGROUND = {
+    "thread": SaveMode("thread"),
+    "process": SaveMode("process"),
+    "thread-overlap": SaveMode("thread", overlap=True),
+    "process-overlap": SaveMode("process", overlap=True),
+}
+OURS: dict[str, SaveMode] = {
+    "sync": SaveMode(None),
+    **_BACKGROUND,
+    **{f"{name}/capped": dataclasses.replace(mode, is_capped=True) for name, mode in _BACKGROUND.items()},
+}
+DCP: dict[str, SaveMode] = {
+    "dcp-thread": SaveMode("thread"),
+    "dcp-process": SaveMode("process"),
+    "dcp-thread/tuned": SaveMode("thread", is_tuned=True),
+    "dcp-process/tuned": SaveMode("process", is_tuned=True),
+    "dcp-thread-overlap": SaveMode("thread", overlap=True, is_tuned=True),
+    "dcp-process-overlap": SaveMode("process", overlap=True, is_tuned=True),
+}
+"""torch.distributed.checkpoint.async_save, in the same modes."""
 
 
 class Saving:
     """One way to save beside training; this one does not save. Every method but `is_done` is collective.
 
     Args:
-        steps: after so many it counts as done.
+        steps: its save counts as done after so many.
     """
 
     def __init__(self, steps: int) -> None:
         self._steps_left = steps
 
     def save(self, folder: Path) -> None:
-        """Begin to save to a folder that does not exist yet; training goes on when it returns."""
+        """Begin to save to a folder that does not exist yet; training continues when it returns."""
 
     def is_done(self) -> bool:
         """Whether the save is durable, as far as this rank can tell without waiting. Called once in each step."""
@@ -52,10 +89,10 @@ class Saving:
         return self._steps_left < 0
 
     def finish(self) -> None:
-        """Do what training has to do once a save is done, or wait until it is."""
+        """Wait until the save is done, and complete it as training has to."""
 
     def durable_s(self) -> float | None:
-        """Return the seconds from the call of the save that is finished until it was durable; None of no save.
+        """Return the seconds from the call of the finished save until it was durable; None without a save.
 
         Raises:
             CheckpointError: the save failed.
@@ -63,10 +100,10 @@ class Saving:
         return None
 
     def load(self, folder: Path) -> None:
-        """Load what was saved into the state it was saved from."""
+        """Load a save into the state that was saved."""
 
     def close(self) -> None:
-        """Let go of memory and processes."""
+        """Release memory and end processes."""
 
 
 class Ours(Saving):
@@ -77,27 +114,14 @@ class Ours(Saving):
     """
 
     def __init__(self, cfg: Mapping[str, Any], workload: Workload, folder: Path, settings: SaveSettings) -> None:
-        state = workload.saved
-        self._coordinator: CheckpointCoordinator = instantiate(cfg["coordinator"])(
-            state_components=state.components,
-            process_groups=state.process_groups,
-            topology=state.topology,
-            output_dir=folder,
-            keep_last=None,
-            overwrite=False,
-            config_text=OmegaConf.to_yaml(OmegaConf.create(dict(cfg))),
-            saves=settings,
-        )
-        self._committed: Path | None = None
+        self._coordinator = coordinator_of(cfg, workload.saved, output_dir=folder, keep_last=None, saves=settings)
+        self._committed = folder
 
     def save(self, folder: Path) -> None:
-        self._committed = None
-        path = self._coordinator.save_checkpoint(folder.parent / f"checkpoint-{folder.name}")
-        assert path is not None, "a save that finds another one running waits"
-        self._committed = Path(path)
+        self._committed = folder.with_name(f"checkpoint-{folder.name}")
+        self._coordinator.save_checkpoint(self._committed)
 
     def is_done(self) -> bool:
-        assert self._committed is not None
         return self._committed.is_dir()
 
     def finish(self) -> None:
@@ -109,7 +133,7 @@ class Ours(Saving):
         return report.save_s
 
     def load(self, folder: Path) -> None:
-        self._coordinator.load_checkpoint(folder.parent / f"checkpoint-{folder.name}")
+        self._coordinator.load_checkpoint(folder.with_name(f"checkpoint-{folder.name}"))
 
     def close(self) -> None:
         self._coordinator.close()
@@ -119,27 +143,26 @@ class DcpSaving(Saving):
     """torch.distributed.checkpoint.async_save with synced files: as durable as ours, but for the entries of folders.
 
     It has a gloo group of its own, without which its collectives meet those of training. By default it copies to new memory in each
-    save. Tuned, it does what its documentation offers beyond that: one stager for all saves, which keeps its memory, shared with the
+    save. Tuned, it uses what its documentation offers beyond that: one stager for all saves, which keeps its memory, shared with the
     process that writes if one does, and cached plans; page-locked memory and copies that do not block are for accelerators. With
     overlap the stager copies in a thread, and the optimizer's next step waits for it.
     """
 
-    def __init__(self, workload: Workload, way: Way) -> None:
+    def __init__(self, workload: Workload, mode: SaveMode) -> None:
         state = workload.saved
         self._topology = state.topology
         self._tree = state.tree
-        self._by_process = way.writer == "process"
-        self._is_tuned = way.is_tuned
+        self._mode = mode
         self._loader = Dcp(workload)
         self._group = dist.new_group(backend="gloo")
-        self._stager = _stager(way) if way.is_tuned else None
+        self._stager = _stager(mode) if mode.is_tuned else None
         self._staged: Future[None] | None = None
         self._durable: Future[Any] | None = None
         self._settled = threading.Event()
         self._called = self._durable_at = 0.0
         self._talk = contextlib.ExitStack()
-        if self._by_process:
-            # Until the first save is done: the process that it starts would write a line for each of its steps, all its life.
+        if mode.writer == "process":
+            # Until the first save is done: the process that it starts inherits stderr, and would write a line for each of its steps.
             self._talk.enter_context(_without_stderr())
         optimizer = state.statefuls["optimizer"].optimizer  # type: ignore[attr-defined]
         self._hook = optimizer.register_step_pre_hook(self._wait_for_copy)
@@ -147,12 +170,13 @@ class DcpSaving(Saving):
     def save(self, folder: Path) -> None:
         self._settled.clear()
         self._called = time.perf_counter()
+        by_process = self._mode.writer == "process"
         response = async_save(
             dict(self._tree),
             storage_writer=FileSystemWriter(folder, sync_files=True),
-            planner=DefaultSavePlanner(enable_plan_caching=self._is_tuned),
+            planner=DefaultSavePlanner(enable_plan_caching=self._mode.is_tuned),
             process_group=self._group,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS if self._by_process else AsyncCheckpointerType.THREAD,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS if by_process else AsyncCheckpointerType.THREAD,
             async_stager=self._stager,
         )
         if isinstance(response, AsyncSaveResponse):
@@ -182,7 +206,7 @@ class DcpSaving(Saving):
         self._hook.remove()
         if self._stager is not None:
             self._stager.close()
-        # Torch keeps the process for as long as this one lives, and it the memory; nothing but this ends it.
+        # Torch has no call that ends its process, which keeps the memory.
         _async_process_executor._CHECKPOINT_PROCESS = None
         dist.destroy_process_group(self._group)
 
@@ -196,12 +220,12 @@ class DcpSaving(Saving):
             self._staged = None
 
 
-def _stager(way: Way) -> DefaultStager:
+def _stager(mode: SaveMode) -> DefaultStager:
     return DefaultStager(
         StagingOptions(
             use_pinned_memory=torch.accelerator.is_available(),
-            use_shared_memory=way.writer == "process",
-            use_async_staging=way.overlap,
+            use_shared_memory=mode.writer == "process",
+            use_async_staging=mode.overlap,
             use_non_blocking_copy=torch.accelerator.is_available(),
         )
     )
@@ -209,7 +233,7 @@ def _stager(way: Way) -> DefaultStager:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Let nobody write to stderr, nor the processes that are started meanwhile for as long as they live."""
+    """Drop stderr inside the block, and that of processes started in it for as long as they live."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -233,10 +257,10 @@ def saving_of(name: str, cfg: Mapping[str, Any], workload: Workload, folder: Pat
     return DcpSaving(workload, DCP[name]) if name in DCP else Saving(keys["steps"])
 
 
-def settings_of(way: Way, keys: Mapping[str, Any]) -> SaveSettings:
-    """Return how our coordinator saves in this way."""
-    if way.writer is None:
+def settings_of(mode: SaveMode, keys: Mapping[str, Any]) -> SaveSettings:
+    """Return the settings of our coordinator for a mode."""
+    if mode.writer is None:
         return SaveSettings()
-    settings = SaveSettings(mode="async", overlap=way.overlap, writer=way.writer)
+    settings = SaveSettings(mode="async", overlap=mode.overlap, writer=mode.writer)
     caps = {"writer_cores": keys["writer_cores"], "writer_mib_s": keys["writer_mib_s"]}
-    return dataclasses.replace(settings, **caps) if way.is_capped else settings
+    return dataclasses.replace(settings, **caps) if mode.is_capped else settings

@@ -1,6 +1,6 @@
-"""Plans of saves that nobody has made: a GPT of any size on any number of ranks, in addresses alone.
+"""`python -m recipes.benchmark.plan`: plan saves of a GPT that does not exist, of any size on any number of ranks, by addresses alone.
 
-What is measured is what one rank does in a save before it writes: the other ranks' part was recorded, so one process is enough.
+Measured is the work of one rank in a save before it writes. The payloads of the other ranks are recorded before, so one process is enough.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.table import Table as Printed
 
 from ckpt.errors import ConfigurationError
-from ckpt.format.box import Box, num_chunks, whole
+from ckpt.format.box import Box, chunk_box, whole
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, ComponentManifest, digest_of, index_name
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.names import encode_key
-from ckpt.planning.plan import PlannedArray, SavePlan, plan_save
+from ckpt.planning.plan import SavePlan, plan_save
 from ckpt.planning.tables import Address, Table, TablePart
 from ckpt.ranks.topology import Phase
 from ckpt.state.collect import RankState, exchange_tables, settle_plain
 from ckpt.state.sharing import StateComponent
 from recipes.benchmark.measuring import PeakMemory
+from recipes.benchmark.tables import print_table
+from recipes.benchmark.weights import NamedTensors
 from recipes.support.local_ranks import start_forkserver
 
 OPTIMIZERS = ("replicated", "sharded")
@@ -39,21 +39,21 @@ _PATTERNS = {"model": "sharded", "optimizer": "sharded", "scheduler": "replicate
 
 
 @dataclass
-class MadeUpKeys:
-    """The keys of `recipes.benchmark.plan`."""
+class PlanBenchmarkKeys:
+    """The keys of the command; their defaults are in conf/benchmark_plan.yaml."""
 
-    tp: int = 8
-    pp: int = 16
-    dp: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
-    layers: int = 128
-    width: int = 25600
-    vocab: int = 32000
-    optimizer_state: list[str] = field(default_factory=lambda: list(OPTIMIZERS))
-    json: bool = False
+    tp: int
+    pp: int
+    dp: list[int]
+    layers: int
+    width: int
+    vocab: int
+    optimizer_state: list[str]
+    json: bool
 
 
 @dataclass(frozen=True)
-class MadeUp:
+class SyntheticGPT:
     """A GPT in bfloat16 with AdamW in float32 (main weights and two moments), as its ranks would describe it.
 
     Rank = (stage * dp + replica) * tp + slice. The word embedding is tied, so the first and the last stage both hold it.
@@ -83,7 +83,7 @@ class MadeUp:
         )
 
     def table(self, rank: int) -> Table:
-        """What this rank would contribute to a save."""
+        """Return this rank's addresses."""
         replicas_and_stage, piece = divmod(rank, self.tp)
         stage, replica = divmod(replicas_and_stage, self.dp)
         model = []
@@ -100,7 +100,7 @@ class MadeUp:
         return Table((TablePart.of(model), TablePart.of(optimizer)))
 
     def _tensors(self, stage: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
-        """Name -> shape, and the dimension that the `tp` ranks cut, of the parameters of one stage."""
+        """Return name -> shape, and the dimension that the `tp` ranks cut, of the parameters of one stage."""
         w = self.width
         per_layer: dict[str, tuple[tuple[int, ...], int | None]] = {
             "ln_1.weight": ((w,), None),
@@ -125,15 +125,15 @@ class MadeUp:
         return tensors
 
 
-class _CutShortError(Exception):
-    """A rehearsed rank has said what it has to say in the phase that is being recorded."""
+class _EndOfRecording(Exception):
+    """A rank has come to the end of the phase that is being recorded."""
 
 
-class Rehearsal:
-    """Stands in for a `Topology` whose other ranks were recorded.
+class RecordedTopology:
+    """A stand-in for a `Topology`: one rank, with the recorded payloads of all ranks.
 
     Attributes:
-        said: this rank's payload in the first phase that was not recorded, where the rehearsal ends.
+        payload: this rank's payload in the first phase that was not recorded, which ends the recording.
     """
 
     is_lead = False
@@ -141,7 +141,7 @@ class Rehearsal:
     def __init__(self, rank: int, world_size: int, recorded: Sequence[bytes]) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.said: Any = None
+        self.payload: Any = None
         self._recorded = list(recorded)
 
     @contextmanager
@@ -149,41 +149,41 @@ class Rehearsal:
         phase = Phase(name)
         yield phase
         if not self._recorded:
-            self.said = phase.payload
-            raise _CutShortError
+            self.payload = phase.payload
+            raise _EndOfRecording
         phase.payloads = json.loads(self._recorded.pop(0))
 
 
-def record(world_size: int, act: Callable[[Rehearsal], object], *, num_phases: int) -> list[bytes]:
-    """Let every rank act, phase after phase, and return what all of them said in each, as it travels."""
+def record(world_size: int, act: Callable[[RecordedTopology], object], *, num_phases: int) -> list[bytes]:
+    """Let every rank act, phase after phase, and return the payloads of all ranks in each, as JSON."""
     recorded: list[bytes] = []
     for _ in range(num_phases):
-        ranks = [Rehearsal(rank, world_size, recorded) for rank in range(world_size)]
+        ranks = [RecordedTopology(rank, world_size, recorded) for rank in range(world_size)]
         for rank in ranks:
-            with suppress(_CutShortError):
+            with suppress(_EndOfRecording):
                 act(rank)
-        recorded.append(json.dumps([rank.said for rank in ranks], separators=(",", ":")).encode())
+        recorded.append(json.dumps([rank.payload for rank in ranks], separators=(",", ":")).encode())
     return recorded
 
 
-def benchmark(keys: MadeUpKeys) -> list[dict[str, Any]]:
+def benchmark(keys: PlanBenchmarkKeys) -> list[dict[str, Any]]:
     """Measure every case, each in a process of its own, and return the figures."""
     cases = [
-        (optimizer, MadeUp(keys.tp, keys.pp, dp, keys.layers, keys.width, keys.vocab, optimizer == "sharded"))
+        (optimizer, SyntheticGPT(keys.tp, keys.pp, dp, keys.layers, keys.width, keys.vocab, optimizer == "sharded"))
         for optimizer in keys.optimizer_state
         for dp in keys.dp
     ]
     return [{"optimizer": optimizer, "dp": case.dp, **_in_new_process(case)} for optimizer, case in cases]
 
 
-def measure(case: MadeUp, summaries: bytes, recorded: Sequence[bytes]) -> dict[str, Any]:
-    """What one rank in the middle does in its first save, and what it does again in later ones, in seconds."""
+def measure(case: SyntheticGPT, summaries: bytes, recorded: Sequence[bytes]) -> dict[str, Any]:
+    """Return the seconds that the rank in the middle plans in its first save and in later ones, and the figures of the plan."""
     rank = case.world_size // 2
     own = case.table(rank)
     digests = [summary["table"] for summary in json.loads(summaries)]
     memory = PeakMemory()
     started = time.perf_counter()
-    tables, table_of_rank = exchange_tables(own, digests, Rehearsal(rank, case.world_size, recorded))
+    tables, table_of_rank = exchange_tables(own, digests, RecordedTopology(rank, case.world_size, recorded))
     received = time.perf_counter()
     plan = plan_save(tables, table_of_rank, item_bytes)
     planned = time.perf_counter()
@@ -212,7 +212,7 @@ def measure(case: MadeUp, summaries: bytes, recorded: Sequence[bytes]) -> dict[s
     }
 
 
-def _in_new_process(case: MadeUp) -> dict[str, Any]:
+def _in_new_process(case: SyntheticGPT) -> dict[str, Any]:
     tables = [case.table(rank) for rank in range(case.world_size)]
     summaries = [_contribution(table).summary() for table in tables]
     digests = [summary["table"] for summary in summaries]
@@ -224,25 +224,26 @@ def _in_new_process(case: MadeUp) -> dict[str, Any]:
 
 
 def bytes_per_writer(plan: SavePlan, world_size: int) -> list[int]:
-    """How many bytes of tensors each rank writes."""
+    """Return the bytes of tensors that each rank writes."""
     written = [0] * world_size
     for array in plan.arrays.values():
         item = item_bytes(array.dtype)
         for box, rank in array.packs.items():
             written[rank] += box.num_elements * item
         for number, rank in enumerate(array.writers):
-            written[rank] += _chunk_elements(array, number) * item
+            assert array.grid is not None, "packed arrays have no chunks"
+            written[rank] += chunk_box(array.shape, array.grid, number).num_elements * item
     return written
 
 
-def keys_of(cfg: DictConfig) -> MadeUpKeys:
+def keys_of(cfg: DictConfig) -> PlanBenchmarkKeys:
     """Return the config, its types checked.
 
     Raises:
         ConfigurationError: the numbers make no run.
     """
-    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(MadeUpKeys), cfg))
-    assert isinstance(keys, MadeUpKeys)
+    keys = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PlanBenchmarkKeys), cfg))
+    assert isinstance(keys, PlanBenchmarkKeys)
     numbers = {"tp": keys.tp, "pp": keys.pp, "layers": keys.layers, "width": keys.width, "vocab": keys.vocab}
     wrong = [f"{name}={number}" for name, number in numbers.items() if number < 1]
     if wrong or not keys.dp or min(keys.dp) < 1:
@@ -276,39 +277,26 @@ def show(figures: Sequence[dict[str, Any]]) -> None:
     for optimizer in dict.fromkeys(row["optimizer"] for row in figures):
         cases = [row for row in figures if row["optimizer"] == optimizer]
         size = f"{cases[0]['parameters'] / 1e9:,.3f} billion parameters, {cases[0]['arrays']:,} arrays"
-        table = Printed(title=f"{size}, optimizer state {optimizer}")
-        table.add_column("")
-        for case in cases:
-            table.add_column(f"{case['ranks']:,} ranks", justify="right")
-        for heading, cell in _ROWS.items():
-            table.add_row(heading, *map(cell, cases))
-        Console().print(table)
-
-
-class _Nothing:
-    """The object behind a component of which only the addresses count."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+        rows = [(heading, *map(cell, cases)) for heading, cell in _ROWS.items()]
+        headings = ["", *(f"{case['ranks']:,} ranks" for case in cases)]
+        print_table(f"{size}, optimizer state {optimizer}", headings, rows)
 
 
 def _contribution(table: Table) -> RankState:
     return RankState(
-        components={key: StateComponent(key, _Nothing(), pattern) for key, pattern in _PATTERNS.items()},
+        components={key: StateComponent(key, NamedTensors({}), pattern) for key, pattern in _PATTERNS.items()},
         table=table,
         plain={key: {"step": [["step"], 1000]} for key in _PATTERNS},
     )
 
 
-def _cached_s(case: MadeUp, rank: int, summaries: bytes, known: tuple[str, ...]) -> float:
-    """What a later save of the same state costs until it knows that the plan still holds."""
+def _cached_s(case: SyntheticGPT, rank: int, summaries: bytes, known: tuple[str, ...]) -> float:
+    """Return the seconds of a later save of the same state until it knows that the plan still holds."""
     started = time.perf_counter()
     mine = _contribution(case.table(rank))
     mine.summary()
     said = json.loads(summaries)
-    settle_plain(mine, said, Rehearsal(rank, case.world_size, []))
+    settle_plain(mine, said, RecordedTopology(rank, case.world_size, []))
     assert tuple(summary["table"] for summary in said) == known
     return time.perf_counter() - started
 
@@ -336,7 +324,7 @@ def _manifest_figures(plan: SavePlan, world_size: int) -> dict[str, Any]:
 
 
 def _cut(box: Box, dim: int, parts: int, number: int) -> Box:
-    """One of the nearly equal parts of a box along a dimension, the later ones shorter or empty, as torch.chunk does."""
+    """Return one of the nearly equal parts of a box along a dimension, the later ones shorter or empty, as of torch.chunk."""
     side = box.shape[dim]
     step = -(-side // parts)
     start = min(number * step, side)
@@ -344,14 +332,3 @@ def _cut(box: Box, dim: int, parts: int, number: int) -> Box:
     offsets[dim] += start
     shape[dim] = min(step, side - start)
     return Box(tuple(offsets), tuple(shape))
-
-
-def _chunk_elements(array: PlannedArray, number: int) -> int:
-    assert array.grid is not None
-    elements = 1
-    for count, side, length in reversed(
-        list(zip(num_chunks(array.shape, array.grid), array.grid, array.shape, strict=True))
-    ):
-        number, at = divmod(number, count)
-        elements *= min(side, length - at * side)
-    return elements

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ VOCABULARY = 16
 Row = tuple[str, torch.dtype, tuple[int, ...]]
 
 
-class Weights:
-    """A state of named tensors, each with memory of its own; what an engine takes, and what a live model is made of."""
+class NamedTensors:
+    """A state of named tensors, each with memory of its own: a component that is saved, a trainer's weights, or a live model's."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(tensors)
@@ -46,18 +47,19 @@ class Weights:
             raw_bytes(tensor)[min(kept, tensor.nbytes) :].add_(1)
             kept = max(kept - tensor.nbytes, 0)
 
-    def spoil(self) -> None:
-        """Give every byte a value that tells nothing of what it was."""
+    def overwrite(self) -> None:
+        """Overwrite every byte."""
         for tensor in self.tensors.values():
             raw_bytes(tensor).fill_(0xA5)
 
     def fingerprint(self) -> str:
-        """A digest of every bit under its name."""
-        return digest_of("".join(name + digest_of(_host_bytes(one)) for name, one in self.tensors.items()).encode())
+        """Return a digest of all names and bits."""
+        digests = [name + digest_of(raw_bytes(one.cpu()).numpy().data) for name, one in self.tensors.items()]
+        return digest_of("".join(digests).encode())
 
 
 def rows_of(num_bytes: int, width: int, dtypes: Sequence[str]) -> list[Row]:
-    """The tensors of a transformer of at least so many bytes, as few layers as that takes.
+    """Return name, type and shape of a transformer's tensors, of as few layers as make up `num_bytes`.
 
     Args:
         dtypes: of the matrices, in turn.
@@ -74,18 +76,15 @@ def rows_of(num_bytes: int, width: int, dtypes: Sequence[str]) -> list[Row]:
     return found
 
 
-def made_of(rows: Sequence[Row], device: torch.device, seed: int) -> Weights:
-    """Weights with random bits: the same for the same seed, whatever the device."""
+def made_of(rows: Sequence[Row], device: torch.device, seed: int) -> NamedTensors:
+    """Return weights with random bits: the same for the same seed, whatever the device."""
     generator = torch.Generator().manual_seed(seed)
-    return Weights({name: _random(dtype, shape, generator).to(device) for name, dtype, shape in rows})
+    return NamedTensors({name: _random(dtype, shape, generator).to(device) for name, dtype, shape in rows})
 
 
 def described(rows: Sequence[Row]) -> dict[str, int]:
-    """How many tensors there are of each type."""
-    counts: dict[str, int] = {}
-    for _, dtype, _ in rows:
-        counts[zarr_name(dtype)] = counts.get(zarr_name(dtype), 0) + 1
-    return counts
+    """Return the number of tensors of each type."""
+    return dict(Counter(zarr_name(dtype) for _, dtype, _ in rows))
 
 
 def _shapes(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -106,7 +105,3 @@ def _random(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generat
     count = math.prod(shape) * dtype.itemsize
     words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), generator=generator, dtype=torch.int64)
     return words.view(torch.uint8)[:count].clone().view(dtype).view(shape)
-
-
-def _host_bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(raw_bytes(tensor.cpu()).numpy())

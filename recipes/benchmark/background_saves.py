@@ -1,0 +1,282 @@
+"""`python -m recipes.benchmark.background`: every contender saves beside training steps; the stall and the slow-down of training."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.ranks.topology import Topology
+from recipes.benchmark import harness
+from recipes.benchmark.background_contenders import DCP, NOTHING, OURS, Saving, saving_of
+from recipes.benchmark.harness import Figures
+from recipes.benchmark.measuring import PeakMemory, gathered, wait_for_ranks
+from recipes.benchmark.tables import draw, print_table, quotients, rounds_text, summarized, with_range
+from recipes.benchmark.training_step import TrainingStep
+from recipes.benchmark.workloads import Workload, described, facts_of, prepared
+
+WORKLOADS = ("gpt2_fsdp", "gpt2_ddp", "gpt2_tp_fsdp")
+
+COLUMNS = {"stall_s": "stall s", "slow_down": "steps, times", "durable_s": "durable s", "lost_s": "lost s"}
+"""Figures that are compared, and their headings."""
+
+PATIENCE_S = 300.0
+"""A save that is not durable by then is waited for without steps; if it has failed, it raises then."""
+
+WARM, COUNTED = "warm", "dcp"
+"""Folders of the two saves of a turn."""
+
+RankTimes = dict[str, Any]
+"""One rank's times of one save: `call_s`, `finish_s`, `durable_s`, `peak_mib`; `before_s` of the steps before it; and `beside`, for each
+step beside it, its begin and end in seconds after the call, and its `wait_s`."""
+
+
+@dataclass
+class BackgroundBenchmarkKeys:
+    workload: str
+    repeats: int
+    contenders: list[str]
+    step_s: float
+    steps: int
+    stepped_mib: int
+    writer_cores: int | None
+    writer_mib_s: int | None
+    plot: bool | None
+
+
+def check_benchmark(wanted: Any) -> dict[str, Any]:
+    """Return the keys under `benchmark` with their right types.
+
+    Raises:
+        ConfigurationError: there is no such key, contender or workload, or a number is too small.
+    """
+    keys = harness.checked_keys(BackgroundBenchmarkKeys, wanted, (NOTHING, *DCP, *OURS))
+    harness.require_choice("workload", keys["workload"], WORKLOADS)
+    if not keys["step_s"] > 0:
+        raise ConfigurationError(f"benchmark.step_s={keys['step_s']}: expected more than 0 seconds")
+    capped = [name for name in keys["contenders"] if name in OURS and OURS[name].is_capped]
+    if capped and keys["writer_cores"] is None and keys["writer_mib_s"] is None:
+        raise ConfigurationError(
+            f"benchmark.contenders: {capped[0]} has no cap: give benchmark.writer_cores=<cores> or benchmark.writer_mib_s=<MiB/s>"
+        )
+    return keys
+
+
+def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
+    """Run all rounds and return the figures; the lead leaves benchmark_async.json, and benchmark_async.png. Every rank calls it."""
+    if topology.world_size == 1:
+        raise ConfigurationError(
+            "background saves are measured on ranks that train together: launch.nproc_per_node=2 or more"
+        )
+    keys = cfg["benchmark"]
+    with prepared(cfg, topology) as workload, harness.scratch_folder(cfg, topology) as folders:
+        step = TrainingStep(workload.saved, keys["stepped_mib"] << 20)
+        facts = facts_of(cfg, workload) | {
+            "writer_cores": keys["writer_cores"],
+            "writer_mib_s": keys["writer_mib_s"],
+            "compute_s": step.calibrate(keys["step_s"]),
+        }
+        what = f"{described(facts)}; a step computes for {facts['compute_s']:.3f} s"
+        harness.announce(what, keys["contenders"], keys, topology)
+
+        def take_turn(name: str, number: int) -> Figures:
+            with (
+                harness.turn_folder(folders, name, number, topology) as folder,
+                closing(saving_of(name, cfg, workload, folder)) as saving,
+            ):
+                told = _measured(name, saving, keys["steps"], workload, step, folder, compares=number == 0)
+                return figures_of(gathered(told, topology)) | {"written_bytes": _bytes_in(folder, topology)}
+
+        rounds = harness.interleaved(keys["contenders"], keys["repeats"], take_turn, topology, _line)
+    result = facts | {"rounds": rounds} | compared(rounds)
+    harness.write_result(result, cfg, "benchmark_async", topology, _draw)
+    return result
+
+
+def _measured(
+    name: str, saving: Saving, num_steps: int, workload: Workload, step: TrainingStep, folder: Path, *, compares: bool
+) -> RankTimes:
+    """Take one turn: a save that is not counted, which touches memory and starts processes, and one that counts.
+
+    Args:
+        num_steps: timed before the save that counts.
+        compares: load it afterwards, and compare it with the state at the call.
+    """
+    state, topology = workload.saved, workload.saved.topology
+    memory = PeakMemory()
+    saving.save(folder / WARM)
+    saving.finish()
+    saving.durable_s()
+    wait_for_ranks(topology)
+    before = [step()[0] for _ in range(num_steps)]
+    saved = state.fingerprint() if compares else ""
+    told = _save_beside_steps(saving, folder / COUNTED, step, topology)
+    told["before_s"] = [times.ended - times.began for times in before]
+    told["peak_mib"] = memory.mib() + _mib_of_children()
+    if compares and name != NOTHING:
+        changed = state.fingerprint() != saved
+        state.scramble()
+        saving.load(folder / COUNTED)
+        state.device.synchronize()
+        with topology.phase("compare"):
+            assert changed, "every step changes what every rank holds"
+            if state.fingerprint() != saved:
+                raise CorruptCheckpointError(
+                    f"{name}: what was loaded is not what the state was when the save was called"
+                )
+    return told
+
+
+def _save_beside_steps(saving: Saving, folder: Path, step: TrainingStep, topology: Topology) -> RankTimes:
+    """Save, and train until all ranks know that the save is durable."""
+    wait_for_ranks(topology)
+    dist.barrier()
+    began = time.perf_counter()
+    saving.save(folder)
+    called = time.perf_counter()
+    beside: list[list[float]] = []
+    all_done = False
+    while not all_done:
+        is_late = time.perf_counter() - began > PATIENCE_S
+        times, all_done = step(done=saving.is_done() or is_late)
+        beside.append([times.began - began, times.ended - began, times.wait_s])
+    dist.barrier()
+    stopped = time.perf_counter()
+    saving.finish()
+    finished = time.perf_counter()
+    return {
+        "call_s": called - began,
+        "finish_s": finished - stopped,
+        "durable_s": saving.durable_s(),
+        "beside": beside,
+    }
+
+
+def _mib_of_children() -> float:
+    """Memory of the processes below this one, without pages that they share: these count here already."""
+    total = 0
+    for child in psutil.Process().children(recursive=True):
+        try:
+            memory = child.memory_info()
+            total += memory.rss - memory.shared
+        except psutil.NoSuchProcess:
+            continue
+    return total / 2**20
+
+
+def _bytes_in(folder: Path, topology: Topology) -> int:
+    """The bytes of the save that counts, as the lead sees them. Collective."""
+    files = [file for one in (COUNTED, f"checkpoint-{COUNTED}") for file in (folder / one).rglob("*") if file.is_file()]
+    return gathered(sum(file.stat().st_size for file in files) if topology.is_lead else 0, topology)[0]
+
+
+def figures_of(ranks: Sequence[RankTimes]) -> Figures:
+    """Return the cost of one save, from the times of all ranks.
+
+    - `stall_s`: seconds that the rank with the longest stall stood still: in the call, before an optimizer's step, and for the report
+      at the end.
+    - `slow_down`: the time of the steps that ended before the save was durable on all ranks, without the stall, over the time of as
+      many steps before the save. If none ended by then, the first one counts; a save that leaves no step beside it has no `slow_down`.
+    - `lost_s`: the delay of training by the whole save.
+    """
+    step_s = statistics.mean(seconds for told in ranks for seconds in told["before_s"])
+    calls = [told["call_s"] for told in ranks]
+    waits = [sum(wait_s for *_, wait_s in told["beside"]) for told in ranks]
+    finishes = [told["finish_s"] for told in ranks]
+    num_steps = len(ranks[0]["beside"])
+    figures: Figures = {
+        "stall_s": max(map(sum, zip(calls, waits, finishes, strict=True))),
+        "call_s": max(calls),
+        "wait_s": max(waits),
+        "finish_s": max(finishes),
+        "lost_s": max(told["beside"][-1][1] for told in ranks) - num_steps * step_s + max(finishes),
+        "step_s": step_s,
+        "steps": num_steps,
+        "peak_mib": max(told["peak_mib"] for told in ranks),
+        "peak_mib_of_ranks": [told["peak_mib"] for told in ranks],
+    }
+    durables = [told["durable_s"] for told in ranks if told["durable_s"] is not None]
+    if durables:
+        figures["durable_s"] = max(durables)
+    counted = _num_counted(ranks, figures.get("durable_s"))
+    if counted:
+        end = max(told["beside"][counted - 1][1] for told in ranks)
+        stall = max(map(sum, zip(calls, waits, strict=True)))
+        figures["slow_down"] = (end - stall) / (counted * step_s)
+    return figures
+
+
+def _num_counted(ranks: Sequence[RankTimes], durable_s: float | None) -> int:
+    """Count the steps that were beside the save from beginning to end; without a save, all that were to be.
+
+    The last step is left out: it began when all ranks knew already that the save was durable.
+    """
+    steps = list(zip(*(told["beside"][:-1] for told in ranks), strict=True))
+    if durable_s is None:
+        return len(steps)
+    whole = sum(all(one[1] <= durable_s for one in of_ranks) for of_ranks in steps)
+    return whole or min(1, len(steps))
+
+
+def compared(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
+    """Return `medians` and `ranges` by contender and figure, and `ratios` of each of ours to each of DCP's."""
+    summary = summarized(rounds)
+    medians = summary["medians"]
+    peers = {name: row for name, row in medians.items() if name in DCP}
+    ratios = {
+        name: {peer: quotients(own, row, COLUMNS) for peer, row in peers.items()}
+        for name, own in medians.items()
+        if name in OURS
+    }
+    return {**summary, "ratios": ratios}
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the figures and the ratios as tables."""
+    rows = []
+    for name, medians in result["medians"].items():
+        stall, *others = [with_range(name, column, result) for column in COLUMNS]
+        parts = [f"{medians[part]:.3f}" for part in ("call_s", "wait_s")]
+        rows.append(
+            (name, stall, *parts, *others, f"{medians['peak_mib']:.0f}", f"{medians['written_bytes'] / 1e9:.2f}")
+        )
+    stall, *others = COLUMNS.values()
+    print_table(_title(result) + " (least .. most)", ["", stall, "call", "wait", *others, "MiB", "GB"], rows)
+    ratios = result["ratios"]
+    if any(ratios.values()):
+        seconds = [column for column in COLUMNS if column.endswith("_s")]
+        print_table(
+            f"ours / theirs, of medians: {', '.join(COLUMNS[column] for column in seconds)}",
+            ["ours", *next(iter(ratios.values()))],
+            [
+                (name, *("  ".join(f"{of[c]:.2f}" if c in of else "-" for c in seconds) for of in of_peers.values()))
+                for name, of_peers in ratios.items()
+            ],
+        )
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    caps = {"cores": result["writer_cores"], "MiB/s": result["writer_mib_s"]}
+    cap = " and ".join(f"{value} {unit}" for unit, value in caps.items() if value is not None)
+    rounds = rounds_text(len(next(iter(result["rounds"].values()))))
+    capped = f"; capped: {cap} for each rank" if cap else ""
+    return f"{described(result)}, {result['cores']} cores, {rounds}{capped}"
+
+
+def _draw(result: Figures, path: Path) -> None:
+    kinds = {"ours": OURS, "torch.distributed.checkpoint": DCP, "no save": [NOTHING]}
+    draw(result, path, _title(result), COLUMNS, kinds)
+
+
+def _line(figures: Figures) -> str:
+    slow_down = f", steps beside {figures['slow_down']:.2f} times as long" if "slow_down" in figures else ""
+    durable = f", durable after {figures['durable_s']:.2f} s" if "durable_s" in figures else ""
+    return f"stall {figures['stall_s']:.3f} s{slow_down}{durable}, {figures['lost_s']:.2f} s lost in all"

@@ -1,0 +1,357 @@
+"""`python -m recipes.benchmark.megatron`: our strategies and megatron-core's save and load one sharded state; every bit is compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt.dist_checkpointing.serialization import load, save
+from ckpt.dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+from ckpt.dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from ckpt.dist_checkpointing.strategies.zarr import ZarrSaveShardedStrategy
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from ckpt.ranks.job import use_topology
+from ckpt.ranks.topology import Topology
+from ckpt.state.sharded_tensor import ShardedTensor
+from recipes.benchmark import harness
+from recipes.benchmark.harness import Figures
+from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
+from recipes.benchmark.megatron_state import OPTIMIZERS, RankHoldings, Side, data_parallel_ranks, shards_of
+from recipes.benchmark.tables import print_table
+from recipes.support.config import made
+from recipes.training.gpt import SIZES
+
+PEER = "megatron"
+TWO_STAGE = "/two-stage"
+"""Suffix of contenders that load once per group of data-parallel ranks, and send."""
+
+OURS: dict[str, Callable[[], SaveShardedStrategy]] = {
+    "zarr": ZarrSaveShardedStrategy,
+    "tensorstore": TensorStoreSaveShardedStrategy,
+}
+COLUMNS = ("save_s", "load_cold_s", "load_warm_s", "save_peak_mib", "load_peak_mib")
+LEAST_MIB = 1.0
+"""No ratio is made of less memory: an allocator may keep it or not."""
+
+Cost = dict[str, Any]
+"""Cost of one save or load: `seconds` and `peak_mib`; of a load also `wrong`, the names of tensors that came back wrong."""
+
+Do = Callable[[str, Path], Cost]
+"""A contender: does "save" or "load" with a folder that exists. Collective; returns when all ranks are done."""
+
+
+@dataclasses.dataclass
+class MegatronBenchmarkKeys:
+    repeats: int
+    contenders: list[str]
+    optimizer: str
+    in_place: bool
+    megatron_python: str | None
+
+
+class Peer:
+    """The process of megatron-core beside this rank (recipes/benchmark/megatron_peer.py)."""
+
+    def __init__(self, python: str, topology: Topology) -> None:
+        self._topology = topology
+        # Neither the variables nor the folder by which our interpreter finds its packages: it has others of the same names.
+        arguments = [python, "-E", "-P", str(Path(__file__).with_name("megatron_peer.py"))]
+        with topology.phase("start megatron-core"):
+            self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def join(self, held: RankHoldings, store: Path, *, in_place: bool) -> dict[str, str]:
+        """Let the processes of all ranks find each other and make their state; return the versions of their packages.
+
+        Args:
+            store: a file that does not exist yet.
+        """
+        start = {
+            "rank": self._topology.rank,
+            "num_ranks": self._topology.world_size,
+            "store": str(store),
+            "threads": torch.get_num_threads(),
+            "in_place": in_place,
+            "held": dataclasses.asdict(held),
+        }
+        return self._ask(start)[0]
+
+    def cost(self, what: str, folder: Path, *, two_stage: bool) -> Cost:
+        """Save or load on all ranks together."""
+        answers = self._ask({"do": what, "folder": str(folder), "two_stage": two_stage})
+        wrong = [name for answer in answers for name in answer.get("wrong", [])]
+        return {name: max(answer[name] for answer in answers) for name in ("seconds", "peak_mib")} | {"wrong": wrong}
+
+    def close(self) -> None:
+        """End the process. If it hangs in a collective, it is killed."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _ask(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        """Give the processes of all ranks a command, and return their answers. One that fails is killed: the others wait."""
+        with self._topology.phase("megatron-core") as phase:
+            assert self._process.stdin is not None and self._process.stdout is not None
+            try:
+                print(json.dumps(command), file=self._process.stdin, flush=True)
+                line = self._process.stdout.readline()
+            except BrokenPipeError:
+                line = ""
+            answer = json.loads(line) if line else {"error": "it ended without an answer"}
+            if "error" in answer:
+                self._process.kill()
+                raise CheckpointError(
+                    f"megatron-core in {self._process.args[0]}: {answer['error']}; what it wrote to stderr is above"  # type: ignore[index]
+                )
+            phase.payload = answer
+        return phase.payloads
+
+
+def check_benchmark(wanted: Any) -> dict[str, Any]:
+    """Return the keys under `benchmark` with their right types.
+
+    Raises:
+        ConfigurationError: there is no such key, contender or optimizer, or no interpreter where one is needed.
+    """
+    known = [*OURS, PEER]
+    keys = harness.checked_keys(MegatronBenchmarkKeys, wanted, [*known, *(name + TWO_STAGE for name in known)])
+    harness.require_choice("benchmark.optimizer", keys["optimizer"], OPTIMIZERS)
+    if any(is_peer(name) for name in keys["contenders"]):
+        keys["megatron_python"] = _interpreter(keys["megatron_python"])
+    return keys
+
+
+def _interpreter(path: str | None) -> str:
+    if path is None:
+        raise ConfigurationError(
+            "benchmark.megatron_python=null: give the Python of an environment with megatron-core 0.10 (its file, megatron_peer.py, says "
+            "how to make one), or leave megatron out of benchmark.contenders"
+        )
+    if not os.access(path, os.X_OK) or not Path(path).is_file():
+        raise ConfigurationError(f"benchmark.megatron_python={path}: there is no interpreter that can be run")
+    return str(Path(path).absolute())  # not resolved: by its own path an interpreter knows its environment
+
+
+def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
+    """Run all rounds and return the figures; the lead leaves benchmark_megatron.json. Every rank calls it."""
+    keys = cfg["benchmark"]
+    names = keys["contenders"]
+    held = _held(cfg, topology)
+    versions: dict[str, Any] = {"torch": torch.__version__}
+    with harness.scratch_folder(cfg, topology) as folders, ExitStack() as started:
+        contenders = _ours(names, held, keys["in_place"], topology)
+        if any(map(is_peer, names)):
+            peer = Peer(keys["megatron_python"], topology)
+            started.callback(peer.close)
+            versions[PEER] = peer.join(held, folders / "store", in_place=keys["in_place"])
+            contenders |= {
+                PEER: partial(peer.cost, two_stage=False),
+                PEER + TWO_STAGE: partial(peer.cost, two_stage=True),
+            }
+
+        def take_turn(name: str, number: int) -> Figures:
+            with harness.turn_folder(folders, name, number, topology) as folder:
+                figures = _measured(contenders[name], folder, topology)
+            if figures["wrong"] and not is_peer(name):
+                raise CorruptCheckpointError(
+                    f"{name}: what was loaded is not what was saved, first in {figures['wrong'][0]}"
+                )
+            return figures
+
+        rounds = harness.interleaved(names, keys["repeats"], take_turn, topology, _line)
+    figures = {
+        name: {c: (statistics.median if c.endswith("_s") else max)([row[c] for row in rows]) for c in COLUMNS}
+        for name, rows in rounds.items()
+    }
+    result = {
+        "model": cfg["model"]["size"],
+        "optimizer": keys["optimizer"],
+        "in_place": keys["in_place"],
+        "ranks": topology.world_size,
+        "tp": held.tp,
+        "dp": held.dp,
+        "state_bytes": _state_bytes(held, topology),
+        "versions": versions,
+        "cores": os.cpu_count(),
+        "contenders": {
+            name: {
+                "rounds": [{column: row[column] for column in COLUMNS} for row in rows],
+                "wrong": [wrong for row in rows for wrong in row["wrong"]],
+                "files": rows[-1]["files"],
+                "bytes": rows[-1]["bytes"],
+            }
+            for name, rows in rounds.items()
+        },
+        "figures": figures,
+        "ratios": _ratios(figures),
+    }
+    harness.write_result(result, cfg, "benchmark_megatron", topology)
+    return result
+
+
+def _held(cfg: Mapping[str, Any], topology: Topology) -> RankHoldings:
+    layout = made(cfg["parallel"])
+    sizes, place = layout.sizes(topology.world_size), layout.position(topology.rank, topology.world_size)
+    if not set(sizes) <= {"dp", "tp"}:
+        raise ConfigurationError(
+            f"parallel={layout.name} lays out {', '.join(sizes)}: this benchmark knows dp and tp, as parallel=ddp_tp has them"
+        )
+    harness.require_choice("model.size", cfg["model"]["size"], SIZES)
+    size = SIZES[cfg["model"]["size"]]
+    return RankHoldings(
+        vocabulary=size.vocabulary,
+        context=size.context,
+        layers=size.layers,
+        width=size.width,
+        optimizer=cfg["benchmark"]["optimizer"],
+        tp_rank=place.get("tp", 0),
+        tp=sizes.get("tp", 1),
+        dp_rank=place.get("dp", 0),
+        dp=sizes.get("dp", 1),
+    )
+
+
+def _ours(names: Sequence[str], held: RankHoldings, in_place: bool, topology: Topology) -> dict[str, Do]:
+    """Make our contenders, which share their tensors. Collective."""
+    group = _data_parallel_group(held, topology) if any(name.endswith(TWO_STAGE) for name in names) else None
+    if all(map(is_peer, names)):
+        return {}
+    shards = shards_of(held)
+    data = {name: shard.values() for name, shard in shards.items()}
+    side = Side(shards, data, ShardedTensor, partial(_timed, topology), topology.is_lead)
+    found: dict[str, Do] = {}
+    for name in names:
+        if not is_peer(name):
+            two_stage = name.endswith(TWO_STAGE)
+            loading = (
+                TwoStageDataParallelLoadShardedStrategy(group, cpu_transfer=True)
+                if two_stage
+                else TensorStoreLoadShardedStrategy(load_directly_on_device=in_place)
+            )
+            saving = OURS[name.removesuffix(TWO_STAGE)]()
+            found[name] = partial(_do, side, saving, loading, two_stage or in_place)
+    return found
+
+
+def _do(
+    side: Side, saving: SaveShardedStrategy, loading: LoadShardedStrategy, fills: bool, what: str, folder: Path
+) -> Cost:
+    if what == "save":
+        return side.save(folder, lambda state, to: save(state, to, saving))
+    return side.load(folder, lambda state, at: load(state, at, loading), fills=fills)
+
+
+def _timed(topology: Topology, work: Callable[[], None]) -> Cost:
+    wait_for_ranks(topology)
+    memory = PeakMemory()
+    with use_topology(topology):
+        seconds = timed(work, topology)
+    return {"seconds": seconds, "peak_mib": memory.mib()}
+
+
+def _data_parallel_group(held: RankHoldings, topology: Topology) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that hold the same part of the model. Collective.
+
+    Raises:
+        ConfigurationError: there is one rank, and so no process group.
+    """
+    if topology.world_size == 1:
+        raise ConfigurationError(
+            f"benchmark.contenders: {TWO_STAGE[1:]} loading sends between ranks, and there is one: give launch.nproc_per_node=2 or more"
+        )
+    groups = [dist.new_group(ranks) for ranks in data_parallel_ranks(held)]
+    return groups[held.tp_rank]
+
+
+def _measured(do: Do, folder: Path, topology: Topology) -> Figures:
+    """One round of one contender: figures of the slowest or most needy rank, and all tensors that came back wrong."""
+    costs = {"save": do("save", folder)}
+    forget_cache(folder, topology)
+    costs |= {"load_cold": do("load", folder), "load_warm": do("load", folder)}
+    mine = {f"{name}_s": cost["seconds"] for name, cost in costs.items()}
+    mine |= {"save_peak_mib": costs["save"]["peak_mib"], "load_peak_mib": costs["load_cold"]["peak_mib"]}
+    wrong = {name for cost in costs.values() for name in cost.get("wrong", [])}
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    wrong_of_ranks = gathered(sorted(wrong), topology)
+    return largest(gathered(mine, topology)) | {
+        "wrong": sorted({name for names in wrong_of_ranks for name in names}),
+        "files": len(sizes),
+        "bytes": sum(sizes),
+    }
+
+
+def _state_bytes(held: RankHoldings, topology: Topology) -> int:
+    """Of the whole state, replicas once."""
+    mine = sum(4 * shard.num_elements for shard in shards_of(held).values() if not any(shard.replica_id))
+    return sum(gathered(mine, topology))
+
+
+def is_peer(name: str) -> bool:
+    return name.removesuffix(TWO_STAGE) == PEER
+
+
+def counterpart(name: str) -> str:
+    """Return the contender of megatron-core that one of ours is compared with: the loader of the same kind."""
+    return PEER + TWO_STAGE if name.endswith(TWO_STAGE) else PEER
+
+
+def _ratios(figures: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
+    """Return megatron-core's figures over ours; None of memory where ours takes next to none."""
+    pairs = {name: counterpart(name) for name in figures if not is_peer(name) and counterpart(name) in figures}
+    return {
+        name: {
+            c: figures[peer][c] / figures[name][c] if c.endswith("_s") or figures[name][c] >= LEAST_MIB else None
+            for c in COLUMNS
+        }
+        for name, peer in pairs.items()
+    }
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the figures, and megatron-core's over ours, as a table."""
+    contenders = result["contenders"]
+    rounds = max(len(one["rounds"]) for one in contenders.values())
+    cut = "cut like the weights" if result["optimizer"] == "tensors" else "in flattened ranges"
+    title = (
+        f"{result['state_bytes'] / 1e9:.2f} GB of state, moments {cut}, tensor parallel {result['tp']} x data parallel "
+        f"{result['dp']}, {result['cores']} cores, {rounds} rounds: median seconds to save and to load (cold, warm), the most MiB taken "
+        "on top of the state, and tensors that came back wrong"
+    )
+    rows = [
+        (
+            name,
+            *(f"{figures[c]:.2f}" if c.endswith("_s") else f"{figures[c]:.0f}" for c in COLUMNS),
+            str(contenders[name]["files"]),
+            str(len(contenders[name]["wrong"])),
+        )
+        for name, figures in result["figures"].items()
+    ]
+    for name, ratios in result["ratios"].items():
+        cells = ("" if ratios[c] is None else f"{ratios[c]:.2f}" for c in COLUMNS)
+        rows.append((f"{counterpart(name)} / {name}", *cells, "", ""))
+    print_table(title, ["", "save s", "cold s", "warm s", "save MiB", "load MiB", "files", "wrong"], rows)
+
+
+def _line(figures: Figures) -> str:
+    wrong = f"; came back wrong: {', '.join(figures['wrong'])}" if figures["wrong"] else ""
+    return ", ".join(f"{column} {figures[column]:.3f}" for column in COLUMNS) + wrong

@@ -1,0 +1,215 @@
+"""`python -m recipes.benchmark`: every contender saves one state and loads it, cold and warm; every loaded bit is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.ranks.topology import Topology
+from recipes.benchmark import harness
+from recipes.benchmark.contenders import LIMITS, OURS, PEERS, RAW, contenders_of
+from recipes.benchmark.harness import Figures
+from recipes.benchmark.measuring import PeakMemory, forget_cache, gathered, largest, timed, wait_for_ranks
+from recipes.benchmark.tables import draw, print_table, quotients, rounds_text, summarized, wide_console, with_range
+from recipes.benchmark.workloads import SHARINGS, Contender, State, Workload, described, facts_of, prepared
+
+SECONDS = {"save_s": "save s", "load_cold_s": "load s, cold", "load_warm_s": "load s, warm"}
+MEMORY = {"save_peak_mib": "save peak MiB", "load_peak_mib": "load peak MiB"}
+
+
+@dataclass
+class SmallTensorKeys:
+    count: int = MISSING
+    elements: int = MISSING
+    sharing: str = MISSING
+
+
+@dataclass
+class BenchmarkKeys:
+    workload: str
+    repeats: int
+    contenders: list[str]
+    load_ranks: int | None
+    store_mib_s: float | None
+    small_tensors: SmallTensorKeys | None
+    plot: bool | None
+
+
+def check_benchmark(wanted: Any) -> dict[str, Any]:
+    """Return the keys under `benchmark` with their right types.
+
+    Raises:
+        ConfigurationError: there is no such key or contender, a number is too small, or two keys do not go together.
+    """
+    keys = harness.checked_keys(BenchmarkKeys, wanted, (*PEERS, *LIMITS, *OURS))
+    names, rate, small = keys["contenders"], keys["store_mib_s"], keys["small_tensors"]
+    if small is not None:
+        harness.require_choice("benchmark.small_tensors.sharing", small["sharing"], SHARINGS)
+    if rate is not None and not rate > 0:
+        raise ConfigurationError(f"benchmark.store_mib_s={rate}: expected more than 0, or null")
+    if rate is not None and not set(names) <= set(OURS):
+        raise ConfigurationError(
+            f"benchmark.store_mib_s={rate} slows the reads of our loads alone: leave "
+            f"{', '.join(name for name in names if name not in OURS)} out of benchmark.contenders"
+        )
+    return keys
+
+
+def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
+    """Run all rounds and return the figures; the lead leaves benchmark.json, and benchmark.png. Every rank calls it."""
+    keys = cfg["benchmark"]
+    with prepared(cfg, topology) as workload, harness.scratch_folder(cfg, topology) as folders:
+        contenders, left_out = contenders_of(cfg, workload, folders)
+        identity = workload.identity(workload.saved)
+        facts = facts_of(cfg, workload) | {
+            "load_ranks": workload.num_loading,
+            "loaded_bytes": workload.loaded_bytes,
+            "store_mib_s": keys["store_mib_s"],
+        }
+        harness.announce(f"{described(facts)}, loaded on {workload.num_loading}", contenders, keys, topology, left_out)
+
+        def take_turn(name: str, number: int) -> Figures:
+            with harness.turn_folder(folders, name, number, topology) as folder:
+                return _measured(name, contenders[name], folder, workload, identity)
+
+        rounds = harness.interleaved(contenders, keys["repeats"], take_turn, topology, _line)
+    result = facts | {"left_out": left_out, "rounds": rounds} | compared(rounds)
+    harness.write_result(result, cfg, "benchmark", topology, _draw)
+    return result
+
+
+def _measured(name: str, contender: Contender, folder: Path, workload: Workload, identity: str) -> Figures:
+    """One round of one contender: seconds of the slowest rank, and the most memory that each rank took on top of the state."""
+    topology, loaded = workload.saved.topology, workload.loaded
+    mine: Figures = {}
+    if "save" in contender.measures:
+        wait_for_ranks(topology)
+        memory = PeakMemory()
+        mine["save_s"] = timed(partial(contender.save, folder), topology)
+        mine["save_peak_mib"] = memory.mib()
+
+    def load_all(state: State) -> None:
+        mine.update(contender.load(folder))
+        state.device.synchronize()
+
+    for load in [load for load in contender.measures if load != "save"]:
+        if load == "load_cold":
+            forget_cache(folder, topology)
+        if loaded is not None:
+            if contender.fills:
+                loaded.scramble()
+                loaded.device.synchronize()
+            memory = PeakMemory()
+            mine[f"{load}_s"] = timed(partial(load_all, loaded), loaded.topology, loaded.group)
+            mine["load_peak_mib"] = max(mine.get("load_peak_mib", 0.0), memory.mib())
+        if contender.fills:
+            found = identity if loaded is None else workload.identity(loaded)
+            with topology.phase("compare"):
+                if found != identity:
+                    raise CorruptCheckpointError(f"{name}, {load}: what was loaded is not what was saved")
+    of_ranks = gathered(mine, topology)
+    figures = largest(of_ranks)
+    memories = [figure for figure in figures if figure.endswith("_mib")]
+    return figures | {f"{figure}_of_ranks": [of_rank.get(figure) for of_rank in of_ranks] for figure in memories}
+
+
+def compared(rounds: Mapping[str, list[Figures]]) -> dict[str, Any]:
+    """Return `medians`, `ranges` (least and most) and `ratios` of medians, by contender and column.
+
+    Ratios, by the name of ours: `peers`, each peer's time over ours; `limits`, our time over each limit's; `best_raw`, our time over
+    that of the fastest raw contender in each column; `two_stage`, direct loading's time over two-stage loading's.
+    """
+    summary = summarized(rounds)
+    medians = summary["medians"]
+    ours = {name: row for name, row in medians.items() if name in OURS}
+    peers = {name: row for name, row in medians.items() if name in PEERS}
+    limits = {name: row for name, row in medians.items() if name in LIMITS}
+    raw = [row for name, row in limits.items() if name in RAW]
+    best = {c: min(row[c] for row in raw if c in row) for c in SECONDS if any(c in row for row in raw)}
+    loads = [column for column in SECONDS if column != "save_s"]
+    ratios = {
+        "peers": {n: {peer: quotients(row, own, SECONDS) for peer, row in peers.items()} for n, own in ours.items()},
+        "limits": {
+            n: {limit: quotients(own, row, SECONDS) for limit, row in limits.items()} for n, own in ours.items()
+        },
+        "best_raw": {name: quotients(own, best, SECONDS) for name, own in ours.items()},
+        "two_stage": {
+            name: quotients(own, ours[f"{name}/two-stage"], loads)
+            for name, own in ours.items()
+            if f"{name}/two-stage" in ours
+        },
+    }
+    return {**summary, "ratios": ratios}
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the figures and the ratios as tables."""
+    medians = result["medians"]
+    seconds = [column for column in SECONDS if any(column in row for row in medians.values())]
+    rows = [
+        (
+            name,
+            *(with_range(name, column, result) for column in seconds),
+            *(f"{row[column]:.0f}" if column in row else "" for column in MEMORY),
+            f"{row['bytes_read'] / row['bytes_needed']:.2f}" if "bytes_read" in row else "",
+        )
+        for name, row in medians.items()
+    ]
+    headings = ["", *(SECONDS[column] for column in seconds), *MEMORY.values(), "read / needed"]
+    print_table(_title(result) + " (least .. most); peak: of the rank that took most", headings, rows)
+    columns = {
+        heading: of_ours for heading, of_ours in _ratio_columns(result["ratios"]).items() if any(of_ours.values())
+    }
+    if columns:
+        print_table(
+            "ratios of medians: save, load cold, load warm",
+            ["ours", *(heading.replace(" / ", " /\n") for heading in columns)],
+            [
+                (name, *(_cell(of_ours.get(name, {})) for of_ours in columns.values()))
+                for name in medians
+                if name in OURS
+            ],
+        )
+    for name, reason in result["left_out"].items():
+        wide_console().print(f"left out: {name}: {reason}", highlight=False)
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    loaded = "" if result["load_ranks"] == result["ranks"] else f", loaded on {result['load_ranks']}"
+    store = "" if result["store_mib_s"] is None else f", read through a store of {result['store_mib_s']:g} MiB/s"
+    rounds = rounds_text(len(next(iter(result["rounds"].values()))))
+    return f"{described(result)}{loaded}{store}, {result['cores']} cores, {rounds}"
+
+
+def _ratio_columns(ratios: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, float]]]:
+    """Return, by heading, the ratios of each of ours."""
+    found: dict[str, dict[str, Mapping[str, float]]] = {}
+    for name, peers in ratios["peers"].items():
+        for peer, of_peer in peers.items():
+            found.setdefault(f"{peer} / ours", {})[name] = of_peer
+    found["direct / two-stage"] = {f"{name}/two-stage": of_name for name, of_name in ratios["two_stage"].items()}
+    found["ours / best raw"] = dict(ratios["best_raw"])
+    for name, limits in ratios["limits"].items():
+        for limit in (limit for limit in limits if limit not in RAW):
+            found.setdefault(f"ours / {limit}", {})[name] = limits[limit]
+    return found
+
+
+def _cell(ratios: Mapping[str, float]) -> str:
+    """Join the ratios that exist: of save, cold load and warm load; of both loads; or of warm loads alone."""
+    return "  ".join(f"{ratios[column]:.2f}" for column in SECONDS if column in ratios)
+
+
+def _draw(result: Figures, path: Path) -> None:
+    draw(result, path, _title(result), SECONDS, {"ours": OURS, "others": PEERS, "the machine": LIMITS})
+
+
+def _line(figures: Figures) -> str:
+    seconds = {name.removesuffix("_s").replace("_", " "): v for name, v in figures.items() if name.endswith("_s")}
+    return ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items())

@@ -1,0 +1,330 @@
+"""`python -m recipes.benchmark.sync`: every contender brings the trainers' weights to the rollouts; the times of its parts."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from ckpt.engine.base import CheckpointEngineRegistry
+from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from ckpt.format.dtypes import torch_dtype
+from ckpt.memory.device import Device
+from ckpt.ranks.topology import Topology
+from ckpt.version import __version__
+from recipes.benchmark import harness
+from recipes.benchmark.harness import Figures
+from recipes.benchmark.measuring import gathered, largest, wait_for_ranks
+from recipes.benchmark.tables import print_table, rounds_text, summarized
+from recipes.benchmark.update_contenders import CONTENDERS, OURS, Contender, Stopwatch, UpdateEndpoints, contender_of
+from recipes.benchmark.weights import described, made_of, rows_of
+from recipes.support.config import AT_RUN_TIME, bind, made, make_absolute
+from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles, require_ranks
+
+MIB = 1 << 20
+
+PARTS = {"offload_s": "offload", "gather_s": "gather", "transfer_s": "transfer", "reload_s": "reload"}
+UPDATE = "update_s"
+SPEEDS = ("offload_s", "transfer_s", "reload_s", UPDATE)
+"""The parts in which all bytes move."""
+
+RATIOS: dict[str, tuple[str, str, str]] = {
+    "of_raw": ("raw", "transfer_s", "transfer GB/s\n/ raw"),
+    "of_raw_all": ("raw-all", "transfer_s", "transfer GB/s\n/ raw-all"),
+    "offload": ("", "offload_s", "later offloads\n/ first"),
+    "reference": ("reference", UPDATE, "reference\n/ ours"),
+    "tuned": ("reference/tuned", UPDATE, "reference/tuned\n/ ours"),
+    "full": ("kimi", UPDATE, "everything\n/ changes"),
+}
+"""Other contender, part, and heading, by the ratio's name. `offload` has no other: it is ours over our first one."""
+
+
+@dataclass
+class SyncRunKeys:
+    run_name: str = MISSING
+    output_dir: str = MISSING
+    run_dir: str = MISSING
+    roles: RoleKeys = field(default_factory=RoleKeys)
+    agree: AgreeWithGraceKeys = field(default_factory=AgreeWithGraceKeys)
+    device: dict[str, Any] = MISSING
+
+
+@dataclass
+class SyncBenchmarkKeys:
+    mib: int
+    width: int
+    dtypes: list[str]
+    bucket_mib: int
+    repeats: int
+    frozen: float
+    contenders: list[str]
+
+
+def check_run(cfg: DictConfig) -> dict[str, Any]:
+    """Return the keys other than `benchmark` as a plain dictionary, resolved, with right types.
+
+    Raises:
+        ConfigurationError, OmegaConfBaseException: naming the key, what was found and the way out.
+        DeviceUnavailableError: this machine does not have the device.
+    """
+    typed = OmegaConf.merge(OmegaConf.structured(SyncRunKeys), cfg)
+    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    make_absolute(run, "run_dir")
+    check_roles(run)
+    bind(run["device"], "device", AT_RUN_TIME["device"])
+    made(run["device"]).require()
+    return run | {"launch": {"nproc_per_node": run["roles"]["trainer"] + run["roles"]["rollout"]}}
+
+
+def check_benchmark(wanted: Any) -> dict[str, Any]:
+    """Return the keys under `benchmark` with their right types.
+
+    Raises:
+        ConfigurationError: there is no such key, contender or data type, a number is too small, or a package is missing.
+    """
+    keys = harness.checked_keys(SyncBenchmarkKeys, wanted, CONTENDERS)
+    if not 0 <= keys["frozen"] <= 1:
+        raise ConfigurationError(f"benchmark.frozen={keys['frozen']}: expected a share from 0 to 1")
+    if not keys["dtypes"] or not all(map(_is_float, keys["dtypes"])):
+        floats = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype) and _is_float(name)}
+        raise ConfigurationError(f"benchmark.dtypes={keys['dtypes']}: expected some of {', '.join(sorted(floats))}")
+    if any(name.startswith(("kimi", "reference")) for name in keys["contenders"]):
+        CheckpointEngineRegistry.get("kimi_ckpt_engine")  # raises if its package is missing
+    return keys
+
+
+def _is_float(name: str) -> bool:
+    try:
+        return torch_dtype(name).is_floating_point
+    except CheckpointError:
+        return False
+
+
+def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
+    """Run all rounds, behind one that is not counted, and return the figures; the lead leaves sync.json. Every rank calls it.
+
+    Raises:
+        ConfigurationError: there are not as many ranks as the roles take.
+        CorruptCheckpointError: a rollout holds other bits than were sent.
+    """
+    keys = cfg["benchmark"]
+    names, repeats = keys["contenders"], keys["repeats"]
+    with ExitStack() as opened:
+        ends = _endpoints(cfg, topology)
+        facts = _facts(cfg, ends)
+        harness.announce(
+            f"{facts['bytes'] / 1e9:.2f} GB in {facts['tensors']} tensors, {facts['trainers']} trainers, {facts['rollouts']} "
+            f"rollouts, buckets of {keys['bucket_mib']} MiB",
+            names,
+            keys,
+            topology,
+        )
+        # checkpoint-engine collects garbage four times in each update. Its cost depends on what else the process holds, so what is
+        # made before the first update, and by it, is taken out of the collector's sight, for all contenders.
+        opened.callback(gc.unfreeze)
+        contenders: dict[str, Contender] = {}
+        for name in names:
+            contenders[name] = contender_of(name, ends)
+            opened.callback(contenders[name].close)
+        gc.freeze()
+        first = harness.interleaved(
+            names, 1, lambda name, _: _measured(name, contenders[name], 1), topology, _line, warm_up=True
+        )
+        gc.freeze()
+        rounds = harness.interleaved(
+            names, repeats, lambda name, number: _measured(name, contenders[name], number + 2), topology, _line
+        )
+    result = facts | {
+        "buckets": {name: contender.num_buckets for name, contender in contenders.items()},
+        "sent_bytes": {name: contender.sent_bytes for name, contender in contenders.items()},
+        "first": {name: rows[0] for name, rows in first.items()},
+        "rounds": rounds,
+    }
+    result |= compared(result["first"], rounds, facts["bytes"])
+    harness.write_result(result, cfg, "sync", topology)
+    return result
+
+
+def _endpoints(cfg: Mapping[str, Any], topology: Topology) -> UpdateEndpoints:
+    keys, roles = cfg["benchmark"], cfg["roles"]
+    trainers = range(roles["trainer"])
+    rollouts = range(roles["trainer"], roles["trainer"] + roles["rollout"])
+    require_ranks(roles, rollouts.stop, topology)
+    device: Device = made(cfg["device"])
+    device.use(topology.local_rank)
+    rows = rows_of(keys["mib"] * MIB, keys["width"], keys["dtypes"])
+    with topology.phase("make the weights"), device.telling_of_room():
+        weights = made_of(rows, device.torch_device, seed=0 if topology.rank in trainers else 1)
+    return UpdateEndpoints(
+        topology=topology,
+        device=device,
+        weights=weights,
+        rows=rows,
+        trainers=trainers,
+        rollouts=rollouts,
+        bucket_bytes=keys["bucket_mib"] * MIB,
+        timeout_s=cfg["agree"]["timeout_s"],
+        frozen=keys["frozen"],
+    )
+
+
+def _measured(name: str, contender: Contender, step: int) -> Figures:
+    """One update of one contender: seconds of the slowest rank, as a whole and by its parts. All bits are compared afterwards."""
+    ends = contender.ends
+    contender.prepare()
+    wait_for_ranks(ends.topology)
+    dist.barrier()
+    stopwatch = Stopwatch()
+    parts = contender.update(step)
+    parts[UPDATE] = stopwatch.lap()
+    digests = gathered(contender.digests(), ends.topology)
+    sent = {key: digest for rank in ends.trainers for key, digest in digests[rank].items()}
+    for rank, of_rank in enumerate(digests):
+        is_whole = rank in ends.trainers or of_rank.keys() == sent.keys()
+        if not is_whole or any(digest != sent.get(key) for key, digest in of_rank.items()):
+            raise CorruptCheckpointError(f"{name}: rank {rank} holds other bits than were sent")
+    return largest(gathered(parts, ends.topology))
+
+
+def _facts(cfg: Mapping[str, Any], ends: UpdateEndpoints) -> dict[str, Any]:
+    """Return the facts of a run that its figures depend on: the weights, the ranks, the machine and the versions."""
+    keys = cfg["benchmark"]
+    return {
+        "trainers": len(ends.trainers),
+        "rollouts": len(ends.rollouts),
+        "bytes": ends.weights.num_bytes,
+        "tensors": len(ends.rows),
+        "dtypes": described(ends.rows),
+        "bucket_bytes": ends.bucket_bytes,
+        "repeats": keys["repeats"],
+        "frozen": keys["frozen"],
+        "device": _device_name(ends.device),
+        "collectives": ends.device.collectives,
+        "machine": {
+            "nodes": len(ends.topology.nodes),
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "system": platform.platform(),
+        },
+        "versions": {
+            "ckpt": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "checkpoint-engine": _version("checkpoint-engine"),
+        },
+    }
+
+
+def _device_name(device: Device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    name = getattr(torch.get_device_module(device.torch_device), "get_device_name", None)
+    return device.type if name is None else str(name(device.torch_device))
+
+
+def _processor() -> str:
+    """Return the processor's name, from the kernel where it gives one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((text.partition(":")[2].strip() for text in lines if text.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def compared(first: Mapping[str, Figures], rounds: Mapping[str, Sequence[Figures]], num_bytes: int) -> dict[str, Any]:
+    """Return `medians`, `ranges` and `gb_s` by contender and part, and `ratios` by the name of ours.
+
+    Ratios are medians of the ratios within each round: a busy moment slows neighbours alike.
+
+    - `of_raw`, `of_raw_all`: the bandwidth of our transfer over that of bare broadcasts; 1 is the limit.
+    - `reference`, `tuned`: the time of their whole update over that of ours.
+    - `offload`: our median offload over the first one.
+    - `full`: of kimi/delta, which sends changes: the time of a whole update of kimi, which sends everything, over its own.
+    """
+    summary = summarized(rounds)
+    speeds = {
+        name: {part: num_bytes / 1e9 / row[part] for part in SPEEDS if row.get(part)}
+        for name, row in summary["medians"].items()
+    }
+    ratios: dict[str, dict[str, float]] = {}
+    for name in [name for name in rounds if name in OURS]:
+        ratios[name] = {"offload": summary["medians"][name]["offload_s"] / first[name]["offload_s"]}
+        for ratio, (other, part, _) in RATIOS.items():
+            if other in rounds and (ratio != "full" or name == "kimi/delta"):
+                pairs = zip(rounds[other], rounds[name], strict=True)
+                ratios[name][ratio] = statistics.median(theirs[part] / ours[part] for theirs, ours in pairs)
+    return {**summary, "gb_s": speeds, "ratios": ratios}
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the figures and the ratios as tables."""
+    rows = []
+    for name, medians in result["medians"].items():
+        speeds = result["gb_s"][name]
+        buckets, sent = result["buckets"][name], result["sent_bytes"][name]
+        least, most = result["ranges"][name][UPDATE]
+        rows.append(
+            (
+                name,
+                "" if buckets is None else str(buckets),
+                "" if sent is None else f"{sent / result['bytes']:.0%}",
+                _cell(result["first"][name].get("offload_s"), None),
+                *(_cell(medians.get(part), speeds.get(part)) for part in (*PARTS, UPDATE)),
+                f"{least:.2f} .. {most:.2f}",
+            )
+        )
+    headings = ["", "buckets", "sent", "first offload", *PARTS.values(), "whole update", "least .. most"]
+    print_table(_title(result), headings, rows)
+    if result["ratios"]:
+        print_table(
+            "medians of the rounds' ratios",
+            ["ours", *(heading for *_, heading in RATIOS.values())],
+            [
+                (name, *(f"{of[ratio]:.2f}" if ratio in of else "" for ratio in RATIOS))
+                for name, of in result["ratios"].items()
+            ],
+        )
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    ranks = f"{_count(result['trainers'], 'trainer')}, {_count(result['rollouts'], 'rollout')}"
+    return (
+        f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors, buckets of {result['bucket_bytes'] / MIB:.0f} MiB, {ranks}, "
+        f"{result['device']} by {result['collectives']}, {result['machine']['cores']} cores, {result['frozen']:.0%} frozen, "
+        f"{rounds_text(result['repeats'])}; seconds (GB/s)"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _cell(seconds: float | None, speed: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds:.3f}" + ("" if speed is None else f" ({speed:.2f})")
+
+
+def _line(seconds: Mapping[str, float]) -> str:
+    parts = [f"{heading} {seconds[part]:.3f}" for part, heading in PARTS.items() if part in seconds]
+    return f"update {seconds[UPDATE]:.3f} s ({', '.join(parts)})"
