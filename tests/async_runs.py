@@ -104,7 +104,6 @@ class Troubled:
     ) -> None:
         self._inner = backend_named(backend)
         self.store, self.join, self.read = self._inner.store, self._inner.join, self._inner.read
-        self.list_arrays = self._inner.list_arrays
         self._trouble, self._folder, self._id, self._rank, self._at = trouble, folder, checkpoint_id, rank, at
 
     def writer(self, root: Path, rank: int, *args: Any, **named: Any) -> Any:

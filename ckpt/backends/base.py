@@ -1,7 +1,7 @@
-"""The contract of a storage backend: standard files, where in them every chunk lies, and what may be linked instead of written.
+"""The contract of a storage backend: write standard files, report the extent of each chunk, read encoded chunks.
 
-A backend knows one format. It never decides who writes what (plan.py does), never talks to other ranks, and never reads a
-raw local chunk: it reports each chunk's extent, and extents.py reads those for every backend alike.
+A backend knows one format. It does not decide which rank writes a chunk (planning/plan.py does), does not communicate with other
+ranks, and does not read raw chunks in a load: storage/extents.py reads those of every backend, by their extents.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ckpt.storage.pieces import padded_pieces
 from ckpt.storage.pool import Memories
 
 DATABASE = "arrays.ocdbt"
-"""Folder of the joined database below the checkpoint; each writing rank's own is `rank-<5 digits>` in it."""
+"""Folder of the joined OCDBT database below the checkpoint. Each writing rank's own database is `rank-<5 digits>` in it."""
 
 
 @dataclass(slots=True)
 class Written:
-    """What one rank has handed to the file system when `Writer.finish` returns.
+    """The chunks and files of one rank, as `Writer.finish` returns them.
 
     Attributes:
-        chunks: (array path, row-major chunk number) -> where it lies.
+        chunks: (array path, row-major chunk number) -> extent.
         files: path below the checkpoint folder -> record, for every file this rank made or linked.
-        dead: file -> what lies in it of an earlier checkpoint and is no chunk of this one, where there is any.
-        linked_bytes: of all files that were linked, dead bytes included.
+        dead: linked file -> extents in it that are chunks of an earlier checkpoint, but not of this one; without files that have none.
+        linked_bytes: of all linked files, dead bytes included.
     """
 
     chunks: dict[tuple[str, int], ChunkExtent] = field(default_factory=dict)
@@ -42,17 +42,16 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """What one rank has in an earlier checkpoint, which is committed and stays until the save has been. Can be pickled.
+    """One rank's chunks and files in an earlier committed checkpoint, which stays until the save is committed. Can be pickled.
 
-    A chunk whose bytes would be those that lie there is not written again: the file that holds them gets a second name in the new
-    checkpoint, by a hard link. The bytes alone decide, by length and digests; if the array has another shape now, they are the same
-    bytes still.
+    A chunk with the same bytes is not written again: its file is hard-linked into the new checkpoint. Length and digests decide, not the
+    shape of the array.
 
     Attributes:
         folder: of that checkpoint.
-        chunks, files, dead: as in its index.
-        min_live: a file of which less than this fraction would still be used is not linked, and what is used is written anew; unless
-            nothing that was ever a chunk in it is dead.
+        chunks, files, dead: as in the rank's index.
+        min_live: smallest fraction of a file in use for linking it; else its used chunks are written again. Files without dead
+            chunks are linked from one half on.
     """
 
     folder: Path
@@ -62,7 +61,7 @@ class Previous:
     min_live: float = 0.5
 
     def chunk(self, path: str, number: int, length: int, *, raw: bool) -> ChunkExtent | None:
-        """Where chunk `number` of the array at `path` lay, if it was as long as it will be now, and stored in the same way."""
+        """Return the extent of chunk `number` of the array at `path`, if its length and encoding are those of the new chunk."""
         old = self.chunks.get(path, {}).get(number)
         if old is None or (old.length, old.raw, old.block_bytes) != (length, raw, BLOCK_BYTES):
             return None
@@ -70,7 +69,7 @@ class Previous:
 
 
 def staged_digests(host: torch.Tensor, grid: tuple[int, ...]) -> tuple[int, ...]:
-    """The digests of a chunk as it is stored raw, padding included: what `Writer.write` takes, and `ChunkExtent` keeps."""
+    """Return the digests of a raw chunk with its padding: those of `Writer.write` and of `ChunkExtent`."""
     digests = BlockDigests(BLOCK_BYTES)
     for piece in padded_pieces(host, grid):
         digests.update(piece)
@@ -78,96 +77,88 @@ def staged_digests(host: torch.Tensor, grid: tuple[int, ...]) -> tuple[int, ...]
 
 
 class Writer(Protocol):
-    """One rank's side of one save. Used by one thread: `expect`, `write` and `describe`, `finish`, `add`, `make_durable`.
+    """Writes the chunks of one rank in one save. One thread calls it: `expect`, `write`s, `describe`, `finish`, `add`s, `make_durable`.
 
-    What it tells `progress` is a sign of life: a byte counts when it is taken, may count again when it has reached the
-    file system and again when it is durable, so that no long stretch of a save goes without one. Any of these may raise what
-    became of a byte that an earlier one took.
+    `progress` is a sign of life, from any thread: a byte may count when it is copied, again when it is written, and again when it is
+    durable. Each method may raise the error of an earlier asynchronous write.
     """
 
     def expect(self, chunks: Iterable[Expected]) -> None:
-        """Take notice of everything that this rank will write, before the first of it; in no order."""
+        """Receive the list of all chunks that this rank will write, before the first `write`, in any order."""
 
     def write(self, array: ArraySpec, chunk: int, host: torch.Tensor, digests: tuple[int, ...] | None = None) -> None:
-        """Write one whole chunk, of which this rank is the only writer, or link it to the checkpoint before.
+        """Write one whole chunk, whose only writer is this rank, or link it to the previous checkpoint.
 
         Args:
-            array: the array, described by some rank at some other time; its metadata must not be opened here.
+            array: that the chunk belongs to. Another rank may describe it, at another time: do not open its metadata.
             chunk: row-major number.
             host: C-contiguous host tensor of the array's data type and the chunk's *clipped* shape; the writer pads an
-                edge chunk. The caller leaves its values alone until this returns.
-            digests: its `staged_digests` from when it was copied; what is written must have them still. A chunk that is linked on
-                their account is not looked at again.
+                edge chunk. The caller may reuse its memory when this returns.
+            digests: `staged_digests` of the chunk from when it was copied; the written bytes must match them. A chunk that is
+                linked because of them is not read again.
 
         Raises:
-            StorageError: it was changed in memory since.
+            StorageError: the bytes do not match `digests`: they were changed in memory.
         """
 
     def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
-        """Write the metadata of arrays, each of which is described by exactly one rank.
+        """Write the metadata of these arrays. Each array is described by exactly one rank.
 
         Args:
-            groups: paths of the groups that hold the arrays of all ranks: these, those above them and the checkpoint itself are
-                described too. One rank says so; None: another one does.
+            groups: paths of the groups that hold the arrays of all ranks, given on the lead rank: describe these groups, those
+                above them and the checkpoint itself, too. None on the other ranks.
         """
 
     def finish(self) -> Written:
-        """Hand everything to the file system, and say where it lies. What follows is `add`."""
+        """Hand all bytes to the file system; return the extents and files. Only `add` and `make_durable` follow."""
 
     def add(self, file: str, data: bytes) -> None:
-        """Write a small file of the caller's own, by its path below the checkpoint; `Written` does not list it."""
+        """Write a small file of the caller's, by its path below the checkpoint. `Written` does not list it."""
 
     def make_durable(self) -> None:
-        """Return when all files, and the folders above them, survive a power cut: one sync for everything."""
+        """Make all files and their folders survive a power cut, with one sync for all."""
 
     def abort(self) -> None:
-        """Let go of everything; what is on disk may stay, the folder is about to be removed. Nothing appears there later."""
+        """Stop the save: no write is in flight when this returns. Files may stay; the lead rank removes the folder."""
 
 
 class Backend(Protocol):
-    """One storage format. Constructed by the user's config: its keyword arguments are the config's schema."""
+    """One storage format. The user's config constructs it: its keyword arguments are the config's keys. Can be pickled."""
 
     store: str
-    """What the manifest calls the format: "zarr", "ocdbt" or "safetensors". A load looks the backend up by this name."""
+    """Name of the format in manifests, such as "zarr", "ocdbt" or "safetensors". A load finds the backend by it."""
 
     def writer(
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> Writer:
-        """Return this rank's writer below the unpublished folder `root`; it calls `progress(num_bytes)` as bytes move.
+        """Return this rank's writer for a save into the unpublished folder `root`. It calls `progress(num_bytes)` as bytes move.
 
         Args:
-            previous: a checkpoint beside it, whose files may be linked.
+            previous: an earlier checkpoint on the same file system, whose files may be linked.
         """
 
     def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
-        """Make one of what the ranks in `writers` wrote, where their files are not that already. Lead rank only, after all of
-        them finished. Calls `progress(num_bytes)` as bytes move.
+        """Combine the files of the ranks in `writers`, if the format needs that. Called on the lead rank, after all of them
+        are durable. Calls `progress(num_bytes)` as bytes move.
 
         Returns:
-            the files made, relative to `root`, durable.
+            paths of new files, relative to `root`; they are durable.
         """
 
     def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
-        """Fill `out` (host, shape box.shape) through the format's own library, for chunks that are not raw."""
+        """Fill `out` (host tensor of shape box.shape) with the format's own library. Any rank; loads call it for encoded chunks.
 
-    def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
-        """Return every array below `root` as the format's own library sees it, by path."""
-
-
-@runtime_checkable
-class ForgetsArrays(Protocol):
-    """A backend whose arrays lie in one database, which lists them for other readers."""
-
-    def remove(self, root: Path, paths: Collection[str]) -> None:
-        """Remove the arrays at these paths from the database. An array that is missing is no error."""
+        Raises:
+            CorruptCheckpointError: the array, or a chunk that `box` meets, is missing or cannot be decoded.
+        """
 
 
 @runtime_checkable
 class KeepsSaves(Protocol):
-    """A backend that can keep what it writes in host memory.
+    """A backend that can keep the files of a save in host memory.
 
     Attributes:
-        memories: where its writers find that memory; None: nothing is kept.
+        memories: hands the memory to its writers; None: no save is kept.
     """
 
     memories: Memories | None
@@ -175,10 +166,25 @@ class KeepsSaves(Protocol):
 
 @runtime_checkable
 class BringsTransport(Protocol):
-    """A backend that says by what two-stage loads spread, where nothing else is chosen.
+    """A backend with a default transport for two-stage loads.
 
     Attributes:
-        transport: a name, as `TwoStageLoad` takes it.
+        transport: name, as `TwoStageLoad` takes it.
     """
 
     transport: str
+
+
+@runtime_checkable
+class ForgetsArrays(Protocol):
+    """A backend whose arrays share a database, from which only the backend can remove them. Called by the lead rank."""
+
+    def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
+        """Return every array below `root` as the format's own library sees it, by path.
+
+        Raises:
+            CorruptCheckpointError: the library cannot read the database.
+        """
+
+    def remove(self, root: Path, paths: Collection[str]) -> None:
+        """Remove the arrays at these paths and no others. A path without an array is passed over."""

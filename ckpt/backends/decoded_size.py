@@ -1,17 +1,19 @@
-"""How long a compressed chunk becomes, found out before a library makes room for all of it.
+"""Bound the decoded size of a compressed chunk before a library allocates memory for it.
 
-The libraries that decode chunks (numcodecs under zarr-python, TensorStore) take a file's word for it: a few KiB of gzip become as many
-GiB. Only the outermost of several codecs is looked at, and only those below; what others make of a chunk is up to the library.
+The libraries that decode chunks (numcodecs under zarr-python, TensorStore) do not: a few KiB of gzip can become as many GiB. Only the
+outermost of several codecs is checked, and only codecs in `_SIZES`.
 """
 
 from __future__ import annotations
 
 import bz2
+import gzip
 import lzma
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from ckpt.errors import CorruptCheckpointError
 
@@ -20,11 +22,11 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def require_decodes_within(file: Path, codec: str, chunk_bytes: int) -> None:
-    """Refuse a file that would decode to far more than the chunk it holds.
+    """Refuse a file that decodes to far more bytes than its chunk has.
 
     Args:
-        codec: the name of the outermost one, in Zarr v2 or v3.
-        chunk_bytes: of the elements. Codecs inside of this one may have made a little more of them.
+        codec: name of the outermost codec, in Zarr v2 or v3.
+        chunk_bytes: of the elements. Inner codecs may add a little.
 
     Raises:
         CorruptCheckpointError
@@ -36,34 +38,31 @@ def require_decodes_within(file: Path, codec: str, chunk_bytes: int) -> None:
         try:
             size = _SIZES[codec](stream, most)
         except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError):
-            return  # the library says what is wrong with it
+            return  # the library's own error is better
     if size > most:
         raise CorruptCheckpointError(
             f"{file} would decode to {size} bytes or more, where a chunk has {chunk_bytes}. Load an earlier checkpoint."
         )
 
 
-class _Decoder(Protocol):
-    @property
-    def eof(self) -> bool: ...
-
-    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
-
-
-def _streamed(decoder: _Decoder, stream: BinaryIO, most: int) -> int:
-    """The length, or one beyond `most`, of what a decoder makes of a stream. Never holds more than a piece."""
+def _by_decoding(open_decoded: Callable[[BinaryIO], Any], stream: BinaryIO, most: int) -> int:
+    """Decode a stream piece by piece; return its length, or the first length beyond `most`."""
     size = 0
-    while size <= most and not decoder.eof and (data := stream.read(_PIECE_BYTES)):
-        while data or not getattr(decoder, "needs_input", True):
-            size += len(decoder.decompress(data, _PIECE_BYTES))
-            data = getattr(decoder, "unconsumed_tail", b"")
-            if size > most or decoder.eof:
-                break
+    with open_decoded(stream) as decoded:
+        while size <= most and (piece := decoded.read(_PIECE_BYTES)):
+            size += len(piece)
+    return size
+
+
+def _of_zlib(stream: BinaryIO, most: int) -> int:
+    decoder, size = zlib.decompressobj(), 0
+    while size <= most and (data := decoder.unconsumed_tail or stream.read(_PIECE_BYTES)) and not decoder.eof:
+        size += len(decoder.decompress(data, _PIECE_BYTES))
     return size
 
 
 def _of_zstd(stream: BinaryIO, most: int) -> int:
-    """By the header of the frame, which a decoder makes room by; none without a size is written by zarr-python."""
+    """Read the size in the frame's header, which decoders allocate by. zarr-python writes no frame without it."""
     head = stream.read(18)
     if head[:4] != _ZSTD_MAGIC or len(head) < 6:
         return 0
@@ -76,10 +75,10 @@ def _of_zstd(stream: BinaryIO, most: int) -> int:
 
 
 _SIZES: dict[str, Callable[[BinaryIO, int], int]] = {
-    "gzip": lambda stream, most: _streamed(zlib.decompressobj(31), stream, most),
-    "zlib": lambda stream, most: _streamed(zlib.decompressobj(), stream, most),
-    "bz2": lambda stream, most: _streamed(bz2.BZ2Decompressor(), stream, most),
-    "lzma": lambda stream, most: _streamed(lzma.LZMADecompressor(), stream, most),
+    "gzip": partial(_by_decoding, gzip.open),
+    "zlib": _of_zlib,
+    "bz2": partial(_by_decoding, bz2.open),
+    "lzma": partial(_by_decoding, lzma.open),
     "zstd": _of_zstd,
     "blosc": lambda stream, most: int.from_bytes(stream.read(8)[4:], "little"),
     "lz4": lambda stream, most: int.from_bytes(stream.read(4), "little"),

@@ -1,7 +1,7 @@
-"""Zarr v3 as an ordinary directory: a rank's side of a save, a file per chunk, written by its computed path.
+"""Write Zarr v3 as an ordinary directory: one file for each chunk, at its computed path.
 
-No library is needed to write raw chunks. Metadata is never opened: Zarr has no lock between processes, and another rank's metadata may
-still sit in an attribute cache. A chunk that is as it was in the checkpoint before is a link to its file there.
+Writing raw chunks needs no library. Metadata is never opened: Zarr has no lock between processes, and attribute caches may hide
+another rank's metadata. An unchanged chunk is a hard link to its file in the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from ckpt.storage.file_sink import FileSink, FileSinkWriter
 from ckpt.storage.pieces import Pieces, padded_pieces
 
 Describe = Callable[[ArraySpec | None], bytes]
-"""The `zarr.json` of an array, or of a group."""
+"""Returns the `zarr.json` of an array; None: of a group."""
 
 Encode = Callable[[ArraySpec, Box, torch.Tensor], bytes]
-"""The bytes of a chunk's file, where they are not the elements themselves."""
+"""Returns the encoded bytes of a chunk."""
 
 
 class DirectoryWriter(FileSinkWriter):
-    """One rank's side of one save: a file per chunk and per description.
+    """Writes one rank's chunks and `zarr.json` files, one file each. See `ckpt.backends.base.Writer`.
 
     Args:
-        encode: None: chunks are stored raw.
-        previous: what this rank has in the checkpoint before.
+        describe: makes `zarr.json` documents.
+        encode: encodes chunks; None: chunks are stored raw.
+        previous: this rank's files in the previous checkpoint.
     """
 
     def __init__(
-        self, outlet: FileSink, describe: Describe, encode: Encode | None = None, previous: Previous | None = None
+        self, sink: FileSink, describe: Describe, encode: Encode | None = None, previous: Previous | None = None
     ) -> None:
-        super().__init__(outlet)
+        super().__init__(sink)
         self._describe = describe
         self._encode = encode
         self._previous = previous
@@ -63,13 +64,13 @@ class DirectoryWriter(FileSinkWriter):
         if old is not None and source.have(old.digests) and self._link(file, old):
             extent = old
         else:
-            self._outlet.write(file, source.digested(), size)
+            self._sink.write(file, source.digested(), size)
             extent = ChunkExtent(file, 0, size, source.written(array.path), BLOCK_BYTES, raw=self._encode is None)
         self._written.chunks[array.path, chunk] = extent
         self._written.files[file] = FileRecord(size, EMPTY_DIGEST)
 
     def _old(self, array: ArraySpec, chunk: int, file: str, size: int) -> ChunkExtent | None:
-        """The chunk in the checkpoint before, if it may be the same and has a file of the same name to itself."""
+        """Return the previous checkpoint's extent of a chunk, if it may be equal and is a whole file of the same name."""
         if self._previous is None:
             return None
         old = self._previous.chunk(array.path, chunk, size, raw=self._encode is None)
@@ -78,7 +79,7 @@ class DirectoryWriter(FileSinkWriter):
 
     def _link(self, file: str, old: ChunkExtent) -> bool:
         assert self._previous is not None
-        is_linked = self._outlet.link(file, self._previous.folder, old.length)
+        is_linked = self._sink.link(file, self._previous.folder, old.length)
         self._written.linked_bytes += old.length if is_linked else 0
         return is_linked
 
@@ -90,8 +91,8 @@ class DirectoryWriter(FileSinkWriter):
             self._write_description(array.path, self._describe(array))
 
     def finish(self) -> Written:
-        """Hand all bytes to the file system, and say where the chunks lie."""
-        self._outlet.flush()
+        """Wait for all writes; return the chunks and files."""
+        self._sink.flush()
         return self._written
 
     def _write_description(self, path: str, document: bytes) -> None:

@@ -1,12 +1,11 @@
-"""Safetensors on a shared file system: of each rank one file per folder and data type, which any tool opens by tensor name.
+"""Safetensors on a shared file system: one file for each rank, folder and data type, which any tool opens by tensor name.
 
-The files lie on disk as the bytes lay in the host memory of the rank that wrote them, and that memory is kept (pool.py): what the
-newest save holds can be loaded, or sent to rollouts, without a file being read.
+The files on disk equal the host memory that a rank writes from, and that memory is kept (storage/pool.py): the newest save can be
+loaded, or sent to rollouts, without reading files.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,7 +43,7 @@ from ckpt.storage.pieces import Pieces, padded_pieces
 from ckpt.storage.pool import Memories
 
 _FULL_HEADER_BYTES = MOST_HEADER_BYTES // 2
-"""From here on the entries of one folder and type go on in another file."""
+"""Above this header size the entries of one folder and type are split over several files."""
 
 _Kind = tuple[str, str]
 """Folder and data type."""
@@ -58,10 +57,10 @@ class KimiEngineBackend:
 
     Args:
         direct_io, buffer_mib: see `ckpt.backends.zarr.ZarrBackend`.
-        pool: each rank keeps what it writes in host memory, until the next save (ckpt/storage/pool.py).
+        pool: each rank keeps its files in host memory until the next save (ckpt/storage/pool.py).
 
     Attributes:
-        memories: where the writers of saves that are kept find their memory; None: nothing is kept.
+        memories: hands the memory of kept saves to the writers; None: no save is kept.
     """
 
     store = "safetensors"
@@ -79,13 +78,13 @@ class KimiEngineBackend:
         return SafetensorsWriter(root, rank, FileSink(root, rank, progress, self._buffers, memory), previous)
 
     def places(self, rank: int, chunks: Iterable[Expected]) -> Mapping[_Place, tuple[str, int]]:
-        """Where this rank's writer will put chunks that come in this order, if it links none: file, and first byte in it."""
+        """Return where this rank's writer will put chunks in this order, if it links none: place -> file, and offset in it."""
         writer = SafetensorsWriter(Path(), rank, FileSink(Path(), rank, lambda _: None, self._buffers))
         writer.expect(chunks)
         return writer.places()
 
     def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None] = lambda _: None) -> list[str]:
-        """Say, in every folder, which tensor lies in which file. What is read for that are headers."""
+        """Write an index of tensors into every folder. Reads the headers of all files of these ranks."""
         made = {}
         for folder, files in _files_below(root, writers).items():
             name = f"{folder}/{INDEX_NAME}"
@@ -121,23 +120,6 @@ class KimiEngineBackend:
                 "are asked for. Load an earlier checkpoint."
             )
 
-    def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
-        """Return every array below `root` as the headers have it, by path; the grid is the shape of its largest part.
-
-        Raises:
-            CorruptCheckpointError: a file is not what it should be.
-        """
-        arrays: dict[str, ArraySpec] = {}
-        for folder, files in _files_below(root).items():
-            for entry in (entry for file in files for entry in read_shard(root / folder / file).entries):
-                key, shape, box = entry.content
-                path = f"{folder}/{encode_key(key)}"
-                grid = tuple(max(side, 1) for side in box.shape)
-                known = arrays.get(path)
-                if known is None or math.prod(known.grid) < math.prod(grid):
-                    arrays[path] = ArraySpec(path, entry.dtype, shape, grid)
-        return dict(sorted(arrays.items()))
-
 
 def _values(file: Path, entry: Entry) -> torch.Tensor:
     """The elements of an entry, as the safetensors library reads them."""
@@ -156,15 +138,15 @@ def _values(file: Path, entry: Entry) -> torch.Tensor:
 
 
 class _ShardFile:
-    """A file that grows; its header comes last, into room that was left for it.
+    """One safetensors file of this rank. Its header is written last, into space reserved at its start.
 
     Args:
-        num_bytes: of all tensors in it; None: many, or nobody knows how many.
+        num_bytes: of all its tensors; None: unknown, and large.
     """
 
-    def __init__(self, outlet: FileSink, path: str, header: Header, num_bytes: int | None) -> None:
+    def __init__(self, sink: FileSink, path: str, header: Header, num_bytes: int | None) -> None:
         self.path = path
-        self._outlet = outlet
+        self._sink = sink
         self._header = header
         self._num_bytes = num_bytes
         self._placed: list[tuple[int, Sequence[Entry]]] = []
@@ -176,14 +158,14 @@ class _ShardFile:
 
     @property
     def data_start(self) -> int:
-        """The first byte behind the header."""
+        """Offset of the first byte after the header."""
         return self._header.num_bytes
 
     def append(self, entries: Sequence[Entry], pieces: Iterable[memoryview]) -> int:
-        """Put a chunk behind the others; return where it begins in the file."""
+        """Append a chunk; return its offset in the file."""
         if self._stream is None:
             all_bytes = self._header.num_bytes + self._num_bytes if self._num_bytes is not None else None
-            self._stream = self._outlet.open(self.path, all_bytes)
+            self._stream = self._sink.open(self.path, all_bytes)
             self._stream.append([memoryview(bytes(self._header.num_bytes))])
         at = self._stream.size
         self._stream.append(pieces)
@@ -195,40 +177,40 @@ class _ShardFile:
         self._stream.close()
 
     def finish(self) -> FileRecord:
-        """Write the header. All other bytes have been flushed."""
+        """Write the header, after all other bytes were flushed; return the file's record."""
         header = self._header.to_bytes(self._placed)
-        self._outlet.overwrite(self.path, header)
+        self._sink.overwrite(self.path, header)
         return FileRecord(self.size, xxhash.xxh3_128_hexdigest(header))
 
 
 _Files = tuple[_ShardFile, _ShardFile]
-"""For what is new, and for what has not changed and must be written again."""
+"""The main file, and the file for unchanged chunks that are written again."""
 
 
 class SafetensorsWriter(FileSinkWriter):
-    """One rank's side of one save: chunks go, end to end, to the file of their folder and type as they come.
+    """Appends one rank's chunks to the file of their folder and data type. See `ckpt.backends.base.Writer`.
 
-    What has not changed since the save before, and must be written again, goes to a file of its own, which will most likely be linked by
-    the next one. A file is linked only whole: tools that open it find no tensor in it that is not of this checkpoint.
+    Unchanged chunks that must be written again go to a separate file, which the next save can probably link. A file is linked only
+    if all its tensors are in this checkpoint, because other tools open it by its header.
     """
 
-    def __init__(self, root: Path, rank: int, outlet: FileSink, previous: Previous | None = None) -> None:
-        super().__init__(outlet)
+    def __init__(self, root: Path, rank: int, sink: FileSink, previous: Previous | None = None) -> None:
+        super().__init__(sink)
         self._rank = rank
         self._before = _Before(previous) if previous is not None else None
         self._linked: LinkedValues | None = None
         if previous is not None:
-            self._linked = LinkedValues(previous, outlet, root, "", whole=True)
+            self._linked = LinkedValues(previous, sink, root, "", whole=True)
         self._entries: dict[_Place, Sequence[Entry]] = {}
         self._files: dict[_Place, _Files] = {}
         self._empty: dict[_Kind, tuple[Collection[Entry], _Files]] = {}
         self._written = Written()
 
     def expect(self, chunks: Iterable[Expected]) -> None:
-        """See `Writer.expect`: a header is as long as it needs to be for all of it.
+        """Reserve headers long enough for all chunks. See `Writer.expect`.
 
         Raises:
-            StorageError: a chunk is made of so many tensors that no header holds their names.
+            StorageError: the names of a chunk's tensors do not fit a header.
         """
         by_kind: dict[_Kind, dict[_Place | None, list[Entry]]] = defaultdict(lambda: {None: []})
         for array, chunk, contents in ((one.array, one.chunk, one.contents) for one in chunks):
@@ -242,7 +224,7 @@ class SafetensorsWriter(FileSinkWriter):
             for header, some in _filling_headers(list(expected.items())):
                 most = sum(entry.num_bytes for _, entries in some for entry in entries)
                 known = most if self._before is None or most < DIRECT_BYTES else None
-                main, unchanged = (_ShardFile(self._outlet, name, header, known) for name in islice(names, 2))
+                main, unchanged = (_ShardFile(self._sink, name, header, known) for name in islice(names, 2))
                 for place, entries in some:
                     if place is None:
                         self._empty[kind] = dict.fromkeys(entries), (main, unchanged)
@@ -250,7 +232,7 @@ class SafetensorsWriter(FileSinkWriter):
                         self._entries[place], self._files[place] = entries, (main, unchanged)
 
     def places(self) -> dict[_Place, tuple[str, int]]:
-        """File and first byte of every chunk that is expected, if all are written, in the order in which they were named."""
+        """Return place -> file and offset of every expected chunk, if all are written in the order of `expect`."""
         places: dict[_Place, tuple[str, int]] = {}
         ends: dict[_ShardFile, int] = {}
         for place, (main, _) in self._files.items():
@@ -268,25 +250,25 @@ class SafetensorsWriter(FileSinkWriter):
             self._put(array.path, chunk, source, 0)
 
     def describe(self, arrays: Sequence[ArraySpec], groups: Collection[str] | None = None) -> None:
-        """Nothing: a file's header describes what is in it."""
+        """Do nothing: the headers describe the tensors."""
 
     def finish(self) -> Written:
-        """Hand all bytes to the file system, headers last, and say where the chunks lie."""
+        """Write all bytes, headers last; return the chunks and files."""
         if self._linked is not None:
             for path, chunk, _, source in self._linked.settle():
                 self._put(path, chunk, source, 1)
-            self._add_linked(self._linked)
+            self._linked.add_to(self._written)
         self._put_empty()
         files = [file for both in self._all_files() for file in both if file.size]
         for file in files:
             file.close()
-        self._outlet.flush()
+        self._sink.flush()
         for file in files:
             self._written.files[file.path] = file.finish()
         return self._written
 
     def _take(self, array: ArraySpec, chunk: int, source: Pieces, size: int) -> bool:
-        """Whether the chunk stays in a file of the checkpoint before, which has it under the same names."""
+        """Link the chunk if a file of the previous checkpoint has it under the same names; return whether that worked."""
         if self._linked is None or self._before is None:
             return False
         kind = array.path.rpartition("/")[0], array.dtype
@@ -295,7 +277,7 @@ class SafetensorsWriter(FileSinkWriter):
         return self._linked.take(array.path, chunk, array.dtype, source, size)
 
     def _put(self, path: str, chunk: int, source: Pieces, which: int) -> None:
-        """Put a chunk behind the others in a file: 0, the main one, or 1, that of what has not changed."""
+        """Append a chunk to a file: 0, the main one, or 1, the one for unchanged chunks."""
         file = self._files[path, chunk][which]
         at = file.append(self._entries[path, chunk], source.digested())
         self._written.chunks[path, chunk] = ChunkExtent(
@@ -303,25 +285,18 @@ class SafetensorsWriter(FileSinkWriter):
         )
 
     def _put_empty(self) -> None:
-        """Name the tensors without elements that no linked file names."""
+        """Add the tensors without elements that no linked file names to the main files."""
         there = self._before.empty_in(self._written.files) if self._before is not None else set()
         for (folder, _), (entries, (main, _)) in self._empty.items():
             missing = [entry for entry in entries if (folder, entry) not in there]
             if missing:
                 main.append(missing, ())
 
-    def _add_linked(self, linked: LinkedValues) -> None:
-        """Refer to what stays where it is."""
-        for (path, chunk), (_, extent) in linked.kept.items():
-            self._written.chunks[path, chunk] = extent
-        self._written.files |= linked.files
-        self._written.linked_bytes = sum(record.size for record in linked.files.values())
-
     def _all_files(self) -> Collection[_Files]:
         return dict.fromkeys([*self._files.values(), *(files for _, files in self._empty.values())])
 
     def _new_names(self, folder: str, dtype: str) -> Iterator[str]:
-        """Names that no file of the checkpoint before has, which may become a file of this one."""
+        """Yield names that differ from all files of the previous checkpoint, which may be linked."""
         taken = self._before.files if self._before is not None else ()
         base = f"{folder}/rank-{self._rank:05d}-{dtype}"
         numbered = (f"{base}{f'-{number}' if number else ''}{SUFFIX}" for number in count())
@@ -329,7 +304,7 @@ class SafetensorsWriter(FileSinkWriter):
 
 
 class _Before:
-    """What is in this rank's files of the checkpoint before, by name."""
+    """The tensors in this rank's files of the previous checkpoint, by name."""
 
     def __init__(self, previous: Previous) -> None:
         self.files = previous.files
@@ -337,7 +312,7 @@ class _Before:
         self._shards: dict[str, _OldShard | None] = {}
 
     def has(self, path: str, chunk: int, entries: Sequence[Entry], empty: Collection[Entry]) -> bool:
-        """Whether the chunk lies in a file under the same names, beside no empty tensor that there is not any more."""
+        """Whether a file holds the chunk under the same names, and names no empty tensor that has gone."""
         old = self._previous.chunks.get(path, {}).get(chunk)
         shard = self._shard(old.file) if old is not None else None
         if old is None or shard is None or not all(entry in empty for entry in shard.empty):
@@ -346,12 +321,12 @@ class _Before:
         return all(shard.by_start.get(at + entry.start) == entry._replace(start=at + entry.start) for entry in entries)
 
     def empty_in(self, files: Iterable[str]) -> set[tuple[str, Entry]]:
-        """Folder and entry of the empty tensors that these files name."""
+        """Return (folder, entry) of the empty tensors that these files name."""
         shards = ((file.rpartition("/")[0], self._shards.get(file)) for file in files)
         return {(folder, entry) for folder, shard in shards if shard is not None for entry in shard.empty}
 
     def _shard(self, file: str) -> _OldShard | None:
-        """None of a file that is none, or is damaged: nothing in it is linked then."""
+        """Return the header of a file; None: it is damaged or no safetensors file, and is not linked."""
         if file not in self._shards:
             self._shards[file] = None
             if file.endswith(SUFFIX):
@@ -363,7 +338,7 @@ class _Before:
 
 
 class _OldShard:
-    """A header, to be looked up in."""
+    """A header as lookup tables."""
 
     def __init__(self, shard: SafetensorsFile) -> None:
         self.data_start = shard.data_start
@@ -374,7 +349,7 @@ class _OldShard:
 def _filling_headers(
     expected: Sequence[tuple[_Place | None, list[Entry]]],
 ) -> Iterator[tuple[Header, Sequence[tuple[_Place | None, list[Entry]]]]]:
-    """Deal what is expected out to files, so that tools can read their headers: to one, unless there is very much."""
+    """Split the expected entries over as many files as needed for readable headers: one, unless there are very many."""
     header = Header(entry for _, entries in expected for entry in entries)
     if len(expected) > 1 and header.num_bytes > _FULL_HEADER_BYTES:
         half = len(expected) // 2
@@ -389,18 +364,15 @@ def _filling_headers(
         yield header, expected
 
 
-def _files_below(root: Path, writers: Collection[int] | None = None) -> dict[str, list[str]]:
-    """Folder -> the names of the safetensors files in it, in order; those that these ranks wrote or linked, if any are named.
+def _files_below(root: Path, writers: Collection[int]) -> dict[str, list[str]]:
+    """Folder -> the names of the safetensors files in it that these ranks wrote or linked, in order.
 
-    Each folder is listed once; by a rank that has listed none of them before, so that nothing it knows of them can be outdated.
+    Each folder is listed once, by a rank that has not listed it before, so that no cached listing is outdated.
     """
-    wanted = {f"{rank:05d}" for rank in writers} if writers is not None else None
+    wanted = tuple(f"rank-{rank:05d}-" for rank in writers)
     found = {}
     for inside, folders, names in os.walk(root):
         folders.sort()
-        shards = [name for name in sorted(names) if name.endswith(SUFFIX)]
-        if wanted is not None:
-            shards = [name for name in shards if name.startswith("rank-") and name.split("-")[1] in wanted]
-        if shards:
+        if shards := [name for name in sorted(names) if name.startswith(wanted) and name.endswith(SUFFIX)]:
             found[Path(inside).relative_to(root).as_posix()] = shards
     return found

@@ -1,9 +1,8 @@
-"""Values that stay in the data files of the checkpoint before: which files are linked for that, and which are not worth it.
+"""Choose the data files of the previous checkpoint to hard-link, so that their unchanged values are not written again.
 
-A data file holds many values. It is linked when the first of them proves unchanged, while that value's bytes are at hand, in case the
-file system has no links. Only when all chunks of a save are known is it known how much of a file is still used. What is used of one
-that is mostly dead is copied then, out of our own link, which goes: dead bytes must not keep room on the disk for as long as there are
-incremental saves.
+A data file holds many values. It is linked at its first unchanged value, whose bytes are still at hand if the file system refuses.
+The used fraction of a file is known only after all chunks of a save. The used values of a mostly dead file are then copied out of our
+link, and the link is removed: dead bytes must not take disk space forever.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ckpt.backends.base import Previous
+from ckpt.backends.base import Previous, Written
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.records import ChunkExtent, FileRecord
@@ -22,27 +21,27 @@ from ckpt.storage.files import PIECE_BYTES, naming
 from ckpt.storage.pieces import Pieces
 
 MOST_FILES = 32
-"""Linked files of one rank that could be one. When there are more, those with the least in them become one, until half as many are left."""
+"""Most linked files of one rank and kind. Beyond it, the files with the least used bytes are rewritten, down to half as many."""
 
 
 class LinkedValues:
-    """What one rank's database refers to in data files of an earlier save. `take` any number of times, then `settle`.
+    """The values of one rank that stay in linked data files. Call `take` any number of times, then `settle`, then `add_to`.
 
     Args:
-        outlet: makes the links, below `root`.
+        sink: makes the links, below `root`.
         below: path of the folder of this rank's data files.
-        whole: link only files in which nothing has died, because other tools would find what is dead; and all of those. There is one
-            for each folder and key, which is the data type then.
+        whole: link a file only if no value in it is dead, because other tools would read the dead ones. `key` is then the data type,
+            and files are counted for each folder and key.
 
     Attributes:
-        kept: (array path, chunk) -> key and extent of each value that stays where it is.
+        kept: (array path, chunk) -> key and extent of each value that stays in a linked file.
         files: the data files that are linked in the end.
-        dead: what else lies in those.
+        dead: file -> extents in them that are in use no more.
     """
 
-    def __init__(self, previous: Previous, outlet: FileSink, root: Path, below: str, *, whole: bool = False) -> None:
+    def __init__(self, previous: Previous, sink: FileSink, root: Path, below: str, *, whole: bool = False) -> None:
         self._previous = previous
-        self._outlet = outlet
+        self._sink = sink
         self._root = root
         self._below = below
         self._whole = whole
@@ -53,7 +52,7 @@ class LinkedValues:
         self.dead: dict[str, list[ChunkExtent]] = {}
 
     def take(self, path: str, chunk: int, key: str, source: Pieces, size: int) -> bool:
-        """Whether this chunk is as it was, in a file that is linked now. If not, it must be written."""
+        """Link the file of this chunk if the chunk is unchanged; return whether that worked. If not, the caller writes the chunk."""
         old = self._previous.chunk(path, chunk, size, raw=True)
         if old is None or not old.file.startswith(self._below) or self._is_linked.get(old.file) is False:
             return False
@@ -61,17 +60,17 @@ class LinkedValues:
             return False
         if old.file not in self._is_linked:
             record = self._previous.files[old.file]
-            self._is_linked[old.file] = self._outlet.link(old.file, self._previous.folder, record.size)
+            self._is_linked[old.file] = self._sink.link(old.file, self._previous.folder, record.size)
         if self._is_linked[old.file]:
             self._kind_of[old.file] = path.rpartition("/")[0], key
             self.kept[path, chunk] = key, old
         return self._is_linked[old.file]
 
     def settle(self) -> Iterator[tuple[str, int, str, Pieces]]:
-        """Yield the chunks that must be written after all, as `take` was given them. Each is read when its pieces are.
+        """Yield the chunks of files that are not worth linking, with the arguments of `take`, for the caller to write.
 
         Raises:
-            CorruptCheckpointError: one of them is not what was saved, in the checkpoint before.
+            CorruptCheckpointError: a chunk does not match its digests in the previous checkpoint.
         """
         used: dict[str, list[tuple[str, int]]] = defaultdict(list)
         for name, (_, extent) in self.kept.items():
@@ -84,9 +83,16 @@ class LinkedValues:
             for name in sorted(used[file], key=lambda name: self.kept[name][1].offset):
                 key, extent = self.kept.pop(name)
                 yield *name, key, Pieces(self._read(name[0], extent))
-            self._outlet.unlink(file)
+            self._sink.unlink(file)
         self.files = {file: self._previous.files[file] for file in sorted(worth)}
         self.dead = {file: dead[file] for file in sorted(worth) if dead[file]}
+
+    def add_to(self, written: Written) -> None:
+        """Add the values in linked files, and these files. Called once, after `settle`."""
+        written.chunks |= {place: extent for place, (_, extent) in self.kept.items()}
+        written.files |= self.files
+        written.dead |= self.dead
+        written.linked_bytes = sum(record.size for record in self.files.values())
 
     def _worth_linking(self, live_bytes: Mapping[str, int], dead: Mapping[str, Sequence[ChunkExtent]]) -> set[str]:
         worth = [
@@ -101,13 +107,13 @@ class LinkedValues:
         return {file for alike in few for file in alike}
 
     def _is_worth_linking(self, fraction: float, has_dead: bool) -> bool:
-        """Whether enough of a file is used; if no value has died, that is most of it, whatever a database's nodes take."""
+        """Whether enough of a file is used: `min_live`, or half of a file without dead values, whose rest is database nodes."""
         if self._whole:
             return not has_dead
         return fraction >= self._previous.min_live or (not has_dead and fraction >= 0.5)
 
     def _dead_in(self, files: Collection[str]) -> dict[str, list[ChunkExtent]]:
-        """File -> what was a chunk once and is none now, in order."""
+        """Return file -> extents of its dead chunks, in order."""
         dead = {file: list(self._previous.dead.get(file, ())) for file in files}
         for path, by_number in self._previous.chunks.items():
             for number, extent in by_number.items():
@@ -116,7 +122,7 @@ class LinkedValues:
         return {file: sorted(extents, key=lambda extent: extent.offset) for file, extents in dead.items()}
 
     def _read(self, path: str, extent: ChunkExtent) -> Iterator[memoryview]:
-        """Yield the bytes of a value, each piece good until the next; they are those that were saved, or this raises in the end."""
+        """Yield the bytes of a value, each piece valid until the next; raise at the end if they do not match the digests."""
         buffer = memoryview(bytearray(min(extent.length, PIECE_BYTES)))
         checked = Pieces(_file_pieces(self._root, extent, buffer))
         yield from checked.digested()

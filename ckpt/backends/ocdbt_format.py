@@ -1,8 +1,7 @@
-"""What an OCDBT database of one version looks like, whose nodes lie in one file and whose values lie in that or in others. No library
-needed.
+"""The format of an OCDBT database with one version, its nodes in one file, and its values in that or other files. No library.
 
-The format lets a database refer to bytes that something else has written, which is what makes it worthwhile: values go to the disk as they
-come, and only the B+tree, a few bytes a key, is put together at the end. Nothing is compressed, and no value lies in a node.
+A database can refer to bytes that other code has written: values are written as they come, and only the B+tree, a few bytes for
+each key, is built at the end. Nothing is compressed, and no value lies in a node.
 
 Source: the storage format of TensorStore's driver `ocdbt`, version 0 of manifest and nodes.
 """
@@ -16,7 +15,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 NODE_BYTES = 1 << 20
-"""A node is cut before it is larger than about this; the format's own limit is in the manifest."""
+"""Approximate maximum of a node. The format's own limit is in the manifest."""
 
 _MAX_NODE_BYTES = 8 << 20
 _MANIFEST_MAGIC = 0x0CDB3A2A
@@ -24,7 +23,7 @@ _NODE_MAGIC = 0x0CDB20DE
 _ARITY_LOG2 = 4
 
 Checksum = Callable[[bytes], bytes]
-"""The CRC-32C of some bytes, as four bytes, the lowest first."""
+"""Returns the CRC-32C of some bytes as four bytes, little-endian."""
 
 
 _T = TypeVar("_T", "Value", "Node")
@@ -32,7 +31,7 @@ _T = TypeVar("_T", "Value", "Node")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value: its key, and where it lies in a data file; `file` is relative to the database."""
+    """One value: its key, and its place in a data file. `file` is relative to the database."""
 
     key: bytes
     file: str
@@ -42,13 +41,13 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the B+tree, written: where, and what is below it.
+    """An encoded node of the B+tree: its place, and totals of its subtree.
 
     Attributes:
-        key: the smallest below it.
-        prefix: number of bytes that all keys below it begin with, and that its own bytes leave out.
-        num_bytes: of all nodes from here on.
-        value_bytes: of all values below.
+        key: smallest key in the subtree.
+        prefix: length of the common prefix of all keys in the subtree, which its bytes leave out.
+        num_bytes: of all nodes in the subtree.
+        value_bytes: of all values in the subtree.
     """
 
     key: bytes
@@ -64,12 +63,12 @@ class Node:
 def tree_of(
     values: Sequence[Value], file: str, at: int, checksum: Checksum, *, node_bytes: int = NODE_BYTES
 ) -> tuple[list[bytes], Node]:
-    """Return the nodes of a tree over `values`, in the order in which they are to be written, and the root.
+    """Return the encoded nodes of a tree over `values`, in file order, and the root.
 
     Args:
-        values: at least one, with keys that differ.
-        file: the data file, relative to the database, in which the nodes will lie.
-        at: where in it the first node will begin.
+        values: at least one, with distinct keys.
+        file: data file of the nodes, relative to the database.
+        at: offset of the first node in it.
     """
     encoded: list[bytes] = []
     level: list[Node] = []
@@ -91,7 +90,7 @@ def tree_of(
 
 
 def manifest_of(root: Node, file: str, uuid: bytes, commit_time_ns: int, checksum: Checksum) -> bytes:
-    """Return `manifest.ocdbt` of a database with one version, whose root lies in the data file `file`."""
+    """Return the bytes of `manifest.ocdbt` for one version, whose root lies in the data file `file`."""
     config = uuid + _varint(0) + _varint(0) + _varint(_MAX_NODE_BYTES) + bytes([_ARITY_LOG2]) + _varint(0)
     version = b"".join(
         [
@@ -118,7 +117,7 @@ def _leaf(values: Sequence[Value], at: int, checksum: Checksum, *, is_root: bool
             _varint(len(values)),
             *_keys(keys, prefix, b""),
             *(_varint(value.length) for value in values),
-            b"\1" * len(values),  # none of them in the node
+            b"\1" * len(values),  # all values lie outside of the node
             *(number_of[value.file] for value in values),
             *(_varint(value.offset) for value in values),
         ]
@@ -154,7 +153,7 @@ def _interior(children: Sequence[Node], file: str, at: int, checksum: Checksum, 
 
 
 def _keys(keys: Sequence[bytes], prefix: int, between: bytes) -> Iterator[bytes]:
-    """Yield the columns of keys: what each has in common with the one before, how long the rest is, `between`, the rests."""
+    """Yield the columns of keys: length shared with the previous key, length of the rest, `between`, the rests."""
     common = [prefix, *(_common(one, other) for one, other in pairwise(keys))]
     yield from (_varint(length - prefix) for length in common[1:])
     yield from (_varint(len(key) - length) for key, length in zip(keys, common, strict=True))
@@ -163,13 +162,13 @@ def _keys(keys: Sequence[bytes], prefix: int, between: bytes) -> Iterator[bytes]
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """How many bytes two keys begin with alike."""
+    """Return the length of the common prefix of two keys."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _files(files: Sequence[str]) -> bytes:
-    """A table of data files, in order: each path is what it has in common with the one before, and a rest. None of the paths is
-    handed down to the nodes below."""
+    """Encode a table of data files: for each path the length shared with the previous one, and the rest. No path is inherited by
+    child nodes."""
     paths = [file.encode() for file in files]
     common = [0, *(_common(one, other) for one, other in pairwise(paths))]
     rests = [path[length:] for path, length in zip(paths, common, strict=True)]
@@ -185,7 +184,7 @@ def _files(files: Sequence[str]) -> bytes:
 
 
 def _cut(items: Sequence[_T], most: int, *, least: int) -> Iterator[list[_T]]:
-    """Cut what goes into nodes into runs of at least `least`, each of about `most` bytes."""
+    """Split the items of nodes into runs of at least `least` items and about `most` bytes."""
     runs: list[list[_T]] = [[]]
     size = 0
     for item in items:
@@ -201,14 +200,14 @@ def _cut(items: Sequence[_T], most: int, *, least: int) -> Iterator[list[_T]]:
 
 
 def _framed(magic: int, body: bytes, checksum: Checksum) -> bytes:
-    """Put header and checksum around what is not compressed."""
+    """Add the header and the checksum to an uncompressed body."""
     length = 4 + 8 + 2 + len(body) + 4
     data = struct.pack(">I", magic) + struct.pack("<Q", length) + b"\0\0" + body
     return data + checksum(data)
 
 
 def _varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first; all bytes but the last have the highest bit set."""
+    """Encode a number with seven bits for each byte, lowest first; all bytes but the last have the highest bit set."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)

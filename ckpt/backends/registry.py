@@ -1,4 +1,4 @@
-"""Which backend reads which store. Filled by one named call; a backend is imported when a chunk needs it."""
+"""The backends by user-facing name, and by the store that they read. A backend's module is imported when it is first made."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
-
-_STORES: dict[str, Callable[[], Backend]] = {}
 
 
 def _zarr() -> Backend:
@@ -33,23 +31,25 @@ BACKENDS: Mapping[str, Callable[[], Backend]] = {
     "tensorstore": _tensorstore,
     "kimi-engine": _kimi_engine,
 }
-"""The backends of this package by the names that users know, each imported when it is made."""
+"""User-facing name -> maker of the backend with its defaults."""
+
+
+_STORES: dict[str, Callable[[], Backend]] = {"zarr": _zarr, "ocdbt": _tensorstore, "safetensors": _kimi_engine}
+"""Registry: store, as a manifest names it -> maker of the backend that reads it."""
 
 
 def register_store(store: str, make: Callable[[], Backend]) -> None:
-    """Say who reads chunks of `store` that are not raw. A later registration replaces an earlier one."""
+    """Register the backend that reads encoded chunks of `store`, in this process. Replaces an earlier registration."""
     _STORES[store] = make
 
 
 def backend_of_store(store: str) -> Backend:
-    """Return a backend able to read `store`, whatever backend the run saves with.
+    """Return a new backend that reads `store`. It need not be the backend that the run saves with.
 
     Raises:
-        CorruptCheckpointError: no such store is known.
+        CorruptCheckpointError: the store is not registered.
         ConfigurationError: the store's library is not installed.
     """
-    if not _STORES:
-        register_default_stores()
     if store not in _STORES:
         raise CorruptCheckpointError(f"the manifest names the store {store!r}; known are {', '.join(sorted(_STORES))}")
     return _made(_STORES[store], f"reading chunks of the store {store!r}")
@@ -59,19 +59,13 @@ def backend_named(name: str) -> Backend:
     """Return a new backend with its defaults, by one of the names in `BACKENDS`.
 
     Raises:
-        ConfigurationError: there is no such name, or the backend's library is not installed.
+        ConfigurationError: the name is unknown, or the backend's library is not installed.
     """
     if name not in BACKENDS:
         raise ConfigurationError(
             f"backend is {name!r}; expected one of {', '.join(BACKENDS)}, or an object such as ZarrBackend()"
         )
     return _made(BACKENDS[name], f"the backend {name}")
-
-
-def register_default_stores() -> None:
-    """Register the backends of this package, each imported only when it is needed."""
-    for store, name in (("zarr", "zarr"), ("safetensors", "kimi-engine"), ("ocdbt", "tensorstore")):
-        register_store(store, BACKENDS[name])
 
 
 def _made(make: Callable[[], Backend], what: str) -> Backend:

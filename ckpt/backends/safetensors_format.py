@@ -1,4 +1,4 @@
-"""The header of a safetensors file: written by us, when the bytes behind it are there already, and read back. Pure, but for reading.
+"""The header of a safetensors file: made after its tensors are written, and parsed. And the index of a folder of such files.
 
 Source of the format: the specification in the README of huggingface/safetensors. A file is the length of the header as 8 bytes, the
 header as JSON, padded with spaces, and the tensors, end to end in any order, without a gap.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,7 +32,7 @@ from ckpt.format.strict_json import Count, Shape, fit, parse, read
 
 SUFFIX = ".safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-"""Beside the files of a folder, as Hugging Face's loaders look for it."""
+"""Name of a folder's index, as Hugging Face's loaders expect it."""
 
 MOST_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
@@ -42,36 +42,24 @@ _METADATA = "__metadata__"
 _PARTS = "ckpt.parts"
 _COMPLEX128 = "complex128"
 _NAMES = {
-    "bool": "BOOL",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-    _COMPLEX128: "F64",  # which the format does not know: pairs of these, in a dimension more
-}
-_TYPES = {name: ours for ours, name in reversed(_NAMES.items())}
+    "bool": "BOOL", "complex64": "C64", _COMPLEX128: "F64",  # the last is not in the format: pairs of F64, in one more dimension
+    "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float16": "F16", "float32": "F32", "float64": "F64",
+    "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+_TYPES = {name: ours for ours, name in _NAMES.items() if ours != _COMPLEX128}
 _LIKE_A_PART = re.compile(r"\[(\d+:\d+(, \d+:\d+)*)?\]\??\Z")
 
 
 class Entry(NamedTuple):
-    """A tensor of a file, or a part of one that lies in several.
+    """A tensor in a file, or a part of a tensor that lies in several files.
 
     Attributes:
         name: in the file.
         dtype: as Zarr v3 calls it.
-        content: which elements of which tensor it is.
-        start: of its first byte behind the header.
+        content: its tensor, and the box of it.
+        start: offset of its first byte after the header.
     """
 
     name: str
@@ -86,10 +74,10 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """A safetensors file, as its header has it.
+    """The parsed header of a safetensors file.
 
     Attributes:
-        data_start: length of the header: where the first byte of a tensor lies in the file.
+        data_start: offset of the first tensor in the file, after the header.
     """
 
     data_start: int
@@ -97,7 +85,7 @@ class SafetensorsFile:
 
 
 def entries_of(dtype: str, contents: Iterable[Content], start: int) -> list[Entry]:
-    """The entries of tensors, or parts, that lie end to end from a byte on."""
+    """Return the entries of tensors, or parts, that lie end to end from byte `start` on."""
     width = item_bytes(dtype)
     entries = []
     for content in contents:
@@ -107,10 +95,10 @@ def entries_of(dtype: str, contents: Iterable[Content], start: int) -> list[Entr
 
 
 def name_of(content: Content) -> str:
-    """The name of a tensor, or of a part of one, in a file: no two contents share one.
+    """Return the unique name of a tensor, or of a part of one, in a file.
 
-    A tensor goes by its key, a part of it by key and box. A tensor also goes by key and box if its key looks as if it were a part,
-    and if the format keeps the name for itself. A key that is no text in UTF-8 is encoded, and a question mark says so.
+    A whole tensor is named by its key, a part by key and box. A whole tensor is named by key and box, too, if its key looks like the
+    name of a part, or is reserved by the format. A key that is not valid UTF-8 is encoded, and marked by a question mark.
 
     Example:
         >>> name_of(Content("w", (4, 8), Box((0, 0), (4, 8)))), name_of(Content("w", (4, 8), Box((2, 0), (2, 8))))
@@ -133,22 +121,23 @@ def _is_text(key: str) -> bool:
 
 
 class Header:
-    """The header of a file that is being written, so long that it holds the rows of all entries it may get, wherever they lie.
+    """The header of a file that is being written, with space for all entries that the file may get, at any offsets.
 
     Args:
-        entries: all that there may be, in any order; their `start` does not matter.
+        entries: all possible ones, in any order; their `start` is ignored.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         entries = list(entries)
         last = sum(entry.num_bytes for entry in entries)
-        self.num_bytes = _padded(8 + len(_document((entry, last, last) for entry in entries)))
+        num_bytes = 8 + len(_document((entry, last, last) for entry in entries))
+        self.num_bytes = -(-num_bytes // _ALIGNED) * _ALIGNED
 
     def to_bytes(self, placed: Iterable[tuple[int, Sequence[Entry]]]) -> bytes:
-        """The first bytes of the file.
+        """Return the bytes of the header.
 
         Args:
-            placed: (first byte behind the header, entries that lie end to end from there, as `entries_of` gives them with start 0).
+            placed: (offset after the header, entries that lie end to end from there, as `entries_of` returns them with start 0).
         """
         rows = (
             (entry, at + entry.start, at + entry.start + entry.num_bytes) for at, entries in placed for entry in entries
@@ -158,12 +147,8 @@ class Header:
         return (self.num_bytes - 8).to_bytes(8, "little") + document.ljust(self.num_bytes - 8)
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED) * _ALIGNED
-
-
 def _document(rows: Iterable[tuple[Entry, int, int]]) -> bytes:
-    """The JSON of a header; of each entry, where it begins and ends."""
+    """Return the JSON of a header. Rows: entry, first byte, end."""
     texts = []
     parts: list[str] = []
     pairs: list[str] = []
@@ -186,7 +171,7 @@ def _document(rows: Iterable[tuple[Entry, int, int]]) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _kind(dtype: str, shape: tuple[int, ...]) -> str:
-    """Data type and shape as they are stored. The tensors of a model have few."""
+    """Return data type and shape as stored. Cached: the tensors of a model have few."""
     stored = (*shape, 2) if dtype == _COMPLEX128 else shape
     return f'"dtype":"{_NAMES[dtype]}","shape":{_numbers(stored)}'
 
@@ -196,26 +181,21 @@ def _numbers(numbers: tuple[int, ...]) -> str:
     return f"[{','.join(map(str, numbers))}]"
 
 
-def read_header(path: Path) -> list[Entry]:
-    """The entries of a file; see `read_shard`."""
-    return list(read_shard(path).entries)
-
-
 @gc_paused()
 def read_shard(path: Path) -> SafetensorsFile:
-    """What a file of ours, or any other safetensors file, holds.
+    """Read the header of a safetensors file, ours or another's.
 
     Raises:
-        CorruptCheckpointError: it is missing, or no such file, or ends before its last tensor.
+        CorruptCheckpointError: the file is missing, is no safetensors file, or ends before its last tensor.
     """
-    data_start, rows, size = _read_rows(path)
     with _refusing(path):
-        return SafetensorsFile(data_start, _entries(rows, size - data_start))
+        data_start, rows, notes, size = _read_rows(path)
+        return SafetensorsFile(data_start, _entries(rows, notes, size - data_start))
 
 
-def _read_rows(path: Path) -> tuple[int, dict[str, Any], int]:
-    """Length of the header, the header, length of the file."""
-    with _refusing(path), CheckpointFolder(path.parent) as folder, folder.stream(path.name) as stream:
+def _read_rows(path: Path) -> tuple[int, dict[str, _Row], _Notes, int]:
+    """Return offset of the first tensor, rows of the header, our notes in it, length of the file."""
+    with CheckpointFolder(path.parent) as folder, folder.stream(path.name) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
@@ -224,22 +204,30 @@ def _read_rows(path: Path) -> tuple[int, dict[str, Any], int]:
         rows = parse(stream.read(length), where)
         if not isinstance(rows, dict):
             raise ValueError("its header is no object")
-        fit(rows.get(_METADATA, {}), dict[str, str], where)
-        fit({name: row for name, row in rows.items() if name != _METADATA}, dict[str, _Row], where)
-        return 8 + length, rows, size
+        metadata = fit(rows.pop(_METADATA, {}), dict[str, str], where)
+        parts = read(metadata.get(_PARTS, "{}"), dict[str, tuple[str, Shape, Shape]], _PARTS)
+        notes = _Notes(parts, set(read(metadata.get(_COMPLEX128, "[]"), list[str], _COMPLEX128)))
+        return 8 + length, fit(rows, dict[str, _Row], where), notes, size
 
 
 class _Row(msgspec.Struct):
-    """A tensor, as the header has it."""
+    """The schema of a header's row."""
 
     dtype: str
     shape: Shape
     data_offsets: tuple[Count, Count]
 
 
+class _Notes(NamedTuple):
+    """Our notes in a header: name -> key, shape and offsets of each part; and the names of complex128 tensors."""
+
+    parts: dict[str, tuple[str, Shape, Shape]]
+    pairs: set[str]
+
+
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Make a `CorruptCheckpointError` that names the file of what goes wrong when a header is read."""
+    """Turn errors of reading a header into a `CorruptCheckpointError` that names the file."""
     try:
         yield
     except CorruptCheckpointError:
@@ -251,23 +239,20 @@ def _refusing(path: Path) -> Iterator[None]:
         raise CorruptCheckpointError(f"{path} is no safetensors file: {what}") from error
 
 
-def _entries(rows: Mapping[str, Any], num_bytes: int) -> list[Entry]:
-    parts, pairs = _notes(rows)
+def _entries(rows: Mapping[str, _Row], notes: _Notes, num_bytes: int) -> list[Entry]:
     entries = []
     for name, row in rows.items():
-        if name == _METADATA:
-            continue
-        stored = tuple(row["shape"])
-        dtype = _TYPES[row["dtype"]]
-        if name in pairs:
+        stored = row.shape
+        dtype = _TYPES[row.dtype]
+        if name in notes.pairs:
             if (dtype, stored[-1:]) != ("float64", (2,)):
                 raise ValueError(f"{name!r:.80} cannot be pairs of float64")
             dtype, stored = _COMPLEX128, stored[:-1]
         content = Content(name, stored, whole(stored))
-        if name in parts:
-            key, shape, offsets = parts[name]
+        if name in notes.parts:
+            key, shape, offsets = notes.parts[name]
             content = Content(key, shape, checked_place(shape, offsets, stored))
-        begin, end = row["data_offsets"]
+        begin, end = row.data_offsets
         entries.append(Entry(name, dtype, content, begin))
         if end - begin != entries[-1].num_bytes or not 0 <= begin <= end <= num_bytes:
             raise ValueError(f"bytes {begin} to {end} of {num_bytes} cannot be {name!r:.80} of shape {list(stored)}")
@@ -275,67 +260,38 @@ def _entries(rows: Mapping[str, Any], num_bytes: int) -> list[Entry]:
     return entries
 
 
-def _notes(rows: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Shape, Shape]], set[str]]:
-    """What we have noted in a header: name -> key, shape and offsets of each part, and the tensors of complex128."""
-    metadata = rows.get(_METADATA, {})
-    parts = read(metadata.get(_PARTS, "{}"), dict[str, tuple[str, Shape, Shape]], _PARTS)
-    return parts, set(read(metadata.get(_COMPLEX128, "[]"), list[str], _COMPLEX128))
-
-
 @gc_paused()
 def index_bytes(folder: Path, files: Iterable[str], progress: Callable[[int], None]) -> bytes:
-    """What lies where in a folder: whole tensors by name, as Hugging Face has it, and those in parts, which that does not know.
+    """Return the index of a folder: the file of each whole tensor, as Hugging Face defines it, and the parts of the other tensors.
 
     Args:
-        files: the names of the safetensors files in it, in order.
+        files: names of its safetensors files, in order.
         progress: called with the bytes of each header.
 
     Raises:
-        CorruptCheckpointError: one of them is missing, or is none.
+        CorruptCheckpointError: a file is missing, or is no safetensors file.
     """
-    index = _FolderIndex()
+    total = 0
+    whole_rows: list[str] = []  # text, for there may be very many rows
+    parted: dict[str, tuple[str, list[str]]] = {}
     for file in files:
-        data_start, rows, _ = _read_rows(folder / file)
         with _refusing(folder / file):
-            index.add(file, rows)
+            data_start, rows, notes, _ = _read_rows(folder / file)
+            total += sum(end - begin for begin, end in (row.data_offsets for row in rows.values()))
+            whole_rows += [f"{_quoted(name)}: {_quoted(file)}" for name in rows if name not in notes.parts]
+            for name, (key, shape, offsets) in notes.parts.items():
+                dtype = _COMPLEX128 if name in notes.pairs else _TYPES[rows[name].dtype]
+                form = f'{_quoted(key)}: {{"dtype": "{dtype}", "shape": {list(shape)}'
+                place = f'"offset": {list(offsets)}, "shape": {list(rows[name].shape[: len(shape)])}'
+                part = f'{{"file": {_quoted(file)}, "name": {_quoted(name)}, {place}}}'
+                parted.setdefault(key, (form, []))[1].append(part)
         progress(data_start)
-    return index.to_bytes()
-
-
-class _FolderIndex:
-    """An index in the making: text, for there may be very many rows."""
-
-    def __init__(self) -> None:
-        self._total = 0
-        self._whole: list[str] = []
-        self._parted: dict[str, tuple[str, list[str]]] = {}
-
-    def add(self, file: str, rows: Mapping[str, Any]) -> None:
-        """Take in the header of a file."""
-        parts, pairs = _notes(rows)
-        there = _quoted(file)
-        for name, row in rows.items():
-            if name == _METADATA:
-                continue
-            begin, end = row["data_offsets"]
-            self._total += end - begin
-            if name not in parts:
-                self._whole.append(f"{_quoted(name)}: {there}")
-                continue
-            key, shape, offsets = parts[name]
-            if key not in self._parted:
-                dtype = _COMPLEX128 if name in pairs else _TYPES[row["dtype"]]
-                self._parted[key] = f'{_quoted(key)}: {{"dtype": "{dtype}", "shape": {list(shape)}', []
-            place = f'"offset": {list(offsets)}, "shape": {row["shape"][: len(shape)]}'
-            self._parted[key][1].append(f'{{"file": {there}, "name": {_quoted(name)}, {place}}}')
-
-    def to_bytes(self) -> bytes:
-        head = f'{{"metadata": {{"total_size": {self._total}}},\n"weight_map": {_lines(self._whole)}'
-        parted = [f'{form}, "parts": [{", ".join(parts)}]}}' for form, parts in self._parted.values()]
-        rest = f',\n"parts": {_lines(parted)}' if parted else ""
-        return f"{head}{rest}}}\n".encode()
+    head = f'{{"metadata": {{"total_size": {total}}},\n"weight_map": {_lines(whole_rows)}'
+    parts = [f'{form}, "parts": [{", ".join(some)}]}}' for form, some in parted.values()]
+    rest = f',\n"parts": {_lines(parts)}' if parts else ""
+    return f"{head}{rest}}}\n".encode()
 
 
 def _lines(rows: Iterable[str]) -> str:
-    """An object of JSON, a row on each line."""
+    """Return a JSON object with one row for each line."""
     return "{\n" + ",\n".join(rows) + "\n}"

@@ -1,9 +1,9 @@
-"""Zarr v3 arrays that TensorStore reads, in an OCDBT database (few files however many tensors) or as files.
+"""Zarr v3 arrays for TensorStore, in an OCDBT database (a few files for any number of tensors) or as files.
 
-In OCDBT each rank makes a database of its own, `arrays.ocdbt/rank-00003/`, so that no rank waits for another; the lead then has TensorStore
-join them by reference in the database `arrays.ocdbt/`, which copies no data. Values lie raw and outside of the B-tree's nodes, so that
-every chunk has an extent, and so that they need not pass through TensorStore, which would hold a save's bytes in memory. What has not
-changed since the checkpoint before stays in the data files of that one, which are linked (linked_values.py).
+With OCDBT each rank writes its own database, `arrays.ocdbt/rank-00003/`, so that no rank waits for another. The lead rank then joins
+them by reference into the database `arrays.ocdbt/`, which copies no data. Values lie raw and outside of the B-tree's nodes: each chunk
+has an extent, and bytes do not pass through TensorStore, which would hold those of a save in memory. Unchanged values stay in data
+files of the previous checkpoint, which are hard-linked (linked_values.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,24 +50,24 @@ from ckpt.storage.files import make_durable
 from ckpt.storage.pieces import Pieces, padded_pieces
 
 POLL_S = 0.05
-"""Between two looks at a running commit. Nothing here blocks for longer, so signals and other threads get their turn."""
+"""Seconds between two polls of a running commit. Nothing here blocks longer, so that signals and other threads get their turn."""
 
 _MANIFEST = "manifest.ocdbt"
 _CONFIG = {"max_inline_value_bytes": 0, "compression": None}
 _STATUS_ERRORS = (ValueError, RuntimeError, KeyError, NotImplementedError)
-"""What TensorStore raises for a failed operation, depending on its status code."""
+"""Exceptions of TensorStore's failed operations, by status code."""
 
 
 class TensorStoreBackend:
     """Reads and writes Zarr v3 arrays through TensorStore.
 
     Args:
-        kvstore: "ocdbt" keeps all arrays in one database below the checkpoint; "file" makes the same directories as the
-            zarr backend does.
+        kvstore: "ocdbt" stores all arrays in one database below the checkpoint; "file" writes the same directories as the
+            zarr backend.
         direct_io, buffer_mib: see `ckpt.backends.zarr.ZarrBackend`.
 
     Raises:
-        ConfigurationError: another kvstore was asked for.
+        ConfigurationError: `kvstore` has another value.
     """
 
     def __init__(self, *, kvstore: str = "ocdbt", direct_io: bool = True, buffer_mib: int = 32) -> None:
@@ -82,13 +81,13 @@ class TensorStoreBackend:
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> Writer:
         """Return this rank's writer below the unpublished folder `root`."""
-        outlet = FileSink(root, rank, progress, self._buffers)
+        sink = FileSink(root, rank, progress, self._buffers)
         if self._in_database:
-            return OcdbtWriter(root, rank, outlet, previous)
-        return DirectoryWriter(outlet, _description, previous=previous)
+            return OcdbtWriter(root, rank, sink, previous)
+        return DirectoryWriter(sink, _description, previous=previous)
 
-    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None] = lambda _: None) -> list[str]:
-        """Join the databases of `writers` by reference. A directory is one already."""
+    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
+        """Join the databases of `writers` by reference. With files there is nothing to join."""
         return _join_databases(root, writers, progress) if self._in_database else []
 
     def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
@@ -101,7 +100,8 @@ class TensorStoreBackend:
             return
         context = ts.Context({"file_io_mode": {"mode": "memmap"}})
         try:
-            stored = _opened(self._kvstore(root), array.path, context)
+            kvstore = _database(root / DATABASE) if self._in_database else _folder(root)
+            stored = _opened(kvstore, array.path, context)
             require_spec(_spec_of(array.path, stored), array)
             values = bits_of(out).view(stored.dtype.numpy_dtype)
             wanted = stored[box.slices].translate_to[(0,) * len(box.shape)] if box.shape else stored
@@ -114,14 +114,14 @@ class TensorStoreBackend:
             ) from error
 
     def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
-        """Return every array below `root`, by path, as TensorStore opens it.
+        """Return every array in the database below `root`, by path, as TensorStore opens it. See `ForgetsArrays`.
 
         Raises:
-            CorruptCheckpointError: there is no database, or an array's metadata is not what TensorStore understands.
+            CorruptCheckpointError: there is no database, or TensorStore does not understand the metadata of an array.
         """
         context = ts.Context()
         try:
-            kvstore = self._kvstore(root)
+            kvstore = _database(root / DATABASE)
             paths = _array_paths(ts.KvStore.open(kvstore, context=context).result())
             return {path: _spec_of(path, _opened(kvstore, path, context)) for path in paths}
         except CorruptCheckpointError:
@@ -132,36 +132,33 @@ class TensorStoreBackend:
             ) from error
 
     def remove(self, root: Path, paths: Collection[str]) -> None:
-        """Remove the keys of the arrays at these paths from the joined OCDBT database, in few commits. The ranks' data files stay."""
+        """Remove the keys of the arrays at these paths from the database, written together; the ranks' data files stay."""
         with _naming_errors(f"remove {len(paths)} arrays from {root / DATABASE}"):
-            transaction = ts.Transaction()  # other than copies, deletions leave the references that stay as they are
-            database = ts.KvStore.open(self._kvstore(root), transaction=transaction).result()
+            transaction = ts.Transaction()  # unlike copies, deletions in a transaction keep the other references
+            database = ts.KvStore.open(_database(root / DATABASE), transaction=transaction).result()
             for path in paths:
                 database.delete_range(ts.KvStore.KeyRange(f"{path}/", f"{path}0")).result()  # "0" comes after "/"
             _wait(transaction.commit_async())
 
-    def _kvstore(self, root: Path) -> dict[str, Any]:
-        return _database(root / DATABASE) if self._in_database else _folder(root)
-
 
 class _DataFile:
-    """One data file of a rank's database; it is made when the first bytes come."""
+    """One data file of a rank's database, created with its first bytes."""
 
-    def __init__(self, outlet: FileSink, folder: str) -> None:
+    def __init__(self, sink: FileSink, folder: str) -> None:
         self.name = f"d/{secrets.token_hex(16)}"
         self.path = f"{folder}/{self.name}"
         self.size = 0
-        self._outlet = outlet
+        self._sink = sink
         self._stream: Stream | None = None
 
     def append(self, key: str, pieces: Iterable[memoryview]) -> Value:
-        """Put a value behind the others."""
+        """Append a value."""
         at = self.size
         self.append_nodes(pieces)
         return Value(key.encode(), self.name, at, self.size - at)
 
     def append_nodes(self, pieces: Iterable[memoryview]) -> None:
-        self._stream = self._stream or self._outlet.open(self.path)
+        self._stream = self._stream or self._sink.open(self.path)
         self._stream.append(pieces)
         self.size = self._stream.size
 
@@ -171,19 +168,18 @@ class _DataFile:
 
 
 class OcdbtWriter(FileSinkWriter):
-    """One rank's side of one save: values go, end to end, to one data file as they come; `finish` puts the tree behind them.
+    """Appends one rank's values to one data file; `finish` appends the tree. See `ckpt.backends.base.Writer`.
 
-    What has not changed since the save before, and must be written again, goes to a file of its own: as it will most likely not change
-    before the next save either, that one will be linked whole.
+    Unchanged values that must be written again go to a separate file: they will probably stay unchanged, and the next save can link it.
     """
 
-    def __init__(self, root: Path, rank: int, outlet: FileSink, previous: Previous | None = None) -> None:
-        super().__init__(outlet)
+    def __init__(self, root: Path, rank: int, sink: FileSink, previous: Previous | None = None) -> None:
+        super().__init__(sink)
         self._folder = _database_of(root, rank).relative_to(root).as_posix()
-        self._main = _DataFile(outlet, self._folder)
-        self._unchanged = _DataFile(outlet, self._folder)
+        self._main = _DataFile(sink, self._folder)
+        self._unchanged = _DataFile(sink, self._folder)
         self._values: list[Value] = []
-        self._linked = LinkedValues(previous, outlet, root, f"{self._folder}/d/") if previous is not None else None
+        self._linked = LinkedValues(previous, sink, root, f"{self._folder}/d/") if previous is not None else None
         self._rest = xxhash.xxh3_128()
         self._written = Written()
 
@@ -207,11 +203,14 @@ class OcdbtWriter(FileSinkWriter):
             self._rest.update(document)
 
     def finish(self) -> Written:
-        """Write the tree and the manifest, hand all bytes to the file system, and say where the chunks lie."""
+        """Write the tree and the manifest, wait for all writes, and return the chunks and files."""
         if self._linked is not None:
             for path, chunk, key, source in self._linked.settle():
                 self._put(self._unchanged, path, chunk, key, source)
-            self._add_linked(self._linked)
+            for key, extent in self._linked.kept.values():
+                file = extent.file.removeprefix(f"{self._folder}/")
+                self._values.append(Value(key.encode(), file, extent.offset, extent.length))
+            self._linked.add_to(self._written)
         if self._values:
             nodes, root = tree_of(self._values, self._main.name, self._main.size, _crc32c)
             self._main.append_nodes(map(memoryview, nodes))
@@ -227,43 +226,23 @@ class OcdbtWriter(FileSinkWriter):
             self._written.files[self._unchanged.path] = FileRecord(self._unchanged.size, EMPTY_DIGEST)
         self._main.close()
         self._unchanged.close()
-        self._outlet.flush()
+        self._sink.flush()
         return self._written
 
     def _put(self, file: _DataFile, path: str, chunk: int, key: str, source: Pieces) -> None:
-        """Put a chunk behind the others in a data file."""
+        """Append a chunk to a data file."""
         value = file.append(key, source.digested())
         self._values.append(value)
         self._written.chunks[path, chunk] = ChunkExtent(
             file.path, value.offset, value.length, source.written(path), BLOCK_BYTES
         )
 
-    def _add_linked(self, linked: LinkedValues) -> None:
-        """Refer to what stays where it is."""
-        for (path, chunk), (key, extent) in linked.kept.items():
-            file = extent.file.removeprefix(f"{self._folder}/")
-            self._values.append(Value(key.encode(), file, extent.offset, extent.length))
-            self._written.chunks[path, chunk] = extent
-        self._written.files |= linked.files
-        self._written.dead |= linked.dead
-        self._written.linked_bytes = sum(record.size for record in linked.files.values())
 
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """Where the value of one key lies; `file` is relative to the database."""
-
-    key: str
-    file: str
-    offset: int
-    length: int
-
-
-def _values_of(database: Path) -> Iterator[_Value]:
+def _values_of(database: Path) -> Iterator[Value]:
     """Yield every value of the newest version of a database, in the order of the keys.
 
     Raises:
-        StorageError: a value lies inside a node of the B-tree, where no extent can name it.
+        StorageError: a value lies inside a node of the B-tree, where it has no extent.
     """
     base = ts.KvStore.open(_folder(database)).result()
     newest = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
@@ -271,43 +250,46 @@ def _values_of(database: Path) -> Iterator[_Value]:
         yield from _values_below(base, newest["location"], b"")
 
 
-def _values_below(base: ts.KvStore, location: str, prefix: bytes) -> Iterator[_Value]:
+def _values_below(base: ts.KvStore, location: str, prefix: bytes) -> Iterator[Value]:
     """Yield the values under one node, whose keys lack `prefix`."""
     node = ts.ocdbt.dump(base, location).result()
     for entry in node["entries"]:
         if node["height"] > 0:
             yield from _values_below(base, entry["location"], prefix + entry["subtree_common_prefix"])
             continue
-        key = (prefix + entry["key"]).decode()
+        key = prefix + entry["key"]
         if "indirect_value" not in entry:
-            raise StorageError(f"{key!r} lies inside a B-tree node of {base.url}, without an extent of its own")
+            raise StorageError(
+                f"{key.decode()!r} lies inside a B-tree node of {base.url}, without an extent of its own"
+            )
         kind_and_folder, file, offset, length = entry["indirect_value"].rsplit(":", 3)
-        yield _Value(key, kind_and_folder.split(":", 1)[1] + file, int(offset), int(length))
+        yield Value(key, kind_and_folder.split(":", 1)[1] + file, int(offset), int(length))
 
 
 def _join_databases(root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
-    """Put what the ranks committed into the joined database, by reference. Returns its files."""
-    context = _unsynced()  # one for both sides: copying by reference needs that
+    """Copy the ranks' databases into the joined database by reference. Returns its files."""
+    # One context for both sides, as copying by reference needs. It does not sync: `make_durable` does, once for all files.
+    context = ts.Context({"file_io_sync": False})
     database = root / DATABASE
     folders = [_database_of(root, rank) for rank in writers]
     for rank, folder in zip(writers, folders, strict=True):
         if not (folder / _MANIFEST).is_file():
             raise StorageError(f"{folder} is missing, where rank {rank} has committed its arrays")
     with _naming_errors(f"join the databases in {database}"):
-        joined = ts.KvStore.open(_new_database(database), context=context).result()
-        # Not in a transaction: the references would be dropped, silently, and every value be empty.
-        copies = [_opened_database(folder, context).experimental_copy_range_to(joined) for folder in folders]
-        for copy in copies:
+        joined = ts.KvStore.open({**_database(database), "config": _CONFIG}, context=context).result()
+        # Not in a transaction: TensorStore would silently drop the references, and every value would be empty.
+        parts = [ts.KvStore.open(_database(folder), context=context).result() for folder in folders]
+        for copy in [part.experimental_copy_range_to(joined) for part in parts]:
             _wait(copy)
             progress(1)
         _check_joined(database, folders)
-    sizes = _sizes_below(database, root, below_ranks=False)
-    make_durable(root, sizes, _folders_above(root, sizes), progress)
+    sizes = {file.relative_to(root).as_posix(): file.stat().st_size for file in _joined_files(database)}
+    make_durable(root, sizes, {root / folder for file in sizes for folder in Path(file).parents}, progress)
     return list(sizes)
 
 
 def _check_joined(database: Path, folders: Sequence[Path]) -> None:
-    """Raise a `StorageError` unless the values of the joined database are those of the ranks' ones, in the same places."""
+    """Raise a `StorageError` unless the joined database has exactly the ranks' values, in the same places."""
     expected = {
         (value.key, f"{folder.name}/{value.file}", value.offset) for folder in folders for value in _values_of(folder)
     }
@@ -319,45 +301,29 @@ def _check_joined(database: Path, folders: Sequence[Path]) -> None:
         )
 
 
-def _sizes_below(folder: Path, root: Path, *, below_ranks: bool = True) -> dict[str, int]:
-    """Return the files below `folder`, by path below `root`, with their sizes; perhaps without those of the ranks."""
-    sizes = {}
-    for where, folders, files in os.walk(folder):
-        if not below_ranks:
-            folders[:] = [name for name in folders if not name.startswith("rank-")]
-        for name in files:
-            path = Path(where, name)
-            sizes[path.relative_to(root).as_posix()] = path.stat().st_size
-    return sizes
+def _joined_files(database: Path) -> Iterator[Path]:
+    """Yield the files of the joined database, without those of the ranks' own databases."""
+    for where, folders, files in os.walk(database):
+        folders[:] = [name for name in folders if not name.startswith("rank-")]
+        yield from (Path(where, name) for name in files)
 
 
-def _folders_above(root: Path, files: Collection[str]) -> set[Path]:
-    """Return `root` and every folder between it and one of `files`."""
-    folders = {root}
-    for file in files:
-        folder = (root / file).parent
-        while folder not in folders:
-            folders.add(folder)
-            folder = folder.parent
-    return folders
-
-
-def _wait(future: ts.Future[Any], look: Callable[[], None] = lambda: None) -> Any:
-    """Return the result of a future; until then `look` now and then, and let signals and other threads have their turn."""
+def _wait(future: ts.Future[Any]) -> Any:
+    """Return the result of a future. The wait wakes every `POLL_S`, so that signals and other threads get their turn."""
     while True:
         try:
             return future.result(timeout=POLL_S)
         except TimeoutError:
-            look()
+            continue
 
 
 @contextmanager
 def _naming_errors(attempt: str) -> Iterator[None]:
-    """Turn what TensorStore raises for a failed file operation into an `OSError` of the file, or a `StorageError`."""
+    """Turn TensorStore's exceptions for failed file operations into an `OSError` of the file, or a `StorageError`."""
     try:
         yield
     except OSError:
-        raise  # as it is: ours, or the file system's own
+        raise  # already our own, or the file system's
     except _STATUS_ERRORS as error:
         text = _one_line(error)
         code = re.search(r"os_error_code='(\d+)'", text)
@@ -372,19 +338,14 @@ def _one_line(error: BaseException) -> str:
 
 
 def _array_paths(kvstore: ts.KvStore) -> list[str]:
-    """Return the paths of the arrays among the keys of a store, sorted; groups have metadata too."""
+    """Return the sorted paths of the arrays in a store. Groups, which have metadata, too, are left out."""
     documents = [key.decode() for key in kvstore.list().result() if key.endswith(f"/{DOCUMENT}".encode())]
     values = [kvstore.read(key) for key in documents]
     return sorted(
         key.removesuffix(f"/{DOCUMENT}")
         for key, value in zip(documents, values, strict=True)
-        if _is_array(key, value.result().value)
+        if read(value.result().value, _Node, key).node_type == "array"
     )
-
-
-def _is_array(key: str, document: bytes) -> bool:
-    """Whether a `zarr.json` describes an array, and not a group."""
-    return read(document, _Node, key).node_type == "array"
 
 
 class _Node(msgspec.Struct):
@@ -395,7 +356,7 @@ def _opened(kvstore: dict[str, Any], path: str, context: ts.Context) -> ts.Tenso
     spec = {
         "driver": "zarr3",
         "kvstore": {**kvstore, "path": f"{kvstore.get('path', '')}{path}/"},
-        "fill_missing_data_reads": False,  # by default a lost chunk reads as zeros
+        "fill_missing_data_reads": False,  # by default missing chunks read as zeros
     }
     return ts.open(spec, open=True, read=True, context=context).result()
 
@@ -405,25 +366,12 @@ def _spec_of(path: str, opened: ts.TensorStore) -> ArraySpec:
     return ArraySpec(path, opened.dtype.name, tuple(opened.shape), tuple(side or 1 for side in grid or ()))
 
 
-def _unsynced() -> ts.Context:
-    """Return a context that leaves syncing to us: once for all files, not once for each."""
-    return ts.Context({"file_io_sync": False})
-
-
 def _folder(folder: Path) -> dict[str, Any]:
-    return {"driver": "file", "path": f"{folder.resolve()}/"}  # not a URL: those are percent-decoded
+    return {"driver": "file", "path": f"{folder.resolve()}/"}  # not a URL, which would be percent-decoded
 
 
 def _database(folder: Path) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": _folder(folder)}
-
-
-def _new_database(folder: Path) -> dict[str, Any]:
-    return {**_database(folder), "config": _CONFIG}
-
-
-def _opened_database(folder: Path, context: ts.Context) -> ts.KvStore:
-    return ts.KvStore.open(_database(folder), context=context).result()
 
 
 def _database_of(root: Path, rank: int) -> Path:
@@ -431,7 +379,7 @@ def _database_of(root: Path, rank: int) -> Path:
 
 
 def _crc32c(data: bytes) -> bytes:
-    """Return the CRC-32C, lowest byte first, as TensorStore puts it behind the bytes of an array."""
+    """Return the little-endian CRC-32C, computed by TensorStore's codec, which appends it to an array's bytes."""
     spec = {
         "driver": "zarr3",
         "kvstore": {"driver": "memory"},

@@ -1,15 +1,13 @@
 """Zarr v3 on a shared file system: an ordinary directory of chunk files that `zarr.open` reads without our code.
 
-Raw chunks and descriptions are written as files (directory.py); zarr-python says what is in a description, and encodes and decodes
-chunks that are compressed.
+Raw chunks and metadata are written as files (directory.py). zarr-python makes the metadata, and encodes and decodes compressed chunks.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from zarr.storage import LocalStore, MemoryStore, StorePath
 
 from ckpt.backends.base import Previous
 from ckpt.backends.decoded_size import require_decodes_within
-from ckpt.backends.directory import Describe, DirectoryWriter, Encode
+from ckpt.backends.directory import Describe, DirectoryWriter
 from ckpt.backends.zarr_format import DOCUMENT, array_document, chunk_key, require_spec
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
 from ckpt.format import zarr_dtypes
@@ -45,14 +43,14 @@ class ZarrBackend:
 
     Args:
         compressors: Zarr v3 codecs that turn bytes into fewer bytes, such as
-            `[{"name": "zstd", "configuration": {"level": 3, "checksum": false}}]`. None keeps the elements as they are
-            in memory, which is what makes loading fast: only raw chunks are read straight into tensors.
-        direct_io: write large chunks past the page cache, where the file system allows it: less work for the processor, and what
-            is cached stays so.
-        buffer_mib: memory that a rank writes from then, in MiB: what a save takes on top of the state.
+            `[{"name": "zstd", "configuration": {"level": 3, "checksum": false}}]`. None stores raw elements, which load
+            faster: only raw chunks are read straight into tensors.
+        direct_io: write large chunks past the page cache, where the file system allows it: less processor time, and other files
+            stay cached.
+        buffer_mib: memory of each rank for direct writes, in MiB, on top of the state.
 
     Raises:
-        ConfigurationError: zarr-python does not know one of the compressors.
+        ConfigurationError: zarr-python does not know a compressor.
     """
 
     store = "zarr"
@@ -66,7 +64,7 @@ class ZarrBackend:
         self._buffers = Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy may be in another process, whose zarr-python knows our data types no more than the first one's did."""
+        """Register our data types with zarr-python: a copy may be in another process."""
         zarr_dtypes.register()
         self.__dict__.update(state)
 
@@ -74,11 +72,12 @@ class ZarrBackend:
         self, root: Path, rank: int, progress: Callable[[int], None], previous: Previous | None = None
     ) -> DirectoryWriter:
         """Return this rank's writer below the unpublished folder `root`."""
-        outlet = FileSink(root, rank, progress, self._buffers)
-        return DirectoryWriter(outlet, self._description(), self._encoding(), previous)
+        sink = FileSink(root, rank, progress, self._buffers)
+        encode = partial(_compressed, self._compressors) if self._compressors else None
+        return DirectoryWriter(sink, self._description(), encode, previous)
 
-    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None] = lambda _: None) -> list[str]:
-        """Nothing is left to do: what the ranks wrote is one directory."""
+    def join(self, root: Path, writers: Sequence[int], progress: Callable[[int], None]) -> list[str]:
+        """Do nothing: all ranks write into one directory."""
         return []
 
     def read(self, root: Path, array: ArraySpec, box: Box, out: torch.Tensor) -> None:
@@ -87,10 +86,9 @@ class ZarrBackend:
         Raises:
             CorruptCheckpointError: the array, or a chunk that `box` meets, is missing or cannot be decoded.
         """
-        metadata = _metadata_in(root / array.path)
-        if metadata is None:
-            raise CorruptCheckpointError(f"{array.path}: {root / array.path} is a group of Zarr, not an array")
-        require_spec(_spec_of(metadata, array.path), array)
+        metadata, grid = _metadata_in(root / array.path)
+        dtype = str(metadata.data_type.to_json(zarr_format=3))
+        require_spec(ArraySpec(array.path, dtype, tuple(metadata.shape), grid), array)
         chunk_bytes = math.prod(array.grid) * item_bytes(array.dtype)
         for number in chunks_meeting(array.shape, array.grid, box):
             file = root / array.path / chunk_key(array, number)
@@ -107,16 +105,8 @@ class ZarrBackend:
         bits = bits_of(out)
         bits[...] = values.view(bits.dtype)
 
-    def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
-        """Return every array below `root`, by path, from the metadata that zarr-python accepts.
-
-        Raises:
-            CorruptCheckpointError: a `zarr.json` is not what zarr-python understands.
-        """
-        return {spec.path: spec for spec in sorted(_arrays_below(root), key=lambda spec: spec.path)}
-
     def _description(self) -> Describe:
-        """What makes descriptions in one save: arrays that are stored alike are described alike, and zarr-python asked once."""
+        """Return the function that makes the `zarr.json` documents of one save; it asks zarr-python once for arrays stored alike."""
         known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], bytes] = {}
 
         def describe(array: ArraySpec | None) -> bytes:
@@ -129,24 +119,16 @@ class ZarrBackend:
 
         return describe
 
-    def _encoding(self) -> Encode | None:
-        """What encodes chunks; raw ones need nothing."""
-        return partial(_compressed, self._compressors) if self._compressors else None
-
 
 def _compressed(compressors: Sequence[dict[str, Any]], array: ArraySpec, box: Box, host: torch.Tensor) -> bytes:
-    """Return a chunk as zarr-python encodes it, by letting it write that chunk alone into memory."""
+    """Encode a chunk with zarr-python, by letting it write this one chunk to a store in memory."""
     files: dict[str, Any] = {}
     metadata = _metadata(array, compressors)
     encoder = zarr.Array(zarr.AsyncArray(metadata, StorePath(MemoryStore(files))))
     encoder = encoder.with_config({"write_empty_chunks": True})  # by default an all-zero chunk is left out
     encoder[box.slices] = bits_of(host).view(metadata.data_type.to_native_dtype())
-    encoded: bytes = files[chunk_key(array, _number_of(array, box))].to_bytes()
+    encoded: bytes = files[chunk_key(array, next(chunks_meeting(array.shape, array.grid, box)))].to_bytes()
     return encoded
-
-
-def _number_of(array: ArraySpec, box: Box) -> int:
-    return next(chunks_meeting(array.shape, array.grid, box))
 
 
 def _metadata(array: ArraySpec, compressors: Sequence[dict[str, Any]]) -> ArrayV3Metadata:
@@ -154,56 +136,34 @@ def _metadata(array: ArraySpec, compressors: Sequence[dict[str, Any]]) -> ArrayV
 
 
 def _document_bytes(metadata: ArrayV3Metadata | GroupMetadata) -> bytes:
-    return json.dumps(metadata.to_dict()).encode()  # not indented, as zarr-python does: that takes most of the time
+    return json.dumps(metadata.to_dict()).encode()  # zarr-python indents, which takes most of its time
 
 
-def _arrays_below(root: Path) -> Iterator[ArraySpec]:
-    """Yield the arrays below `root`; inside of one there is nothing to look for but chunks."""
-    for folder, folders, files in os.walk(root):
-        if DOCUMENT in files:
-            metadata = _metadata_in(Path(folder))
-            if metadata is not None:
-                folders.clear()
-                yield _spec_of(metadata, Path(folder).relative_to(root).as_posix())
-
-
-def _metadata_in(folder: Path) -> ArrayV3Metadata | None:
-    """The array whose metadata lies in `folder`, or None if it is a group.
+def _metadata_in(folder: Path) -> tuple[ArrayV3Metadata, tuple[int, ...]]:
+    """Read the metadata of the array in `folder`; return it and the array's grid.
 
     Raises:
-        CorruptCheckpointError: it is neither.
+        CorruptCheckpointError: there is no such file, or zarr-python does not understand it as an array on a regular grid.
     """
     file = folder / DOCUMENT
     try:
         with CheckpointFolder(folder) as opened:
             document = parse(opened.read(DOCUMENT, MAX_FILE_BYTES), str(file))
-        if document["node_type"] == "group":
-            return None
         metadata = ArrayV3Metadata.from_dict(document)
-        _grid_of(metadata)
+        grid = metadata.chunk_grid
+        if not isinstance(grid, RegularChunkGrid):
+            raise ValueError("its chunk grid is not regular")
+        return metadata, tuple(grid.chunk_shape)
     except CorruptCheckpointError:
         raise
     except Exception as error:  # zarr-python raises nearly anything
         raise CorruptCheckpointError(
             f"{file} is not the metadata of a Zarr v3 array: {sentence(error)}. Load an earlier checkpoint."
         ) from error
-    return metadata
-
-
-def _grid_of(metadata: ArrayV3Metadata) -> tuple[int, ...]:
-    grid = metadata.chunk_grid
-    if not isinstance(grid, RegularChunkGrid):
-        raise ValueError("its chunk grid is not regular")
-    return tuple(grid.chunk_shape)
-
-
-def _spec_of(metadata: ArrayV3Metadata, path: str) -> ArraySpec:
-    dtype = str(metadata.data_type.to_json(zarr_format=3))
-    return ArraySpec(path, dtype, tuple(metadata.shape), _grid_of(metadata))
 
 
 def _check_compressors(compressors: Sequence[dict[str, Any]]) -> None:
-    """Refuse, before anything is saved, what zarr-python does not know or what is no compressor."""
+    """Refuse codecs that zarr-python does not know, or that are no compressors, before the first save."""
     try:
         codecs = _metadata(ArraySpec("", "uint8", (1,), (1,)), compressors).codecs[1:]
     except (ValueError, TypeError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""What Zarr v3 calls things: the documents and chunk names that both array backends write. No library needed."""
+"""The Zarr v3 format: documents and chunk names, without a library. Used by both array backends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Codec(msgspec.Struct):
 
 
 class _Document(msgspec.Struct):
-    """The `zarr.json` of an array, as far as it says what the manifest says, too."""
+    """The schema of an array's `zarr.json`: the fields that the manifest has, too."""
 
     zarr_format: Literal[3]
     node_type: Literal["array"]
@@ -57,10 +57,10 @@ class _Document(msgspec.Struct):
 
 
 def spec_in(document: bytes, path: str) -> tuple[ArraySpec, str | None]:
-    """What the `zarr.json` of the array at `path` describes, and the name of the outermost codec of its chunks.
+    """Parse the `zarr.json` of the array at `path`; return its spec, and the name of the outermost codec of its chunks.
 
     Raises:
-        CorruptCheckpointError: no array that we write.
+        CorruptCheckpointError: it does not describe an array as this package writes them.
     """
     said = read(document, _Document, below(path, DOCUMENT))
     codec = said.codecs[-1].name if said.codecs else None
@@ -68,7 +68,7 @@ def spec_in(document: bytes, path: str) -> tuple[ArraySpec, str | None]:
 
 
 def require_spec(described: ArraySpec, array: ArraySpec) -> None:
-    """Refuse an array whose own description is another one than the manifest's: a library goes by it, and makes room for it.
+    """Refuse an array whose metadata differs from the manifest's entry: libraries allocate memory by the metadata.
 
     Raises:
         CorruptCheckpointError
@@ -86,7 +86,7 @@ def group_document() -> dict[str, Any]:
 
 
 def with_groups_above(groups: Iterable[str]) -> list[str]:
-    """Return the paths of these groups and of those that they lie in, outermost first; the checkpoint itself is ""."""
+    """Return the paths of these groups and of all groups above them, outermost first; the checkpoint itself is ""."""
     found = {""}
     for group in groups:
         parts = group.split("/")
@@ -95,12 +95,12 @@ def with_groups_above(groups: Iterable[str]) -> list[str]:
 
 
 def below(path: str, name: str) -> str:
-    """Return the path of a file, or key, of an array or group; those of the checkpoint itself stand alone."""
+    """Join the path of an array or group, which may be "", with a file name or key."""
     return f"{path}/{name}" if path else name
 
 
 def chunk_key(array: ArraySpec, number: int) -> str:
-    """Return where chunk `number` (row-major) lies below its array, such as `c/0/1`; of a 0-dim array: `c`."""
+    """Return the key of chunk `number` (row-major) below its array, such as `c/0/1`; for a 0-dim array `c`."""
     offsets = chunk_box(array.shape, array.grid, number).offsets
     return "/".join(["c", *(str(offset // side) for offset, side in zip(offsets, array.grid, strict=True))])
 
@@ -114,7 +114,7 @@ def _zero(dtype: str) -> object:
 
 
 def _bytes_codec(dtype: str) -> dict[str, Any]:
-    """Return the codec of raw elements. Elements of one byte have no order, and zarr-python leaves it out."""
+    """Return the codec of raw elements. For elements of one byte zarr-python writes no endianness."""
     if item_bytes(dtype) == 1:
         return {"name": "bytes"}
     return {"name": "bytes", "configuration": {"endian": "little"}}

@@ -1,9 +1,9 @@
-"""Committed checkpoints: where they lie, who owns the folder, which are whole, and what they share.
+"""Committed checkpoints: their folders, the owners of folders, their verification, and the files they share.
 
 Files, in the order in which data travels:
 
-    owner                   claims on folders
+    owner                   claims on folders, by locked owner files
     ledger                  unpublished, committed, replaced, quarantined, removed: each step one rename
-    incremental             what a save takes over from an earlier checkpoint
-    verify                  reads a checkpoint whole, and says what is wrong with it
+    incremental             files of an earlier checkpoint that a save may link
+    verify                  reads every byte of a checkpoint and lists problems
 """

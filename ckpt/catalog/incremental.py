@@ -1,7 +1,6 @@
-"""What a save can take over from an earlier checkpoint, and which checkpoints share files because others have done so.
+"""Incremental saves: the files of an earlier checkpoint that a save may link, and the checkpoints that share files.
 
-Every checkpoint stands alone: a shared file is one file with a name in each, and is there for as long as one of them is. What they do
-share is its damage.
+Every checkpoint stands alone: a shared file is hard-linked in each, and exists as long as one of them does. Damage to it is shared.
 """
 
 from __future__ import annotations
@@ -9,14 +8,13 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.backends.base import Previous
 from ckpt.catalog.ledger import Ledger
 from ckpt.errors import CheckpointError, sentence
-from ckpt.format.manifest import Index
 from ckpt.format.stored import read_index, read_manifest
 
 _log = logging.getLogger("ckpt")
@@ -25,50 +23,43 @@ _Inode = tuple[int, int]
 
 
 def previous_of(folder: Path, rank: int, min_live: float) -> Previous | None:
-    """What a rank has in a committed checkpoint, for its next save. Reads the manifest and the rank's index, no array.
+    """Return a rank's chunks and files in a committed checkpoint, for its next save. Reads the manifest and the rank's index.
 
     Args:
         min_live: see `Previous`.
 
     Returns:
-        None where the rank has written nothing of it; and where manifest or index is damaged, with a warning.
+        None if the rank wrote nothing of it; also, with a warning, if the manifest or the index is damaged.
     """
     try:
         manifest = read_manifest(folder)
         if rank not in manifest.index_paths():
             return None
-        return previous_from(folder, read_index(folder, manifest, rank), min_live)
+        index = read_index(folder, manifest, rank)
+        return Previous(folder, index.chunks, index.files, index.dead, min_live)
     except (CheckpointError, OSError) as error:
         _log.warning("rank %d links nothing to %s, which is damaged: %s", rank, folder, sentence(error))
         return None
 
 
-def previous_from(folder: Path, index: Index, min_live: float) -> Previous:
-    """The same where the index is at hand."""
-    return Previous(folder, index.chunks, index.files, index.dead, min_live)
-
-
 def linked_with(root: Path, damaged: Path, files: Iterable[str]) -> list[Path]:
-    """The committed checkpoints below a root that link a file which another one was found damaged in, the oldest commit first.
+    """Return the committed checkpoints below a root that share a damaged file of another one, the oldest commit first.
 
     Args:
-        damaged: that checkpoint; it is not among them.
-        files: by path below it, such as `CorruptCheckpointError.file`.
+        damaged: the damaged checkpoint, which is left out.
+        files: damaged files, by path below it, such as `CorruptCheckpointError.file`.
     """
     wanted = {file: inode for file in files if (inode := _shared_inode(damaged / file)) is not None}
     if not wanted:
         return []
-    others = [one.path for one in Ledger(root, run_id="reader").committed()]
-    return [one for one in others if not _same(one, damaged) and _links_any(one, wanted)]
-
-
-def _links_any(checkpoint: Path, wanted: Mapping[str, _Inode]) -> bool:
-    """A link always has the path below its checkpoint that it was made from."""
-    return any(_shared_inode(checkpoint / file) == inode for file, inode in wanted.items())
+    committed = [one.path for one in Ledger(root, run_id="reader").committed()]
+    others = [one for one in committed if os.path.abspath(one) != os.path.abspath(damaged)]
+    # A link has the same path in every checkpoint.
+    return [one for one in others if any(_shared_inode(one / file) == inode for file, inode in wanted.items())]
 
 
 def _shared_inode(file: Path) -> _Inode | None:
-    """Which file this is, if it has more names than one."""
+    """Return device and inode of a file with more than one link; None for any other."""
     try:
         found = os.lstat(file)
     except OSError:
@@ -76,17 +67,13 @@ def _shared_inode(file: Path) -> _Inode | None:
     return (found.st_dev, found.st_ino) if found.st_nlink > 1 else None
 
 
-def _same(one: Path, other: Path) -> bool:
-    return os.path.abspath(one) == os.path.abspath(other)
-
-
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """How much room a checkpoint takes.
+    """Disk space of a checkpoint.
 
     Attributes:
-        apparent_bytes: of all its files: what a copy of it would take.
-        unique_bytes: of the files that have no name elsewhere: what removing it would free.
+        apparent_bytes: of all its files: the size of a copy.
+        unique_bytes: of the files without links elsewhere: freed by removing it.
     """
 
     apparent_bytes: int
@@ -94,7 +81,7 @@ class DiskUse:
 
 
 def disk_use(folders: Iterable[Path]) -> tuple[dict[Path, DiskUse], int]:
-    """The room that each checkpoint takes, and all of them together, where each file counts once. Writes nothing."""
+    """Return the disk space of each checkpoint, and of all together, where each file counts once. Writes nothing."""
     each: dict[Path, DiskUse] = {}
     everywhere: dict[_Inode, int] = {}
     for folder in folders:

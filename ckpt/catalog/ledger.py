@@ -1,19 +1,19 @@
-"""The shelf of checkpoints: unpublished -> committed -> replaced, quarantined or removed, each step one rename.
+"""The states of checkpoint folders: unpublished -> committed -> replaced, quarantined or removed. Each step is one rename.
 
 Names below the checkpoint root:
 
     checkpoint-<id>                       committed: it holds a manifest. Only this is ever loaded, with one exception:
-    .replaced-<id>-<nonce>                the old checkpoint of that id while the new one moves in. If no committed
-                                          checkpoint-<id> lies beside it, a kill came between, and readers take this one
-    .unpublished-<id>-<nonce>             a save in progress, or what a killed one left
-    .unpublished-<id>-<nonce>.owner.json  beside it: who writes it; locked by the lead, its mtime the lead's heartbeat
-    .run.owner.json                       who saves in this root, likewise; for as long as that run lives
-    .claim-<nonce>                        such a file before it has its name, or what a kill left of it
-    .quarantined-<id>-<nonce>             was damaged, and had the name that a save needed or shared a damaged file; or was no
-                                          checkpoint, and had such a name; kept
-    .quarantined-<id>-<nonce>.reason.txt  beside it: why
-    .abandoned-<id>-<nonce>               was newer than the one that a run went on from with overwrite=True; kept
-    .removed-<id>-<nonce>                 on its way out: never read, and the next save finishes the removal
+    .replaced-<id>-<nonce>                the old checkpoint of that id while the new one is renamed. If there is no committed
+                                          checkpoint-<id>, a kill came between, and readers take this one
+    .unpublished-<id>-<nonce>             a save in progress, or the rest of a killed one
+    .unpublished-<id>-<nonce>.owner.json  beside it: its owner; locked by the lead rank, with the heartbeat as mtime
+    .run.owner.json                       likewise the run that saves in this root, while it lives
+    .claim-<nonce>                        an owner file before its rename, or the rest of one after a kill
+    .quarantined-<id>-<nonce>             kept: a damaged checkpoint whose name a save needed, or that shared a damaged file; or
+                                          a folder of such a name that is no checkpoint
+    .quarantined-<id>-<nonce>.reason.txt  beside it: the reason
+    .abandoned-<id>-<nonce>               kept: newer than the checkpoint that a run continued from with overwrite=True
+    .removed-<id>-<nonce>                 being deleted: never read; the next save finishes the deletion
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Committed:
     """A checkpoint that was published: `path` holds a manifest.
 
     Attributes:
-        timestamp: what the manifest says, UTC.
-        number: its `commit_number`; 0: it has none, as those of older versions.
-        run_id: the training history that it belongs to; None: the manifest does not say.
-        is_ahead: its time is more than a day in the future. It says nothing about the order of commits then.
+        timestamp: of the manifest, UTC.
+        number: its `commit_number`; 0: none, as in older versions.
+        run_id: of its training history; None: the manifest has none.
+        is_ahead: its time is more than a day in the future, and is not used for the order of commits.
     """
 
     id: str
@@ -80,7 +80,7 @@ class Committed:
 
     @property
     def order(self) -> tuple[int, bool, datetime, str]:
-        """Sort by this for the order of commits: by number; those without one come first, by time."""
+        """Sort key for the order of commits: by number; checkpoints without one come first, by time."""
         return self.number, not self.is_ahead, self.timestamp, self.id
 
 
@@ -90,7 +90,7 @@ class Commit(NamedTuple):
     Attributes:
         number: greater than that of every checkpoint in the root.
         timestamp: now, or just after the newest checkpoint if the clock is behind it by less than a day. UTC.
-        behind: by how much the clock is behind the latest time in the root; zero or less: it is not.
+        behind: the latest time in the root minus the clock; zero or less: the clock is right.
     """
 
     number: int
@@ -99,7 +99,7 @@ class Commit(NamedTuple):
 
 
 def newer_than(checkpoint: Path, committed: Sequence[Committed]) -> list[Committed] | None:
-    """The checkpoints that were committed after this one, the oldest first; None: this one is not among them."""
+    """Return the checkpoints committed after this one, the oldest first; None: this one is not in the list."""
     where = os.path.realpath(checkpoint)
     at = next((number for number, one in enumerate(committed) if os.path.realpath(one.path) == where), None)
     return None if at is None else list(committed[at + 1 :])
@@ -110,11 +110,11 @@ class Ledger:
 
     Args:
         root: the checkpoint root; need not exist before the first `open`.
-        run_id: what a run calls itself. What a dead process of the same run left unpublished is removed at once; what
-            another run left, only when its heartbeat has been silent for `stale_s`.
+        run_id: of this run. Unpublished folders of dead processes of this run are removed at once; those of other runs after
+            `stale_s` without a heartbeat.
         keep_last: how many checkpoints of a run `retain` leaves; None keeps all.
-        stale_s: silence, in seconds by the file system's clock, after which an unlocked save counts as abandoned.
-        delete: deletes, now or later, what has been replaced or is no longer kept, and has been renamed already.
+        stale_s: seconds without a heartbeat, by the file system's clock, after which an unlocked save counts as abandoned.
+        delete: deletes, now or later, replaced and surplus checkpoints, which have been renamed already.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Ledger:
             for _ in range(10):
                 found = self._committed_among(names)
                 before, names = names, self._names()
-                if before == names:  # a save that renamed folders while we looked could have hidden one from us
+                if before == names:  # else a save renamed folders meanwhile, which can hide one from us
                     break
         return found
 
@@ -152,7 +152,7 @@ class Ledger:
         return max(self.committed(), key=lambda one: one.order, default=None)
 
     def next_commit(self) -> Commit:
-        """The number and the time of a checkpoint that is about to be published. Lead rank only."""
+        """Return number and time for a checkpoint that will be published. Lead rank only."""
         found, now = self.committed(), datetime.now(UTC)
         number = 1 + max((one.number for one in found), default=0)
         latest = max((one.timestamp for one in found), default=now)
@@ -160,14 +160,14 @@ class Ledger:
         return Commit(min(number, MAX_COMMIT_NUMBER), max([now, *credible]), latest - now)
 
     def claim(self, lock: FolderLock, progress: Callable[[], object]) -> None:
-        """Acquire the lock of the root, which is made if there is none, or see that it is still held. Lead rank only.
+        """Create the root if needed, and acquire its lock, or check that it is still held. Lead rank only.
 
         Args:
             progress: see `FolderLock.acquire`.
 
         Raises:
             FolderInUseError: another run saves here.
-            StorageError: the root cannot be made or written.
+            StorageError: the root cannot be created or written.
         """
         with self._told_of_root():
             _make_folder(self._root)
@@ -182,7 +182,7 @@ class Ledger:
         The owner file beside it stays locked, and its mtime young, until `publish` or `discard`.
 
         Raises:
-            ConfigurationError: the id is no file name.
+            ConfigurationError: the id is not a valid file name.
             StorageError: the root cannot be created or written.
         """
         if not _VALID_ID.fullmatch(checkpoint_id):
@@ -202,16 +202,16 @@ class Ledger:
         return folder
 
     def publish(self, unpublished: Path, checkpoint_id: str, *, refused: Mapping[Path, str] | None = None) -> Path:
-        """Commit a folder that is complete and durable, manifest included, and return its final path.
+        """Commit a complete and durable folder, which has a manifest, by renaming it; return its final path.
 
-        A committed checkpoint of the same id is moved aside first and removed after: at every moment the old or the new
-        one is there to be read. One in `refused` goes into quarantine instead, as does anything that is no checkpoint.
+        A committed checkpoint of the same id is moved aside first and removed afterwards: readers find the old or the new one at any
+        moment. A checkpoint in `refused`, or a folder that is no checkpoint, is quarantined instead.
 
         Args:
-            refused: checkpoints that this run found damaged, and what was wrong with each.
+            refused: checkpoint that this run found damaged -> reason.
 
         Raises:
-            StorageError: nothing was committed, and an old checkpoint of this id is back in its place.
+            StorageError: the commit failed; an old checkpoint of this id is back in its place.
         """
         target = self._root / f"{_COMMITTED}{checkpoint_id}"
         with _told(f"{unpublished.name} cannot be published as {target}"):
@@ -235,17 +235,16 @@ class Ledger:
         return target
 
     def quarantine(self, refused: Mapping[Path, str], *, keep: Path) -> list[Path]:
-        """Move checkpoints out of the way that this run found damaged, as a save does with the one whose name it needs.
+        """Quarantine checkpoints that this run found damaged, so that no later save links their files.
 
-        For those that share a damaged file: nothing that is saved from now on shall link it. Lead rank only, after a save has been
-        published. What cannot be moved is told, and stays.
+        Lead rank only, after a save was published. A checkpoint that cannot be moved stays, with a warning.
 
         Args:
-            refused: path -> what was wrong with it. One that is not there any more is passed over.
-            keep: what was just published, perhaps under the name of one that was refused.
+            refused: path -> reason. Missing ones are skipped.
+            keep: the checkpoint just published, perhaps under the path of a refused one.
 
         Returns:
-            where they went.
+            their new paths.
         """
         found = self.committed()
         moved = []
@@ -257,9 +256,9 @@ class Ledger:
         return moved
 
     def abandon(self, newer: Sequence[Committed]) -> list[Path]:
-        """Set aside checkpoints of a history that a run leaves, for it goes on from an older one; return where they went.
+        """Set aside the newer checkpoints when a run continues from an older one; return their new paths.
 
-        The newest goes first, so that a kill in between leaves a history, shorter than it was. They are kept until the user
+        The newest is moved first, so that a kill in between leaves a consistent, shorter history. They are kept until the user
         removes them. Lead rank only.
 
         Args:
@@ -277,15 +276,15 @@ class Ledger:
         return moved
 
     def discard(self, unpublished: Path) -> None:
-        """Drop a save that failed. Never raises: what cannot be removed now, the next `open` of this run removes."""
+        """Remove a failed save. Never raises: the next `open` of this run removes the rest."""
         match = _HIDDEN.fullmatch(unpublished.name)
         if match is None or not unpublished.exists() or self._remove(unpublished, match["id"]):
             self._release(unpublished)
         elif (owner := self._owners.pop(unpublished, None)) is not None:
-            owner.let_go()  # its file stays, and says whose folder this is
+            owner.let_go()  # the owner file stays, and names the folder's owner
 
     def discard_all(self) -> None:
-        """Drop every save that this object has opened, and neither published nor discarded. Never raises."""
+        """Discard every open save of this object. Never raises."""
         for unpublished in list(self._owners):
             self.discard(unpublished)
 
@@ -294,11 +293,11 @@ class Ledger:
     ) -> list[Path]:
         """Remove all but the `keep_last` newest checkpoints of a run, after `keep` was committed; return what was removed.
 
-        `keep` is never removed and counts as one of them, whatever the clocks say. Links neither count nor go.
+        `keep` is never removed, and counts as the newest. Symbolic links are not counted and not removed.
 
         Args:
-            own: the `run_id`s that the run has gone by; None: all checkpoints are the run's.
-            remove_others: remove the checkpoints of all other runs, too.
+            own: all `run_id`s of the run; None: all checkpoints are the run's.
+            remove_others: also remove the checkpoints of all other runs.
         """
         if self._keep_last is None and not remove_others:
             return []
@@ -326,7 +325,7 @@ class Ledger:
         return sorted(_placed(list(found.values())), key=lambda one: one.order)
 
     def _replaced_among(self, names: list[str]) -> dict[str, list[Committed]]:
-        """The checkpoints that were moved aside, by id, the oldest commit first."""
+        """Return id -> checkpoints that were moved aside, the oldest commit first."""
         aside: dict[str, list[Committed]] = {}
         for name in names:
             match = _HIDDEN.fullmatch(name)
@@ -355,7 +354,7 @@ class Ledger:
                         owner_file(path).unlink(missing_ok=True)
 
     def _settle_replaced(self, names: list[str]) -> None:
-        """End the replacements that a kill cut short: put the old one back, or remove it if the new one is in."""
+        """Finish replacements that a kill interrupted: restore the old checkpoint, or remove it if the new one is committed."""
         for id, candidates in self._replaced_among(names).items():
             target = self._root / f"{_COMMITTED}{id}"
             with _warned(f"cannot settle the replacement of {target}"):
@@ -369,7 +368,7 @@ class Ledger:
                     self._remove(old.path, id)
 
     def _make_way(self, target: Path, checkpoint_id: str, refused: Mapping[Path, str]) -> Path | None:
-        """Move what has the name `target` aside and return where it went, or None if the name is free."""
+        """Move aside the folder at `target`; return its new path, or None if there is none."""
         if not os.path.lexists(target):
             return None
         reason = self._why_refused(target, checkpoint_id, refused)
@@ -394,11 +393,11 @@ class Ledger:
         return next((reason for path, reason in refused.items() if self._is(target, path)), None)
 
     def _is(self, now: Path, named: Path) -> bool:
-        """Is `named` the checkpoint at `now`, by that path or by the one it had before it was put back?"""
+        """Whether `named` is the checkpoint at `now`, by this path or by its path before it was restored."""
         return os.path.abspath(named) in map(os.path.abspath, (now, self._restored.get(now, now)))
 
     def _remove(self, path: Path, checkpoint_id: str, delete: Callable[[Path], None] | None = None) -> bool:
-        """Take a folder out of sight in one rename, then delete it. False, and a warning, if it is still in sight."""
+        """Rename a folder to `.removed-...`, then delete it. Return False, with a warning, if the rename fails."""
         doomed = self._aside("removed", checkpoint_id)
         try:
             os.rename(path, doomed)
@@ -416,7 +415,7 @@ class Ledger:
 
 
 def _look(checkpoint_id: str, path: Path) -> Committed | None:
-    """Return the checkpoint in this folder, or None if it holds no manifest."""
+    """Return the checkpoint in this folder, or None if it has no manifest."""
     manifest = path / MANIFEST_NAME
     try:
         if not manifest.is_file():
@@ -439,13 +438,13 @@ def _look(checkpoint_id: str, path: Path) -> Committed | None:
 
 
 def _counted(number: bytes) -> int:
-    """A number that saves have counted up to; 0: it is another one."""
+    """Parse a commit number; 0 if no save can have counted up to it."""
     found = int(number) if number.isdigit() and len(number) <= len(str(MAX_COMMIT_NUMBER)) else 0
     return found if found <= MAX_COMMIT_NUMBER else 0
 
 
 def _placed(found: Sequence[Committed]) -> list[Committed]:
-    """Give those whose manifest is damaged the place that the time of the file suggests: a load tells of them if they are the newest."""
+    """Order checkpoints with damaged manifests by the time of the file, so that a load reports a damaged newest one."""
     known = [one for one in found if one.number != _UNKNOWN]
     return known + [
         replace(one, number=max((k.number for k in known if k.timestamp <= one.timestamp), default=0))
@@ -455,7 +454,7 @@ def _placed(found: Sequence[Committed]) -> list[Committed]:
 
 
 def _head_of(manifest: Path) -> bytes:
-    """The first bytes of a manifest, up to its tables; none if they cannot be read."""
+    """Return the first bytes of a manifest, up to its tables; b"" if they cannot be read."""
     try:
         with CheckpointFolder(manifest.parent) as folder, folder.stream(manifest.name) as file:
             head = file.read(_HEAD_BYTES)
@@ -470,7 +469,7 @@ def _head_of(manifest: Path) -> bytes:
 
 
 def _timestamp(head: bytes) -> datetime | None:
-    """When the manifest says it was committed; None: that is damaged."""
+    """Return the commit time in a manifest; None: it is damaged."""
     match = _TIMESTAMP.search(head)
     try:
         said = datetime.fromisoformat(match[1].decode()) if match is not None else None
@@ -482,7 +481,7 @@ def _timestamp(head: bytes) -> datetime | None:
 
 
 def _make_folder(path: Path) -> None:
-    """Make a folder and its parents, each durable in its own parent."""
+    """Create a folder and its parents durably."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -490,7 +489,7 @@ def _make_folder(path: Path) -> None:
 
 
 def delete_folder(doomed: Path) -> None:
-    """Delete what has been taken out of sight; one of two that do so at a time may find nothing left. Never raises."""
+    """Delete a renamed folder or file. Another process may be deleting it, too. Never raises."""
     with _warned(f"cannot delete {doomed}, the next save tries again"):
         if doomed.is_dir() and not doomed.is_symlink():
             shutil.rmtree(doomed, onerror=_unless_gone)
@@ -505,7 +504,7 @@ def _unless_gone(_function: object, _path: str, raised: tuple[type[BaseException
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Turn the file system's refusal into one sentence."""
+    """Turn an `OSError` inside the block into a `StorageError` with this sentence."""
     try:
         yield
     except CheckpointError:
@@ -516,7 +515,7 @@ def _told(what: str) -> Iterator[None]:
 
 @contextmanager
 def _warned(what: str) -> Iterator[None]:
-    """For housekeeping alone: no checkpoint is worse off for it, so a refusal is said and the save goes on."""
+    """Turn an `OSError` inside the block into a warning. For clean-up only: the save goes on."""
     try:
         yield
     except OSError as error:

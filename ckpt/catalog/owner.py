@@ -1,12 +1,12 @@
-"""Claims on folders: an owner file says which process uses a folder, is locked by it, and is touched by it every second.
+"""Claims on folders: an owner file names the process that uses a folder; the process locks it, and touches it every second.
 
-`Owner` claims an unpublished folder, whose name no other process has. `FolderLock` claims a folder that two runs may want at a time.
+`Owner` claims an unpublished folder, whose name is unique. `FolderLock` claims a folder that several runs may want at once.
 
-The lock ends with its process, at once and for certain, but on some file systems other hosts do not see it. The mtime is seen
-everywhere and proves less: a silent heartbeat may only be slow. So a locked file never counts as abandoned. An unlocked one does if
-its owner would hold a lock that we see (same run or same machine), or if its heartbeat has been silent for long.
+The lock ends with its process, at once, but on some file systems other hosts do not see it. The mtime is a heartbeat that all hosts
+see, but a silent one may only be slow. So a locked file never counts as abandoned. An unlocked file does if we would see its owner's
+lock (same run or same machine), or if its heartbeat has been silent for `stale_s`.
 
-An owner file gets its name only when it is locked and complete: it is written under the name `.claim-<nonce>` first.
+An owner file is written and locked under the name `.claim-<nonce>`, and then renamed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -53,7 +52,7 @@ def owner_file(folder: Path) -> Path:
 
 
 def file_system_now(folder: Path) -> float:
-    """The time by the clock of the folder's file system, which stamps heartbeats: hosts' clocks may differ. Touches the folder."""
+    """Return the time by the clock of the folder's file system, which stamps heartbeats. Touches the folder."""
     os.utime(folder)
     return folder.stat().st_mtime
 
@@ -73,7 +72,7 @@ class _Claim:
 
     @property
     def stands(self) -> bool:
-        """Is it open, and does the file still have its name? Another process may have removed or replaced it."""
+        """Whether the claim is open and its file in place. Another process may have removed or replaced the file."""
         return self._is_open and _has_name(self.file, self._descriptor)
 
     def fileno(self) -> int:
@@ -88,15 +87,15 @@ class _Claim:
             self.let_go()
 
     def let_go(self) -> None:
-        """Stop the heartbeat and drop the lock, as the death of this process would, and leave the file."""
+        """Stop the heartbeat and drop the lock, but leave the file, as the death of this process would."""
         if self._is_open:
             self._stop.set()
-            if self._thread.ident != threading.get_ident():  # the collector may call this in any thread
+            if self._thread.ident != threading.get_ident():  # garbage collection may call this in any thread
                 self._thread.join()
             self.close()
 
     def close(self) -> None:
-        """Drop the lock, as far as this process has it."""
+        """Close this process's descriptor, and with it the lock, unless another process holds a copy."""
         if self._is_open:
             self._is_open = False
             _OPEN.discard(self)
@@ -113,7 +112,7 @@ class _Claim:
 class Owner(_Claim):
     """The lead's claim on one unpublished folder, which need not exist yet.
 
-    When it is released the folder must be out of sight: without the owner file it looks abandoned.
+    Release it after the folder was renamed or removed: without the owner file the folder looks abandoned.
     """
 
     def __init__(self, folder: Path, run_id: str) -> None:
@@ -122,15 +121,15 @@ class Owner(_Claim):
 
 
 class FolderLock:
-    """A claim on a folder that one run may use at a time. Held from `acquire` to `release`, or to the end of the process.
+    """A claim on a folder that one run uses at a time. Held from `acquire` to `release`, or to the end of the process.
 
-    All locks of one process on the same file share one claim. The lock is given back when the object is garbage collected, too.
+    All locks of one process on the same file share one claim. Garbage collection of the object releases the lock, too.
 
     Args:
         file: the owner file, inside of the folder, which exists when the lock is acquired.
-        run_id: what this run calls itself.
+        run_id: of this run.
         what: the folder, for the error: "checkpoint root /x".
-        advice: what a refused user can do, for the error.
+        advice: next step for a refused user, for the error.
         stale_s: how long the heartbeat of an owner on another machine may be silent before it counts as dead, in seconds.
     """
 
@@ -144,14 +143,13 @@ class FolderLock:
         self._claim: _Claim | None = None
 
     def acquire(self, progress: Callable[[], object] = lambda: None) -> None:
-        """Claim the folder, or see that it is still claimed. Costs two `stat` if it is.
+        """Claim the folder, or check that it is still claimed, which costs two `stat`.
 
-        A lock that was lost, because somebody removed the owner file or this process was silent for too long, is acquired again.
-        An owner on another machine that does not hold a lock here is watched until its heartbeat moves (it lives: refused) or has
-        been silent for `stale_s` (it is dead: replaced).
+        A lost lock, whose owner file was removed or taken over, is acquired again. An owner on another machine, whose lock is not
+        visible here, is watched until its heartbeat moves (alive: refused) or has been silent for `stale_s` (dead: replaced).
 
         Args:
-            progress: called every now and then during this wait.
+            progress: called twice a second during this wait.
 
         Raises:
             FolderInUseError: another process uses the folder.
@@ -166,13 +164,13 @@ class FolderLock:
             _give_back_collected()
 
     def fileno(self) -> int:
-        """The descriptor of the lock. Processes that are given it work for this one: the folder is in use until the last has closed it."""
+        """Return the lock's descriptor, for helper processes: the folder is in use until the last of them has closed it."""
         assert self._claim is not None, "the lock is not held"
         return self._claim.fileno()
 
     @property
     def is_held(self) -> bool:
-        """Was it acquired, and not given back since?"""
+        """Whether the lock was acquired and not released."""
         return self._claim is not None
 
     def release(self) -> None:
@@ -182,17 +180,8 @@ class FolderLock:
                 _give_back(self._claim)
         self._claim = self._when_collected = None
 
-    def __enter__(self) -> Self:
-        self.acquire()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
     def _take(self, progress: Callable[[], object]) -> int:
-        """Put an owner file of our own in its place, and return its descriptor, locked."""
+        """Create our owner file; return its locked descriptor."""
         remove_dead_claims(self._file.parent, os.listdir(self._file.parent))
         for _ in range(_ATTEMPTS):
             try:
@@ -206,7 +195,7 @@ class FolderLock:
         )
 
     def _take_over(self, progress: Callable[[], object]) -> int | None:
-        """Replace the owner file if its owner is dead. None: it is another file now, or none; look again."""
+        """Replace the owner file of a dead owner. Return None if the file changed meanwhile: try again."""
         with _opened(self._file) as old:
             if old is None:
                 return None
@@ -237,7 +226,7 @@ class FolderLock:
         """Wait until the heartbeat has been silent for `stale_s`; False if the owner file was removed or replaced.
 
         Raises:
-            FolderInUseError: it moved.
+            FolderInUseError: the heartbeat moved.
         """
         beat = os.fstat(old).st_mtime
         left_s = self._stale_s - (file_system_now(self._file.parent) - beat)
@@ -264,18 +253,19 @@ class FolderLock:
 
 
 _OPEN: weakref.WeakSet[_Claim] = weakref.WeakSet()
-_ACQUIRING = threading.RLock()  # reentrant: a lock that is garbage collected meanwhile is given back
+"""Registry: the open claims of this process."""
+_ACQUIRING = threading.RLock()  # reentrant: garbage collection may release another lock meanwhile
 _COLLECTED: SimpleQueue[_Claim] = SimpleQueue()
-"""Claims of locks that were garbage collected while another thread held `_ACQUIRING`, which gives them back."""
+"""Claims of locks that were garbage collected while another thread held `_ACQUIRING`; that thread gives them back."""
 
 
 def _open_claim_on(file: Path) -> _Claim | None:
-    """This process's claim on a file."""
+    """Return this process's claim on a file; None: it has none."""
     return next((one for one in list(_OPEN) if one.stands and _is_same_file(one.file, file)), None)
 
 
 def _give_back(claim: _Claim) -> None:
-    """Under `_ACQUIRING`."""
+    """Drop one user of a claim. Called under `_ACQUIRING`."""
     claim.num_users -= 1
     if claim.num_users == 0:
         try:
@@ -285,7 +275,7 @@ def _give_back(claim: _Claim) -> None:
 
 
 def _give_back_when_collected(claim: _Claim) -> None:
-    """The collector runs in any thread, such as one whose start another waits for under `_ACQUIRING`: it must not wait."""
+    """Queue a claim. Garbage collection runs in any thread, and must not wait for `_ACQUIRING`."""
     _COLLECTED.put(claim)
     _give_back_collected()
 
@@ -300,7 +290,7 @@ def _give_back_collected() -> None:
 
 
 def _close_in_child() -> None:
-    # A forked child shares the lock with the lead, and would hold it for as long as it outlives the lead.
+    # A forked child shares the lock with its parent, and would keep it after the parent's end.
     global _ACQUIRING, _COLLECTED
     _ACQUIRING, _COLLECTED = threading.RLock(), SimpleQueue()
     for owner in list(_OPEN):
@@ -312,12 +302,12 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def abandoned(folder: Path, run_id: str, now: float, stale_s: float) -> Iterator[bool]:
-    """Is nobody writing this folder any more? The answer holds, by lock, until the block ends.
+    """Yield whether an unpublished folder has no living owner. A lock keeps the answer true until the block ends.
 
     Args:
-        run_id: what the asking run calls itself.
+        run_id: of the asking run.
         now: seconds, by the clock of the folder's file system.
-        stale_s: how long a heartbeat may be silent.
+        stale_s: longest silence of a living owner's heartbeat, in seconds.
     """
     with _opened(owner_file(folder)) as descriptor:
         if descriptor is None:
@@ -330,9 +320,9 @@ def abandoned(folder: Path, run_id: str, now: float, stale_s: float) -> Iterator
 
 
 def remove_dead_claims(folder: Path, names: Iterable[str]) -> None:
-    """Remove owner files that a killed process was about to put in their place.
+    """Remove owner files that killed processes had not renamed yet.
 
-    One whose process lives, and is seen here not to hold the lock, makes it again: it had no name that counts yet.
+    A living process whose file was not locked yet creates it again.
 
     Args:
         names: of the files in the folder.
@@ -346,7 +336,7 @@ def remove_dead_claims(folder: Path, names: Iterable[str]) -> None:
 class _Lock(Enum):
     TAKEN = "taken"
     HELD_BY_ANOTHER = "held by another"
-    UNSUPPORTED = "unsupported"  # some mounts have no locks: there the heartbeat alone says who is alive
+    UNSUPPORTED = "unsupported"  # mounts without locks: only the heartbeat shows who is alive
 
 
 def _lock(descriptor: int, *, wait: bool) -> _Lock:
@@ -362,7 +352,7 @@ def _lock(descriptor: int, *, wait: bool) -> _Lock:
 
 
 def _lock_once_its_helpers_end(descriptor: int) -> _Lock:
-    """Lock an owner file. Processes that worked for a dead owner may hold its lock for a moment longer, while they end: wait for them."""
+    """Lock an owner file. Waits up to `_HELPERS_S` for helper processes of a dead owner, which still hold the lock while they end."""
     until = time.monotonic() + _HELPERS_S
     while (lock := _lock(descriptor, wait=False)) is _Lock.HELD_BY_ANOTHER:
         if time.monotonic() > until or not _has_ended(_read(descriptor)):
@@ -372,7 +362,7 @@ def _lock_once_its_helpers_end(descriptor: int) -> _Lock:
 
 
 def _has_ended(about: Mapping[str, Any]) -> bool:
-    """Is this the owner file of a process of this machine that exists no more?"""
+    """Whether an owner file is of a process of this machine that has ended."""
     try:
         return about["machine"] == machine() and bool(psutil.Process(about["pid"]).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -382,10 +372,10 @@ def _has_ended(about: Mapping[str, Any]) -> bool:
 
 
 def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], object]) -> int:
-    """Make an owner file, locked and complete, and give it its name. Returns its descriptor.
+    """Write and lock an owner file, and give it its name. Returns its descriptor.
 
     Args:
-        put: gives the file (first argument) the name (second).
+        put: renames the file (first argument) to the name (second).
     """
     while True:
         beside = file.with_name(f".claim-{secrets.token_hex(4)}")
@@ -394,13 +384,13 @@ def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], o
             _lock(descriptor, wait=True)
             os.write(descriptor, json.dumps(about).encode())
             put(beside, file)
-        except FileNotFoundError:  # a clean-up took it for a dead one's before it was locked
+        except FileNotFoundError:  # `remove_dead_claims` removed it before it was locked
             os.close(descriptor)
         except OSError:
             os.close(descriptor)
             beside.unlink(missing_ok=True)
             raise
-        except BaseException:  # the next claim removes what is left
+        except BaseException:  # the next claim removes the file
             os.close(descriptor)
             raise
         else:
@@ -408,10 +398,10 @@ def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], o
 
 
 def _put_if_free(beside: Path, file: Path) -> None:
-    """Rename `beside`, unless the name is taken.
+    """Rename `beside` to `file`.
 
     Raises:
-        FileExistsError: it is.
+        FileExistsError: the name is taken.
     """
     try:
         os.link(beside, file)
@@ -427,7 +417,7 @@ def _put_if_free(beside: Path, file: Path) -> None:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[int | None]:
-    """A descriptor of a file; None: it does not exist."""
+    """Yield a descriptor of a file; None: it does not exist."""
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -440,7 +430,7 @@ def _opened(file: Path) -> Iterator[int | None]:
 
 
 def _has_name(file: Path, descriptor: int) -> bool:
-    with _opened(file) as now:  # opened, for network file systems ask the server then
+    with _opened(file) as now:  # opening makes network file systems ask the server
         return now is not None and os.path.samestat(os.fstat(now), os.fstat(descriptor))
 
 
@@ -458,7 +448,7 @@ def _about(run_id: str) -> dict[str, object]:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """What an owner file says; nothing if it is damaged."""
+    """Return the content of an owner file; {} if it is damaged."""
     try:
         about = json.loads(os.pread(descriptor, 4096, 0))
     except (ValueError, RecursionError):

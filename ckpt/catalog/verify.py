@@ -1,4 +1,4 @@
-"""Read a checkpoint whole and say what is wrong with it. Needs neither ranks nor the libraries that wrote it."""
+"""Verify a checkpoint: read every byte and list the problems. Needs no ranks, and no storage library."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from ckpt.state.flatten import check_plain_file
 
 _READ_BYTES = 4 << 20
 _NAMED = 3
-"""How many tensors a sentence names before it says how many more there are."""
+"""Number of tensors that a sentence names; it counts the others."""
 
 
 @dataclass(slots=True)
 class Verification:
-    """What reading a checkpoint whole has shown.
+    """The result of reading a whole checkpoint.
 
     Attributes:
-        problems: one sentence each, naming the file, and the tensors whose bytes are concerned; empty if it is sound.
+        problems: one sentence each, naming the file and the affected tensors; empty if the checkpoint is sound.
         num_files: files that belong to the checkpoint, its manifest included.
         num_bytes: bytes read.
-        damaged: the data files concerned, by path below the checkpoint. Other checkpoints may link them.
+        damaged: damaged data files, by path below the checkpoint. Other checkpoints may link them.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Verification:
 
 
 def verify_checkpoint(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _: None) -> list[str]:
-    """Return what is wrong with a checkpoint, one sentence each; an empty list if every byte is as it was saved.
+    """Return the problems of a checkpoint, one sentence each; an empty list if every byte is as it was saved.
 
     Raises:
         CheckpointNotFoundError: the folder holds no manifest.
@@ -60,7 +60,7 @@ def verify_checkpoint(checkpoint_dir: Path, *, progress: Callable[[int], None] =
 
 
 def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _: None) -> Verification:
-    """Check every file that manifest and indexes list, block by block, and look for files that they do not list.
+    """Check every file that manifest and indexes list, block by block, and list files that they do not name.
 
     Args:
         progress: called with the number of bytes just read.
@@ -87,7 +87,7 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
     for rank, index in indexes.items():
         listed.update(index.files)
         with _noting(index_paths[rank], result), CheckpointFolder(checkpoint_dir) as opened:
-            _Files(opened, manifest, index, result, progress).check()
+            _RankFiles(opened, manifest, index, result, progress).check()
     if SHARDED in manifest.components:
         listed.add(CONFIG_FNAME)
         with _noting(CONFIG_FNAME, result):
@@ -96,7 +96,7 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
     below = [Path(path).parent for path in manifest.files if Path(path).name == MANIFEST_NAME]
     for folder in below:
         _examine_below(checkpoint_dir, folder, result, progress)
-    if len(indexes) == len(index_paths):  # else nobody knows which files and chunks there should be
+    if len(indexes) == len(index_paths):  # else the set of files and chunks is unknown
         result.problems += _scattered(manifest, indexes)
         _check_plain(checkpoint_dir, manifest, indexes, result)
         _check_descriptions(checkpoint_dir, manifest, indexes, result)
@@ -106,7 +106,7 @@ def examine(checkpoint_dir: Path, *, progress: Callable[[int], None] = lambda _:
 
 
 def _check_config(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
-    """Check `metadata.json`, which is written after the manifest and stands in none. A strategy alone writes none."""
+    """Check `metadata.json`, which is written after the manifest and is not listed. Saves by a strategy alone write none."""
     config = maybe_load_config(checkpoint_dir)
     with CheckpointFolder(checkpoint_dir) as folder:
         data = folder.read(CONFIG_FNAME, MOST_CONFIG_BYTES) if config is not None else b""
@@ -117,7 +117,7 @@ def _check_config(checkpoint_dir: Path, manifest: CheckpointManifest) -> None:
 
 
 def _examine_below(checkpoint_dir: Path, folder: Path, result: Verification, progress: Callable[[int], None]) -> None:
-    """Add what examining a checkpoint inside of a checkpoint shows; its manifest has been counted."""
+    """Examine a nested checkpoint and add the result. Its manifest was counted already."""
     with _noting(f"{folder}/{MANIFEST_NAME}", result):
         with CheckpointFolder(checkpoint_dir) as opened:
             opened.require_folder(folder.as_posix())
@@ -130,7 +130,7 @@ def _examine_below(checkpoint_dir: Path, folder: Path, result: Verification, pro
 
 @contextmanager
 def _noting(path: str, result: Verification) -> Iterator[None]:
-    """Make a problem of what goes wrong in the block, where `path` is read."""
+    """Record an error in the block, which reads `path`, as a problem."""
     try:
         yield
     except CheckpointError as error:
@@ -139,8 +139,8 @@ def _noting(path: str, result: Verification) -> Iterator[None]:
         result.problems.append(f"{path} cannot be read: {sentence(error)}")
 
 
-class _Files:
-    """The data files of one writing rank: each is read once, from its first byte to its last."""
+class _RankFiles:
+    """Checks the data files of one writing rank. Each is read once, from first to last byte."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Files:
         self._index = index
         self._result = result
         self._progress = progress
-        self._names = Names(manifest, index)
+        self._names = TensorNames(manifest, index)
         self._buffer = memoryview(bytearray(_READ_BYTES))  # reused: memory touched for the first time is slow
         self._chunks: dict[str, list[tuple[str | None, ChunkExtent]]] = defaultdict(list)
         for array, by_number in index.chunks.items():
@@ -201,7 +201,7 @@ class _Files:
             self._say(path, "", f"{path} does not match its digest: {what} changed after the save")
 
     def _check_chunk(self, path: str, file: BinaryIO, array: str | None, extent: ChunkExtent) -> None:
-        """Check the blocks of a chunk, or of what an earlier checkpoint has there (`array` is None)."""
+        """Check the blocks of a chunk; `array` is None for a dead chunk of an earlier checkpoint."""
         bad: list[tuple[int, int]] = []
         for number, digest in enumerate(extent.digests):
             begin = extent.offset + number * extent.block_bytes
@@ -219,8 +219,7 @@ class _Files:
             self._say(path, whose, f"bytes {begin} to {end} of {path} are not those that were saved")
 
     def _read(self, file: BinaryIO, begin: int, end: int) -> Iterator[memoryview]:
-        """Yield the bytes from `begin` to `end`, a few MiB at a time, each piece good until the next; fewer if the file
-        ends before."""
+        """Yield the bytes [begin, end) in pieces of a few MiB, each valid until the next; fewer if the file is shorter."""
         while begin < end and (num := os.preadv(file.fileno(), [self._buffer[: end - begin]], begin)):
             begin += num
             self._result.num_bytes += num
@@ -232,8 +231,8 @@ class _Files:
         self._result.problems.append(f"{whose}: {what}" if whose else what)
 
 
-class Names:
-    """Which tensors lie in an array of storage: itself, or those that were packed into it."""
+class TensorNames:
+    """Tensor names for stored arrays: of the array itself, or of the tensors packed into it."""
 
     def __init__(self, manifest: CheckpointManifest, index: Index) -> None:
         self._index = index
@@ -249,12 +248,12 @@ class Names:
         return _list_names([name for array in arrays for name in self._in(array, 0, None)])
 
     def of_file(self, path: str) -> str:
-        """The tensors with a byte in a file that the index lists."""
+        """Return the tensors with bytes in a file that the index lists, for a sentence."""
         chunks = self._index.chunks
         return self.of_arrays([array for array in chunks if any(e.file == path for e in chunks[array].values())])
 
     def of_bytes(self, array: str, begin: int, end: int) -> str:
-        """The tensors with a byte between `begin` and `end` of a chunk of this array."""
+        """Return the tensors with bytes in [begin, end) of a chunk of this array, for a sentence."""
         return _list_names(self._in(array, begin, end))
 
     def _in(self, array: str, begin: int, end: int | None) -> list[str]:
@@ -265,7 +264,7 @@ class Names:
 
 
 def _list_names(names: Sequence[str]) -> str:
-    """`model: h.0.w, h.1.w and 7 more` for names that begin with their component and a slash."""
+    """Format names of the form `<component>/<key>` as `model: h.0.w, h.1.w and 7 more`."""
     distinct = list(dict.fromkeys(names))
     if not distinct:
         return ""
@@ -276,7 +275,7 @@ def _list_names(names: Sequence[str]) -> str:
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Make one of neighbouring ranges, so that a destroyed chunk is one sentence."""
+    """Join adjacent ranges, so that a destroyed chunk is one sentence."""
     joined: list[tuple[int, int]] = []
     for begin, end in ranges:
         if joined and joined[-1][1] == begin:
@@ -287,7 +286,7 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _scattered(manifest: CheckpointManifest, indexes: Mapping[int, Index]) -> Iterator[str]:
-    """What is wrong with packed tensors whose pieces lie in several indexes; each index alone has been checked."""
+    """Yield the problems of packed tensors with pieces in several indexes. Each index alone was checked before."""
     for name, entry in manifest.arrays.items():
         if len(entry.packed_in) > 1:
             pieces = [piece for rank in entry.packed_in for piece in indexes[rank].pieces[name]]
@@ -300,7 +299,7 @@ def _scattered(manifest: CheckpointManifest, indexes: Mapping[int, Index]) -> It
 def _check_plain(
     checkpoint_dir: Path, manifest: CheckpointManifest, indexes: Mapping[int, Index], result: Verification
 ) -> None:
-    """Look into files whose bytes have been checked: a load must be able to make a state dict of them."""
+    """Check that the plain values, whose bytes match their digests, form a state dict."""
     for key, component in manifest.components.items():
         for prefix, rank in component.plain_in.items():
             path, tensors = f"{key}/{prefix}{PLAIN_NAME}", manifest.arrays_of(f"{key}/{prefix}".removesuffix("/"))
@@ -313,7 +312,7 @@ def _check_plain(
 def _check_descriptions(
     checkpoint_dir: Path, manifest: CheckpointManifest, indexes: Mapping[int, Index], result: Verification
 ) -> None:
-    """What a library reads of an array in a Zarr directory: its description, and how long its encoded chunks become."""
+    """Check the metadata of arrays in Zarr directories, and the decoded size of their encoded chunks."""
     with CheckpointFolder(checkpoint_dir) as folder:
         for entry in manifest.arrays.values():
             if entry.store != "zarr" or entry.path is None or entry.grid is None:
@@ -330,16 +329,16 @@ def _check_descriptions(
 
 
 def _encoded_in(path: str, indexes: Mapping[int, Index]) -> list[str]:
-    """The files of an array's chunks that only a library can read."""
+    """Return the files of an array's encoded chunks."""
     extents = (extent for index in indexes.values() for extent in index.chunks.get(path, {}).values())
     return [extent.file for extent in extents if not extent.raw]
 
 
 def _extra(checkpoint_dir: Path, listed: set[str], without: set[str]) -> list[str]:
-    """Files below the checkpoint that nothing lists, in order. A link to a folder counts as a file.
+    """Return the files below the checkpoint that are not listed, in order. A link to a folder counts as a file.
 
     Args:
-        without: folders that are not looked into.
+        without: folders to skip.
     """
     found = []
     for folder, folders, files in os.walk(checkpoint_dir):

@@ -1,8 +1,8 @@
-"""One format into another: a whole new checkpoint, or nothing.
+"""Convert checkpoints between formats: into a new folder, atomically.
 
 Files, in the order in which data travels:
 
-    atomic_directory        a folder that is there when all of it is there
-    rewriting               a checkpoint in the format of another backend
-    exporting               its tensors as plain safetensors files
+    atomic_directory        creates a directory atomically
+    rewriting               rewrites a checkpoint in the format of another backend
+    exporting               exports tensors as plain safetensors files
 """

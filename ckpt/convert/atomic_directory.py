@@ -1,4 +1,4 @@
-"""A folder that is there when all of it is there, and otherwise not."""
+"""Create a directory atomically: fill a temporary sibling, then rename it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from ckpt.format.durable import sync_folder
 
 
 def require_free(dst: Path) -> None:
-    """Refuse a place where something is. An empty folder is nothing.
+    """Refuse an existing path, other than an empty folder.
 
     Raises:
-        CheckpointExistsError: there is something.
+        CheckpointExistsError: the path exists.
     """
     if os.path.lexists(dst) and not (dst.is_dir() and not any(dst.iterdir())):
-        raise CheckpointExistsError(f"dst={dst} exists and is not empty; choose another, nothing is ever written over")
+        raise CheckpointExistsError(
+            f"dst={dst} exists and is not empty; choose another, existing files are never overwritten"
+        )
 
 
 @contextmanager
 def atomic_directory(dst: Path) -> Iterator[Path]:
-    """A folder beside `dst`, to be filled, which becomes `dst` if the block ends well, and is removed if not.
+    """Yield a temporary folder beside `dst`. It is renamed to `dst` at the end of the block, or removed after an error.
 
-    Its last name is that of `dst`, for a checkpoint that is no coordinator's goes by the name of its folder. What is in it must be
-    durable when the block ends; that it is there is made so here.
+    Its last part is that of `dst`, because the id of a sharded state dict's checkpoint is the name of its folder. The block makes the
+    content durable; the rename is made durable here.
 
     Raises:
-        CheckpointExistsError: there is something at `dst`.
-        StorageError: the file system refused something in the block, or the folder itself.
+        CheckpointExistsError: `dst` exists.
+        StorageError: an `OSError` in the block, or of the folder itself.
     """
     require_free(dst)
     dst = dst.absolute()
@@ -46,9 +48,7 @@ def atomic_directory(dst: Path) -> Iterator[Path]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise StorageError(
-            f"dst={dst} is not there, for what it should be could not be written: {sentence(error)}"
-        ) from error
+        raise StorageError(f"dst={dst} was not created, its content could not be written: {sentence(error)}") from error
     finally:
         if around.exists():
             shutil.rmtree(around)

@@ -1,7 +1,6 @@
-"""The tensors of a checkpoint as plain safetensors files, as Hugging Face lays models out: whole tensors by name, and nothing else.
+"""Export the tensors of a checkpoint as plain safetensors files in Hugging Face's layout: whole tensors by name.
 
-Where a tensor lies in a file is known before a byte of it is read, so each goes there piece by piece, and memory is needed for a
-piece of one tensor.
+The place of each tensor in a file is known before it is read, so tensors are copied in pieces, and memory is needed for one piece.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from ckpt.backends.safetensors_format import (
@@ -46,19 +44,19 @@ from ckpt.state.sharing import OWN_COPIES, SharingPattern
 from ckpt.storage.files import make_durable
 
 AT_ONCE_BYTES = 64 << 20
-"""Of a tensor in memory, or a row of chunks where that is more and the chunks are encoded."""
+"""Bytes of a tensor in memory at once."""
 
 _READ_BACK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
-    """A tensor that is exported.
+class ExportedTensor:
+    """A tensor to export.
 
     Attributes:
         name: in the file.
-        stored: by which the checkpoint knows it.
-        rows: that lie in one row of chunks.
+        stored: name in the checkpoint.
+        rows: in one row of chunks.
     """
 
     name: str
@@ -74,7 +72,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is exported of a checkpoint.
+    """The tensors of a checkpoint to export.
 
     Attributes:
         tensors: in the order of the checkpoint.
@@ -82,19 +80,19 @@ class Selection:
     """
 
     stored: Stored
-    tensors: Sequence[Tensor]
+    tensors: Sequence[ExportedTensor]
     aliases: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Files that were written, and read back.
+    """The result of an export, which was read back.
 
     Attributes:
         files: names of the safetensors files.
         num_bytes: of all files together.
-        renamed: tensor -> what it is called in the file, where the format cannot call it by its name.
-        as_pairs: tensors of complex128, which the format does not know: float64, in a dimension more.
+        renamed: tensor -> name in the file, where the format does not allow the tensor's name.
+        as_pairs: complex128 tensors, stored as float64 with one more dimension.
     """
 
     files: Sequence[str]
@@ -104,16 +102,16 @@ class Exported:
 
 
 def select(src: Path, component: str | None) -> Selection:
-    """Choose the tensors of one component of a checkpoint of ours.
+    """Choose the tensors of one component of a checkpoint in our format.
 
     Args:
-        component: or one of the copies that it holds, such as "rng/rank-00003"; in the checkpoint of a sharded state dict, which has
-            none, the first part of keys, such as "model" of "model.w". It is no part of the names in the files. None: everything,
-            by full names.
+        component: key of the component, or one of its copies, such as "rng/rank-00003". For the checkpoint of a sharded state dict,
+            which has no components, the first part of keys, such as "model" of "model.w". The names in the files leave it out. None:
+            all tensors, by full names.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `src`.
-        MissingStateError: it has no such component, or no tensor in it.
+        MissingStateError: the component does not exist, or has no tensor.
         ConfigurationError: the component holds several copies.
     """
     manifest = read_manifest(src)
@@ -131,15 +129,15 @@ def select(src: Path, component: str | None) -> Selection:
             aliases[key.removeprefix(start)] = first.removeprefix(above + start)
         else:
             rows = entry.grid[0] if entry.grid else 1
-            tensors.append(Tensor(key.removeprefix(start), first or stored, entry.dtype, entry.shape, rows))
+            tensors.append(ExportedTensor(key.removeprefix(start), first or stored, entry.dtype, entry.shape, rows))
     return Selection(StoredCheckpoint(src, manifest), tensors, aliases)
 
 
 def select_of_megatron(src: Path, component: str | None) -> Selection:
-    """The same of a checkpoint that Megatron-Core's zarr strategy wrote.
+    """Choose the tensors of a checkpoint that Megatron-Core's zarr strategy wrote. Arguments as for `select`.
 
     Raises: those of `MegatronZarr`, and
-        MissingStateError: no key begins so.
+        MissingStateError: no key begins with the component.
     """
     opened = MegatronZarr(src)
     if opened.layout.headless:
@@ -148,7 +146,7 @@ def select_of_megatron(src: Path, component: str | None) -> Selection:
     chosen = {key: array for key, array in opened.arrays.items() if key.startswith(start)}
     _require_some(src, component, chosen, opened.arrays, ".")
     tensors = [
-        Tensor(key.removeprefix(start), key, array.dtype, array.shape, array.grid[0] if array.grid else 1)
+        ExportedTensor(key.removeprefix(start), key, array.dtype, array.shape, array.grid[0] if array.grid else 1)
         for key, array in chosen.items()
     ]
     return Selection(MegatronChunks(opened), tensors, {})
@@ -187,7 +185,7 @@ def export(
 ) -> Exported:
     """Write the selected tensors as `model.safetensors`, or, if they take more than `max_shard_bytes`, as several files and an index.
 
-    A larger tensor has a file of its own. Everything is read back before `dst` appears.
+    A larger tensor has a file of its own. All files are read back before `dst` appears.
 
     Args:
         dst: nothing is there, or an empty folder.
@@ -195,14 +193,14 @@ def export(
 
     Raises:
         CheckpointExistsError: there is something at `dst`.
-        CorruptCheckpointError: something of the checkpoint is missing or damaged.
+        CorruptCheckpointError: a part of the checkpoint is missing or damaged.
         ConfigurationError: there are too many tensors for one header.
-        StorageError: what was written is not what is read back.
+        StorageError: the bytes read back differ from those written.
     """
     shards = list(_cut(selection.tensors, max_shard_bytes))
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
     headers = {file: _header(file, tensors) for file, tensors in files.items()}
-    read = _Read(selection.stored, progress)
+    read = _TensorReader(selection.stored, progress)
     with atomic_directory(dst) as folder:
         digests = {file: _write(folder / file, headers[file], few, read, progress) for file, few in files.items()}
         for file, digest in digests.items():
@@ -223,9 +221,9 @@ def export(
     )
 
 
-def _cut(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Cut tensors, in order, into files of at most so many bytes, each of at least one."""
-    few: list[Tensor] = []
+def _cut(tensors: Sequence[ExportedTensor], most: int) -> Iterator[list[ExportedTensor]]:
+    """Split tensors, in order, into files of at most `most` bytes and at least one tensor."""
+    few: list[ExportedTensor] = []
     size = 0
     for tensor in tensors:
         if few and size + tensor.num_bytes > most:
@@ -240,12 +238,12 @@ def _file_name(number: int, of: int) -> str:
     return "model.safetensors" if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
-def _in_order(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Largest elements first: readers want every tensor to begin at a multiple of its element."""
+def _in_order(tensors: Sequence[ExportedTensor]) -> list[ExportedTensor]:
+    """Sort by element size, largest first: readers need each tensor to begin at a multiple of its element size."""
     return sorted(tensors, key=lambda tensor: -item_bytes(tensor.dtype))
 
 
-def _header(file: str, tensors: Sequence[Tensor]) -> bytes:
+def _header(file: str, tensors: Sequence[ExportedTensor]) -> bytes:
     starts = accumulate((tensor.num_bytes for tensor in tensors), initial=0)
     entries: list[tuple[int, list[Entry]]] = [
         (start, entries_of(tensor.dtype, [Content(tensor.name, tensor.shape, whole(tensor.shape))], 0))
@@ -260,8 +258,8 @@ def _header(file: str, tensors: Sequence[Tensor]) -> bytes:
     return header.to_bytes(entries)
 
 
-class _Read:
-    """Reads tensors piece by piece, each into the memory of the one before."""
+class _TensorReader:
+    """Reads tensors piece by piece into one reused buffer."""
 
     def __init__(self, stored: Stored, progress: Callable[[int], None]) -> None:
         self._stored = stored
@@ -270,12 +268,12 @@ class _Read:
         self._strategy = DirectLoad()
         self._memory = Scratch()
 
-    def __call__(self, tensor: Tensor) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor, checked, in order; each piece is good until the next."""
+    def __call__(self, tensor: ExportedTensor) -> Iterator[memoryview]:
+        """Yield the checked bytes of a tensor, in order; each piece is valid until the next."""
         total = math.prod(tensor.shape)
         step = _elements_at_once(tensor)
         for first in range(0, total, step):
-            flat = self._memory_for(min(step, total - first), tensor.dtype)
+            flat = self._memory.empty((min(step, total - first),), torch_dtype(tensor.dtype))
             requests = [
                 ReadRequest(
                     tensor.stored,
@@ -289,13 +287,9 @@ class _Read:
             bits: Any = raw_bytes(flat).numpy()
             yield memoryview(bits)
 
-    def _memory_for(self, num_elements: int, dtype: str) -> torch.Tensor:
-        num_bytes = num_elements * item_bytes(dtype)
-        return self._memory.flat(num_bytes).view(torch_dtype(dtype))
 
-
-def _elements_at_once(tensor: Tensor) -> int:
-    """Whole rows of chunks where they fit, whole rows where these do, and else a part of one."""
+def _elements_at_once(tensor: ExportedTensor) -> int:
+    """Return the elements to read at once: whole rows of chunks if they fit `AT_ONCE_BYTES`, else whole rows, else a part of a row."""
     most = AT_ONCE_BYTES // item_bytes(tensor.dtype)
     row = max(math.prod(tensor.shape[1:]), 1)
     for unit in (row * tensor.rows, row):
@@ -304,8 +298,10 @@ def _elements_at_once(tensor: Tensor) -> int:
     return most
 
 
-def _write(file: Path, header: bytes, tensors: Sequence[Tensor], read: _Read, progress: Callable[[int], None]) -> str:
-    """Write one file; return the digest of what was meant to be in it."""
+def _write(
+    file: Path, header: bytes, tensors: Sequence[ExportedTensor], read: _TensorReader, progress: Callable[[int], None]
+) -> str:
+    """Write one file; return the digest of its intended content."""
     digest = xxhash.xxh3_128(header)
     with file.open("wb") as stream:
         stream.write(header)

@@ -1,13 +1,12 @@
-"""A committed checkpoint in the format of another backend: the same arrays, chunks, packs and writers, in other files.
+"""Rewrite a committed checkpoint in the format of another backend: the same arrays, chunks, packs and writers in other files.
 
-One process does it, rank by rank, and reads and writes chunk by chunk, so that memory is needed for one chunk and a writer's buffers.
-What is not bytes of arrays (who held what, plain values, the config, the time of the commit) goes over as it is.
+One process does it, rank by rank and chunk by chunk, with memory for one chunk and a writer's buffers. Everything but the bytes of
+arrays (holders, plain values, the config, the time of the commit) is copied unchanged.
 """
 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,13 +16,13 @@ from typing import NamedTuple
 import torch
 
 from ckpt.backends.base import Backend
-from ckpt.catalog.verify import Names, examine
+from ckpt.catalog.verify import TensorNames, examine
 from ckpt.convert.atomic_directory import atomic_directory
 from ckpt.dist_checkpointing.folder.folder import Given
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
-from ckpt.format.box import Box, chunk_box, whole
+from ckpt.format.box import chunk_box, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
-from ckpt.format.dtypes import item_bytes, torch_dtype
+from ckpt.format.dtypes import torch_dtype
 from ckpt.format.durable import replace_durably, write_durably
 from ckpt.format.manifest import (
     COMMON,
@@ -53,12 +52,12 @@ from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, write_all
 from ckpt.version import __version__
 
 _SHARDED_BACKENDS = {"zarr": "zarr", "ocdbt": "tensorstore"}
-"""Store -> what `metadata.json` of a sharded state dict calls it."""
+"""Store -> its name in `metadata.json` of a sharded state dict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A checkpoint that was written anew, and has been read back.
+    """The result of a rewrite, which was read back.
 
     Attributes:
         manifest: the new one.
@@ -71,10 +70,10 @@ class Rewritten:
 
 
 def rewrite(src: Path, dst: Path, backend: Backend, *, progress: Callable[[int], None] = lambda _: None) -> Rewritten:
-    """Write the checkpoint at `src` as `backend` writes checkpoints, read it back, and only then give it the name `dst`.
+    """Write the checkpoint at `src` with `backend`, read it back, and then rename it to `dst`.
 
-    Every digest of `src` is checked on the way; where both formats store a chunk alike, the new one has the same digests. Small
-    tensors stay packed as they are, but for gaps that a removal has left. Nothing is linked, whatever `src` shares with others.
+    Checks every digest of `src`. Where both formats store a chunk alike, the new one has the same digests. Small tensors stay packed as
+    they are, without the gaps that a removal has left. Nothing is linked.
 
     Args:
         dst: nothing is there, or an empty folder.
@@ -83,9 +82,9 @@ def rewrite(src: Path, dst: Path, backend: Backend, *, progress: Callable[[int],
     Raises:
         CheckpointNotFoundError: `src` is no checkpoint.
         CheckpointExistsError: there is something at `dst`.
-        CorruptCheckpointError: something of `src` is missing or damaged.
-        ConfigurationError: `src` is that of a sharded state dict, for which this format has no name.
-        StorageError: what was written is not what is read back.
+        CorruptCheckpointError: a part of `src` is missing or damaged.
+        ConfigurationError: `src` is of a sharded state dict, which loads do not read in this format.
+        StorageError: the new checkpoint, read back, has problems.
     """
     manifest = read_manifest(src)
     config = _config_of(src, manifest, backend)
@@ -100,7 +99,7 @@ def rewrite(src: Path, dst: Path, backend: Backend, *, progress: Callable[[int],
 
 
 def _config_of(src: Path, manifest: CheckpointManifest, backend: Backend) -> CheckpointingConfig | None:
-    """What `metadata.json` will say; None where there is none."""
+    """Return the content of the new `metadata.json`; None if there is none."""
     config = maybe_load_config(src) if SHARDED in manifest.components else None
     if config is None:
         return None
@@ -112,12 +111,12 @@ def _config_of(src: Path, manifest: CheckpointManifest, backend: Backend) -> Che
     return replace(config, sharded_backend=_SHARDED_BACKENDS[backend.store])
 
 
-class _Stored(NamedTuple):
-    """An item of a rank's share, and where its bytes are now.
+class _StoredItem(NamedTuple):
+    """An item of a rank's writes, and the place of its bytes in `src`.
 
     Attributes:
-        array: as storage called it.
-        extent: of the chunk, or of the packed array; None: there is not one element.
+        array: spec in `src`.
+        extent: of the chunk, or of the packed array; None: it has no elements.
         pieces: of a pack, in the order of its tasks.
     """
 
@@ -129,7 +128,7 @@ class _Stored(NamedTuple):
 
 
 class _Rewriting:
-    """One checkpoint on its way into a new folder."""
+    """Rewrites one checkpoint into a new folder."""
 
     def __init__(
         self, src: Path, folder: Path, manifest: CheckpointManifest, backend: Backend, progress: Callable[[int], None]
@@ -145,18 +144,26 @@ class _Rewriting:
             for key, one in manifest.components.items()
         }
         _require_inner_names(manifest, self._components)
-        self._owned = _owned_by_rank(manifest)
+        arrays = {name: entry for name, entry in manifest.arrays.items() if entry.alias_of is None}
+        self._name_of = {entry.path: name for name, entry in arrays.items() if entry.path is not None}
+        self._plan = SavePlan(
+            {
+                name: PlannedArray(one.dtype, one.shape, one.grid, [run[0] for run in one.writers])
+                for name, one in arrays.items()
+            },
+            {},
+        )
         self._memory = Scratch()
 
     def run(self) -> CheckpointManifest:
-        """Write every rank's files, and the record of them, durably."""
-        votes = [WriteResult() for _ in range(self._manifest.world_size)]
+        """Write every rank's files and the manifest, durably."""
+        results = [WriteResult() for _ in range(self._manifest.world_size)]
         for rank in sorted({0, *self._manifest.index_paths()}):  # the lead describes the groups
-            votes[rank] = self._write_share(rank)
-        files = self._lead_files(votes)
+            results[rank] = self._write_rank(rank)
+        files = self._lead_files(results)
         manifest = replace(
             self._manifest,
-            components={key: self._component(key, votes) for key in self._manifest.components},
+            components={key: self._component(key, results) for key in self._manifest.components},
             arrays=_in_store(self._manifest.arrays, self._backend.store),
             files=files,
             ckpt_version=__version__,
@@ -164,49 +171,39 @@ class _Rewriting:
         replace_durably(self._folder / MANIFEST_NAME, manifest.to_bytes())
         return manifest
 
-    def _write_share(self, rank: int) -> WriteResult:
+    def _write_rank(self, rank: int) -> WriteResult:
         index = Index(rank)
         if rank in self._manifest.index_paths():
             index = read_index(self._src, self._manifest, rank)
         items = [*self._chunks(index), *self._packs(index)]
-        share = self._share(rank, items)
+        plan = self._rank_plan(rank, items)
         with ExtentReader(self._src, progress=self._progress) as reader:
-            staged = self._staged(items, reader, Names(self._manifest, index))
-            return share.write(WriteJob(self._folder, self._backend, self._plain(index)), staged, self._progress)
+            staged = self._staged(items, reader, TensorNames(self._manifest, index))
+            return plan.write(WriteJob(self._folder, self._backend, self._plain(index)), staged, self._progress)
 
-    def _share(self, rank: int, items: Sequence[_Stored]) -> RankWritePlan:
-        """What the rank writes: what it wrote."""
-        arrays = {
-            name: PlannedArray(entry.dtype, entry.shape, entry.grid, [run[0] for run in entry.writers])
-            for name, entry in self._owned.get(rank, {}).items()
-        }
+    def _rank_plan(self, rank: int, items: Sequence[_StoredItem]) -> RankWritePlan:
+        """Return the same writes for a rank as in `src`."""
         packed = [task for one in items if isinstance(one.item, Pack) for task in one.item.tasks]
-        for task in packed:
-            entry = self._manifest.arrays[task.name]
-            arrays[task.name] = PlannedArray(entry.dtype, entry.shape, None)
         tasks = RankPlan([one.item for one in items if isinstance(one.item, ChunkTask)], packed)
         topology = Topology.supposed(rank, [""] * self._manifest.world_size, {})
-        share = RankWritePlan(SavePlan(arrays, {}), tasks, self._components, topology, store=self._backend.store)
-        share.items = [one.item for one in items]  # packs are cut as they were
-        if topology.is_lead:
-            names = (name for name, entry in self._manifest.arrays.items() if entry.alias_of is None)
-            share.groups = {folder.removesuffix("/") for folder in folders_of(names, self._components)}
-        return share
+        plan = RankWritePlan(self._plan, tasks, self._components, topology, store=self._backend.store)
+        plan.items = [one.item for one in items]  # with the packs of `src`
+        return plan
 
-    def _chunks(self, index: Index) -> Iterator[_Stored]:
-        """In the order in which they were written, which mostly is that in which they lie in their files."""
-        names = {entry.path: name for name, entry in self._owned.get(index.rank, {}).items()}
+    def _chunks(self, index: Index) -> Iterator[_StoredItem]:
+        """Yield the chunks in the order of the index, which is mostly that in the files."""
         for path in index.chunks:
-            if path not in names:
+            if path not in self._name_of:
                 continue
-            entry = self._manifest.arrays[names[path]]
+            name = self._name_of[path]
+            entry = self._manifest.arrays[name]
             assert entry.grid is not None
             array = ArraySpec(path, entry.dtype, entry.shape, entry.grid)
             for number, extent in index.chunks[path].items():
                 box = chunk_box(entry.shape, entry.grid, number)
-                yield _Stored(ChunkTask(names[path], number, box, (box,)), array, number, extent)
+                yield _StoredItem(ChunkTask(name, number, box, (box,)), array, number, extent)
 
-    def _packs(self, index: Index) -> Iterator[_Stored]:
+    def _packs(self, index: Index) -> Iterator[_StoredItem]:
         contents: dict[str, list[tuple[str, PackedPiece]]] = {path: [] for path in index.packed}
         for name, pieces in index.pieces.items():
             for piece in pieces:
@@ -220,10 +217,10 @@ class _Rewriting:
             num_elements = index.packed[path]
             extent = index.chunks[path][0] if num_elements else None
             array = ArraySpec(path, dtype, (num_elements,), (num_elements,))
-            yield _Stored(pack, array, 0, extent, [piece for _, piece in alike])
+            yield _StoredItem(pack, array, 0, extent, [piece for _, piece in alike])
 
-    def _staged(self, items: Sequence[_Stored], reader: ExtentReader, names: Names) -> Iterator[Staged]:
-        """Read one item after the other, each into the memory of the one before."""
+    def _staged(self, items: Sequence[_StoredItem], reader: ExtentReader, names: TensorNames) -> Iterator[Staged]:
+        """Read one item after the other into one reused buffer."""
         for number, one in enumerate(items):
             if one.extent is None:
                 yield Staged(number, [torch.empty(0, dtype=torch_dtype(one.array.dtype))])
@@ -235,11 +232,11 @@ class _Rewriting:
                 continue
             yield Staged(number, [host], self._digests(one, one.extent, tuple(host.shape)))
 
-    def _read(self, one: _Stored, extent: ChunkExtent, reader: ExtentReader, names: Names) -> torch.Tensor:
-        """The chunk, without padding, checked."""
+    def _read(self, one: _StoredItem, extent: ChunkExtent, reader: ExtentReader, names: TensorNames) -> torch.Tensor:
+        """Read and check a chunk, without padding."""
         name = names.of_arrays([one.array.path])
         box = chunk_box(one.array.shape, one.array.grid, one.number)
-        host = self._memory_for(box, one.array.dtype)
+        host = self._memory.empty(box.shape, torch_dtype(one.array.dtype))
         if extent.raw:
             region = stored_shape(self._store_of(one.item), one.array.grid, box.shape)
             reader.read(extent, [WantedBox(0, region, whole(box.shape), host, name)])
@@ -248,12 +245,8 @@ class _Rewriting:
             self._stored.read_encoded(self._store_of(one.item), one.array, box, host)
         return host
 
-    def _memory_for(self, box: Box, dtype: str) -> torch.Tensor:
-        num_bytes = box.num_elements * item_bytes(dtype)
-        return self._memory.flat(num_bytes).view(torch_dtype(dtype)).view(box.shape)
-
-    def _digests(self, one: _Stored, extent: ChunkExtent, clipped: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-        """Those that the chunk will have in the new checkpoint, if they are known."""
+    def _digests(self, one: _StoredItem, extent: ChunkExtent, clipped: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+        """Return the digests that the chunk will have in the new checkpoint, if both formats store it alike."""
         stores = self._store_of(one.item), self._backend.store
         shapes = {stored_shape(store, one.array.grid, clipped) for store in stores}
         alike = extent.raw and extent.block_bytes == BLOCK_BYTES and len(shapes) == 1
@@ -265,7 +258,7 @@ class _Rewriting:
         return store
 
     def _plain(self, index: Index) -> dict[str, tuple[str, bytes]]:
-        """What the rank wrote of plain values."""
+        """Return path -> (component, bytes) of the plain values that the rank wrote."""
         paths = {
             f"{key}/{prefix}{PLAIN_NAME}": key
             for key, one in self._manifest.components.items()
@@ -276,8 +269,8 @@ class _Rewriting:
             path: (key, read_plain_file(self._src, self._manifest, path, lambda: index)) for path, key in paths.items()
         }
 
-    def _lead_files(self, votes: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
-        """Join the arrays and write what is left; return all files that stand in the manifest."""
+    def _lead_files(self, results: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
+        """Join the arrays and write the remaining files; return all files of the manifest."""
         parts = (f"{name}/{MANIFEST_NAME}" for name in (COMMON, OBJECTS))  # checkpoints that are always in one format
         beside = [path for path in (CONFIG_NAME, *parts) if path in self._manifest.files]
         for path in beside:
@@ -286,10 +279,10 @@ class _Rewriting:
                 write_durably(self._folder / CONFIG_NAME, data)
             else:
                 self._copy_below(path.partition("/")[0])
-        return listed_files(join_arrays(self._folder, self._backend, votes, self._progress, beside), votes)
+        return listed_files(join_arrays(self._folder, self._backend, results, self._progress, beside), results)
 
     def _copy_below(self, name: str) -> None:
-        """Copy the files that belong to a checkpoint in this one, and nothing else; they are examined with the whole."""
+        """Copy the listed files of a nested checkpoint. They are examined together with the whole."""
         with CheckpointFolder(self._src) as above:
             above.require_folder(name)
         manifest = read_manifest(self._src / name)
@@ -307,7 +300,7 @@ class _Rewriting:
         make_durable(self._folder / name, sizes, folders.made, self._progress)
 
     def _copy(self, old: CheckpointFolder, new: CheckpointFolder, path: str, size: int) -> None:
-        """Copy one file, which should have this size."""
+        """Copy one file, which must have this size."""
         try:
             source = old.stream(path)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -320,17 +313,17 @@ class _Rewriting:
                 write_all(target.fileno(), memoryview(piece))
                 self._progress(len(piece))
 
-    def _component(self, key: str, votes: Sequence[WriteResult]) -> ComponentManifest:
+    def _component(self, key: str, results: Sequence[WriteResult]) -> ComponentManifest:
         return replace(
             self._manifest.components[key],
-            ranks=[rank for rank, vote in enumerate(votes) if key in vote.sizes],
-            size_bytes=sum(vote.sizes.get(key, 0) for vote in votes),
-            checksum=joined_checksum(vote.checksums.get(key, "") for vote in votes),
+            ranks=[rank for rank, result in enumerate(results) if key in result.sizes],
+            size_bytes=sum(result.sizes.get(key, 0) for result in results),
+            checksum=joined_checksum(result.checksums.get(key, "") for result in results),
         )
 
 
 def _require_inner_names(manifest: CheckpointManifest, components: Mapping[str, StateComponent]) -> None:
-    """Refuse names of arrays that would become folders outside of their component's, such as `rng/../w`."""
+    """Refuse array names that lead out of their component's folder, such as `rng/../w`."""
     names = [name for name, entry in manifest.arrays.items() if entry.alias_of is None]
     for name, folder in zip(names, folders_of(names, components), strict=True):
         if not is_inner_path(folder.removesuffix("/")):
@@ -339,24 +332,14 @@ def _require_inner_names(manifest: CheckpointManifest, components: Mapping[str, 
             )
 
 
-def _owned_by_rank(manifest: CheckpointManifest) -> dict[int, dict[str, ArrayEntry]]:
-    """Rank -> the arrays, packed ones aside, of which it wrote a chunk. One without chunks is the lead's."""
-    found: dict[int, dict[str, ArrayEntry]] = defaultdict(dict)
-    for name, entry in manifest.arrays.items():
-        if entry.grid is not None:
-            for rank in {run[0] for run in entry.writers} or {0}:
-                found[rank][name] = entry
-    return found
-
-
 def _in_store(arrays: Mapping[str, ArrayEntry], store: str) -> dict[str, ArrayEntry]:
-    """The same arrays in another store. Those that share an entry go on sharing one."""
+    """Return the same entries in another store. Shared entries stay shared."""
     moved = {id(entry): entry if entry.store is None else replace(entry, store=store) for entry in arrays.values()}
     return {name: moved[id(entry)] for name, entry in arrays.items()}
 
 
 def _lie_end_to_end(pieces: Sequence[PackedPiece], num_elements: int) -> bool:
-    """Whether pieces, in order, are all of a packed array."""
+    """Whether the pieces, in order, fill the packed array without gaps."""
     ends = [piece.first + piece.box.num_elements for piece in pieces]
     is_joined = all(end == after.first for end, (_, after) in zip(ends, pairwise(pieces), strict=False))
     return is_joined and (pieces[0].first, ends[-1]) == (0, num_elements)

@@ -1,4 +1,4 @@
-"""Digests of bytes: one xxh3-64 per block of a chunk, one xxh3-128 of everything that no chunk covers."""
+"""Digests: one xxh3-64 for each block of a chunk, one xxh3-128 for the bytes of a file outside of chunks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import xxhash
 
 EMPTY_DIGEST: str = xxhash.xxh3_128_hexdigest(b"")
-"""What a file whose every byte lies in some chunk records as the digest of the rest."""
+"""The `FileRecord.rest` of a file whose bytes all lie in chunks."""
 
 
 class BlockDigests:
-    """The digests of a stream of bytes, one per `block_bytes` bytes, however the stream is cut into pieces.
+    """Computes one xxh3-64 for each `block_bytes` bytes of a stream, in whatever pieces the stream comes.
 
     The interpreter is free while a piece is digested (xxhash releases it for anything but small pieces).
 
@@ -40,11 +40,11 @@ class BlockDigests:
                 self._finish_block()
 
     def agree(self, digests: Sequence[int]) -> bool:
-        """Whether the blocks that are whole so far have the first of these digests."""
+        """Whether the complete blocks so far have the first of these digests."""
         return self._done == list(digests[: len(self._done)])
 
     def close(self) -> tuple[int, ...]:
-        """Return all digests; the last block may be shorter. An empty stream has none. Nothing may follow."""
+        """Return all digests; the last block may be shorter, and an empty stream has none. Call `update` no more."""
         if self._room < self._block_bytes:
             self._finish_block()
         return tuple(self._done)

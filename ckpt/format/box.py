@@ -1,4 +1,4 @@
-"""Geometry: rectangles of a global array, in elements, and how they meet."""
+"""Boxes: rectangles of a global array, in elements, and their intersections. Pure."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Box(NamedTuple):
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """The box that is all of an array of this shape."""
+    """Return the box that covers an array of this shape."""
     return _whole(tuple(shape))
 
 
 @lru_cache(maxsize=4096)
 def _whole(shape: tuple[int, ...]) -> Box:
-    """Made once for each shape: the tensors of a model have few."""
+    """Cached: the tensors of a model have few distinct shapes."""
     return Box((0,) * len(shape), shape)
 
 
@@ -57,8 +57,8 @@ def overlap(saved: Box, wanted: Box) -> Box | None:
     Global coordinates throughout, in elements, not bytes. A side of length 0 meets nothing.
 
     Args:
-        saved: what one rank wrote; shape (s_0, ..., s_{n-1}).
-        wanted: what this rank needs; shape (w_0, ..., w_{n-1}), same n.
+        saved: box that one rank wrote; shape (s_0, ..., s_{n-1}).
+        wanted: box that this rank needs; shape (w_0, ..., w_{n-1}), same n.
 
     Raises:
         ShapeMismatchError: the boxes differ in number of dimensions.
@@ -86,12 +86,12 @@ def overlap(saved: Box, wanted: Box) -> Box | None:
 
 
 def num_chunks(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
-    """Chunks along each dimension of an array of `shape` under a regular `grid` (the chunk shape, sides >= 1)."""
+    """Return the number of chunks along each dimension of an array under a regular `grid` (the chunk shape, sides >= 1)."""
     return tuple(-(-n // c) for n, c in zip(shape, grid, strict=True))
 
 
 def chunk_box(shape: tuple[int, ...], grid: tuple[int, ...], number: int) -> Box:
-    """The box of chunk `number` (row-major), clipped to the array: the last chunk of a dimension may be shorter."""
+    """Return the box of chunk `number` (row-major), clipped to the array: the last chunk of a dimension may be shorter."""
     counts = num_chunks(shape, grid)
     index = []
     for count in reversed(counts):
@@ -148,7 +148,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[Box,
 
 
 def _run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes of a run that is not empty: what is left of a first row, the whole rows, the beginning of a last one."""
+    """Yield the boxes of a run that is not empty: the end of a first row, whole rows, the start of a last row."""
     if not shape:
         yield Box((), ())
         return

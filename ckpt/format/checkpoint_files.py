@@ -1,4 +1,4 @@
-"""Open files below one checkpoint folder, and nothing outside of it.
+"""Open files below one checkpoint folder, and none outside of it.
 
 A checkpoint may come from a stranger: its manifest and indexes can name `../../x`, and a name in its folder can be a symbolic link, a
 FIFO or a device. Every file whose path comes from a checkpoint is opened here, for reading and for writing. The folder itself may be
@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from ckpt.errors import CorruptCheckpointError
@@ -28,11 +27,11 @@ _LOOK = os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
 _FOLDER = os.O_DIRECTORY | _LOOK
 
 _OPENAT2 = 437
-"""Its number on every architecture but Alpha."""
+"""Number of the system call openat2, on every architecture but Alpha."""
 
 _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
 _UNAVAILABLE = (errno.ENOSYS, errno.EPERM, errno.EAGAIN)
-"""A kernel before 5.6, a sandbox that refuses unknown calls, and a rename that the kernel could not rule out as an escape."""
+"""Errors of openat2 that mean "walk the path instead": a kernel before 5.6, a sandbox, a rename during the call."""
 
 
 class CheckpointFolder:
@@ -54,9 +53,7 @@ class CheckpointFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -75,7 +72,7 @@ class CheckpointFolder:
         try:
             if flags & os.O_EXCL:
                 return _open_below(self._folder(), path, flags | _ALWAYS)
-            # Without O_NONBLOCK the open of a FIFO would wait for somebody at its other end.
+            # Without O_NONBLOCK the open of a FIFO would wait for a peer.
             fd = _open_below(self._folder(), path, flags | _ALWAYS | os.O_NONBLOCK)
         except OSError as error:
             raise self._named(error, path) from error
@@ -141,16 +138,16 @@ class CheckpointFolder:
             os.close(folder)
 
     def require_folder(self, path: str) -> None:
-        """Refuse what is no folder of its own, such as a symbolic link to one, before it is opened as a checkpoint."""
+        """Refuse a path that is not a folder, such as a symbolic link, before it is opened as a checkpoint."""
         self._require_inner(path)
         os.close(self._open_folder(path))
 
     def require_regular(self, path: str) -> None:
-        """Refuse what is no regular file, before it is given to a library that opens files by their path."""
+        """Refuse a path that is not a regular file, before a library opens it by its path."""
         os.close(self.open(path))
 
     def require_regular_below(self, path: str, progress: Callable[[], object] = lambda: None) -> None:
-        """Refuse a folder in which anything is neither a folder nor a regular file, before a library opens files in it.
+        """Refuse a folder that contains links, devices or pipes, before a library opens files in it.
 
         Args:
             progress: called for each folder.
@@ -191,7 +188,7 @@ class CheckpointFolder:
         raise link_in_checkpoint(self.root / path, path) if stat.S_ISLNK(found.st_mode) else self._is_special(path)
 
     def _named(self, error: OSError, path: str) -> Exception:
-        """What to raise for a file that could not be opened."""
+        """Return the exception to raise for a file that could not be opened."""
         match error.errno:
             case errno.ELOOP | errno.EXDEV:
                 return link_in_checkpoint(self.root / path, path)
@@ -211,7 +208,7 @@ class CheckpointFolder:
 
 
 def link_in_checkpoint(file: Path, path: str | None = None) -> CorruptCheckpointError:
-    """What to raise for a symbolic link below a checkpoint's folder.
+    """Return the exception to raise for a symbolic link below a checkpoint's folder.
 
     Args:
         path: of the file, below that folder.
@@ -224,13 +221,13 @@ def link_in_checkpoint(file: Path, path: str | None = None) -> CorruptCheckpoint
 
 
 def _open_below(folder: int, path: str, flags: int) -> int:
-    """`os.open` of an inner path below an open folder, which follows no symbolic link on the way."""
+    """Open a relative path below an open folder, as `os.open` does, following no symbolic link."""
     fd = _openat2(folder, path, flags)
     return _walk(folder, path, flags) if fd is None else fd
 
 
 def _openat2(folder: int, path: str, flags: int) -> int | None:
-    """Linux's own call, which resolves the whole path at once; None: it is not available here.
+    """Open with Linux's openat2, which resolves the whole path at once. Return None where it is not available.
 
     Raises:
         OSError: without the file's name.
@@ -248,7 +245,7 @@ def _openat2(folder: int, path: str, flags: int) -> int | None:
 
 
 def _walk(folder: int, path: str, flags: int) -> int:
-    """The same, folder by folder.
+    """Open without openat2, folder by folder.
 
     Raises:
         OSError: ELOOP where a part of the path is a symbolic link.
@@ -270,7 +267,7 @@ def _walk(folder: int, path: str, flags: int) -> int:
 def _open_part(name: str, flags: int, folder: int) -> int:
     try:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=folder)
-    except NotADirectoryError:  # which Linux says of a link, too, where a folder is wanted
+    except NotADirectoryError:  # Linux raises it for a link, too, when O_DIRECTORY is given
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
         raise

@@ -1,7 +1,7 @@
-"""The rules that no schema says: how the numbers in a manifest and in its indexes must agree with one another. Pure.
+"""Consistency rules between the values of a manifest and of its indexes, beyond what a schema can check. Pure.
 
-A checkpoint that breaks one of them was not written by this package, whatever its digests say. Every rule is here, each stated
-where it is enforced; types and ranges of single values are the schema's, in manifest_parsing.py.
+A checkpoint that breaks a rule was not written by this package, even if its digests match. Types and ranges of single values are
+checked by the schemas in manifest_parsing.py.
 
     check_manifest          the manifest alone, when it is parsed
     check_inner_paths, check_extents, check_pieces     an index alone, when it is parsed
@@ -25,9 +25,9 @@ from ckpt.format.records import CLIPPED_STORES, stored_shape
 from ckpt.format.strict_json import MAX_INT, Refused
 
 MAX_FILE_BYTES = 1 << 30
-"""Of a file that is read whole: a manifest, an index, plain values, a description. A million tensors take 0.2 GiB."""
+"""Limit for files that are read whole: manifest, index, plain values, array metadata. A million tensors take 0.2 GiB."""
 MAX_PIECED_BYTES = 64 << 20
-"""Of a packed tensor that lies in several pieces: a save packs what is shorter than 64 KiB."""
+"""Limit for a packed tensor in several pieces. Saves pack tensors below 64 KiB."""
 
 _ALWAYS_RAW = ("ocdbt", "safetensors")
 _HEX = re.compile(r"[0-9a-f]*")
@@ -35,7 +35,7 @@ _YEARS = range(1970, 9999)
 
 
 def check_manifest(manifest: CheckpointManifest) -> None:
-    """Refuse a manifest that contradicts itself. O(arrays), of which those that share an entry are looked at once.
+    """Refuse a manifest that contradicts itself. O(arrays); arrays that share an entry are checked once.
 
     Raises:
         Refused
@@ -55,7 +55,7 @@ def check_manifest(manifest: CheckpointManifest) -> None:
 
 
 def check_inner_paths(paths: Iterable[str]) -> None:
-    """Every path that a record names, or that is made of what it names, stays inside of the checkpoint.
+    """Refuse paths that lead out of the checkpoint.
 
     Raises:
         Refused
@@ -74,7 +74,7 @@ def _paths_in(manifest: CheckpointManifest) -> Iterator[str]:
 
 
 def _index_ranks(manifest: CheckpointManifest) -> Set[int]:
-    """One index for each rank, of ranks that there are."""
+    """Return the ranks that have an index; refuse two indexes of a rank, and ranks outside of the world."""
     ranks = manifest.listed_indexes()
     if len(ranks) != len(set(ranks)):
         raise Refused("it lists two indexes of one rank")
@@ -91,7 +91,7 @@ def _index_ranks(manifest: CheckpointManifest) -> Set[int]:
 
 
 def _check_files(manifest: CheckpointManifest) -> None:
-    """The files that the manifest lists are read whole."""
+    """Refuse listed files above `MAX_FILE_BYTES`: they are read whole."""
     for path, (size, _) in manifest.files.items():
         if size > MAX_FILE_BYTES:
             raise Refused(
@@ -100,14 +100,14 @@ def _check_files(manifest: CheckpointManifest) -> None:
 
 
 def _check_config(manifest: CheckpointManifest) -> None:
-    """The hash of the training arguments is the digest of config.yaml, which is listed with it."""
+    """The hash of the training arguments is the listed digest of config.yaml."""
     _, digest = manifest.files.get("config.yaml", (0, None))
     if digest != manifest.training_args_hash:
         raise Refused("its training_args_hash is not the digest that it lists for config.yaml")
 
 
 def _check_component(key: str, component: ComponentManifest, manifest: CheckpointManifest, indexes: Set[int]) -> None:
-    """Its ranks are those of the run, its copies those of nodes or groups there are, its plain values in a file that is listed."""
+    """The component's ranks, nodes and groups exist, and its plain values lie in a listed file."""
     if component.key != key or not COMPONENT_KEY.fullmatch(key):
         raise Refused(
             f"component {key!r:.80} calls itself {component.key!r:.80}; a key has letters, digits, '_' and '-' only"
@@ -128,7 +128,7 @@ def _check_component(key: str, component: ComponentManifest, manifest: Checkpoin
 
 
 def _check_array(name: str, entry: ArrayEntry, manifest: CheckpointManifest, indexes: Set[int]) -> None:
-    """Of exactly one kind, of a size that memory has addresses for, every chunk with one writer."""
+    """The array is of one kind, its size fits 64 bits, and each chunk has one writer."""
     kind = entry.alias_of is not None, bool(entry.store), entry.path is not None, entry.grid is not None
     if kind not in ((True, False, False, False), (False, True, False, False), (False, True, True, True)):
         raise Refused(f"{name!r:.80} must be an array of its own, packed, or an alias, and is several of these or none")
@@ -150,7 +150,7 @@ def _check_array(name: str, entry: ArrayEntry, manifest: CheckpointManifest, ind
 
 
 def _check_alias(name: str, entry: ArrayEntry, first: ArrayEntry | None) -> None:
-    """An alias is a second name of a tensor that is stored."""
+    """An alias names a stored tensor of equal data type and shape."""
     if first is None or first.alias_of is not None:
         raise Refused(f"{name!r:.80} is an alias of {entry.alias_of!r:.80}, under which nothing is stored")
     if (first.dtype, first.shape) != (entry.dtype, entry.shape):
@@ -158,7 +158,7 @@ def _check_alias(name: str, entry: ArrayEntry, first: ArrayEntry | None) -> None
 
 
 def _check_writers(name: str, entry: ArrayEntry, grid: tuple[int, ...]) -> None:
-    """Runs of chunks, each behind the one before, from chunk 0 to the last of the grid."""
+    """The runs of writers follow one another from chunk 0 to the last chunk of the grid."""
     if len(grid) != len(entry.shape) or math.prod(grid) * item_bytes(entry.dtype) > MAX_INT:
         raise Refused(f"{name!r:.80} of shape {list(entry.shape)} cannot be cut by a grid of {list(grid)}")
     at = 0
@@ -172,14 +172,14 @@ def _check_writers(name: str, entry: ArrayEntry, grid: tuple[int, ...]) -> None:
 
 
 def _check_names(manifest: CheckpointManifest) -> None:
-    """Each array is one of a component's."""
+    """Each array belongs to a component."""
     for key in {name.partition("/")[0] for name in manifest.arrays}:
         if key not in manifest.components:
             raise Refused(f"it has arrays of {key!r:.80}, which is none of its components")
 
 
 def _check_paths(arrays: Mapping[str, ArrayEntry]) -> None:
-    """Two arrays do not lie in one place."""
+    """No two arrays have one path."""
     paths = [entry.path for entry in arrays.values() if entry.path is not None]
     if len(paths) != len(set(paths)):
         raise Refused("two of its arrays have one path")
@@ -192,7 +192,7 @@ def _require_ranks(ranks: Iterable[int], world_size: int, what: str) -> None:
 
 
 def hex_digits(digests: Sequence[str], length: int | None = None) -> None:
-    """Each is lower-case hex, of this length, or of a whole number of xxh3-64. All are looked at in one go.
+    """Refuse strings other than lower-case hex of this length, or of a whole number of xxh3-64.
 
     Raises:
         Refused
@@ -240,7 +240,7 @@ def check_extents(index: Index) -> None:
 
 
 def checked_place(shape: tuple[int, ...], offsets: tuple[int, ...], sides: tuple[int, ...]) -> Box:
-    """The box of a piece, which lies inside its tensor.
+    """Return the box of a piece, after a check that it lies inside its tensor.
 
     Raises:
         Refused
@@ -281,7 +281,7 @@ def check_pieces(index: Index) -> None:
 
 
 def require_apart(ranges: Iterable[tuple[int, int]], what: str) -> None:
-    """No two [begin, end) have anything in common.
+    """Refuse ranges [begin, end) that overlap.
 
     Raises:
         Refused
@@ -294,7 +294,7 @@ def require_apart(ranges: Iterable[tuple[int, int]], what: str) -> None:
 
 
 def check_index(index: Index, manifest: CheckpointManifest, rank: int) -> None:
-    """Refuse an index that does not list just what its manifest says that its rank wrote.
+    """Refuse an index that differs from its manifest in what its rank wrote.
 
     Raises:
         Refused
@@ -311,7 +311,7 @@ def check_index(index: Index, manifest: CheckpointManifest, rank: int) -> None:
 
 
 def _check_chunks(index: Index, manifest: CheckpointManifest) -> None:
-    """The chunks of every array are those that the rank wrote, each as long as its elements are."""
+    """The index lists the chunks that the rank wrote, each with the length of its elements."""
     owned = manifest.owned_by(index.rank).arrays
     for path, (entry, count) in owned.items():
         known = index.chunks.get(path, {})
@@ -333,7 +333,7 @@ def _check_chunks(index: Index, manifest: CheckpointManifest) -> None:
 
 
 def _raw_bytes(entry: ArrayEntry, number: int) -> int:
-    """Of a chunk of an array, stored raw."""
+    """Return the bytes of a raw chunk."""
     assert entry.grid is not None and entry.store is not None
     clipped = entry.grid
     if entry.store in CLIPPED_STORES and entry.grid != entry.shape:
@@ -342,7 +342,7 @@ def _raw_bytes(entry: ArrayEntry, number: int) -> int:
 
 
 def _check_packed(index: Index, manifest: CheckpointManifest) -> None:
-    """Every packed array is one chunk, of one data type; every tensor in it is one that the rank packed, and is all there."""
+    """Each packed array is one chunk of one data type, and holds the tensors that the rank packed, completely."""
     owned = manifest.owned_by(index.rank)
     if len(index.pieces) != owned.num_packed:
         names = [name for name, entry in manifest.arrays.items() if index.rank in entry.packed_in]
@@ -366,7 +366,7 @@ def _check_packed(index: Index, manifest: CheckpointManifest) -> None:
         if alike is not None:
             sound.add(alike)
     for path, length in index.packed.items():
-        # what a rank keeps in memory of the manifest that its lead wrote names arrays and files, and no components
+        # the manifest that a rank keeps in memory (saving/host_cache.py) has arrays and files, but no components
         if manifest.components and path.partition("/")[0] not in manifest.components:
             raise Refused(f"the packed array {path!r:.80} lies in the folder of none of the components")
         _check_packed_array(path, length, index, *form_of.get(path, (None, None)))
@@ -386,7 +386,7 @@ def _check_packed_array(path: str, length: int, index: Index, dtype: str | None,
 
 
 def check_whole(name: str, entry: ArrayEntry, pieces: Sequence[PackedPiece]) -> None:
-    """The pieces of a packed tensor, in all indexes together, are all of it, and no element is in two of them.
+    """Refuse a packed tensor whose pieces, in all indexes together, leave elements out or repeat them.
 
     Raises:
         Refused
@@ -409,7 +409,7 @@ def check_whole(name: str, entry: ArrayEntry, pieces: Sequence[PackedPiece]) -> 
 
 
 def _are_rows(shape: tuple[int, ...], pieces: Sequence[PackedPiece]) -> bool:
-    """Whether pieces, in some order, are runs of whole rows that follow one another, as most are."""
+    """Whether the pieces, sorted, are consecutive runs of whole rows. Most are."""
     at = 0
     for box in sorted(piece.box for piece in pieces):
         if box.shape[1:] != shape[1:] or box.offsets[:1] != (at,):

@@ -1,4 +1,4 @@
-"""Data types: torch's, the Zarr v3 names under which arrays of them are stored, and their bits; and which tensor is a DTensor."""
+"""Data types: torch's, their Zarr v3 names, and their bits. Also the test for DTensors."""
 
 from __future__ import annotations
 
@@ -10,28 +10,15 @@ import torch
 
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
 
-_ZARR_NAMES: dict[torch.dtype, str] = {
-    torch.bool: "bool",
-    torch.int8: "int8",
-    torch.int16: "int16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.uint8: "uint8",
-    torch.uint16: "uint16",
-    torch.uint32: "uint32",
-    torch.uint64: "uint64",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e5m2: "float8_e5m2",
-    torch.complex64: "complex64",
-    torch.complex128: "complex128",
-}
-_TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _ZARR_NAMES.items()}
-STORABLE = tuple(_ZARR_NAMES)
-"""Every type that arrays of a checkpoint can have."""
+STORABLE: tuple[torch.dtype, ...] = (
+    torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
+    torch.complex128,
+)  # fmt: skip
+"""Data types that a checkpoint can hold."""
+_ZARR_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in STORABLE}
+"""torch and Zarr have the same names for them."""
+_TORCH_DTYPES = {name: dtype for dtype, name in _ZARR_NAMES.items()}
 _WITHOUT_PLACEMENTS = frozenset((torch.Tensor, torch.nn.Parameter))
 _SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -72,14 +59,14 @@ def item_bytes(name: str) -> int:
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, without its history, C-contiguous and with its own bits in memory; itself where that is so already."""
+    """Return the tensor detached, C-contiguous, with conjugation and negation resolved; no copy where none is needed."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's elements as integers of their size, where torch has such: no kernel takes them for numbers then.
+    """Return the tensor viewed as integers of its element size, where torch has them, so that copies keep every bit.
 
-    Kernels of some devices convert on the way through, and give every NaN the same bits; and not every one knows every type.
+    Copy kernels of some devices change NaN payloads, and lack kernels for some types.
     """
     size = tensor.element_size()
     return tensor.view(_SAME_BITS[size]) if size in _SAME_BITS and size <= 8 else tensor
@@ -87,21 +74,21 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a C-contiguous tensor as a flat uint8 tensor over the same memory."""
-    # Not view(-1): of a single element torch keeps whatever stride it had, and then finds no bytes in it.
+    # Not view(-1): torch keeps any stride of a single element, and then cannot view it as bytes.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def bits_of(host: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the memory of a host tensor, of any strides, as an array of plain numbers of the same size.
+    """Return the memory of a host tensor, of any strides, as a NumPy array of plain numbers of the same size.
 
-    NumPy knows neither bfloat16 nor float8, but it moves numbers of their size bit for bit.
+    NumPy lacks bfloat16 and float8, but moves numbers of their size bit for bit.
     """
     plain = host.detach() if host.requires_grad else host
     return plain.view(_SAME_BITS[plain.element_size()]).numpy()
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether a tensor carries placements. Does not import torch.distributed.tensor where nobody has."""
+    """Whether a tensor is a DTensor, or has placements like one. Does not import torch.distributed.tensor."""
     if type(tensor) in _WITHOUT_PLACEMENTS:
         return False
     module = sys.modules.get("torch.distributed.tensor")

@@ -1,4 +1,4 @@
-"""Small files that survive a power cut: their bytes, and their names."""
+"""Write small files durably: bytes and names survive a power cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def replace_durably(path: Path, data: bytes) -> None:
-    """The same in one step: whoever looks finds what was there before, if anything was, or all of the new file."""
+    """Write a small file durably and atomically: readers find the old file, if there was one, or the whole new one."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         _write(beside, data)
@@ -40,17 +40,9 @@ def sync_folder(path: Path) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with os.fdopen(_new_file(path), "wb") as file:
+    """Write a new file. An existing file of that name is unlinked, not written to: it may be a link to another file."""
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _new_file(path: Path) -> int:
-    """A file of its own: what has the name already, a link to another file perhaps, is not written to, but loses its name."""
-    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, new, 0o666)
-    except FileExistsError:
-        os.unlink(path)
-        return os.open(path, new, 0o666)

@@ -1,4 +1,4 @@
-"""Pause Python's garbage collector around short bursts that make many thousands of small objects, of which none is garbage yet."""
+"""Pause Python's garbage collector around short bursts that create thousands of small objects."""
 
 from __future__ import annotations
 
@@ -6,32 +6,29 @@ import gc
 import os
 import threading
 from contextlib import ContextDecorator
-from types import TracebackType
 from typing import Self
 
 _NEVER = (1 << 30) + 7
-"""A threshold that no process reaches and that nobody else sets, so a pause can tell its own threshold from the program's."""
+"""A threshold that is never reached. Its odd value tells a pause's threshold from the program's."""
 
 
 class gc_paused(ContextDecorator):  # used as a decorator, like contextlib's own
-    """Start no automatic garbage collection while a block, or a function that this decorates, runs.
+    """Disable automatic garbage collection in a block, or in a function that this decorates.
 
-    Code that makes an object for each of 20,000 tensors makes the collector traverse all of them, and everything else that the
-    process holds, again and again: half of the time of such a load. Use it for pure Python work that ends soon, never around a wait or
-    a write: the process has one collector, and a pause in a background thread stops it for training, too.
+    Creating an object for each of 20,000 tensors makes the collector traverse the whole process again and again: half of the time
+    of such a load. Use it for short pure Python work, never around a wait or a write: the process has one collector, and a pause in a
+    background thread stops it for training, too.
 
     Blocks may nest and run in several threads: the collector runs again when the last of them ends. The pause raises the
-    collector's threshold and leaves its switch alone, so `gc.disable`, `gc.enable`, `gc.isenabled` and `gc.set_threshold` mean in a block
-    what they mean outside, and what the program sets there stays set.
+    collector's threshold and leaves its switch alone, so `gc.disable`, `gc.enable`, `gc.isenabled` and `gc.set_threshold` work in a block
+    as they do outside, and keep their effect.
     """
 
     def __enter__(self) -> Self:
         _pauses.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _pauses.end()
 
 
@@ -40,10 +37,10 @@ class _OfThread(threading.local):
 
 
 class _Pauses:
-    """The pauses of this process that have begun and not ended."""
+    """Counts the active pauses of this process. The collector is the process's, so there is one such object."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a collection may begin while it is held, and run what pauses
+        self._lock = threading.RLock()  # reentrant: a collection while it is held may run code that pauses
         self._count = 0
         self._own = _OfThread()
         self._before = gc.get_threshold()
@@ -66,11 +63,11 @@ class _Pauses:
 
     def _end(self, number: int) -> None:
         self._count -= number
-        if self._count == 0 and gc.get_threshold()[0] == _NEVER:  # else the program has set its own meanwhile
+        if self._count == 0 and gc.get_threshold()[0] == _NEVER:  # else the program has set its own threshold
             gc.set_threshold(*self._before)
 
     def _end_of_others(self) -> None:
-        """A child of a fork has this thread alone: the pauses of the others would never end there."""
+        """End the pauses of other threads in a forked child, which has this thread only."""
         if self._count > self._own.count:
             self._end(self._count - self._own.count)
         self._lock.release()

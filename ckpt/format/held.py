@@ -1,7 +1,7 @@
-"""Files of a checkpoint that are in some rank's memory, too: where, and how a load gets at them. (How they come there: backends/pool.py.)
+"""Checkpoint files that a rank of this host also keeps in memory: their places, and reads from there. `storage/pool.py` keeps them.
 
-The memory is a file of the kernel's that is in no folder (memfd), which any process of the same user on the same host opens through
-/proc, for as long as the rank that made it lives and keeps it. That it is the one which was meant is seen by name, inode and size.
+The memory is a memfd, which any process of the same user on the same host opens through /proc while its rank lives and keeps it.
+Name, inode and size identify it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MemoryFile(NamedTuple):
     """A file in the memory of a process of this host.
 
     Attributes:
-        name: of the memory, which no other of this host has.
+        name: of the memfd, unique on this host.
     """
 
     pid: int
@@ -36,11 +36,11 @@ class MemoryFile(NamedTuple):
 
 
 class HeldFiles:
-    """What of one checkpoint need not be read from its folder. Used by one thread at a time.
+    """The files of one checkpoint that can be read from memory. Used by one thread at a time.
 
     Args:
         places: path below the checkpoint -> its bytes in memory.
-        own: the same of those that are this process's own memory, mapped.
+        own: path -> mapped bytes, of the files in this process's own memory.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class HeldFiles:
         return file in self._places
 
     def open(self, file: str) -> int | None:
-        """A descriptor to read a file's bytes from; None: they are not held, or not any more, and come from the disk."""
+        """Return a descriptor of a file's memory; None: the file is not held, or not any more, and must be read from disk."""
         place = self._places.get(file)
         if place is None:
             return None
         with suppress(OSError):
-            # Without waiting: the number may be that of a pipe by now.
+            # O_NONBLOCK: the descriptor's number may belong to a pipe by now.
             fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 found = os.fstat(fd)
@@ -76,15 +76,15 @@ class HeldFiles:
         return None
 
     def place(self, file: str) -> MemoryFile | None:
-        """Where a file is held; None: it is not."""
+        """Return where a file is held; None: it is not."""
         return self._places.get(file)
 
     def read_at(self, file: str) -> Callable[[int, Sequence[memoryview], int], int]:
-        """What reads the bytes of a file that is held, as `os.preadv` does, which is slower for memory that is mapped already."""
+        """Return a function like `os.preadv` for a held file: a plain copy where the memory is mapped here, which is faster."""
         return os.preadv if file not in self._own else partial(_copy_from, self._own[file])
 
     def read(self, file: str) -> bytes | None:
-        """A small file, whole; None: it is not held."""
+        """Return the bytes of a small file; None: it is not held."""
         fd = self.open(file)
         if fd is None:
             return None
@@ -92,15 +92,15 @@ class HeldFiles:
             return stream.read()
 
     def distrust(self, file: str) -> None:
-        """What was found in memory is not what was saved: say so, and read the file from now on."""
+        """Stop using a file's memory, whose bytes are not those that were saved, with a warning; use the disk from now on."""
         if self._places.pop(file, None) is not None:
             _log.warning("%s was changed in memory since it was saved; it is read from the disk", file)
 
     def or_disk(self, file: str, read: Callable[[], _T]) -> _T:
-        """What `read` returns, which goes by what is held; once more, without it, if that proves damaged.
+        """Call `read`, which prefers memory. If the memory proves damaged, distrust it and call `read` again.
 
         Raises:
-            CorruptCheckpointError, OSError: the file on the disk is no better.
+            CorruptCheckpointError, OSError: the file on disk is damaged, too.
         """
         try:
             return read()
@@ -112,7 +112,7 @@ class HeldFiles:
 
 
 def _copy_from(memory: np.ndarray[Any, np.dtype[np.uint8]], _: int, buffers: Sequence[memoryview], at: int) -> int:
-    """Fill buffers from a byte of some memory on, as far as it goes; return how many bytes that was."""
+    """Fill buffers with the bytes of `memory` from `at` on; return the number of bytes copied."""
     start = at
     for buffer in buffers:
         piece = memory[at : at + len(buffer)]
@@ -122,9 +122,9 @@ def _copy_from(memory: np.ndarray[Any, np.dtype[np.uint8]], _: int, buffers: Seq
 
 
 NOTHING_HELD = HeldFiles()
-"""Of a checkpoint of which nothing is in memory. Stays empty."""
+"""For checkpoints of which nothing is in memory."""
 
 
 def places_from_json(rows: Mapping[str, Iterable[Any]]) -> dict[str, MemoryFile]:
-    """What `json.loads` makes of a dictionary of places."""
+    """Rebuild a dictionary of places from parsed JSON."""
     return {file: MemoryFile(*row) for file, row in rows.items()}

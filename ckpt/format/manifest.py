@@ -1,8 +1,7 @@
-"""The record of a checkpoint: the manifest, written last and read first, and one index per writing rank.
+"""The records of a checkpoint: the manifest, written last and read first, and one index per writing rank.
 
-The manifest says what the checkpoint holds and who wrote it; an index says where the bytes lie and what they must be. Both
-are JSON, and every path in them is relative, so a renamed or copied checkpoint stays whole. This module holds what they say, and
-writes them; `manifest_parsing` reads them.
+The manifest lists components, arrays and the ranks that wrote them; an index lists where the bytes lie, and their digests. Both are
+JSON with relative paths, so a renamed or copied checkpoint stays whole. This module holds and writes them; `manifest_parsing` reads them.
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ from ckpt.format.box import Box
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import ChunkExtent, FileRecord
-from ckpt.format.strict_json import (
-    Count,
-    Digest,
-    Rank,
-    Shape,
-    Side,
-)
+from ckpt.format.strict_json import Count, Digest, Rank, Shape, Side
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "checkpoint_manifest.json"
@@ -39,14 +32,14 @@ CONFIG_NAME = "config.yaml"
 SHARDED = "sharded"
 """The component, and so the folder, of a sharded state dict's tensors."""
 MAX_COMMIT_NUMBER = 10**12
-"""A greater `commit_number` is not one that saves have counted up to, and counts as none."""
+"""A greater `commit_number` was not counted up by saves, and counts as none."""
 COMMON, OBJECTS = "common", "objects"
-"""Folders beside it, each a checkpoint of its own, with what a sharded state dict holds besides."""
+"""Folders beside it, each a checkpoint of its own: the common state and the objects of a sharded state dict."""
 _OPTIONAL = ("commit_number", "run_id")
 
 
 def index_name(rank: int, generation: int = 0) -> str:
-    """The file of a rank's index. A checkpoint of which arrays were removed has a later generation of it."""
+    """Return the file name of a rank's index. Removing arrays from a checkpoint writes a later generation."""
     return f"index-{rank:05d}.json" if generation == 0 else f"index-{rank:05d}.{generation}.json"
 
 
@@ -54,23 +47,23 @@ _INDEX = re.compile(r"index-(?P<rank>\d{5,})(?:\.(?P<generation>\d+))?\.json")
 
 
 def index_generation(path: str) -> int:
-    """Of a file that `index_name` named."""
+    """Return the generation in a name that `index_name` made."""
     match = _INDEX.fullmatch(path)
     assert match is not None, path
     return int(match["generation"] or 0)
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """The xxh3-128 of some bytes, as 32 lower-case hex digits: how every whole file is named in a manifest."""
+    """Return the xxh3-128 of some bytes as 32 lower-case hex digits, as manifests hold it for whole files."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayEntry:
-    """What the manifest knows of one tensor, under the name `<component>/<prefix><key>`.
+    """The manifest's entry of one tensor, under the name `<component>/<prefix><key>`.
 
-    Exactly one of three kinds: its own array (`store`, `path`, `grid`, `writers`), packed with others (`store`, `packed_in`),
-    or a second name of another tensor (`alias_of`).
+    One of three kinds: an array of its own (`store`, `path`, `grid`, `writers`), packed with others (`store`, `packed_in`), or
+    a second name of another tensor (`alias_of`).
 
     Attributes:
         writers: runs (rank, first chunk, number of chunks) in row-major order of the chunks, covering all of them.
@@ -88,16 +81,16 @@ class ArrayEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return math.prod(self.shape) * item_bytes(self.dtype)
 
     @property
     def chunk_bytes(self) -> int:
-        """Of the elements of one whole chunk of an array of its own."""
+        """Bytes of the elements of one whole chunk."""
         return math.prod(self.grid or ()) * item_bytes(self.dtype)
 
     def writer_of(self, chunk: int) -> int:
-        """Return the rank whose index knows where row-major `chunk` lies."""
+        """Return the rank that wrote row-major `chunk`, and whose index lists it."""
         at = bisect_right(self.writers, chunk, key=lambda run: run[1]) - 1
         rank, first, count = self.writers[at]
         assert first <= chunk < first + count, f"chunk {chunk} of {self.path} has no writer"
@@ -129,7 +122,7 @@ class ComponentManifest:
     Attributes:
         key: the component, such as "model".
         sharing_pattern: one of the strings of `SharingPattern`.
-        ranks: who wrote any of it.
+        ranks: that wrote a part of it.
         replicated_across: the ranks that held equal copies when it was saved; for a PER_GROUP or PER_NODE component all
             members of all instances; None where copies are not equal.
         group_name: the process group of a PER_GROUP component.
@@ -186,7 +179,7 @@ class CheckpointManifest:
 
     @gc_paused()
     def to_bytes(self) -> bytes:
-        """The manifest file: one line per key, per component, per array and per file; the digest on the last line but one."""
+        """Return the bytes of the file: one line for each key, component, array and file; the digest on the last line but one."""
         head = {
             "format_version": self.format_version,
             "ckpt_version": self.ckpt_version,
@@ -200,7 +193,7 @@ class CheckpointManifest:
             "training_args_hash": self.training_args_hash,
         }
         lines = [f"  {json.dumps(key)}: {_dump(value)},\n" for key, value in head.items()]
-        # Arrays that are stored alike have one entry between them, and so one text.
+        # Arrays that are stored alike share one entry, and one text.
         texts = {id(entry): _dump(entry.to_json()) for entry in {id(a): a for a in self.arrays.values()}.values()}
         lines += [
             f"{_table('components', ((k, _dump(c.to_json())) for k, c in self.components.items()))},\n",
@@ -211,37 +204,37 @@ class CheckpointManifest:
         return body + closing(digest_of(body))
 
     def arrays_of(self, component: str) -> dict[str, ArrayEntry]:
-        """The arrays of one component, by the rest of their name: `<prefix><key>`."""
+        """Return the arrays of one component, by `<prefix><key>`."""
         start = component + "/"
         return {name[len(start) :]: entry for name, entry in self.arrays.items() if name.startswith(start)}
 
     def owned_by(self, rank: int) -> Owned:
-        """What a rank's index must list. Worked out once for all ranks: `arrays` must not change any more."""
+        """Return what a rank's index must list. Computed once for all ranks: `arrays` must not change afterwards."""
         if self._owned is None:
             self._owned = _owned_by_rank(self.arrays.values())
         return self._owned.get(rank, Owned())
 
     def index_paths(self) -> dict[int, str]:
-        """Rank -> file of its index, of the ranks that left one, in order."""
+        """Return rank -> index file, for the ranks that have one, in order."""
         found = (_INDEX.fullmatch(path) for path in self.files)
         return dict(sorted((int(match["rank"]), match[0]) for match in found if match))
 
     def listed_indexes(self) -> list[int]:
-        """The rank of every index that is listed, even if one rank has several."""
+        """Return the rank of each listed index file, repeated where a rank has several."""
         return [int(match["rank"]) for path in self.files if (match := _INDEX.fullmatch(path))]
 
     def index_ranks(self) -> list[int]:
-        """The ranks that left an index, in order."""
+        """Return the ranks that have an index, in order."""
         return list(self.index_paths())
 
 
 @dataclass(slots=True)
 class Owned:
-    """What one rank wrote, as the manifest has it.
+    """The arrays of one rank according to the manifest.
 
     Attributes:
-        arrays: path -> entry and number of chunks, of the arrays of which it wrote any.
-        num_packed: tensors of which it packed a part.
+        arrays: path -> entry and number of chunks that the rank wrote.
+        num_packed: number of tensors of which it packed a part.
     """
 
     arrays: dict[str, tuple[ArrayEntry, int]] = field(default_factory=dict)
@@ -268,7 +261,7 @@ class PackedPiece(NamedTuple):
     Attributes:
         packed: path of the packed array, 1-D and one chunk.
         global_shape: of the tensor.
-        box: which of its elements, in global coordinates.
+        box: in global coordinates.
         first: where its first element lies in the packed array, in elements.
     """
 
@@ -280,16 +273,16 @@ class PackedPiece(NamedTuple):
 
 @dataclass(slots=True)
 class Index:
-    """What one rank wrote, or linked to the checkpoint before.
+    """The files, chunks and packed pieces that one rank wrote, or linked to an earlier checkpoint.
 
     Attributes:
         files: every file of this rank, by path below the checkpoint.
-        chunks: array path -> row-major chunk number -> where it lies and what it must be.
+        chunks: array path -> row-major chunk number -> extent with digests.
         packed: path of each of this rank's packed arrays -> number of elements.
         pieces: array name (`<component>/<prefix><key>`) -> its pieces in those.
-        dead: file -> what lies in it of an earlier checkpoint, and is no chunk of this one. Its digests are kept, so that every byte
-            of the file can be checked. Absent from the JSON where there is none. To a version of this package that does not
-            know it, such a file, and no other, looks as if its loose bytes had been changed.
+        dead: file -> extents in it that belong to an earlier checkpoint and to no chunk of this one, with digests, so that every byte
+            of the file can be checked. Absent from the JSON where there is none. Versions of this package without this key report
+            such files, and no others, as changed.
     """
 
     rank: int
@@ -300,7 +293,7 @@ class Index:
     dead: dict[str, list[ChunkExtent]] = field(default_factory=dict)
 
     def covered(self) -> dict[str, list[ChunkExtent]]:
-        """File -> what of it is under digests of its own; the record of the file has one of all the rest."""
+        """Return file -> the extents in it that have digests of their own; its `FileRecord` has the digest of the rest."""
         found: dict[str, list[ChunkExtent]] = {}
         for by_number in self.chunks.values():
             for extent in by_number.values():
@@ -334,7 +327,7 @@ class Index:
         return ("{\n" + ",\n".join(tables) + "\n}\n").encode()
 
     def _piece_rows(self) -> Iterator[tuple[str, str]]:
-        """The name of each packed tensor, and its pieces as JSON. The places of those that are cut alike are written once."""
+        """Yield each packed tensor's name and its pieces as JSON. The text of equal places is made once."""
         number = {path: str(number) for number, path in enumerate(self.packed)}
         places: dict[tuple[tuple[int, ...], Box], str] = {}
         for name, pieces in self.pieces.items():
@@ -352,13 +345,13 @@ def _dead_rows(extents: Iterable[ChunkExtent]) -> list[list[Any]]:
 
 
 def _table(key: str, rows: Iterable[tuple[str, str]]) -> str:
-    """A dictionary as a key of a file's outermost one: a line for each (name, JSON)."""
+    """Return a top-level key of a file with a dictionary in it: one line for each (name, JSON)."""
     lines = ",\n".join([f"    {_quoted(name)}: {row}" for name, row in rows])
     return f'  "{key}": {{\n{lines}\n  }}' if lines else f'  "{key}": {{}}'
 
 
 def closing(digest: str) -> bytes:
-    """The end of a manifest, which holds the digest of all before it."""
+    """Return the last bytes of a manifest, with the digest of all bytes before them."""
     return f'  "manifest_digest": "{digest}"\n}}\n'.encode()
 
 

@@ -1,6 +1,6 @@
-"""Manifests and indexes from text that anybody may have written: records that agree with themselves, or one error.
+"""Parse manifests and indexes that anybody may have written: return consistent records, or raise one error.
 
-Called for every manifest and index that is read. Types and ranges are schemas of msgspec; how values must agree is in `consistency`.
+Used for every manifest and index that is read. Schemas of msgspec check types and ranges; `consistency` checks values against each other.
 """
 
 from __future__ import annotations
@@ -74,20 +74,11 @@ def parse_manifest(data: bytes, where: str) -> CheckpointManifest:
     if rows is not None and "arrays" in tree:
         raise corrupt(where, "'arrays' stands twice in it")
     said = fit(tree, _Document, where)
+    arrays = fit(tree.get("arrays"), dict[str, ArrayEntry], where) if rows is None else _arrays_in(rows, where)
     manifest = CheckpointManifest(
-        checkpoint_id=said.checkpoint_id,
-        timestamp=said.timestamp,
-        world_size=said.world_size,
-        topology=tree["topology"],
-        components=said.components,
-        arrays=fit(tree.get("arrays"), dict[str, ArrayEntry], where) if rows is None else _arrays_in(rows, where),
-        files=said.files,
-        training_args_hash=said.training_args_hash,
-        checkpoint_path=said.checkpoint_path,
-        ckpt_version=said.ckpt_version,
-        pytorch_version=said.pytorch_version,
-        commit_number=said.commit_number,
-        run_id=said.run_id,
+        **(
+            msgspec.structs.asdict(said) | {"topology": tree["topology"], "arrays": arrays}
+        )  # the topology with all its keys
     )
     with refusing(where):
         check_manifest(manifest)
@@ -97,10 +88,10 @@ def parse_manifest(data: bytes, where: str) -> CheckpointManifest:
 
 @gc_paused()
 def parse_index(data: bytes, where: str = "an index") -> Index:
-    """Parse what `to_bytes` made. `where` names the file in errors. Against its manifest, `stored.read_index` checks it.
+    """Parse an index. `where` names the file in errors. `stored.read_index` then checks it against its manifest.
 
     Raises:
-        CorruptCheckpointError: what it says cannot be: see `ckpt.format.consistency`.
+        CorruptCheckpointError: it is inconsistent: see `ckpt.format.consistency`.
     """
     said = _index_document(data, where)
     with refusing(where):
@@ -131,7 +122,7 @@ _PieceRow = tuple[Count, Shape, Shape, Shape, Count]
 
 
 class _IndexDocument(msgspec.Struct):
-    """An index as JSON. Digests are looked at later, all at once."""
+    """The schema of an index. Digests are checked later, all at once."""
 
     rank: Rank
     files: dict[str, tuple[Count, str]]
@@ -145,7 +136,7 @@ _INDEX_DECODER = msgspec.json.Decoder(_IndexDocument)
 
 
 def _index_document(data: bytes, where: str) -> _IndexDocument:
-    """Decode an index in one go; where msgspec cannot, or may have lost a key that stands twice, more slowly."""
+    """Decode an index with msgspec; with the slower strict parser where msgspec fails or may have dropped a repeated key."""
     try:
         said = _INDEX_DECODER.decode(data)
         tables: Iterable[Mapping[str, object]] = (said.files, said.chunks, said.packed, said.pieces, said.dead)
@@ -154,7 +145,7 @@ def _index_document(data: bytes, where: str) -> _IndexDocument:
         msgspec.MsgspecError,
         ValueError,
         RecursionError,
-    ):  # or a name is half a surrogate pair, which JSON can hold
+    ):  # such as a name with half a surrogate pair, which JSON can hold
         is_whole = False
     if not is_whole:
         said = fit(parse(data, where), _IndexDocument, where)
@@ -166,7 +157,7 @@ def _index_document(data: bytes, where: str) -> _IndexDocument:
 
 
 def _extents_of(rows: Sequence[_ChunkRow], files: Sequence[str]) -> dict[int, ChunkExtent]:
-    """The chunks of one array, by number."""
+    """Return the chunks of one array, by number."""
     try:
         extents = {
             number: ChunkExtent(files[file], offset, length, _unhex(digests), block_bytes, bool(raw))
@@ -180,7 +171,7 @@ def _extents_of(rows: Sequence[_ChunkRow], files: Sequence[str]) -> dict[int, Ch
 
 
 def _require_known_parts(files: Iterable[str]) -> None:
-    """Refuse a manifest that lists another checkpoint inside of this one, beside the two that there may be."""
+    """Refuse a manifest that lists nested checkpoints other than `COMMON` and `OBJECTS`."""
     for path in files:
         folder, _, name = path.rpartition("/")
         if name == MANIFEST_NAME and folder not in (COMMON, OBJECTS):
@@ -188,10 +179,10 @@ def _require_known_parts(files: Iterable[str]) -> None:
 
 
 def require_own_digest(data: bytes, where: str) -> None:
-    """Refuse the bytes of a manifest that are not the ones that were written. `where` names the file.
+    """Refuse a manifest whose bytes were changed or cut off after the save. `where` names the file.
 
     Raises:
-        CorruptCheckpointError: they do not match the digest that they end in.
+        CorruptCheckpointError: the bytes do not match the digest at their end.
     """
     size = len(closing("0" * 32))
     if len(data) <= size or data[-size:] != closing(digest_of(memoryview(data)[:-size])):
@@ -206,7 +197,7 @@ class _Topology(msgspec.Struct):
 
 
 class _Document(msgspec.Struct):
-    """A manifest as JSON, without its arrays, which most of it is."""
+    """The schema of a manifest without its arrays, which are most of it."""
 
     timestamp: datetime
     checkpoint_id: str
@@ -223,7 +214,7 @@ class _Document(msgspec.Struct):
 
 
 def _require_version(tree: Any, where: str) -> None:
-    """Refuse a manifest of another version of the format before anything else in it is looked at.
+    """Refuse a manifest of another format version, before the rest is parsed.
 
     Raises:
         CorruptCheckpointError: it says no version.
@@ -240,7 +231,7 @@ def _require_version(tree: Any, where: str) -> None:
 
 
 def _parted(text: str) -> tuple[str, str | None]:
-    """The text of a manifest without its arrays, and that of these, a line for each; None if another hand laid it out."""
+    """Split a manifest's text into the part without arrays, and the arrays, a line each; None if it is laid out otherwise."""
     start = text.find(_ARRAYS)
     stop = text.find(_END_OF_TABLE, start)
     if start < 0 or stop < 0:
@@ -249,9 +240,9 @@ def _parted(text: str) -> tuple[str, str | None]:
 
 
 def _arrays_in(rows: str, where: str) -> dict[str, ArrayEntry]:
-    """The arrays of a manifest, of which those that are stored alike share one entry: what reads alike is parsed once.
+    """Parse the arrays of a manifest. Equal texts are parsed once, and share one entry.
 
-    That takes that each stands on a line of its own, as `to_bytes` writes them. (No string of JSON holds an end of line.)
+    Each array has a line of its own, as `to_bytes` writes them. (JSON strings contain no line breaks.)
     """
     arrays = {}
     known: dict[str, ArrayEntry] = {}
@@ -270,7 +261,7 @@ def _arrays_in(rows: str, where: str) -> dict[str, ArrayEntry]:
 
 
 def _entry_in(line: str, end: int, where: str) -> ArrayEntry:
-    """The entry in a line whose name ends at `end`."""
+    """Parse the entry in a line whose name ends at `end`."""
     if line[:4].strip() or line[end : end + 1] != ":":
         raise Refused(f"{line!r:.80} is no array")
     try:
@@ -283,7 +274,7 @@ _ENTRY_DECODER = msgspec.json.Decoder(ArrayEntry)
 
 
 def _pieces_from_json(tree: Mapping[str, Sequence[_PieceRow]], packed: Sequence[str]) -> dict[str, list[PackedPiece]]:
-    """The pieces of an index. The places of those that are cut alike are made, and checked, once."""
+    """Return the pieces of an index. Equal places are built and checked once."""
     places: dict[tuple[Shape, Shape, Shape], tuple[Shape, Box]] = {}
     found: dict[str, list[PackedPiece]] = {}
     for name, rows in tree.items():

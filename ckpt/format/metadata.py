@@ -1,4 +1,4 @@
-"""`metadata.json`: which formats a checkpoint was written in, and so who can read it. Written last, it marks the folder complete.
+"""`metadata.json`: the formats of a sharded state dict's checkpoint. Written last: it marks the folder complete.
 
 Names follow megatron.core.dist_checkpointing.core.
 """
@@ -19,22 +19,22 @@ from ckpt.format.strict_json import parse
 
 CONFIG_FNAME = "metadata.json"
 MOST_CONFIG_BYTES = 1 << 20
-"""Far more than any `metadata.json` has."""
+"""Limit for `metadata.json`, far above any real one."""
 
 TORCH_DIST = "torch_dist"
-"""The backend of Megatron-Core's checkpoints in the format of torch.distributed.checkpoint."""
+"""Megatron-Core's name for checkpoints in the format of torch.distributed.checkpoint."""
 _DCP_METADATA = ".metadata"
 _DIGEST = "digest"
 
 CheckpointingException = CheckpointError
-"""The base of all errors of this package, under the name by which code written for Megatron-Core catches it."""
+"""Megatron-Core's name for the base of all errors, so that its callers catch ours."""
 
 _BEFORE_COMMON_WAS_NAMED: dict[str, Any] = {"common_backend": "torch", "common_backend_version": 1}
 
 
 @dataclass
 class CheckpointingConfig:
-    """The formats of a checkpoint: of its sharded tensors, and of everything else. Not of what the application put in.
+    """The format of a checkpoint's sharded tensors (`sharded_*`), and of everything else (`common_*`).
 
     Attributes:
         sharded_backend: such as "zarr".
@@ -48,21 +48,21 @@ class CheckpointingConfig:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a distributed checkpoint that was finished. Any rank; reads one small file.
+    """Whether a folder holds a complete distributed checkpoint. Any rank; reads one small file.
 
     Raises:
-        CorruptCheckpointError, StorageError: as `maybe_load_config`, for what is damaged is not something else.
+        CorruptCheckpointError, StorageError: as `maybe_load_config`: a damaged file does not count as a missing one.
     """
     return maybe_load_config(checkpoint_dir) is not None
 
 
 def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
-    """Return what `metadata.json` says, or None if the folder has none. Any rank.
+    """Read `metadata.json`; return None if the folder has none. Any rank.
 
-    Keys that this version does not know are passed over. The common backend was not always named: then it is torch's, version 1.
+    Unknown keys are ignored. Without a common backend, as older versions wrote it, it is torch's, version 1.
 
     Raises:
-        CorruptCheckpointError: the file is no such record.
+        CorruptCheckpointError: the file does not fit the schema, or does not match its digest.
         StorageError: it cannot be read.
     """
     path = Path(checkpoint_dir, CONFIG_FNAME)
@@ -77,7 +77,7 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
 
 
 def other_format(checkpoint_dir: str | os.PathLike[str]) -> str | None:
-    """Say which format a folder is in, and what can be done, if it is a known one that is not read here; else None. Any rank."""
+    """Return a sentence about a folder in a known format that is not read here, with the way to convert it; else None. Any rank."""
     folder = Path(checkpoint_dir)
     try:
         config = maybe_load_config(folder)
@@ -98,10 +98,10 @@ def other_format(checkpoint_dir: str | os.PathLike[str]) -> str | None:
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write `metadata.json`, durably and in one step: whoever looks finds the old one, if any, or the new one. One rank.
+    """Write `metadata.json` durably and atomically: readers find the old file, if any, or the new one. One rank.
 
     Raises:
-        StorageError: the folder cannot be written; what was there is unchanged.
+        StorageError: the folder cannot be written; the old file is unchanged.
     """
     path = Path(checkpoint_dir, CONFIG_FNAME)
     try:
@@ -111,7 +111,7 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[s
 
 
 def config_bytes(config: CheckpointingConfig) -> bytes:
-    """What `metadata.json` holds: the config, and a digest of it, which other readers pass over."""
+    """Return the bytes of `metadata.json`: the config, and its digest, which other readers ignore."""
     said = asdict(config)
     return json.dumps(said | {_DIGEST: _digest(said)}).encode()
 

@@ -1,4 +1,4 @@
-"""Names of files and folders: in a checkpoint those made of names of tensors, which may be anything; and what a user gives. Pure."""
+"""File and folder names: safe ones made of tensor names, and checks of paths in records and of paths from users. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.errors import ConfigurationError
 PLAIN_NAME = "plain.json"
 MAX_NAME_CHARS = 150
 COMPONENT_KEY = re.compile(r"[A-Za-z0-9_-]+")
-"""What a component may be called: the name of a folder everywhere."""
+"""Valid component names: they are folder names on every file system."""
 _PATH_MAX = 4096
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
 _OURS = (PLAIN_NAME, "zarr.json")
@@ -23,11 +23,11 @@ _INNER_PATH = re.compile(rf"(?!\\|[A-Za-z]:[/\\]){_PART}(?:/{_PART})*")
 
 
 def encode_key(key: str) -> str:
-    """Return the folder name of an array: a tensor's name is data, so nothing in it may act as a path.
+    """Return the folder name of an array. A tensor's name is data: nothing in it may act as a path.
 
-    Every UTF-8 byte outside `[A-Za-z0-9_.-]` is percent-encoded, so is a leading `.`, and the first letter of a name that is
-    ours: `packed-...`, `plain.json`, `zarr.json`. A name that grows too long for a file system is cut and ends in its own
-    digest. Never decoded: manifest and index hold the key itself.
+    Percent-encoded are UTF-8 bytes outside `[A-Za-z0-9_.-]`, a leading `.`, and the first letter of our own names (`packed-...`,
+    `plain.json`, `zarr.json`). Longer names than `MAX_NAME_CHARS` are cut and end in their digest. Names are never decoded: manifest
+    and index hold the key itself.
 
     Example:
         >>> encode_key("h.0.attn/weight"), encode_key(".."), encode_key("packed-x"), encode_key("")
@@ -44,10 +44,10 @@ def encode_key(key: str) -> str:
 
 
 def is_inner_path(path: str) -> bool:
-    """Whether this is the path of something inside of a folder: relative, with `/` between parts, and no part leads back out.
+    """Whether this is a relative path, with `/` between parts, that stays inside of its folder. Decided without the file system.
 
-    A file system need not be asked: no part is empty, `.` or `..`, none holds NUL or a lone surrogate, and the whole begins neither
-    with a backslash nor with a drive, and is no longer than Linux takes.
+    No part is empty, `.` or `..`, or holds NUL or a lone surrogate. The path begins with no backslash and no drive, and is not longer than
+    Linux allows.
 
     Example:
         >>> [is_inner_path(path) for path in ("model/w/c/0", "", "/etc/passwd", "a/../../b", "a//b", "C:/b")]
@@ -57,15 +57,15 @@ def is_inner_path(path: str) -> bool:
 
 
 def local_path(path: str | os.PathLike[str], what: str) -> Path:
-    """Return a path that a user gave, unless it is an address such as `s3://bucket/x`, which would be a folder `s3:` here.
+    """Return a path that a user gave. Refuse addresses such as `s3://bucket/x`, which would become a folder `s3:`.
 
-    A `Path` of it, in which `//` has become `/`, is known, too. A folder whose name looks like that is `./s3:/x`.
+    A `Path` of an address, in which `//` has become `/`, is refused, too. A real folder of such a name is given as `./s3:/x`.
 
     Args:
-        what: was asked for, such as "output_dir".
+        what: name of the setting, such as "output_dir".
 
     Raises:
-        ConfigurationError: it is an address.
+        ConfigurationError: the path is an address.
     """
     match = _SCHEME.match(os.fspath(path))
     if match is None:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its arrays and files: shape and grid of an array, where the bytes of a chunk lie, digests and sizes. Pure."""
+"""Records of arrays and files: shape and grid of an array, extent of a chunk, size and digests of a file. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ckpt.errors import StorageError
 from ckpt.format.box import Box
 
 BLOCK_BYTES = 4 << 20
-"""Bytes under one digest. A part of a chunk can be checked by reading at most two blocks more than it needs."""
+"""Bytes under one digest. Checking a part of a chunk reads at most two blocks more than the part."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """One array as storage sees it.
+    """One array as storage knows it.
 
     Attributes:
         path: folder of the array below the checkpoint, with `/` between parts, already safe as a file name.
@@ -31,12 +31,12 @@ class ArraySpec:
 
 
 class Content(NamedTuple):
-    """A tensor in a chunk, or a box of one.
+    """A tensor, or a box of one, that lies in a chunk.
 
     Attributes:
-        key: of the tensor, in the folder of the chunk's array.
+        key: of the tensor.
         shape: of the whole tensor.
-        box: which of its elements, in global coordinates.
+        box: in global coordinates.
     """
 
     key: str
@@ -46,11 +46,11 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A chunk that will be written, or an array that has none.
+    """A chunk that will be written, or an array without chunks.
 
     Attributes:
         chunk: row-major number; None: the array has no elements.
-        contents: what lies end to end in it.
+        contents: of the chunk, end to end.
     """
 
     array: ArraySpec
@@ -60,15 +60,15 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class ChunkExtent:
-    """Where the bytes of one chunk lie, and what they must be.
+    """The place of a chunk's bytes in a file, and their digests.
 
     Attributes:
         file: path below the checkpoint folder.
         offset: first byte in that file.
         length: number of bytes; for a raw chunk those of its `stored_shape`.
         digests: one xxh3-64 per `block_bytes` bytes, the last block shorter.
-        raw: the bytes are the elements themselves, row-major and little-endian. If not, they are encoded, the digests
-            are of the encoded bytes, and only the backend's own library can decode them.
+        raw: the bytes are the elements, row-major and little-endian. If not, they are encoded, the digests are of the
+            encoded bytes, and the backend's library decodes them.
     """
 
     file: str
@@ -81,27 +81,27 @@ class ChunkExtent:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file: size in bytes, and the xxh3-128 (hex) of those of its bytes that no chunk's digests cover, in order."""
+    """One file: size in bytes, and the xxh3-128 (hex) of its bytes outside of chunks, in order."""
 
     size: int
     rest: str
 
 
 CLIPPED_STORES = frozenset(("safetensors",))
-"""Stores whose chunks end where the array ends. In all others an edge chunk is padded to a whole cell of the grid."""
+"""Stores that clip edge chunks to the array. All others pad them to a whole cell of the grid."""
 
 
 def stored_shape(store: str, grid: tuple[int, ...], clipped: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in which a raw chunk lies in its store.
+    """Return the shape in which a raw chunk is stored.
 
     Args:
-        clipped: shape of the chunk inside of the array.
+        clipped: shape of the chunk, clipped to the array.
     """
     return clipped if store in CLIPPED_STORES else grid
 
 
 def changed_in_memory(path: str) -> StorageError:
-    """The error of bytes that are not what they were when they were copied."""
+    """Return the error for bytes that no longer have the digests from when they were copied."""
     return StorageError(
         f"{path} was changed in memory between the snapshot and the disk; nothing of this save is kept. Save again."
     )

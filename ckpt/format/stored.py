@@ -1,10 +1,10 @@
-"""Reading the records of a committed checkpoint: the manifest, its indexes and small files, each checked against its digest."""
+"""Read the records of a committed checkpoint: the manifest, its indexes and small files, each checked against its digest."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import xxhash
@@ -26,8 +26,8 @@ def read_manifest(checkpoint_dir: Path) -> CheckpointManifest:
     """Read and check the manifest of a checkpoint folder. Any process.
 
     Raises:
-        CheckpointNotFoundError: the folder is missing or holds no manifest: it is no checkpoint.
-        CorruptCheckpointError: the manifest is not as it was written.
+        CheckpointNotFoundError: the folder is missing, or has no manifest.
+        CorruptCheckpointError: the manifest was changed after the save.
     """
     return parse_manifest(read_manifest_bytes(checkpoint_dir), str(checkpoint_dir / MANIFEST_NAME))
 
@@ -50,17 +50,17 @@ def read_manifest_bytes(checkpoint_dir: Path) -> bytes:
 
 
 def identity_of(checkpoint_dir: Path) -> tuple[int, ...] | None:
-    """What tells the checkpoint at a path from another that comes to lie there; None: there is none that can be read."""
+    """Return a value that differs between the checkpoint at this path and a later one there; None: none can be read."""
     try:
         with CheckpointFolder(checkpoint_dir) as folder, folder.stream(MANIFEST_NAME) as stream:
-            manifest = os.fstat(stream.fileno())  # opened, for network file systems ask the server then
+            manifest = os.fstat(stream.fileno())  # opening makes network file systems ask the server
     except (OSError, CorruptCheckpointError):
         return None
     return manifest.st_dev, manifest.st_ino, manifest.st_size, manifest.st_mtime_ns
 
 
 def gone(checkpoint_dir: Path) -> CheckpointGoneError:
-    """What to raise for a checkpoint that another process removed while it was read."""
+    """Return the error for a checkpoint that another process removed while it was read."""
     return CheckpointGoneError(
         f"{checkpoint_dir} was removed or replaced while it was read, as retention does; it is not damaged. Read a newer one."
     )
@@ -68,10 +68,10 @@ def gone(checkpoint_dir: Path) -> CheckpointGoneError:
 
 @contextmanager
 def noticing_removal(checkpoint_dir: Path) -> Iterator[None]:
-    """Tell damage from removal in a block that reads a checkpoint. For one process; loads of several ranks agree on it.
+    """Tell removal from damage in a block that reads a checkpoint. For one process; loads of several ranks agree on it.
 
     Raises:
-        CheckpointGoneError: the block failed, and the checkpoint that was at this path when it began is not there any more.
+        CheckpointGoneError: the block failed, and the checkpoint at this path is not the one from when it began.
     """
     before = identity_of(checkpoint_dir)
     try:
@@ -88,7 +88,7 @@ def read_listed_file(
     """Read one of the small files in the manifest's list whole, and check size and digest.
 
     Args:
-        held: what is in memory.
+        held: files in memory.
 
     Raises:
         CorruptCheckpointError: the file is not listed, missing, or not as it was written.
@@ -100,7 +100,9 @@ def read_listed_file(
     def read() -> bytes:
         data = held.read(path)
         if data is None:
-            data = _read(checkpoint_dir, path, size)
+            data = _read_if_there(checkpoint_dir, path, size)
+        if data is None:
+            raise CorruptCheckpointError(f"{path} is missing from {checkpoint_dir}")
         if len(data) != size:
             raise CorruptCheckpointError(f"{path} has {len(data)} bytes, the manifest says {size}")
         if digest_of(data) != digest:
@@ -125,10 +127,10 @@ def read_index(checkpoint_dir: Path, manifest: CheckpointManifest, rank: int, he
 
 
 def checked_index(data: bytes, manifest: CheckpointManifest, rank: int, path: str) -> Index:
-    """Parse the index of a rank, whose bytes are as they were written, and hold it against the manifest.
+    """Parse the index of a rank, and check it against the manifest.
 
     Raises:
-        CorruptCheckpointError: what it says cannot be: see `ckpt.format.consistency`.
+        CorruptCheckpointError: it is inconsistent: see `ckpt.format.consistency`.
     """
     index = parse_index(data, path)
     with refusing(path):
@@ -145,12 +147,12 @@ def read_plain_file(
     *,
     component: str | None = None,
 ) -> bytes:
-    """Read a file of plain values, and check it: the lead's stand in the manifest, those of other ranks in their indexes.
+    """Read a file of plain values and check its digest, which is in the manifest for the lead's, else in the rank's index.
 
     Args:
-        index_of: that of the rank that wrote it, where it is wanted.
-        held: what is in memory.
-        component: whose values they are, for the error.
+        index_of: returns the index of the rank that wrote the file; called only if needed.
+        held: files in memory.
+        component: named in the error.
 
     Raises:
         CorruptCheckpointError: it is missing, or not as it was written.
@@ -162,8 +164,8 @@ def read_plain_file(
     def read() -> bytes:
         record, data = index.files.get(path), held.read(path)
         if data is None:
-            data = _read_if_there(checkpoint_dir, path, record.size) if record is not None else b""
-        if record is None or (record.size, record.rest) != (len(data), digest_of(data)):
+            data = _read_if_there(checkpoint_dir, path, record.size) if record is not None else None
+        if record is None or data is None or (record.size, record.rest) != (len(data), digest_of(data)):
             raise CorruptCheckpointError(
                 f"{path} is missing or not as rank {index.rank} wrote it", component=component, file=path
             )
@@ -179,47 +181,40 @@ def check_file(
     covered: Collection[ChunkExtent],
     held: HeldFiles = NOTHING_HELD,
 ) -> None:
-    """Check that a file an index lists has its size, and that the bytes no chunk covers are as written.
+    """Check the size of a file that an index lists, and the digest of its bytes outside of chunks.
 
-    Cheap for data files: of those it reads nothing. The bytes of chunks are checked where they are read.
+    Cheap for data files, whose bytes lie in chunks: loads check those as they read them.
 
     Args:
-        folder: of the checkpoint, kept open over all of its files.
-        covered: what of it is under other digests, as `Index.covered` gives it.
-        held: what is in memory, and is checked there: that is what is read.
+        folder: of the checkpoint.
+        covered: extents in the file with digests of their own, as `Index.covered` gives them.
+        held: files in memory, which are checked there.
 
     Raises:
         CorruptCheckpointError: naming the file.
     """
 
     def check() -> None:
-        fd = held.open(path)
-        try:
-            _check_file(folder, fd, path, record, covered)
-        finally:
-            if fd is not None:
-                os.close(fd)
+        with ExitStack() as stack:
+            if (fd := held.open(path)) is not None:
+                stack.callback(os.close, fd)
+            try:
+                size = (folder.stat(path) if fd is None else os.fstat(fd)).st_size
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise CorruptCheckpointError(f"{path} is missing", file=path) from error
+            if size != record.size:
+                raise CorruptCheckpointError(f"{path} has {size} bytes, its index says {record.size}", file=path)
+            if _digest_of_rest(lambda: folder.open(path) if fd is None else os.dup(fd), size, covered) != record.rest:
+                raise CorruptCheckpointError(
+                    f"{path} does not match its digest; bytes outside of any array were changed after the save",
+                    file=path,
+                )
 
     held.or_disk(path, check)
 
 
-def _check_file(
-    folder: CheckpointFolder, fd: int | None, path: str, record: FileRecord, covered: Iterable[ChunkExtent]
-) -> None:
-    try:
-        size = (folder.stat(path) if fd is None else os.fstat(fd)).st_size
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptCheckpointError(f"{path} is missing", file=path) from error
-    if size != record.size:
-        raise CorruptCheckpointError(f"{path} has {size} bytes, its index says {record.size}", file=path)
-    if _digest_of_rest(lambda: folder.open(path) if fd is None else os.dup(fd), size, covered) != record.rest:
-        raise CorruptCheckpointError(
-            f"{path} does not match its digest; bytes outside of any array were changed after the save", file=path
-        )
-
-
 def rest_digest(folder: CheckpointFolder, path: str, size: int, covered: Iterable[ChunkExtent]) -> str:
-    """The xxh3-128 of those bytes of a file that nothing covers, in order; nothing is opened if there are none."""
+    """Return the xxh3-128 of a file's bytes outside of `covered`. Opens the file only if there are any."""
     return _digest_of_rest(lambda: folder.open(path), size, covered)
 
 
@@ -243,22 +238,10 @@ def _digest_of_rest(open_file: Callable[[], int], size: int, covered: Iterable[C
     return state.hexdigest()
 
 
-def _read(checkpoint_dir: Path, path: str, size: int) -> bytes:
-    """Read a file that should have this size; one that has another is not read."""
-    try:
-        with CheckpointFolder(checkpoint_dir) as folder, folder.stream(path) as stream:
-            found = os.fstat(stream.fileno()).st_size
-            if found != size:
-                raise CorruptCheckpointError(f"{path} has {found} bytes, the manifest says {size}", file=path)
-            return stream.read()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptCheckpointError(f"{path} is missing from {checkpoint_dir}") from error
-
-
-def _read_if_there(checkpoint_dir: Path, path: str, size: int) -> bytes:
-    """The same, but of what is missing, or no file, nothing."""
+def _read_if_there(checkpoint_dir: Path, path: str, size: int) -> bytes | None:
+    """Read a file of at most this size; return None if it is missing."""
     try:
         with CheckpointFolder(checkpoint_dir) as folder:
             return folder.read(path, size)
     except (FileNotFoundError, NotADirectoryError):
-        return b""
+        return None

@@ -1,8 +1,7 @@
-"""JSON from a file that anybody may have written: it is what its schema says, or a `CorruptCheckpointError` names file and reason.
+"""Strict JSON parsing of files that anybody may have written: a result that fits its schema, or one error that names file and reason.
 
-Nothing is taken that two readers could read differently: text is UTF-8, a key stands once in its object, NaN and Infinity are no
-JSON, a boolean is no number. Schemas are msgspec's: annotated types, `msgspec.Struct`, dataclasses. Keys that a schema does not know
-are passed over.
+Refused is whatever two readers could read differently: text other than UTF-8, repeated keys, NaN and Infinity, booleans as numbers.
+Schemas are msgspec's: annotated types, `msgspec.Struct`, dataclasses. Keys outside of a schema are ignored.
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ from ckpt.errors import CorruptCheckpointError, sentence
 
 MAX_INT = (1 << 63) - 1
 MAX_RANKS = 1 << 20
-"""More ranks than any job has: lists are made that are as long."""
+"""More ranks than any job has. Bounds the length of lists over ranks."""
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
-"""A number of bytes or elements, or a position."""
+"""A number of bytes or elements, or an offset."""
 Side = Annotated[int, Meta(ge=1, le=MAX_INT)]
-"""A length that is divided by."""
+"""A length that is used as a divisor."""
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 """An xxh3-128."""
 Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
-"""As many dimensions as NumPy has."""
+"""At most as many dimensions as NumPy supports."""
 
 _T = TypeVar("_T")
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 
 class Refused(ValueError):
-    """What is wrong with a file, as a clause; `refusing` adds which one."""
+    """A reason to refuse a file, as a clause. `refusing` adds the file's name."""
 
 
 def corrupt(where: str, reason: str) -> CorruptCheckpointError:
-    """What to raise for a file that says something impossible."""
+    """Return the error for a file with impossible content."""
     return CorruptCheckpointError(f"{where}: {reason}. Load an earlier checkpoint.")
 
 
 @contextmanager
 def refusing(where: str) -> Iterator[None]:
-    """Make a `CorruptCheckpointError` that names the file of what goes wrong while its text is taken apart."""
+    """Turn parse errors inside the block into a `CorruptCheckpointError` that names the file."""
     try:
         yield
     except CorruptCheckpointError:
@@ -64,10 +63,10 @@ def refusing(where: str) -> Iterator[None]:
 
 
 def parse(data: bytes | str, where: str) -> Any:
-    """Return any JSON as it is.
+    """Parse JSON without a schema.
 
     Raises:
-        CorruptCheckpointError: `where`, the file, holds something else.
+        CorruptCheckpointError: the file `where` is not strict JSON.
     """
     with refusing(where):
         text = data if isinstance(data, str) else data.decode()
@@ -75,7 +74,7 @@ def parse(data: bytes | str, where: str) -> Any:
 
 
 def fit(tree: Any, kind: type[_T], where: str) -> _T:
-    """Return parsed JSON as what a schema makes of it.
+    """Convert parsed JSON to the type of a schema.
 
     Raises:
         CorruptCheckpointError: it does not fit.
@@ -90,7 +89,7 @@ def read(data: bytes | str, kind: type[_T], where: str) -> _T:
 
 
 def num_keys(data: bytes) -> int:
-    """The keys of all objects of valid JSON, counted without parsing it: what is counted are the colons outside of strings."""
+    """Count the keys of all objects in valid JSON without parsing it: the colons outside of strings."""
     plain = _ESCAPED.sub(b"", data) if b"\\" in data else data
     return b"".join(plain.split(b'"')[::2]).count(b":")
 

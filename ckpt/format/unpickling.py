@@ -1,9 +1,9 @@
-"""The one door to pickled files, which others wrote before: nothing of theirs is ever run. Our own checkpoints hold none.
+"""Read pickled files of other programs without running their code. Our own checkpoints hold no pickle.
 
-Everything goes through torch's reader of weights, which makes tensors, containers and plain values and refuses the rest.
-`unpickle` lets it also make a few harmless containers, and stands an inert `UnknownObject` in for whatever is left, so
-that what such a file holds can be said, and the other parts of it used. NumPy's numbers and arrays are made here from
-their bytes, because NumPy itself does not check what it is told about them.
+Everything goes through torch's weights-only reader, which makes tensors, containers and plain values and refuses the rest.
+`unpickle` also allows a few harmless containers, and puts an inert `UnknownObject` in the place of each other object, so that
+the file's content can be listed and its other parts used. NumPy numbers and arrays are built here from their bytes, because
+NumPy does not check shape and type against them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoi
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, sentence
 
 Unknown = Literal["refuse", "keep"]
-"""What to do about objects of classes that may not be built: say which and where, or put an `UnknownObject` in their place."""
+"""Objects of classes that may not be built: refuse the file, naming them, or keep an `UnknownObject` in their place."""
 
 _NAMED = 8
-"""How many of them a refusal names before it says how many more there are."""
+"""Number of objects that a refusal names; it counts the others."""
 
 
 class UnknownObject:
-    """What a file says of an object of a class that may not be built here. It does nothing.
+    """An inert stand-in for an object of a class that may not be built here.
 
     Attributes:
         name: full name of its class, or of the function that would make it.
-        args: what that would be called with; None: the file holds the class or function itself.
-        state: what its `__setstate__` or its `__dict__` would get; None if nothing.
+        args: arguments of that call; None: the file holds the class or function itself.
+        state: argument of `__setstate__`, or content of `__dict__`; None if there is none.
     """
 
     name: ClassVar[str] = ""
@@ -60,7 +60,7 @@ class UnknownObject:
 
 
 def unpickle_state_dict(file: Path) -> dict[Any, Any]:
-    """Read a state dict of tensors, containers and plain values; anything else refuses it.
+    """Read a state dict of tensors, containers and plain values. Refuse other objects.
 
     Raises:
         ConfigurationError: it holds other objects, or is no state dict.
@@ -98,7 +98,7 @@ def unpickle(file: Path, *, unknown: Unknown = "refuse") -> Any:
             loaded = _load(
                 file,
                 lambda name: (
-                    f"{file} holds {name}, which torch's reader of weights does not make, and which nothing can stand in for; leave it "
+                    f"{file} holds {name}, which torch's weights-only reader does not build, and for which there is no stand-in; leave it "
                     "out where the file is written"
                 ),
             )
@@ -113,7 +113,7 @@ def unpickle(file: Path, *, unknown: Unknown = "refuse") -> Any:
 
 
 def unknown_in(value: Any) -> dict[str, str]:
-    """Where, in what `unpickle` returned, unknown objects are: the way to each -> the name of its class.
+    """Return the unknown objects in a result of `unpickle`: path to the object -> name of its class.
 
     Example:
         >>> unknown_in({"args": argparse.Namespace(lr=0.1)})
@@ -125,13 +125,13 @@ def unknown_in(value: Any) -> dict[str, str]:
 
 
 def _load(file: Path, refusal: Callable[[str], str]) -> Any:
-    """Call torch's reader.
+    """Call torch's weights-only reader.
 
     Args:
-        refusal: the sentence for a file that holds something of this name.
+        refusal: makes the sentence for a file that holds a refused object of this class name.
     """
     try:
-        # A file of the older, non-zip kind cannot be mapped. Mapping saves a copy in memory of what is not wanted.
+        # Files of the older, non-zip kind cannot be mapped. Mapping avoids reading tensors that are not used.
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except OSError as error:
         raise CorruptCheckpointError(f"{file} cannot be read: {sentence(error)}") from error
@@ -146,9 +146,9 @@ _REFUSED = re.compile(r"(?i:unsupported (?:global: global|global|class)) ([\w.]+
 
 
 def _additions(file: Path) -> tuple[set[str], list[Any]]:
-    """The names in a file that only a stand-in may be made for, and what to allow besides what the user has allowed.
+    """Return the class names in a file that get stand-ins, and all that torch's reader shall be allowed besides the user's list.
 
-    What the user allowed is left out: it would be forgotten when ours is taken back. NumPy's names go together.
+    The user's own entries are left out: torch would drop them together with ours afterwards. NumPy's names go together.
     """
     users = {one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in get_safe_globals()}
     known = {name: made for name, made in _HARMLESS.items() if name not in users}
@@ -167,9 +167,9 @@ def _stand_in(name: str) -> type[UnknownObject]:
 
 
 def _require_known(file: Path, resolved: _Resolve, names: Iterable[str]) -> None:
-    """Refuse a file in which there are unknown objects, or names that were met nowhere.
+    """Refuse a file with unknown objects, or with class names that no visited object has.
 
-    A built-in class alone is nothing: it is what a `defaultdict` makes, for example.
+    A built-in class alone does not count: a `defaultdict` refers to one, for example.
     """
     hidden = sorted(name for name in set(names) - resolved.names if not name.startswith("builtins."))
     places = [f"{path or 'the whole of it'}: {name}" for path, name in resolved.places.items()]
@@ -188,25 +188,24 @@ _HOW_TO_ALLOW = (
 
 
 class _Resolve:
-    """Walks through what was read, makes NumPy's values of their stand-ins, and notes where unknown objects are.
+    """Walks a loaded value: replaces stand-ins of NumPy values by these, and notes where unknown objects are.
 
-    Dictionaries and lists are changed in place, and what was shared stays shared. Objects of the user's classes are entered
-    where they have a `__dict__`.
+    Dictionaries and lists are changed in place; shared objects stay shared. Objects with a `__dict__` are entered.
 
     Attributes:
-        places: the way to each unknown object -> the name of its class; what one holds is part of it.
-        names: of the classes of all of them.
+        places: path to each outermost unknown object -> name of its class.
+        names: class names of all unknown objects, nested ones included.
     """
 
     def __init__(self) -> None:
         self.places: dict[str, str] = {}
         self.names: set[str] = set()
-        self._inside = 0  # so many unknown objects around what is looked at
-        self._done: dict[int, tuple[Any, Any]] = {}  # also keeps what was replaced, so that no id comes twice
+        self._inside = 0  # nesting depth in unknown objects
+        self._done: dict[int, tuple[Any, Any]] = {}  # keeps replaced objects alive, so that ids stay unique
 
     def __call__(self, value: Any, path: str) -> Any:
         if id(value) not in self._done:
-            self._done[id(value)] = value, value  # so that a circle ends
+            self._done[id(value)] = value, value  # ends the walk of a cycle
             self._done[id(value)] = value, self._resolved(value, path)
         return self._done[id(value)][1]
 
@@ -219,7 +218,7 @@ class _Resolve:
         if type(value) in (dict, OrderedDict, Counter):
             pairs = [(self(key, f"{path} (a key)"), self(item, _below(path, key))) for key, item in value.items()]
             value.clear()
-            dict.update(value, pairs)  # a Counter's own would count
+            dict.update(value, pairs)  # Counter.update would add up
         elif type(value) in (list, tuple, set, frozenset):
             return self._items(value, path)
         elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | type | types.FunctionType):
@@ -256,7 +255,7 @@ def _below(path: str, key: Any) -> str:
 
 
 def _of_numpy(value: UnknownObject) -> Any:
-    """The data type, number or array that a stand-in stands for; None if it is of no plain numbers."""
+    """Return the NumPy data type, number or array of a stand-in; None if it is not of plain numbers."""
     kind = value.name.rpartition(".")[2]
     args, state = value.args or (), value.state
     if kind == "dtype" and args and isinstance(args[0], str) and re.fullmatch(r"[biufc]\d+", args[0]):
@@ -282,7 +281,7 @@ _HARMLESS: dict[str, Any] = {
     "argparse.Namespace": argparse.Namespace,
     "types.SimpleNamespace": types.SimpleNamespace,
     "_io.BytesIO": io.BytesIO,
-    "builtins.bytes": lambda: b"",  # the only one that is pickled so
+    "builtins.bytes": lambda: b"",  # only empty bytes are pickled as a call
     "builtins.frozenset": frozenset,
     "collections.defaultdict": lambda *_: {},
     "pathlib.PosixPath": pathlib.Path,
@@ -290,7 +289,7 @@ _HARMLESS: dict[str, Any] = {
     "pathlib.WindowsPath": pathlib.PureWindowsPath,
     "pathlib.PureWindowsPath": pathlib.PureWindowsPath,
 }
-"""Names that a file may use beside those that torch allows, and what is made of them: nothing here does more than hold."""
+"""Class names that a file may use besides those that torch allows -> what is built: inert containers only."""
 
 _NUMPY = {
     name: _stand_in(name)
@@ -301,4 +300,4 @@ _NUMPY = {
     )
 }
 _ONE_AT_A_TIME = threading.Lock()
-"""What torch's reader may make is a list of the process, to which `unpickle` adds for the time of one file."""
+"""torch's list of allowed classes belongs to the process; `unpickle` adds to it while it reads one file."""

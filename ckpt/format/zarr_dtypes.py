@@ -1,7 +1,7 @@
 """Teach zarr-python the data types it lacks: bfloat16 and the two float8 formats that models are trained with.
 
-The names are those of the zarr-extensions registry, which TensorStore uses too, so each library reads what the other
-wrote. Nothing happens at import: whoever wants to open such an array calls `register()` first.
+The names are those of the zarr-extensions registry, which TensorStore uses too, so each library reads the other's arrays.
+Importing this module changes nothing: call `register()` before opening such an array.
 
     import zarr, ckpt.format.zarr_dtypes
     ckpt.format.zarr_dtypes.register()
@@ -16,13 +16,7 @@ from typing import Any, ClassVar, Literal, Self, overload
 
 import ml_dtypes
 import numpy as np
-from zarr.core.dtype.common import (
-    DataTypeValidationError,
-    DTypeConfig_V2,
-    DTypeJSON,
-    HasEndianness,
-    HasItemSize,
-)
+from zarr.core.dtype.common import DataTypeValidationError, DTypeConfig_V2, DTypeJSON, HasEndianness, HasItemSize
 from zarr.dtype import ZDType, data_type_registry
 
 _ZarrFormat = Literal[2, 3]
@@ -89,7 +83,8 @@ class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     def from_json_scalar(self, data: object, *, zarr_format: _ZarrFormat) -> np.generic:
         """Read a fill value: a number, "NaN", "Infinity", "-Infinity", or the bits as hex, such as "0x7fc0"."""
         if isinstance(data, str) and data.startswith("0x"):
-            return self._of_bits(int(data, 16))
+            bits: np.generic = np.frombuffer(int(data, 16).to_bytes(self.item_size, "little"), dtype=self._native())[0]
+            return bits
         return self.cast_scalar(_SPECIAL.get(data, data) if isinstance(data, str) else data)
 
     def to_json_scalar(self, data: object, *, zarr_format: _ZarrFormat) -> float | str:
@@ -105,14 +100,10 @@ class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         scalar: np.generic = self.scalar_type(data)
         return scalar
 
-    def _of_bits(self, bits: int) -> np.generic:
-        scalar: np.generic = np.frombuffer(bits.to_bytes(self.item_size, "little"), dtype=self._native())[0]
-        return scalar
-
 
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(_MlFloat, HasEndianness):
-    """Two bytes, so the `bytes` codec must say in which order: TensorStore refuses an array that does not."""
+    """bfloat16. The `bytes` codec must declare the order of its two bytes, or TensorStore refuses the array."""
 
     dtype_cls = type(np.dtype(ml_dtypes.bfloat16))
     scalar_type = ml_dtypes.bfloat16
@@ -134,9 +125,9 @@ class Float8E5M2(_MlFloat):
 
 
 def register() -> None:
-    """Make `zarr.open` understand bfloat16, float8_e4m3fn and float8_e5m2 in this process. Again does nothing.
+    """Make `zarr.open` understand bfloat16, float8_e4m3fn and float8_e5m2 in this process. Repeated calls do nothing.
 
-    A name that zarr-python already knows, by a later version or another package, is left as it is.
+    Names that zarr-python already knows are left as they are.
     """
     data_type_registry._lazy_load()
     for data_type in (BFloat16, Float8E4M3FN, Float8E5M2):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt.catalog.verify import Names
+from ckpt.catalog.verify import TensorNames
 from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeError, describe
 from ckpt.format.box import num_chunks, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -253,7 +253,7 @@ class CommittedSource:
                 try:
                     check_file(folder, path, record, covered.get(path, ()), self._held)
                 except CorruptCheckpointError as error:
-                    whose = Names(self._manifest, index).of_file(path)
+                    whose = TensorNames(self._manifest, index).of_file(path)
                     named = CorruptCheckpointError(f"{whose}: {error}" if whose else str(error), file=error.file)
                     _note_damage(damaged, path, named, optional)
 

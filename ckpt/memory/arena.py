@@ -1,4 +1,4 @@
-"""Host memory that snapshots are taken in, kept from save to save: memory that is touched for the first time is slow."""
+"""Host memory for snapshots, kept from save to save: memory touched for the first time is slow."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ALIGNED = 4096
 
 
 class Arena:
-    """Memory in which room is taken by one thread and given back by another, in any order.
+    """An allocator over one block of memory. One thread takes ranges, another gives them back in any order.
 
     Args:
-        make: makes so many bytes of memory, flat uint8.
+        make: allocates a number of bytes, flat uint8.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
@@ -29,14 +29,14 @@ class Arena:
 
     @property
     def memory(self) -> torch.Tensor:
-        """All of it. It stays the same for as long as any room is taken."""
+        """The whole block. It does not move while any range is taken."""
         return self._memory
 
     def grow(self, num_bytes: int, look: Callable[[], None]) -> None:
-        """Make it at least so large, waiting until nothing is taken if it has to be made anew.
+        """Make the block at least this large. Waits until no range is taken if it must be reallocated.
 
         Args:
-            look: called now and then while waiting; may raise.
+            look: called every 0.2 s while waiting; may raise.
         """
         with self._changed:
             if num_bytes <= len(self._memory):
@@ -48,15 +48,15 @@ class Arena:
             self._free = [(0, len(self._memory))]
 
     def let_go(self) -> None:
-        """Drop all memory; nothing of it is taken any more. The next `grow` makes new."""
+        """Free the block, of which no range is taken. The next `grow` allocates a new one."""
         with self._changed:
             self._free, self._memory = [], torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int, look: Callable[[], None]) -> torch.Tensor:
-        """Return room for so many bytes, flat uint8, as soon as there is some. At most `num_bytes` of the arena can ever be had.
+        """Return a range of this many bytes, flat uint8, waiting for one. More than the block's size is never available.
 
         Args:
-            look: called now and then while waiting; may raise.
+            look: called every 0.2 s while waiting; may raise.
         """
         wanted = room_for(num_bytes)
         if wanted == 0:
@@ -71,7 +71,7 @@ class Arena:
                 self._wait(look)
 
     def give_back(self, room: torch.Tensor) -> None:
-        """Let go of room; any thread."""
+        """Give a range back. Any thread."""
         if not len(room):
             return
         start = room.data_ptr() - self._memory.data_ptr()
@@ -92,5 +92,5 @@ class Arena:
 
 
 def room_for(num_bytes: int) -> int:
-    """What so many bytes take in an arena."""
+    """Return the bytes that a range takes in an arena, rounded up to a page."""
     return -(-num_bytes // _ALIGNED) * _ALIGNED

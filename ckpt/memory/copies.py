@@ -1,10 +1,10 @@
-"""Copies between the host and devices that run while the program does something else. Of tensors on the host there is nothing to do.
+"""Copy between host and devices on side streams, beside other work. Tensors on the host are passed through.
 
-    a save    device --side stream--> pinned memory -> written, while the next tensor comes
+    a save    device --side stream--> pinned memory -> written, while the next tensor is copied
     a load    read -> pinned memory --side stream--> device, while the next bytes are read
 
-Page-locked memory is what a device copies from and to by itself. There is little of it, in halves: while one is on its way the
-other is written or filled.
+Devices copy asynchronously only from and to page-locked memory. It is small and used in halves: one half is copied while the other
+is written or filled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
 import torch
@@ -24,7 +23,7 @@ from ckpt.storage.extents import WantedBytes
 HALVES = 2
 _ALIGNED = 64
 BUCKET_MIN_BYTES = 64 << 10
-"""A device without room for a bucket of this size has none for what is to be loaded."""
+"""Smallest bucket. A device without room for it has no room for the loaded tensors either."""
 
 _log = logging.getLogger("ckpt")
 
@@ -32,14 +31,14 @@ Item = TypeVar("Item")
 
 
 class Streams:
-    """A side stream on every device that is met, taken when it is."""
+    """One side stream for each device, created at its first use."""
 
     def __init__(self, role: str) -> None:
         self._role = role
         self._streams: dict[torch.device, SideStream] = {}
 
     def on(self, device: torch.device) -> SideStream:
-        """The one on a device; the first time, what is queued there by then is waited for."""
+        """Return the stream of a device. The first call waits for all work queued on the device."""
         if device not in self._streams:
             self._streams[device] = SideStream(device, self._role)
         return self._streams[device]
@@ -51,7 +50,7 @@ class Streams:
 
 
 class Halves:
-    """Pinned memory of which one half is used while the other is written. Memory for `Staging`.
+    """Pinned memory for `Staging`, in two halves: one is copied to while the other is written.
 
     Args:
         pinned_bytes: of both together.
@@ -63,7 +62,7 @@ class Halves:
         self._count = 0
 
     def __call__(self, num_bytes: int) -> torch.Tensor:
-        """The half whose item is done with, for the one after it has been yielded since; it may be smaller than asked for."""
+        """Return the half whose item has been written. It may be smaller than asked for."""
         number = self._count % HALVES
         self._count += 1
         if number == len(self._halves):
@@ -72,12 +71,12 @@ class Halves:
 
 
 class Staging:
-    """Brings tensors to the host in turn, each while those before it are written. One save, one thread.
+    """Copies items of tensors to the host in turn, each while the one before it is written. One save, one thread.
 
     Args:
-        room: gives memory for the tensors of an item that lie on devices, pinned and flat; called once for each such item, in turn.
-            What does not fit goes through it piece by piece, while nothing else happens.
-        streams: to copy on, where some have been taken already; None: taken as devices are met.
+        room: returns pinned flat memory for the device tensors of an item; called once for each such item, in turn. Tensors that do
+            not fit are copied through it piece by piece, without overlap.
+        streams: to copy on; None: new ones.
     """
 
     def __init__(self, room: Callable[[int], torch.Tensor], streams: Streams | None = None) -> None:
@@ -86,9 +85,9 @@ class Staging:
         self._streams = streams or Streams("staging")
 
     def ahead(self, items: Iterable[tuple[Item, Sequence[torch.Tensor]]]) -> Iterator[tuple[Item, list[torch.Tensor]]]:
-        """Yield every item with its tensors on the host, whose copies are over.
+        """Yield every item with its tensors on the host, copies complete.
 
-        A host tensor is yielded itself, whatever its strides. What was copied is contiguous, and good until the next item is asked for.
+        A host tensor is yielded itself, with any strides. Copies are contiguous, and valid until the next item is asked for.
 
         Args:
             items: each with its tensors; those on one device have one data type.
@@ -103,7 +102,7 @@ class Staging:
             yield started[0], started[1].arrived()
 
     def _start(self, tensors: Sequence[torch.Tensor]) -> _Started:
-        """Queue the copies of an item's tensors; those on one device go as one."""
+        """Queue the copies of an item's tensors, one copy for each device."""
         hosts: list[torch.Tensor | None] = [one if one.is_cpu else None for one in tensors]
         on_device: dict[torch.device, list[int]] = {}
         for number, host in enumerate(hosts):
@@ -118,8 +117,8 @@ class Staging:
         return _Started(hosts, batches)
 
     def _start_batch(self, side: SideStream, tensors: Sequence[torch.Tensor], room: torch.Tensor) -> _Batch:
-        """Queue the copy of tensors of one device, laid end to end, into pinned memory; what has no room there is copied at once."""
-        with side:  # whatever is made here on the way belongs to that stream, and is let go of in its order
+        """Queue the copy of one device's tensors, joined, into pinned memory. Without room there, copy them synchronously."""
+        with side:  # temporaries are allocated on this stream, and freed in its order
             joined = self._joined(tensors, side.device)
             if joined is None:
                 return _Batch(_brought_in_parts(tensors, side.device), None, tensors)
@@ -130,7 +129,7 @@ class Staging:
             return _Batch(host.view(tensors[0].dtype), side.mark(), tensors)
 
     def _joined(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-        """The bits of tensors end to end on their device, flat; None: it has no room for them."""
+        """Return the tensors joined on their device, flat, bit for bit; None: the device has no room for that."""
         try:
             if len(tensors) == 1:
                 return contiguous(tensors[0]).view(-1)
@@ -150,18 +149,18 @@ class Staging:
 
 
 def _room_bytes(tensors: Sequence[torch.Tensor], on_device: Mapping[torch.device, Sequence[int]]) -> int:
-    """The memory that tensors take, batch by batch, each of them aligned."""
+    """Return the bytes of memory for all batches, each aligned."""
     batches = (sum(tensors[number].nbytes for number in numbers) for numbers in on_device.values())
     return sum(-(-num_bytes // _ALIGNED) * _ALIGNED for num_bytes in batches)
 
 
 class _Batch(NamedTuple):
-    """Tensors of one device on their way to the host.
+    """The queued copy of one device's tensors to the host.
 
     Attributes:
-        host: takes all of them, end to end.
-        mark: behind the copy; None: it is over.
-        tensors: what they are.
+        host: destination, for all tensors end to end.
+        mark: event after the copy; None: the copy is complete.
+        tensors: copied ones.
     """
 
     host: torch.Tensor
@@ -170,13 +169,13 @@ class _Batch(NamedTuple):
 
 
 class _Started(NamedTuple):
-    """The tensors of one item: those on the host, and what is on its way there."""
+    """The tensors of one item: those on the host, and the queued copies of the others."""
 
     hosts: list[torch.Tensor | None]
     batches: list[tuple[list[int], _Batch]]
 
     def arrived(self) -> list[torch.Tensor]:
-        """Wait for what is on its way, and return all."""
+        """Wait for the copies, and return all tensors on the host."""
         for numbers, batch in self.batches:
             if batch.mark is not None:
                 batch.mark.wait()
@@ -187,14 +186,14 @@ class _Started(NamedTuple):
 
 
 class Filling:
-    """Takes bytes to the tensors of one load, on devices, while the next ones are read. Used by one thread. A context manager.
+    """Copies bytes to the device tensors of one load while the next bytes are read. Used by one thread. A context manager.
 
-    Bytes go straight to a tensor where they lie there as they lie in storage; all others through a bucket on its device, from which they
-    are put in place there. Where the device has no room for the bucket, it is made smaller.
+    Bytes are copied straight to a tensor where they are contiguous there, too; all others through a bucket on the device, and from
+    there to their places. The bucket is smaller where the device has little room.
 
     Args:
-        bucket_bytes: of the bucket, and of each half of the pinned memory, which is larger only where more is taken at once.
-        role: of the side streams; where two work at the same time, each has its own.
+        bucket_bytes: of the bucket, and of each half of the pinned memory, which grows if more is taken at once.
+        role: name of the side streams; objects that work at the same time need different ones.
     """
 
     def __init__(self, bucket_bytes: int, role: str = "filling") -> None:
@@ -207,29 +206,27 @@ class Filling:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """Wait now for what is queued on devices, and not when the first bytes come for them."""
+        """Create the streams now, which waits for all work queued on the devices, instead of at the first bytes."""
         for device in devices:
             if device.type != "cpu":
                 self._streams.on(device)
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return pinned memory to read into: flat uint8, that no copy reads any more. It is to be placed before the next is taken."""
+        """Return pinned memory to read into, flat uint8, which no copy reads any more. Call `place` with it before the next `take`."""
         self._count += 1
         if len(self._halves) < HALVES:
             self._halves.append(_Half(max(num_bytes, self._bucket_bytes)))
         return self._half().free(num_bytes)
 
     def place(self, wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
-        """Put the bytes [start, stop) of a chunk where they are wanted.
+        """Copy the bytes [start, stop) of a chunk to the parts that want them.
 
         Args:
-            memory: those bytes, on the host. Those that were taken last are put on their way; others may be used again at once.
+            memory: these bytes, on the host. Copies from memory of the last `take` are queued; other memory is free when this returns.
 
         Raises:
             DeviceMemoryError: a device has no room for the smallest bucket.
@@ -250,7 +247,7 @@ class Filling:
                 self._half().in_use.append(side.mark())
 
     def place_within(self, wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
-        """The same from memory on a device. It may be used again when this returns."""
+        """Copy likewise from memory on a device, which is free when this returns."""
         side = self._streams.on(memory.device)
         with side:
             for device in wanted.devices:
@@ -259,7 +256,7 @@ class Filling:
         side.wait()
 
     def fill(self, out: torch.Tensor, host: torch.Tensor) -> None:
-        """Copy a host tensor into one on any device, of any strides. It may be used again when this returns."""
+        """Copy a host tensor into one on any device, of any strides. The host tensor is free when this returns."""
         if out.device.type == "cpu":
             out.detach().copy_(host)
             return
@@ -267,19 +264,19 @@ class Filling:
             out.detach().copy_(host)
 
     def close(self) -> None:
-        """Wait until everything is in place, and let go of all memory."""
+        """Wait for all copies, and free all memory."""
         self._streams.wait()
         self._halves, self._buckets = [], {}
 
     def _half(self) -> _Half:
-        """The one that was taken last."""
+        """The half of the last `take`."""
         return self._halves[(self._count - 1) % HALVES]
 
     def _is_ours(self, memory: torch.Tensor) -> bool:
         return bool(self._halves) and memory.data_ptr() == self._half().memory.data_ptr()
 
     def _through_bucket(self, wanted: WantedBytes, start: int, memory: torch.Tensor, device: torch.device) -> None:
-        """Copy bytes to the device as they are, and put them in place from there; the stream keeps the order."""
+        """Copy bytes to the device, and from there to their places. The stream keeps the order."""
         bucket = self._bucket(device)
         for at in range(0, len(memory), len(bucket)):
             piece = memory[at : at + len(bucket)]
@@ -301,10 +298,10 @@ class Filling:
 
 
 class _Half:
-    """Pinned memory, and what still copies from it.
+    """A half of the pinned memory.
 
     Attributes:
-        in_use: behind each copy from it.
+        in_use: events after each queued copy from it.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -312,7 +309,7 @@ class _Half:
         self.in_use: list[StreamEvent] = []
 
     def free(self, num_bytes: int) -> torch.Tensor:
-        """So much of it, as soon as nothing copies from it any more."""
+        """Wait for the copies from it; return this many bytes of it."""
         while self.in_use:
             self.in_use.pop().wait()
         if len(self.memory) < num_bytes:
@@ -321,7 +318,7 @@ class _Half:
 
 
 def _brought_through(joined: torch.Tensor, room: torch.Tensor, side: SideStream) -> torch.Tensor:
-    """Bring a flat tensor to new memory through pinned memory that is smaller: a piece is copied on while the next one comes."""
+    """Copy a flat tensor to new host memory through smaller pinned memory, one piece while the next one arrives."""
     step = len(room) // 2 // _ALIGNED * _ALIGNED
     if step == 0:
         return joined.cpu()
@@ -345,10 +342,10 @@ def _land(here: torch.Tensor, at: int, piece: torch.Tensor, mark: StreamEvent) -
 
 
 def _brought_in_parts(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Bring tensors of a device to the host, end to end, with next to no memory on the device.
+    """Copy a device's tensors to the host, end to end, with almost no extra memory on the device.
 
     Raises:
-        DeviceMemoryError: there is not even so much.
+        DeviceMemoryError: the device lacks even that.
     """
     host = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
     with telling_of_room(device, BUCKET_MIN_BYTES):
@@ -358,7 +355,7 @@ def _brought_in_parts(tensors: Sequence[torch.Tensor], device: torch.device) -> 
 
 
 def _copy_in_parts(host: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy to the host what is contiguous as it is, all else in parts so small that their way takes little memory."""
+    """Copy a contiguous tensor as it is, others in parts so small that temporaries take little memory."""
     if tensor.nbytes <= BUCKET_MIN_BYTES or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()):
         host.copy_(tensor)
         return

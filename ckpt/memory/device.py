@@ -1,6 +1,6 @@
-"""What a device does for us: memory, streams, random generators, collectives. The only file where a device has a name.
+"""Devices: memory, streams, random generators, collectives. The only file that names kinds of devices.
 
-All of it goes through `torch.get_device_module`, whose functions have the same names for every kind of device.
+Uses `torch.get_device_module`, whose functions have the same names for every kind of device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import psutil
@@ -26,27 +26,24 @@ _EXTRAS = {"torch_npu": "npu"}
 """Plugins that an extra of this package installs."""
 
 _RUNTIMES = {"torch_npu": ("CANN", "install the CANN toolkit and source its set_env.sh")}
-"""What a plugin needs beside its Python package, and how one gets it."""
+"""Plugin -> the runtime that it needs beside its Python package, and how to install it."""
 
 _VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES",), "npu": ("ASCEND_RT_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES")}
-"""Variables of the environment that hide devices."""
+"""Environment variables that hide devices."""
 
 _KNOWN = {"cpu": ("gloo", None), "cuda": ("nccl", None), "npu": ("hccl", "torch_npu")}
-"""Types of devices -> the collectives and the plugin that go with them."""
+"""Device type -> its collectives and its plugin."""
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
-"""Variables of the environment that name the network interfaces which a device's collectives may use."""
-
-_PINS_IN_PLACE = frozenset({"cuda"})
-"""Devices whose runtime can page-lock memory that is there already (cudaHostRegister)."""
+"""Environment variables that name the network interfaces of a device's collectives."""
 
 
 class Memory(NamedTuple):
-    """Bytes of one device.
+    """Memory of one device, in bytes.
 
     Attributes:
-        free, total: of the device, whoever uses it.
-        allocated, peak: of this process's tensors, now and at most so far; on the host, of the whole process.
+        free, total: of the device, over all processes.
+        allocated, peak: of this process's tensors, now and at most so far; for the host, of the whole process.
     """
 
     free: int
@@ -56,13 +53,13 @@ class Memory(NamedTuple):
 
 
 class Device:
-    """One kind of device memory, and on every rank the one device that the rank works on.
+    """A device type, and on each rank the one device that the rank works on.
 
     Args:
         type: the type of torch.device, such as "cpu", "cuda" or "npu".
         collectives: the torch.distributed backend that moves tensors of this device.
         plugin: the package that registers `type` with torch when it is imported; None if torch itself knows it.
-        pinned_mib: page-locked host memory that a save's copies from the device pass through, in MiB; kept for the next save.
+        pinned_mib: page-locked host memory for a save's copies from the device, in MiB; kept for the next save.
 
     Raises:
         ConfigurationError: `pinned_mib` is not positive.
@@ -79,10 +76,10 @@ class Device:
 
     @classmethod
     def of_type(cls, type: str) -> Device:
-        """Make one of a type that is known here, with the collectives and the plugin that go with it.
+        """Return a device of a known type, with its collectives and plugin.
 
         Raises:
-            ConfigurationError: the type is not known, or names one device of several.
+            ConfigurationError: the type is unknown, or has a device number.
         """
         if type not in _KNOWN:
             raise ConfigurationError(
@@ -100,19 +97,14 @@ class Device:
 
     @property
     def backends(self) -> str:
-        """What torch.distributed is told: host tensors always have gloo, beside the device's own collectives."""
+        """The backend string for torch.distributed: gloo for host tensors, beside the device's own collectives."""
         return self.collectives if self.type == "cpu" else f"cpu:gloo,{self.type}:{self.collectives}"
 
-    @property
-    def pins_in_place(self) -> bool:
-        """Whether memory that is there already can be page-locked; if not, it is allocated so, or copied."""
-        return self.type in _PINS_IN_PLACE
-
     def require(self) -> None:
-        """Make sure that this machine has such a device. Called before any rank starts, and by each rank in `use`.
+        """Check that this machine has such a device. Called before any rank starts, and by each rank in `use`.
 
         Raises:
-            DeviceUnavailableError: it has not; the sentence says what is missing and how to go on.
+            DeviceUnavailableError: it has none; the message names the missing part and a way to go on.
         """
         if self.plugin is not None:
             _import_plugin(self.type, self.plugin)
@@ -128,7 +120,7 @@ class Device:
             )
 
     def use(self, local_rank: int) -> None:
-        """Work on the device of this local rank from now on: `torch_device`, and torch's current device.
+        """Select the device of this local rank, for `torch_device` and as torch's current device.
 
         Raises:
             DeviceUnavailableError: the host has fewer devices than ranks, or none.
@@ -147,11 +139,11 @@ class Device:
         module.set_device(self._own)
 
     def synchronize(self) -> None:
-        """Wait until everything queued on this rank's device is done, on all its streams."""
+        """Wait for all work queued on this rank's device, on all streams."""
         wait_for(self.torch_device)
 
     def memory(self) -> Memory:
-        """Return the figures of this rank's device; of the host, if that is its device."""
+        """Return the figures of this rank's device, which may be the host."""
         if self.torch_device.type == "cpu":
             host, now = psutil.virtual_memory(), psutil.Process().memory_info().rss
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -168,16 +160,16 @@ class Device:
     def rng_state(self) -> dict[str, torch.Tensor]:
         """Return torch's generator states by name: "cpu", and "<type>[i]" of each device that the rank works on.
 
-        That is the one of `use`, wherever it lies on its host; without `use`, all that the process sees.
+        That is the device of `use`, whatever its number; without `use`, all devices that the process sees.
         """
         states = {"cpu": torch.get_rng_state()}
         return states | {name: self._module().get_rng_state(at) for name, at in self._generators().items()}
 
     def set_rng_state(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Set the generators to what `rng_state` returned, on a rank that has the same kind of devices.
+        """Set the generators to the result of `rng_state`, from a rank with the same kind of devices.
 
         Raises:
-            ConfigurationError: the states are of other devices than this rank's; nothing is set.
+            ConfigurationError: the states are of other devices; no generator is set.
         """
         generators = self._generators()
         if set(states) != {"cpu", *generators}:
@@ -208,7 +200,7 @@ class Device:
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Device:
-    """The device that tensors lie on, with the collectives that torch has for it; the first by name, if there are several."""
+    """Return the device of tensors, with torch's default collectives for it; the first by name, if there are several."""
     found = min((tensor.device for tensor in tensors if tensor.device.type != "cpu"), key=str, default=None)
     if found is None:
         return Device(type="cpu", collectives="gloo")
@@ -220,7 +212,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> Device:
 
 
 def current_device() -> Device:
-    """The device that this process works on now, with the collectives that torch has for it; the host, if it has no accelerator."""
+    """Return this process's current accelerator, with torch's default collectives for it; the host, if it has none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return Device(type="cpu", collectives="gloo")
@@ -228,37 +220,37 @@ def current_device() -> Device:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until everything queued on a device is done, on all its streams. At once, where nothing is ever queued."""
+    """Wait for all work queued on a device, on all streams. Returns at once for host and meta tensors."""
     if device.type not in ("cpu", "meta"):
         torch.get_device_module(device).synchronize(device)
 
 
 def wait_for_all(tensors: Iterable[torch.Tensor]) -> None:
-    """The same for every device that some of the tensors lie on: what will be in them is in them."""
+    """Wait for every device of the tensors, so that their values are complete."""
     for device in {tensor.device for tensor in tensors}:
         wait_for(device)
 
 
 def wait_for_accelerator() -> None:
-    """Wait for what is queued on this process's current device, if it uses one: a thread must not read half of a copy."""
+    """Wait for this process's current accelerator, if it uses one, so that a thread does not read an incomplete copy."""
     module = _accelerator_in_use()
     if module is not None:
         module.synchronize()
 
 
 def same_device() -> Callable[[], None]:
-    """Return what makes another thread, if it calls it, work on the device that this thread works on; it begins on the first one."""
+    """Return a function that selects this thread's device in the thread that calls it. New threads begin on the first device."""
     module = _accelerator_in_use()
     return partial(module.set_device, module.current_device()) if module is not None else lambda: None
 
 
 def uses_accelerator() -> bool:
-    """Whether this process has an accelerator, and has begun to use it."""
+    """Whether this process has an accelerator and has initialized it."""
     return _accelerator_in_use() is not None
 
 
 def _accelerator_in_use() -> Any:
-    """The torch module of this process's accelerator; None: it has none, or has not begun to use it, and to ask it takes its memory."""
+    """Return the torch module of this process's accelerator; None: there is none, or it is not initialized, which takes memory."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
@@ -267,21 +259,21 @@ def _accelerator_in_use() -> Any:
 
 
 def pinned(num_bytes: int) -> torch.Tensor:
-    """Return page-locked host memory as flat uint8. Torch keeps what is let go of, for whoever asks next."""
+    """Return page-locked host memory as flat uint8. torch caches freed memory for the next call."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 _streams: dict[tuple[torch.device, str], Any] = {}
-"""Kept as long as the process: what an allocator has for a stream stays with it, and a new stream would want memory of its own."""
+"""Registry: device and role -> stream. Kept for the process: torch's allocator caches memory for each stream."""
 
 
 class SideStream:
-    """A stream of our own on one device: what is queued on it runs beside the program. As a context manager, it is the current one.
+    """A stream on one device, beside the program's streams. As a context manager it is the current stream.
 
-    What had been queued on the device, on any stream, is done before it begins.
+    The constructor waits for all work queued on the device.
 
     Args:
-        role: what it is for. There is one stream on a device for each role.
+        role: purpose; each device has one stream for each role.
     """
 
     def __init__(self, device: torch.device, role: str) -> None:
@@ -294,36 +286,34 @@ class SideStream:
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        # The device first: a thread that works on no device yet would be put on the first one at the end, and take memory there.
+        # The device first: else leaving the stream would select the first device in a new thread, and take memory there.
         with ExitStack() as contexts:
             contexts.enter_context(self._module.device(self.device))
             contexts.enter_context(self._module.stream(self._stream))
             self._entered.append(contexts.pop_all())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.pop().__exit__(*raised)
 
     def mark(self) -> StreamEvent:
-        """A mark behind everything queued on it so far."""
+        """Return an event after all work queued on it so far."""
         event = self._module.Event()
         event.record(self._stream)
         return StreamEvent(event)
 
     def wait(self) -> None:
-        """Wait until everything queued on it is done."""
+        """Wait for all work queued on it."""
         self._stream.synchronize()
 
 
 class StreamEvent:
-    """A place in what is queued on a stream."""
+    """An event on a stream."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
 
     def wait(self) -> None:
-        """Wait until everything before it is done. Any thread."""
+        """Wait for all work before it. Any thread."""
         self._event.synchronize()
 
 
@@ -331,20 +321,20 @@ def device_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return memory of a device as flat uint8.
 
     Raises:
-        DeviceMemoryError: it has not so much left.
+        DeviceMemoryError: the device has too little memory left.
     """
     with telling_of_room(device, num_bytes):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def device_memory_within(least: int, most: int, device: torch.device, *, unit: int = 1) -> torch.Tensor:
-    """Return memory of a device as flat uint8: `most` bytes, or, where there is no room, half of them and so on down to the least.
+    """Return memory of a device as flat uint8: `most` bytes, or half of them, and so on down to `least`, as the device has room.
 
     Args:
-        unit: both are multiples of it, and so is what is returned.
+        unit: both are multiples of it, and so is the result's size.
 
     Raises:
-        DeviceMemoryError: there is no room for the least.
+        DeviceMemoryError: there is no room for `least` bytes.
     """
     count = most // unit
     while True:
@@ -357,7 +347,7 @@ def device_memory_within(least: int, most: int, device: torch.device, *, unit: i
 
 
 def empty_beside(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory like a tensor's: on its device, or on the host if that has no room for it."""
+    """Return an uninitialized tensor like this one, on its device, or on the host if the device has no room."""
     try:
         return torch.empty_like(tensor)
     except torch.OutOfMemoryError:
@@ -366,14 +356,14 @@ def empty_beside(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def telling_of_room(device: torch.device | Device, num_bytes: int | None = None) -> Iterator[None]:
-    """Say in a sentence that a device's memory was not enough for what is done within.
+    """Turn torch's out-of-memory error inside the block into a `DeviceMemoryError`.
 
     Args:
-        device: a `Device` is asked for the rank's own only if that is so.
-        num_bytes: that it needs; None: nobody knows.
+        device: named in the error. A `Device` is resolved only when the error is raised.
+        num_bytes: that the block allocates; None: unknown.
 
     Raises:
-        DeviceMemoryError: it was not.
+        DeviceMemoryError: the device had too little memory.
     """
     try:
         yield
@@ -385,8 +375,8 @@ def _no_room(device: torch.device, num_bytes: int | None) -> DeviceMemoryError:
     free, total = torch.get_device_module(device).mem_get_info(device)
     more = "" if num_bytes is None else f" for {_mib(num_bytes)} more"
     return DeviceMemoryError(
-        f"device={device.type}: {device} has no room{more}, {_mib(free)} of {_mib(total)} are free; shard over more ranks, or free "
-        "what else is there"
+        f"device={device.type}: {device} has no room{more}, {_mib(free)} of {_mib(total)} are free; shard over more ranks, or "
+        "free other memory on it"
     )
 
 
@@ -395,7 +385,7 @@ def _mib(num_bytes: int) -> str:
 
 
 def _import_plugin(type: str, plugin: str) -> ModuleType:
-    """Import the package that registers a device type, telling a missing package from a missing runtime."""
+    """Import the package that registers a device type. Errors tell a missing package from a missing runtime."""
     if find_spec(plugin) is None:
         extra = f"'{_distribution()}[{_EXTRAS[plugin]}]'" if plugin in _EXTRAS else plugin
         raise DeviceUnavailableError(
@@ -418,7 +408,7 @@ def _import_plugin(type: str, plugin: str) -> ModuleType:
 
 
 def _require_fitting(type: str, plugin: str) -> None:
-    """Refuse a plugin that was built for another torch, before its libraries meet torch's and take the process down."""
+    """Refuse a plugin that was built for another torch, before loading its libraries crashes the process."""
     try:
         distribution = metadata.distribution(plugin)
     except metadata.PackageNotFoundError:  # a plugin that no package manager installed
@@ -453,5 +443,5 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _distribution() -> str:
-    """The name under which this package was installed, for a line to copy."""
+    """Return the name under which this package was installed, for a pip command."""
     return next(iter(metadata.packages_distributions().get("ckpt", ())), ".")

@@ -1,4 +1,4 @@
-"""New host memory for many tensors at once. Tensors smaller than a huge page get one only if they lie side by side."""
+"""Allocate host memory for many tensors on huge pages. Small tensors share an arena, so that they get huge pages, too."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ckpt.memory.device import pinned, uses_accelerator
 from ckpt.storage.host_memory import private, whole_huge_pages
 
 ARENA_BYTES = 64 << 20
-"""Tensors that are smaller than half of it share one, which is freed with the last of them."""
+"""Size of an arena. Tensors below half of it share one, which is freed with the last of them."""
 _ALIGNED = 64
 
 
 class HostMemory:
-    """Gives out memory, tensor after tensor. Not to be kept: what is left of an arena when this object goes is never used."""
+    """Allocates tensors, one after another. Short-lived: the unused rest of its last arena is lost with it."""
 
     def __init__(self) -> None:
         self._arena: mmap.mmap | None = None
         self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous host tensor with zeros in it, whose storage is its own and cannot be resized."""
+        """Return a contiguous host tensor of zeros, whose storage cannot be resized."""
         count = math.prod(shape)
         num_bytes = count * dtype.itemsize
         if num_bytes == 0:
@@ -38,18 +38,19 @@ class HostMemory:
 
 
 def staging_memory(num_bytes: int) -> torch.Tensor:
-    """Return memory to copy tensors to, flat uint8: page-locked where this process has an accelerator in use."""
+    """Return memory to copy tensors to, flat uint8: page-locked if this process uses an accelerator."""
     return pinned(num_bytes) if uses_accelerator() else HostMemory().empty((num_bytes,), torch.uint8)
 
 
 class Scratch:
-    """Memory for one thing after the other, each in the place of the one before; it grows. One thread."""
+    """One growing buffer, reused for each allocation. One thread."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def flat(self, num_bytes: int) -> torch.Tensor:
-        """So many bytes, flat uint8, with anything in them; those that were given out before are not to be used any more."""
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous uninitialized tensor. It replaces the one returned before."""
+        num_bytes = math.prod(shape) * dtype.itemsize
         if len(self._memory) < num_bytes:
             self._memory = staging_memory(num_bytes)
-        return self._memory[:num_bytes]
+        return self._memory[:num_bytes].view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Host memory that another process may map too. It is gone with the last who has it, however they end: no name, no file."""
+"""Host memory that another process can map, too (memfd). The kernel frees it with the last process that has it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ckpt.storage.host_memory import can_be_shared, shared, whole_huge_pages
 
 
 class Segment(NamedTuple):
-    """A piece of shared memory that this process has made and still has mapped.
+    """Shared memory that this process has allocated and still has mapped.
 
     Attributes:
-        number: no other one of this process ever has the same.
-        fd: to be handed to who shall map it; closed when the last tensor in it is gone.
+        number: unique in this process, never reused.
+        fd: for the process that shall map it; closed with the last tensor in it.
         address: of its first byte.
     """
 
@@ -31,13 +31,14 @@ class Segment(NamedTuple):
 
 _numbers = itertools.count()
 _segments: dict[int, Segment] = {}
+"""Registry: number -> the segments of this process that are mapped."""
 
 
 def shared_memory(num_bytes: int) -> torch.Tensor:
-    """Return memory that can be shared, flat bytes, all zeros.
+    """Return new shared memory, flat uint8, all zeros.
 
     Raises:
-        ConfigurationError: this system has none.
+        ConfigurationError: this system has no memfd_create.
         OSError: there is not enough of it.
     """
     if not can_be_shared():
@@ -56,7 +57,7 @@ def shared_memory(num_bytes: int) -> torch.Tensor:
 
 
 def segment_of(host: torch.Tensor) -> tuple[Segment, int] | None:
-    """Return the segment that a contiguous tensor lies in, and its first byte there; None: it lies in none."""
+    """Return the segment of a contiguous tensor, and the tensor's offset in it in bytes; None: it lies in none."""
     if host.numel():
         first = host.data_ptr()
         for segment in list(_segments.values()):
@@ -66,7 +67,7 @@ def segment_of(host: torch.Tensor) -> tuple[Segment, int] | None:
 
 
 def mapped(fd: int) -> torch.Tensor:
-    """Return all of the memory behind a descriptor of a segment, flat bytes; the descriptor may be closed then."""
+    """Map the segment behind a descriptor, flat uint8. The descriptor may be closed afterwards."""
     return torch.frombuffer(host_memory.mapped(fd, os.fstat(fd).st_size), dtype=torch.uint8)
 
 

@@ -1,7 +1,7 @@
-"""Who writes and who reads which box: pure functions of everybody's addresses, equal on every rank.
+"""Plans: which rank writes and reads which box. Pure functions of all ranks' addresses, with equal results on every rank.
 
 Files, in the order in which data travels:
 
-    tables                  what each rank says of its tensors, and who holds what
-    plan                    the chunks and packs of a save, dealt to ranks; the chunks that a load needs
+    tables                  the address table of each rank; which ranks hold each box
+    plan                    assigns the chunks and packs of a save to ranks; lists the chunks that a load needs
 """

@@ -1,11 +1,11 @@
-"""Who writes which box, who reads which: pure functions of everybody's addresses, so every rank finds the same answer.
+"""Plan a save or a load: which rank writes and reads which box. Pure functions of all ranks' addresses, equal on every rank.
 
-No files, no collectives, no torch. A save is planned from the address tables of all ranks: every shard is written exactly once,
-by one of the ranks that hold it, balanced by bytes; every array gets one regular grid, and every chunk of it one writer. Where
-shard borders cut through a chunk, the other holders send their slivers to its writer.
+No files, no collectives, no torch. A save is planned from the address tables of all ranks: one of the holders writes each shard,
+balanced by bytes; every array gets one regular grid, and every chunk one writer. Where shard borders cut through a chunk, the other
+holders send their parts of it (slivers) to the writer.
 
-Arrays that are cut and held alike are looked at once, however many there are: the work is in the distinct places of a state and
-in its chunks, not in ranks times tensors.
+Arrays that are cut and held alike are planned once: the cost grows with the distinct places of a state and with its chunks, not with
+ranks times tensors.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from ckpt.format.box import Box, chunk_box, chunks_meeting, num_chunks, overlap
 from ckpt.planning.tables import Holdings, Ranks, Table, Whereabouts
 
 PACK_BELOW_BYTES = 64 << 10
-"""Arrays whose global size is smaller share a packed array."""
+"""Arrays of smaller global size share a packed array."""
 CHUNK_MIN_BYTES = 1 << 20
 CHUNK_MAX_BYTES = 64 << 20
 
 _Part = tuple[Box, Ranks]
-"""A part of a chunk and the ranks that hold it."""
+"""A part of a chunk, and its holders."""
 _Borders = tuple[tuple[int, ...], int, tuple[Box, ...]]
-"""Shape, bytes of an element, boxes: what decides how an array is laid out."""
+"""Shape, bytes of an element, boxes: they determine the layout of an array."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTask:
-    """One chunk this rank writes.
+    """One chunk that this rank writes.
 
     Attributes:
         name: of the array.
         number: row-major chunk number.
         box: of the chunk, clipped to the array, in global coordinates.
-        own: boxes of this rank's that supply it.
-        slivers: (rank, box) of the parts that other ranks send first.
+        own: parts of it that this rank holds.
+        slivers: (rank, box) of the parts that other ranks send before.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ChunkTask:
 
 
 class PackTask(NamedTuple):
-    """One small box this rank writes into a packed array of its own, of the same component, prefix and data type."""
+    """One small box that this rank writes into one of its packed arrays, of equal component, prefix and data type."""
 
     name: str
     box: Box
@@ -72,13 +72,13 @@ class SliverTask:
 
 @dataclass(slots=True)
 class PlannedArray:
-    """How one array of the checkpoint will be stored. `grid` is None for a packed one.
+    """The storage plan of one array. `grid` is None for a packed one.
 
     Attributes:
         writers: rank that writes each chunk, by row-major number.
         packs: box -> the rank that writes it, of a packed array.
-        cut: chunk number -> its parts and who holds them, for the chunks that no rank holds whole as one box; shared by
-            arrays that are cut alike.
+        cut: chunk number -> its parts and their holders, for the chunks that no rank holds as one box; shared by arrays that are
+            cut alike.
     """
 
     dtype: str
@@ -89,7 +89,7 @@ class PlannedArray:
     cut: Mapping[int, Sequence[_Part]] = field(default_factory=dict)
 
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """The writers as runs (rank, first chunk, number of chunks)."""
+        """Return the writers as runs (rank, first chunk, number of chunks)."""
         runs = []
         first = 0
         for rank, run in groupby(self.writers):
@@ -99,13 +99,13 @@ class PlannedArray:
         return tuple(runs)
 
     def sliver_sender(self, number: int, ranks: tuple[int, ...]) -> int:
-        """Which holder of a part sends it: spread over the chunks, known to all without a word."""
+        """Return the holder that sends a part: spread over the chunks, equal on all ranks without communication."""
         return ranks[number % len(ranks)]
 
 
 @dataclass(slots=True)
 class RankPlan:
-    """What one rank does in a save, in this order: send slivers, receive them, write chunks, write packed boxes."""
+    """The tasks of one rank in a save, in this order: send slivers, receive them, write chunks, write packed boxes."""
 
     chunks: list[ChunkTask] = field(default_factory=list)
     packs: list[PackTask] = field(default_factory=list)
@@ -114,10 +114,10 @@ class RankPlan:
 
 @dataclass(slots=True)
 class SavePlan:
-    """The whole save, the same on every rank.
+    """The plan of a whole save, equal on every rank.
 
     Attributes:
-        arrays: array name -> how it is stored, in the order of the tables.
+        arrays: array name -> storage plan, in the order of the tables.
         aliases: second name -> first name.
         sends_slivers: whether any chunk needs bytes of a rank that does not write it.
     """
@@ -127,7 +127,7 @@ class SavePlan:
     sends_slivers: bool = False
 
     def of_rank(self, rank: int) -> RankPlan:
-        """What this rank does. Chunks and sends go by array and chunk number, so a receiver knows the order of a sender."""
+        """Return the tasks of a rank. Chunks and sends are ordered by array and chunk number, so a receiver knows the sender's order."""
         mine = RankPlan()
         for name, array in self.arrays.items():
             mine.packs += [PackTask(name, box) for box, writer in array.packs.items() if writer == rank]
@@ -162,11 +162,11 @@ def plan_save(
     chunk_min_bytes: int = CHUNK_MIN_BYTES,
     chunk_max_bytes: int = CHUNK_MAX_BYTES,
 ) -> SavePlan:
-    """Plan who writes what.
+    """Plan a save: which rank writes each chunk and each small box.
 
     Args:
-        tables: the distinct tables; ranks that hold alike share one, so a replicated model is looked at once.
-        table_of_rank: for every rank, which table is its own.
+        tables: the distinct tables; ranks that hold alike share one.
+        table_of_rank: for every rank, the number of its table.
         item_bytes: data type name -> bytes of one element.
 
     Raises:
@@ -250,7 +250,7 @@ def needed_chunks(shape: tuple[int, ...], grid: tuple[int, ...], wanted: Box) ->
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How boxes that make up an array share its chunks, whoever holds the boxes.
+    """The chunks of an array and the boxes that they lie in, independent of the holders.
 
     Attributes:
         grid: None for a packed array, which has no chunks of its own.
@@ -264,7 +264,7 @@ class _Layout:
 
 
 class _Kind:
-    """Arrays of one type and shape that are cut alike and held by the same ranks."""
+    """Arrays of equal type and shape that are cut alike and held by the same ranks."""
 
     def __init__(self, dtype: str, shape: tuple[int, ...], boxes: Mapping[Box, Ranks], layout: _Layout) -> None:
         self.dtype = dtype
@@ -283,10 +283,10 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True)
 class _Lot:
-    """Pieces of work of one size that the same ranks may do: these chunks of each of these arrays, or one bundle.
+    """Pieces of work of equal size and with the same candidate ranks: some chunks of each of some arrays, or one bundle.
 
     Attributes:
-        bundle: small boxes that are packed together, and count as one piece.
+        bundle: small boxes that are packed together and count as one piece.
     """
 
     num_bytes: int
@@ -310,15 +310,15 @@ class _Lot:
 
 
 _Work = dict[Ranks, list[_Lot]]
-"""The ranks that may do it -> what there is to do."""
+"""Candidate ranks -> work."""
 _SmallBoxes = dict[tuple[str, str, Ranks], list[tuple[int, PlannedArray, Box]]]
-"""Component, data type, holders -> (bytes, array, box) of what is packed."""
+"""Component, data type, holders -> (bytes, array, box) of each box to pack."""
 
 
 def _settled_aliases(tables: Sequence[Table], table_of_rank: Sequence[int], holdings: Holdings) -> dict[str, str]:
-    """Second name -> first name, checking that all ranks mean the same by it.
+    """Return second name -> first name, after a check that all ranks agree on it.
 
-    A tie is found by memory, and an empty piece has none: a rank may hold nothing of a tied tensor under its own name.
+    Ties are found by memory, and empty pieces have none: a rank may list a tied tensor without elements under its own name.
     """
     said: dict[str, tuple[str, int]] = {}
     for number, table in enumerate(tables):
@@ -342,7 +342,7 @@ def _settled_aliases(tables: Sequence[Table], table_of_rank: Sequence[int], hold
 
 
 def _require_tiles(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Ranks]) -> None:
-    """Refuse boxes that do not make up the array exactly."""
+    """Refuse boxes that do not tile the array exactly."""
     total = math.prod(shape)
     covered = sum(box.num_elements for box in boxes)
     meeting = _first_overlap(boxes) if len(boxes) > 1 else None
@@ -360,7 +360,7 @@ def _require_tiles(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Ranks]
 
 
 def _first_overlap(boxes: Collection[Box]) -> tuple[Box, Box] | None:
-    """Sweep along the first dimension that separates boxes; only boxes open at the same place are compared."""
+    """Find two overlapping boxes by a sweep along the dimension with the most borders; only open boxes are compared."""
     dims = len(next(iter(boxes)).shape)
     if dims == 0:
         return None
@@ -377,7 +377,7 @@ def _first_overlap(boxes: Collection[Box]) -> tuple[Box, Box] | None:
 
 
 def _lay_out(borders: _Borders, pack_below_bytes: int, min_bytes: int, max_bytes: int) -> _Layout:
-    """Choose the grid, and sort its chunks by the boxes they lie in."""
+    """Choose the grid, and assign its chunks to the boxes that contain them."""
     shape, item, boxes = borders
     total_bytes = math.prod(shape) * item
     if total_bytes == 0 or total_bytes < pack_below_bytes:
@@ -397,7 +397,7 @@ def _lay_out(borders: _Borders, pack_below_bytes: int, min_bytes: int, max_bytes
 
 
 def _chunk_lots(kinds: Iterable[_Kind], item_bytes: Callable[[str], int]) -> _Work:
-    """Every chunk with the ranks that may write it: all who hold all of it, else those who hold most."""
+    """Return every chunk with its candidate writers: the ranks that hold all of it, else those that hold most."""
     work: _Work = defaultdict(list)
     for kind in kinds:
         item = item_bytes(kind.dtype)
@@ -420,7 +420,7 @@ def _holding_most(parts: Sequence[_Part]) -> Ranks:
 
 
 def _bundles(small: _SmallBoxes, bundle_bytes: int) -> _Work:
-    """Small boxes in bundles, so that a reader of many small tensors needs few ranks' indexes, not all."""
+    """Bundle small boxes, so that a reader of many small tensors needs the indexes of few ranks."""
     work: _Work = defaultdict(list)
     for (_, _, ranks), entries in small.items():
         bundle: list[tuple[PlannedArray, Box]] = []
@@ -437,11 +437,10 @@ def _bundles(small: _SmallBoxes, bundle_bytes: int) -> _Work:
 
 
 def _deal(work: _Work, load: list[int]) -> None:
-    """Give every piece to a rank that may do it: largest first, to the least loaded.
+    """Assign every piece to a candidate rank: largest first, to the least loaded.
 
-    Work that few ranks may do is placed before work that many may do, and what there is much of before what there is little
-    of, which then evens it out. Of pieces of one size each rank gets as many as that makes, in one run, so that the manifest
-    names few runs of writers.
+    Work with few candidates comes before work with many, and much work before little, which then evens out the load. Each rank gets its
+    pieces of one size in one run, so that the manifest has few runs of writers.
 
     Args:
         load: bytes given to each rank so far; updated.
@@ -468,7 +467,7 @@ def _deal(work: _Work, load: list[int]) -> None:
 def _split(
     shape: tuple[int, ...], grid: tuple[int, ...], bound: Sequence[bool], item: int, max_bytes: int
 ) -> tuple[int, ...]:
-    """Cut chunks above `max_bytes` along their first dimensions; a dimension with borders only by a divisor of its side."""
+    """Split chunks above `max_bytes` along their first dimensions; a dimension with borders only by a divisor of its side."""
     sides = list(grid)
     for d, is_bound in enumerate(bound):
         parts = -(-math.prod(sides) * item // max_bytes)

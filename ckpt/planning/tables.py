@@ -1,7 +1,7 @@
-"""What the ranks tell each other of the tensors they hold, and who holds what, worked out of that.
+"""Address tables that the ranks exchange, and the holders of each box computed from them.
 
-Ranks repeat each other, and so do the layers of a model. A table says everything once: names apart from places, so that what
-ranks have in common is sent once, and looked at once. Pure: no files, no collectives.
+Ranks repeat each other, and so do the layers of a model. A table stores names apart from places, each once, so that common halves
+are sent once and processed once. Pure: no files, no collectives.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Ranks = tuple[int, ...]
 Names = tuple[tuple[str, int], ...]
 """(Array name, number of its place), in the order of the state."""
 Whereabouts = tuple[tuple[int, int], ...]
-"""Where a name stands: in which lists of names, and at which number of the places that go with each."""
+"""Positions of a name: (number of the list of names, number of the place that goes with it)."""
 
 
 class LeafPlacement(NamedTuple):
-    """What tensors that are cut alike have in common on one rank: an address without its name."""
+    """An address without its name. Tensors that are cut alike share it."""
 
     dtype: str
     global_shape: tuple[int, ...]
@@ -32,8 +32,8 @@ class LeafPlacement(NamedTuple):
 class TablePart:
     """The tensors of one component on one rank, by name and by place.
 
-    Two halves, because ranks repeat each other in halves: a sharding neighbour holds other places of the same names, another
-    stage of a pipeline other names at the same places.
+    Ranks repeat each other in halves: a sharding neighbour has the same names at other places, another pipeline stage other names at
+    the same places.
 
     Attributes:
         names: every tensor, with the number of its place.
@@ -52,14 +52,14 @@ class TablePart:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What a rank, or several ranks alike, contribute: the addresses of their tensors and the aliases among them."""
+    """The addresses and aliases of one rank, or of several ranks that hold alike."""
 
     parts: tuple[TablePart, ...]
     aliases: tuple[tuple[str, str], ...] = ()
 
 
 def table_to_json(table: Table) -> list[Any]:
-    """The pieces of a table: the aliases, then for each component its names and its places."""
+    """Split a table into pieces of JSON: the aliases, then for each component its names and its places."""
     pieces: list[Any] = [["aliases", table.aliases]]
     for part in table.parts:
         pieces.append(["names", [name for name, _ in part.names], [place for _, place in part.names]])
@@ -68,7 +68,7 @@ def table_to_json(table: Table) -> list[Any]:
 
 
 def piece_from_json(tree: Any) -> tuple[Any, ...]:
-    """A piece as a table holds it; pieces that several tables share are made once."""
+    """Parse a piece of a table. The caller parses pieces that tables share once."""
     match tree:
         case ["names", names, places]:
             return tuple(zip(names, places, strict=True))
@@ -82,16 +82,16 @@ def piece_from_json(tree: Any) -> tuple[Any, ...]:
 
 
 def table_of_pieces(pieces: Sequence[tuple[Any, ...]]) -> Table:
-    """A table, from its pieces in the order of `table_to_json`."""
+    """Join a table from its pieces, in the order of `table_to_json`."""
     aliases, *halves = pieces
     return Table(tuple(TablePart(*half) for half in zip(halves[::2], halves[1::2], strict=True)), aliases)
 
 
 class Holdings:
-    """Who holds what: all tables, turned around.
+    """The holders of each box, from the tables of all ranks.
 
     Attributes:
-        where: array name -> where it stands. Names that stand at the same places are arrays of one kind.
+        where: array name -> its positions. Names with equal positions are cut and held alike.
     """
 
     def __init__(self, tables: Sequence[Table], table_of_rank: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class Holdings:
         ]
 
     def look_up(self, name: str) -> tuple[str, tuple[int, ...], dict[Box, Ranks]]:
-        """The data type, the global shape, and the ranks that hold each box; empty boxes of a larger array left out."""
+        """Return data type, global shape, and box -> holding ranks, without the empty boxes of a larger array."""
         held = [(places[place], ranks) for number, place in self.where[name] for places, ranks in self._places[number]]
         (dtype, shape, _), first_ranks = held[0]
         holders: dict[Box, list[Ranks]] = {}
@@ -120,7 +120,7 @@ class Holdings:
             if (other_dtype, other_shape) != (dtype, shape):
                 raise ShapeMismatchError(
                     f"{name} is {other_dtype} {list(other_shape)} on rank {ranks[0]} and {dtype} {list(shape)} on rank "
-                    f"{first_ranks[0]}; the ranks must agree on what they save under one name"
+                    f"{first_ranks[0]}; all ranks must save the same data type and shape under one name"
                 )
             if box.num_elements or 0 in shape:
                 holders.setdefault(whole(shape) if 0 in shape else box, []).append(ranks)
@@ -132,7 +132,7 @@ def _union(sets: Sequence[Ranks]) -> Ranks:
 
 
 class Address(NamedTuple):
-    """One leaf of one rank in the one global picture. What a sharing pattern computes, and all that a plan sees.
+    """The place of one rank's leaf in a global array. Sharing patterns compute it; plans see nothing else.
 
     The fourth part of an address, the replica id, is not stored: it is the position of a rank among those that hold an
     equal (name, box), and plan.py counts it there.

@@ -115,7 +115,7 @@ class HeldWeights:
 
     def _whole(self, key: str, entry: ArrayEntry) -> torch.Tensor:
         dtype = torch_dtype(entry.dtype)
-        out = self._memory.scratch.flat(math.prod(entry.shape) * dtype.itemsize).view(dtype).view(entry.shape)
+        out = self._memory.scratch.empty(entry.shape, dtype)
         for stored in self._checkpoint.parts(ReadRequest(self._start + key, key, whole(entry.shape), out)):
             part = stored.part
             region = self._bytes_of(stored.chunk)[part.base :][: math.prod(part.region) * dtype.itemsize]

@@ -1,10 +1,10 @@
-"""Bytes and files, whatever their format: read into tensors, written past the page cache, synced once.
+"""Bytes and files of any format: read into tensors, written past the page cache, synced once.
 
 Files, in the order in which data travels:
 
-    files                   pieces with progress, errors that name the file, one sync for everything
-    pieces                  the bytes of a chunk on their way to storage, digested once
-    direct_io, file_sink    files that grow, written by threads; all files of a rank in one save
-    host_memory, pool       maps host memory; host memory that keeps the files of the newest save
-    extents, runs           from (file, offset, length) into the memory of tensors, checked on the way
+    files                   errors that name the file, one sync for all files of a save
+    pieces                  the bytes of a chunk, padded, and digested once on their way to storage
+    direct_io, file_sink    appends to files, by writer threads; all files of a rank in one save
+    host_memory, pool       maps host memory; keeps the files of the newest save in it
+    extents, runs           read from (file, offset, length) into tensors, with digest checks
 """

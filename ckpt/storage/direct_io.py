@@ -1,10 +1,9 @@
-"""Files that grow, and how their bytes get to the disk: through the page cache, or past it, from aligned memory, by threads.
+"""Append to files: through the page cache, or past it (O_DIRECT) from aligned memory by writer threads.
 
-Bytes that go through the page cache are copied by the kernel, page by page, on cores that the other ranks and the training need too,
-and drive out what had been cached. Direct I/O takes them from memory that is aligned: each piece is copied there, while it is
-still in the processor's cache from having been digested, and written by a thread while the next one is copied. The aligned
-memory is small, bounds what a save takes, and is used again by the next save. Where the files of a save are kept in memory (pool.py),
-that is where each piece is copied to, and what is written from.
+The page cache costs a copy by the kernel, page by page, on cores that training needs, and evicts cached files. With direct I/O each
+piece is copied to an aligned buffer, while it is still in the processor's cache from being digested, and a thread writes it while
+the next piece is copied. The buffers are few, bound the memory of a save, and serve the next save again. Where the files of a save
+are kept in memory (pool.py), that memory takes the place of the buffers.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import resource
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,16 +27,16 @@ from ckpt.storage.host_memory import private
 from ckpt.storage.pool import PoolFile
 
 ALIGNED = 4096
-"""Direct I/O wants memory, offsets and lengths that are multiples of the disk's block, on no disk more than this."""
+"""Direct I/O needs memory, offsets and lengths in multiples of the disk's block, which is at most this."""
 
 RESERVED_BYTES = 64 << 20
-"""Room on the disk that a file of unknown size asks for at a time."""
+"""Disk space reserved at a time for a file of unknown size."""
 
 NUM_BUFFERS = 4
-"""Half of them are filled while the others are being written."""
+"""Half of the buffers are filled while the others are written."""
 
 NUM_THREADS = 2
-"""That write: one alone leaves the disk idle between two pieces, more do not make it faster (measured)."""
+"""Threads that write: one leaves the disk idle between two pieces, more than two are not faster (measured)."""
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -45,14 +45,14 @@ _log = logging.getLogger("ckpt")
 
 
 class Buffers:
-    """Aligned memory for direct writes, kept from save to save: memory that is touched for the first time is slow.
+    """Aligned buffers for direct writes, kept from save to save: memory touched for the first time is slow.
 
     Args:
         buffer_mib: of all buffers of one writer together, in MiB.
         direct_io: False: no file is written directly.
 
     Raises:
-        ConfigurationError: there is no room for a page in each buffer.
+        ConfigurationError: `buffer_mib` is below 1.
     """
 
     def __init__(self, *, buffer_mib: int, direct_io: bool) -> None:
@@ -64,7 +64,7 @@ class Buffers:
         self.direct_io = direct_io and O_DIRECT != 0
 
     def take(self) -> list[memoryview]:
-        """Return all buffers of one writer; `give_back` them. Any thread."""
+        """Return the buffers of one writer; pass them to `give_back` later. Any thread."""
         with suppress(IndexError):
             return self._idle.pop()
         view = memoryview(private(self._num_bytes * NUM_BUFFERS))
@@ -74,7 +74,7 @@ class Buffers:
         self._idle.append(buffers)
 
     def refuse(self, path: Path, error: OSError, *, tell: bool) -> None:
-        """Write through the page cache from now on, and say so, once."""
+        """Use the page cache from now on; log a warning once."""
         if self.direct_io:
             self.direct_io = False
             _log.log(
@@ -86,30 +86,27 @@ class Buffers:
             )
 
     def tell_of_links(self, path: Path, why: str, *, tell: bool) -> None:
-        """Say once that files are written which could have been linked."""
+        """Log once that unchanged files are written because they cannot be linked."""
         _log.log(
             logging.WARNING if tell and not self._told_of_links else logging.DEBUG,
-            "%s cannot be linked to (%s): what has not changed is written again, and takes room again",
+            "%s cannot be linked to (%s): unchanged data is written again, and takes disk space again",
             path,
             why,
         )
         self._told_of_links = True
 
-    def __reduce__(self) -> tuple[Callable[..., Buffers], tuple[int, bool]]:
-        """A copy has memory of its own."""
-        return _buffers, (self._num_bytes * NUM_BUFFERS >> 20, self.direct_io)
-
-
-def _buffers(buffer_mib: int, direct_io: bool) -> Buffers:
-    return Buffers(buffer_mib=buffer_mib, direct_io=direct_io)
+    def __reduce__(self) -> tuple[Callable[[], Buffers], tuple[()]]:
+        """A copy, for another process, gets its own memory."""
+        mib = self._num_bytes * NUM_BUFFERS >> 20
+        return partial(Buffers, buffer_mib=mib, direct_io=self.direct_io), ()
 
 
 class NewFile(NamedTuple):
-    """The name of a file that is made below a checkpoint's folder.
+    """A file to be created below a checkpoint's folder.
 
     Attributes:
-        name: its path below the folder.
-        path: the whole of it.
+        name: path below the folder.
+        path: absolute path.
     """
 
     folder: CheckpointFolder
@@ -125,10 +122,10 @@ class NewFile(NamedTuple):
 
 
 class Paged:
-    """A file that is written through the page cache, and from there, large pieces at least, on to the disk at once.
+    """A file written through the page cache. Writeback of large pieces starts at once.
 
     Args:
-        memory: keeps it, too.
+        memory: keeps the bytes as well; None: nothing does.
     """
 
     def __init__(self, file: NewFile, progress: Callable[[int], None], memory: PoolFile | None) -> None:
@@ -152,10 +149,10 @@ class Paged:
 
 
 class Direct:
-    """A file whose bytes are gathered in aligned buffers, which a pump writes past the page cache."""
+    """A file written with O_DIRECT: `append` fills aligned buffers, writer threads write them."""
 
-    def __init__(self, pump: WriterThreads, file: OpenFile) -> None:
-        self._pump = pump
+    def __init__(self, threads: WriterThreads, file: OpenFile) -> None:
+        self._threads = threads
         self._file = file
         self._buffer: memoryview | None = None
         self._fill = 0
@@ -175,7 +172,7 @@ class Direct:
                 self._hand_over()
 
     def give_way(self) -> None:
-        """Let another file have the buffer: whole blocks are written, what is left is kept aside, so that the next ones are whole, too."""
+        """Give the buffer to another file: queue its whole blocks, and keep the rest for the next buffer."""
         assert self._buffer is not None
         end = self._fill // ALIGNED * ALIGNED
         self._rest = bytes(self._buffer[end : self._fill])
@@ -183,13 +180,13 @@ class Direct:
         self._hand_over()
 
     def close(self) -> None:
-        if self._rest and self._pump.is_well:  # else nobody wants the bytes, and whoever asks for a buffer is told why
+        if self._rest and self._threads.is_well:  # after a failure no buffer can be had, and the bytes are dropped
             self._take_buffer()
         self._hand_over()
         self._file.end_at(self._at)
 
     def _take_buffer(self) -> None:
-        self._buffer = self._pump.buffer_for(self)
+        self._buffer = self._threads.buffer_for(self)
         self._fill = len(self._rest)
         self._buffer[: self._fill] = self._rest
         self._rest = b""
@@ -197,26 +194,26 @@ class Direct:
     def _hand_over(self) -> None:
         if self._buffer is not None:
             self._file.reserve(self._at + self._fill)
-            self._pump.put(self._file, self._buffer[: self._fill], self._at, free=self._buffer)
-            self._pump.filling.pop(self)
+            self._threads.put(self._file, self._buffer[: self._fill], self._at, free=self._buffer)
+            self._threads.filling.pop(self)
             self._at, self._fill, self._buffer = self._at + self._fill, 0, None
 
 
 class Kept:
-    """A file whose bytes are gathered in memory that is kept, from which a pump writes them past the page cache."""
+    """A file written with O_DIRECT from memory that keeps it: `append` copies there, writer threads write from there."""
 
-    def __init__(self, pump: WriterThreads, file: OpenFile, memory: PoolFile) -> None:
-        self._pump = pump
+    def __init__(self, threads: WriterThreads, file: OpenFile, memory: PoolFile) -> None:
+        self._threads = threads
         self._file = file
         self._memory = memory
         self._at = 0
 
     def append(self, piece: memoryview) -> None:
-        self._pump.require_well()
+        self._threads.require_well()
         with naming(self._file.path):
             self._memory.append(piece)
-        while self._memory.size - self._at >= self._pump.step:
-            self._hand_over(self._at + self._pump.step)
+        while self._memory.size - self._at >= self._threads.step:
+            self._hand_over(self._at + self._threads.step)
 
     def close(self) -> None:
         if self._memory.size > self._at:
@@ -225,15 +222,15 @@ class Kept:
 
     def _hand_over(self, end: int) -> None:
         self._file.reserve(end)
-        self._pump.put(self._file, self._memory.view(self._at, end), self._at)
+        self._threads.put(self._file, self._memory.view(self._at, end), self._at)
         self._at = end
 
 
 class OpenFile:
-    """An open file, closed when the last of those who hold it lets it go.
+    """An open descriptor with a count of its users; the last one to release it closes it.
 
     Args:
-        num_bytes: that it will have; None: many.
+        num_bytes: final size; None: unknown, and large.
     """
 
     def __init__(self, file: NewFile, fd: int, num_bytes: int | None) -> None:
@@ -247,14 +244,14 @@ class OpenFile:
         self._holders = 1
 
     def reserve(self, end: int) -> None:
-        """Find room on the disk for what will be written up to a byte."""
+        """Reserve disk space up to a byte, in steps."""
         while self._step and end > self._reserved:
             if not reserve(self.fd, self._reserved, self._step):
-                self._step = 0  # asked once, and refused: the file grows as it is written
+                self._step = 0  # refused once: do not ask again
             self._reserved += self._step
 
     def end_at(self, size: int) -> None:
-        """Nothing follows, and no room stays reserved behind it. Called by who opened it, who lets it go."""
+        """End the file at `size`, drop reserved space behind it, and release the opener's hold."""
         self._size = size if self._reserved > size else None
         self.release()
 
@@ -276,24 +273,24 @@ class OpenFile:
 
 
 class WriterThreads:
-    """Aligned buffers, and a few threads that write them, or aligned memory that is kept.
+    """A few threads that write aligned buffers, or aligned memory that is kept, with O_DIRECT.
 
-    States, of all together. `_error` is set once, by any thread, and stays:
+    States. `_error` is set once, by any thread, and stays:
 
         well --a write fails, or give_up--> failed
           |                                   |
           +----------stop---------------------+-----> stopped
 
-    `failed`: what is queued is dropped, its buffers become free, and `require_well` and `finish` raise. `stopped`: the threads have
-    ended, after what was queued, and the buffers are given back.
+    `failed`: queued writes are dropped, their buffers become free, `require_well` and `finish` raise. `stopped`: all queued writes are
+    done, the threads have ended, and the buffers are given back.
 
-    States of a buffer. At most half of them are filled at a time, so that one becomes free however many files grow:
+    States of a buffer. At most half of the buffers are being filled, so that one becomes free however many files are open:
 
         free --buffer_for--> filled by one file, in `filling` --put--> queued, or being written --> free
 
     Attributes:
-        step: bytes that are written at once.
-        filling: the files that have a buffer, in the order in which they took it.
+        step: bytes per write.
+        filling: files that hold a buffer, in the order in which they took it.
     """
 
     def __init__(self, buffers: Buffers, tells: bool, progress: Callable[[int], None]) -> None:
@@ -315,7 +312,7 @@ class WriterThreads:
             thread.start()
 
     def buffer_for(self, file: Direct) -> memoryview:
-        """Return a buffer that nobody uses, as soon as there is one. However many files grow, most buffers can become free.
+        """Return a free buffer, waiting for one. Takes the oldest file's buffer away if half of the buffers are being filled.
 
         Raises:
             OSError: a write has failed.
@@ -331,11 +328,11 @@ class WriterThreads:
 
     @property
     def is_well(self) -> bool:
-        """Whether no write has failed, and the save has not been given up."""
+        """False after a write has failed, or the save was given up."""
         return self._error is None
 
     def require_well(self) -> None:
-        """Raise if a write has failed.
+        """Raise the error of the first failed write, if any.
 
         Raises:
             OSError: of that write.
@@ -344,21 +341,21 @@ class WriterThreads:
             raise self._error
 
     def put(self, file: OpenFile, data: memoryview, at: int, *, free: memoryview | None = None) -> None:
-        """Have bytes written to an aligned offset; then the buffer that they are in, if they are in one, is free again."""
+        """Queue bytes for an aligned offset. `free`: the buffer that they are in, which becomes free after the write."""
         file.hold()
         self._jobs.put((file, data, at, free))
 
     def finish(self) -> None:
-        """Wait for the writes, all of them, and raise what one of them met."""
+        """Wait for all writes; raise the error of a failed one."""
         self.stop()
         self.require_well()
 
     def give_up(self) -> None:
-        """Drop what has not begun to be written."""
+        """Drop the writes that have not begun."""
         self._error = self._error or InterruptedError("the save was given up")
 
     def stop(self) -> None:
-        """Return when nothing is being written. Nothing may follow."""
+        """Wait for all queued writes, and end the threads. No call may follow."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -375,7 +372,7 @@ class WriterThreads:
                     with naming(file.path):
                         self._write(file, data, at)
                     self._progress(len(data))
-            except BaseException as error:  # raised by whoever waits for the bytes
+            except BaseException as error:  # raised by `finish` in the sink's thread
                 self._error = self._error or error
             try:
                 file.release()
@@ -385,7 +382,7 @@ class WriterThreads:
                 self._free.put(free)
 
     def _write(self, file: OpenFile, data: memoryview, at: int) -> None:
-        """Write at an aligned offset: whole blocks directly, what is left, or is refused, through the page cache."""
+        """Write at an aligned offset: whole blocks with O_DIRECT; the rest, or all if that is refused, through the page cache."""
         whole = len(data) // ALIGNED * ALIGNED
         done = 0
         while done < whole and done % ALIGNED == 0:
@@ -394,7 +391,7 @@ class WriterThreads:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                if not _outgrows(at + len(data)):  # else it is the limit, of which the next write tells
+                if not _outgrows(at + len(data)):  # else RLIMIT_FSIZE, which the next write reports
                     self._buffers.refuse(file.path, error, tell=self._tells)
                 break
         if done < len(data):
@@ -407,6 +404,6 @@ class WriterThreads:
 
 
 def _outgrows(size: int) -> bool:
-    """Whether this process may not write files so large."""
+    """Whether a file of this size is beyond the process's RLIMIT_FSIZE."""
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return most != resource.RLIM_INFINITY and size > most

@@ -1,12 +1,11 @@
-"""The raw reader: from (file, offset, length) straight into the memory of tensors, checked while the bytes are hot.
+"""Read raw chunks from (file, offset, length) straight into tensors, and check digests while the bytes are in the cache.
 
-One reader serves every raw chunk of every backend. It reads each block of a chunk once, however many parts want a piece
-of it: bytes that are contiguous in the file and in the tensor go there by `preadv`, all others through one small scratch
-buffer.
+One reader serves the raw chunks of every backend. It reads each block of a chunk once, however many parts need it: bytes that are
+contiguous in the file and in the tensor are read there by `preadv`, all others through one small scratch buffer.
 
     parts -> spans (no large gap inside) -> slabs (whole blocks, 8 MiB) -> preadv -> digest -> strided copies
 
-Who gets bytes of a chunk in some other way, from another rank say, puts them in place with `WantedBytes`.
+Bytes of a chunk that come another way, such as from another rank, are put in place by `WantedBytes`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -27,7 +25,7 @@ import torch
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.format.blocks import BlockDigests
-from ckpt.format.box import Box, overlap, whole
+from ckpt.format.box import Box, flat_boxes, overlap, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import bits_of, raw_bytes
 from ckpt.format.gc_pause import gc_paused
@@ -36,35 +34,35 @@ from ckpt.format.records import ChunkExtent
 from ckpt.storage.runs import TensorRun, find_runs
 
 SLAB_BYTES = 8 << 20
-"""Bytes asked for at once, and the size of the scratch buffer (more only where one block of a chunk is larger), by default."""
+"""Default bytes per read, and size of the scratch buffer (larger only where one block of a chunk is)."""
 
 HOT_BYTES = 1 << 20
-"""Bytes read for others at once, at least a block: what has been read so is still in the processor's cache when it is digested."""
+"""Bytes per read of `fetch`, at least a block: still in the processor's cache when they are digested."""
 
 DIRECT_BYTES = 256 << 10
-"""A part of several contiguous runs is read into the tensor itself from this size of a run on; smaller ones are cheaper
-to copy. A part that is one run always is."""
+"""Runs of a part from this size on are read into the tensor itself; smaller ones are cheaper to copy. A part that is one run is
+always read into the tensor."""
 
 GAP_BYTES = 1 << 20
-"""A gap of at least this size between wanted bytes is worth skipping."""
+"""Gaps between wanted bytes from this size on are skipped."""
 
 MAX_OPEN_FILES = 64
 ALIGNMENT = 16
-"""Slabs start at multiples of the largest element, so that no element is cut in two."""
+"""Slabs start at multiples of the largest element size, so that no element is split."""
 
 _Array = np.ndarray[Any, Any]
 
 
 @dataclass(slots=True)
 class WantedBox:
-    """One wanted piece of one chunk.
+    """A wanted box of one chunk, and its destination.
 
     Attributes:
         base: byte in the chunk where the region begins.
-        region: shape of the row-major region at `base`: that of a chunk as it is stored, or the box shape of a packed piece.
-        box: what is wanted, in the region's coordinates.
-        out: tensor of shape `box.shape` and the stored data type, with any strides; on the host, if a reader is to fill it.
-        name: what messages call it, such as "model: h.0.attn.weight".
+        region: shape of the row-major region at `base`: of the chunk as stored, or of a packed piece.
+        box: wanted part, in the region's coordinates.
+        out: tensor of shape `box.shape` and the stored data type, with any strides.
+        name: for errors, such as "model: h.0.attn.weight".
     """
 
     base: int
@@ -76,10 +74,10 @@ class WantedBox:
 
 @dataclass(slots=True)
 class _Span:
-    """A stretch [start, stop) of the chunk, in bytes, that holds `box` of a part's region.
+    """A range [start, stop) of the chunk, in bytes, that holds `box` of a part's region.
 
-    `memory` is where those bytes belong if they lie there as they lie in the chunk, else None; `out` is the memory of the part's
-    `out` for that box: plain numbers on the host, a tensor on a device.
+    `memory` is the destination of these bytes if they are contiguous there, too, else None. `out` is the part's `out` for that box: a
+    NumPy array on the host, a tensor on a device.
     """
 
     start: int
@@ -91,18 +89,18 @@ class _Span:
 
 
 def _nothing(num_bytes: int) -> None:
-    """The progress of a reader that nobody watches."""
+    """Default `progress`."""
 
 
 ReadAt = Callable[[int, Sequence[memoryview], int], int]
-"""Fills buffers, in turn, from a byte of an open file on, and returns how many bytes it got, as `os.preadv` does."""
+"""A function like `os.preadv`: fills buffers in turn from an offset of an open file; returns the number of bytes."""
 
 
 class WantedBytes:
-    """What one rank wants of one chunk, ready to be put in place from any stretch of the chunk's bytes.
+    """The parts of one chunk that one rank wants; puts any range of the chunk's bytes in place.
 
     Args:
-        chunk: whose `length` counts the bytes that are delivered: of a chunk that is encoded, the decoded ones.
+        chunk: with the `length` of the delivered bytes: decoded, if the chunk is encoded.
 
     Raises:
         CorruptCheckpointError: a part does not lie in the chunk.
@@ -117,34 +115,34 @@ class WantedBytes:
 
     @property
     def devices(self) -> Collection[torch.device]:
-        """Where something is wanted."""
+        """Devices of the wanted parts."""
         return self._by_device.keys()
 
     def stretches(self, unit: int) -> list[tuple[int, int]]:
-        """Ascending [start, stop) that hold all that is wanted, each of whole units but for the end of the chunk."""
+        """Return ascending ranges [start, stop) that hold all parts, in whole units but at the end of the chunk."""
         return list(_stretches(self._spans, self._length, unit)) if self._spans else []
 
     def name_of(self, begin: int, end: int) -> str:
-        """The name of the first part that wants something of the bytes [begin, end)."""
+        """Return the name of the first part that wants some of the bytes [begin, end)."""
         return _name_of(self._spans, begin, end)
 
     def wants(self, start: int, stop: int, device: torch.device) -> bool:
-        """Whether a device wants something of the chunk's bytes [start, stop)."""
+        """Whether a part on this device wants some of the bytes [start, stop)."""
         return bool(self._here(start, stop, device))
 
     def lies_in_order(self, start: int, stop: int, device: torch.device) -> bool:
-        """Whether all that a device wants of the chunk's bytes [start, stop) lies there as in the chunk, in few long stretches."""
+        """Whether all parts on this device want contiguous ranges of the bytes [start, stop), so that plain copies suffice."""
         return all(span.memory is not None for span in self._here(start, stop, device))
 
     def place(self, start: int, stop: int, memory: torch.Tensor, device: torch.device | None = None) -> None:
-        """Copy what is wanted of the chunk's bytes [start, stop) to where it belongs.
+        """Copy the chunk's bytes [start, stop) to the parts that want them.
 
-        To a device this is queued on its current stream, and bytes that do not lie in order there must be on it. What the host wants
-        must be on the host.
+        Copies to a device are queued on its current stream; unless `lies_in_order`, `memory` must be on that device. For parts on the
+        host `memory` must be on the host.
 
         Args:
-            memory: those bytes: 1-D uint8, aligned to an element.
-            device: place what it wants, and nothing else; None: all.
+            memory: these bytes: 1-D uint8, aligned to an element.
+            device: fill its parts only; None: all parts.
         """
         host: Any = memory.numpy() if _is_on_host(memory) else None
         for span in self._here(start, stop, device):
@@ -169,13 +167,13 @@ class WantedBytes:
 
 
 class Landing(Protocol):
-    """Takes what has been read to tensors on devices. See `ckpt.memory.copies.Filling`."""
+    """Copies bytes that were read to tensors on devices. See `ckpt.memory.copies.Filling`."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return host memory to read into."""
 
     def place(self, wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
-        """Put the bytes [start, stop) of a chunk, which are in that memory, where they are wanted."""
+        """Copy the bytes [start, stop) of a chunk from `memory` to the parts that want them."""
 
 
 class ExtentReader:
@@ -185,13 +183,13 @@ class ExtentReader:
         root: the checkpoint folder, to which extents are relative.
         verify: read whole blocks and compare their digests; if not, read little more than what is wanted.
         progress: called with a number of bytes as they arrive.
-        read_at: how bytes come from an open file.
-        slab_bytes: asked for at once; None: `SLAB_BYTES`.
-        landing: takes bytes to tensors on devices; None: all are on the host.
-        held: what is in memory, and is not read from the folder.
+        read_at: reads an open file, as `os.preadv` does.
+        slab_bytes: bytes per read; None: `SLAB_BYTES`.
+        landing: copies bytes to tensors on devices; None: all tensors are on the host.
+        held: files in memory, which are not read from the folder.
 
     Attributes:
-        bytes_read: bytes asked of the file system so far; what is in memory does not count.
+        bytes_read: bytes read from the file system so far, without those from memory.
     """
 
     def __init__(
@@ -220,13 +218,11 @@ class ExtentReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the files and let go of the scratch buffer."""
+        """Close the files and free the scratch buffer."""
         while self._files:
             os.close(self._files.popitem()[1])
         self._folder.close()
@@ -238,12 +234,12 @@ class ExtentReader:
         """Fill the `out` of every part. Parts may overlap, in the chunk but not in memory.
 
         Args:
-            stretches: read these alone, of those that `WantedBytes.stretches` gives for `unit_of(chunk)`; None: all.
+            stretches: some of the ranges that `WantedBytes.stretches(unit_of(chunk))` returns: read only these; None: read all.
 
         Raises:
-            CorruptCheckpointError: the file is missing or too short, a block is not what was saved, or the index and
-                the chunk contradict each other. Some of the parts may have been filled.
-            OSError: the file system failed in another way; it names the file.
+            CorruptCheckpointError: the file is missing or too short, a block does not match its digest, or a part lies outside of
+                the chunk. Some parts may have been filled.
+            OSError: another failure of the file system; it names the file.
         """
         assert chunk.raw, "an encoded chunk is read by its backend"
         self._or_disk(chunk, lambda: self._read(chunk, parts, stretches))
@@ -257,23 +253,22 @@ class ExtentReader:
         spans = _spans_in(chunk, parts)
         if not spans:
             return
-        self._check_digest_count(chunk, spans[0].part.name)
         _read_shared_bytes_once(spans)
         if stretches is None:
             stretches = list(_stretches(spans, chunk.length, self.unit_of(chunk)))
         self._sweep(chunk, spans, stretches)
 
     def unit_of(self, chunk: ChunkExtent) -> int:
-        """The bytes of a chunk that are read, and checked, as one."""
+        """Return the granularity of reads of a chunk, in bytes: a block under one digest, if digests are checked."""
         return chunk.block_bytes if self._verify else ALIGNMENT
 
     def fetch(self, chunk: ChunkExtent, start: int, memory: memoryview, name_of: Callable[[int, int], str]) -> None:
-        """Read, and check, whole units of a chunk into memory that is not where they belong.
+        """Read and check whole units of a chunk into intermediate memory.
 
         Args:
             start: the first byte, a multiple of the unit.
-            memory: takes the bytes, and is as long as they are.
-            name_of: says what wants the bytes [begin, end) of the chunk, for messages.
+            memory: for the bytes, of their length.
+            name_of: returns the name of the part that wants bytes [begin, end) of the chunk, for errors.
 
         Raises:
             CorruptCheckpointError, OSError: as for `read`.
@@ -282,7 +277,7 @@ class ExtentReader:
         self._or_disk(chunk, lambda: self._fetch(chunk, start, memory, name_of))
 
     def _or_disk(self, chunk: ChunkExtent, read: Callable[[], None]) -> None:
-        """Read; and if what is in memory of the file proves damaged, once more, from the disk."""
+        """Read; if the file's memory proves damaged, read once more from the disk."""
 
         def attempt() -> None:
             try:
@@ -296,7 +291,6 @@ class ExtentReader:
 
     def _fetch(self, chunk: ChunkExtent, start: int, memory: memoryview, name_of: Callable[[int, int], str]) -> None:
         name = name_of(start, start + len(memory))
-        self._check_digest_count(chunk, name)
         fd = self._open(chunk.file, name)
         step = -(-HOT_BYTES // chunk.block_bytes) * chunk.block_bytes
         for at in range(0, len(memory), step):
@@ -309,7 +303,7 @@ class ExtentReader:
     def _read_for_devices(
         self, chunk: ChunkExtent, parts: Sequence[WantedBox], stretches: Sequence[tuple[int, int]] | None
     ) -> None:
-        """Read for tensors on devices, which files cannot be read into: a slab is on its way there while the next one is read."""
+        """Read for tensors on devices, through host memory: one slab is copied while the next one is read."""
         assert self._landing is not None, "a reader without a landing fills host tensors alone"
         wanted = WantedBytes(chunk, parts)
         unit = self.unit_of(chunk)
@@ -319,9 +313,9 @@ class ExtentReader:
             self._landing.place(wanted, start, stop, memory)
 
     def check(self, chunk: ChunkExtent, name: str) -> None:
-        """Read a whole chunk for its digests alone: an encoded one, before its backend decodes it.
+        """Check the digests of a whole chunk: of an encoded one, before its backend decodes it.
 
-        Without `verify` only the file's presence and length are looked at, by reading its last byte.
+        Without `verify` only check that the file is long enough, by reading its last byte.
 
         Raises:
             CorruptCheckpointError: as for `read`.
@@ -329,7 +323,6 @@ class ExtentReader:
         self._or_disk(chunk, lambda: self._check(chunk, name))
 
     def _check(self, chunk: ChunkExtent, name: str) -> None:
-        self._check_digest_count(chunk, name)
         fd = self._open(chunk.file, name)
         step = max(self._slab_bytes // chunk.block_bytes, 1) * chunk.block_bytes
         for start in range(0 if self._verify else max(chunk.length - 1, 0), chunk.length, step):
@@ -343,7 +336,7 @@ class ExtentReader:
     def _sweep(
         self, chunk: ChunkExtent, spans: Sequence[_Span | TensorRun], stretches: Sequence[tuple[int, int]]
     ) -> None:
-        """Read the slabs of some stretches, in ascending order, each with the spans that reach into it."""
+        """Read the slabs of some ranges, in ascending order, each for the spans that overlap it."""
         fd = self._open(chunk.file, spans[0].part.name)
         active: list[_Span | TensorRun] = []
         coming = 0
@@ -364,7 +357,7 @@ class ExtentReader:
             self._progress(stop - start)
 
     def _pieces(self, start: int, stop: int, active: Sequence[_Span | TensorRun]) -> list[memoryview]:
-        """Return memory for the bytes [start, stop): tensors where they can take them, scratch in between."""
+        """Return memory for the bytes [start, stop): the tensors' own where it is contiguous, scratch in between."""
         scratch = _memory(self._scratch_of(stop - start))
         pieces = []
         at = start
@@ -382,12 +375,12 @@ class ExtentReader:
 
     def _scratch_of(self, num_bytes: int) -> _Array:
         if len(self._scratch) < num_bytes:
-            # Torch's memory begins at a multiple of 64 bytes; into NumPy's, at 16 past a page, Linux copies half as fast.
+            # torch aligns memory to 64 bytes. NumPy's begins 16 bytes past a page, where Linux copies half as fast.
             self._scratch = torch.empty(max(num_bytes, self._slab_bytes), dtype=torch.uint8).numpy()
         return self._scratch[:num_bytes]
 
     def _fill(self, fd: int, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name: str) -> None:
-        """Read the file's bytes from byte `start` of the chunk on into all of `pieces`."""
+        """Fill all of `pieces` with the chunk's bytes from `start` on."""
         path = self._root / chunk.file
         at = chunk.offset + start
         missing = list(pieces)
@@ -408,17 +401,10 @@ class ExtentReader:
             self.bytes_read += 0 if is_held else got
             missing = _after(missing, got)
 
-    def _check_digest_count(self, chunk: ChunkExtent, name: str) -> None:
-        if self._verify and len(chunk.digests) != -(-chunk.length // chunk.block_bytes):
-            raise CorruptCheckpointError(
-                f"{name}: the index gives {len(chunk.digests)} digests for {chunk.length} bytes of "
-                f"{self._root / chunk.file} in blocks of {chunk.block_bytes}"
-            )
-
     def _check_blocks(
         self, chunk: ChunkExtent, start: int, pieces: Sequence[memoryview], name_of: Callable[[int, int], str]
     ) -> None:
-        """Compare the digests of the whole blocks in `pieces`, which begin at byte `start` of the chunk."""
+        """Compare the digests of the blocks in `pieces`, which begin at byte `start` of the chunk."""
         stream = BlockDigests(chunk.block_bytes)
         for piece in pieces:
             stream.update(piece)
@@ -455,12 +441,12 @@ class ExtentReader:
 
 @gc_paused()
 def _spans_in(chunk: ChunkExtent, parts: Sequence[WantedBox]) -> list[_Span | TensorRun]:
-    """The spans of all parts, in the order of the chunk; small parts that lie end to end are one."""
+    """Return the spans of all parts, in the order of the chunk. Runs of small adjacent parts are one span."""
     runs, others = find_runs(parts)
     spans: list[_Span | TensorRun] = []
     for run in runs:
         if run.start < 0 or run.stop > chunk.length or run.start % run.part.out.element_size():
-            others += run.parts  # one of which is refused
+            others += run.parts  # `_check_part` refuses one of them
         else:
             spans.append(run)
     spans += [span for part in others for span in _spans_of(part, chunk)]
@@ -481,7 +467,7 @@ def _spans_of(part: WantedBox, chunk: ChunkExtent) -> Iterator[_Span]:
         yield span
         return
     out = bits_of(part.out)
-    if part.box.shape == part.region and out.flags.c_contiguous:  # the short way for what most parts are
+    if part.box.shape == part.region and out.flags.c_contiguous:  # a fast path, for most parts
         yield _Span(part.base, part.base + out.nbytes, part, part.box, out, _memory(out))
         return
     run_dim, run_bytes = _run(part, item_bytes)
@@ -495,7 +481,7 @@ def _spans_of(part: WantedBox, chunk: ChunkExtent) -> Iterator[_Span]:
 
 
 def _one_span(part: WantedBox, box: Box, out: Any, strides: Sequence[int], item_bytes: int) -> _Span:
-    """From the first byte of a box to its last, and what lies between them."""
+    """Return the span from the first byte of a box to its last."""
     start = part.base + sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
     reach = item_bytes + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
     return _Span(start, start + reach, part, box, out, None)
@@ -506,7 +492,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _check_part(part: WantedBox, chunk: ChunkExtent, item_bytes: int) -> None:
-    """Refuse a part that does not lie in the chunk, before any byte of another piece is taken for it."""
+    """Refuse a part that does not lie in the chunk."""
     assert tuple(part.out.shape) == part.box.shape
     end = part.base + math.prod(part.region) * item_bytes
     if part.base < 0 or end > chunk.length or not whole(part.region).contains(part.box):
@@ -552,13 +538,13 @@ def _at(box: Box, out: _Array, index: tuple[int, ...]) -> tuple[Box, _Array]:
 
 
 def _name_of(active: Sequence[_Span | TensorRun], begin: int, end: int) -> str:
-    """Return the name of the first part that wants something of the bytes [begin, end) of the chunk; in a gap, just the first."""
+    """Return the name of the first part that wants some of the bytes [begin, end) of the chunk; in a gap, of the first part."""
     first = next((span for span in active if span.start < end and span.stop > begin), active[0])
     return first.name_of(begin) if isinstance(first, TensorRun) else first.part.name
 
 
 def _read_shared_bytes_once(spans: Sequence[_Span | TensorRun]) -> None:
-    """Send spans that overlap another one through scratch: their bytes are needed in two places. `spans` are sorted."""
+    """Route overlapping spans through scratch: their bytes have two destinations. `spans` are sorted."""
     furthest = spans[0]
     for span in spans[1:]:
         if span.start < furthest.stop:
@@ -589,9 +575,9 @@ def _stretches(spans: Sequence[_Span | TensorRun], length: int, unit: int) -> It
 
 
 def _scatter(span: _Span, scratch: _Array, start: int, stop: int) -> None:
-    """Copy what the slab [start, stop), held in `scratch`, has of a span to where it belongs.
+    """Copy the part of a span in the slab [start, stop), which is in `scratch`, to its destination.
 
-    NumPy copies: torch would start threads for these few MiB, which on a busy machine costs three times the copy.
+    Uses NumPy: torch would start threads for these few MiB, which on a busy machine takes three times as long.
     """
     out = span.out
     strides = [stride * out.itemsize for stride in _row_major(span.part.region)]
@@ -602,7 +588,7 @@ def _scatter(span: _Span, scratch: _Array, start: int, stop: int) -> None:
 
 
 def _scatter_on_device(span: _Span, memory: torch.Tensor, start: int, stop: int) -> None:
-    """The same into a tensor on a device from bytes there, queued on its current stream."""
+    """Copy likewise from memory on a device to a tensor there, queued on its current stream."""
     out: torch.Tensor = span.out
     strides = _row_major(span.part.region)
     typed = memory[: memory.numel() // out.element_size() * out.element_size()].view(out.dtype)
@@ -615,47 +601,18 @@ def _scatter_on_device(span: _Span, memory: torch.Tensor, start: int, stop: int)
 
 
 def _boxes_here(span: _Span, start: int, stop: int, item_bytes: int) -> Iterator[Box]:
-    """Yield boxes that make up the part of the span's box that lies in the bytes [start, stop) of the chunk."""
+    """Yield boxes that together are the part of the span's box in the bytes [start, stop) of the chunk."""
     if start <= span.start and span.stop <= stop:
         yield span.box
         return
     first = max(start - span.part.base, 0) // item_bytes
     last = min((stop - span.part.base) // item_bytes, math.prod(span.part.region))
-    for box in boxes_of_range(span.part.region, first, last):
+    if first >= last:
+        return
+    for box, _ in flat_boxes(span.part.region, first, last):
         here = overlap(box, span.box)
         if here is not None:
             yield here
-
-
-def boxes_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
-    """Yield the boxes, at most 2n - 1 of them, that make up the elements [first, last) of a row-major array.
-
-    Example:
-        >>> [box.shape for box in boxes_of_range((4, 5), 3, 17)]      # end of a row, two whole rows, start of a row
-        [(1, 2), (2, 5), (1, 2)]
-    """
-    if first >= last:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    row = math.prod(shape[1:])
-    top, bottom = first // row, (last - 1) // row
-    if top == bottom:
-        yield from _in_row(shape, top, first - top * row, last - top * row)
-        return
-    if first % row:
-        yield from _in_row(shape, top, first - top * row, row)
-        top += 1
-    whole_until = last // row
-    if whole_until > top:
-        yield Box((top,) + (0,) * (len(shape) - 1), (whole_until - top, *shape[1:]))
-    yield from _in_row(shape, whole_until, 0, last - whole_until * row)
-
-
-def _in_row(shape: tuple[int, ...], index: int, first: int, last: int) -> Iterator[Box]:
-    for box in boxes_of_range(shape[1:], first, last):
-        yield Box((index, *box.offsets), (1, *box.shape))
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -668,12 +625,12 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _memory(array: _Array) -> memoryview:
     """Return the bytes of a C-contiguous array, flat."""
-    flat: Any = array.reshape(-1).view(np.uint8)  # has the buffer protocol, which not every NumPy declares
+    flat: Any = array.reshape(-1).view(np.uint8)  # Any: not every NumPy declares the buffer protocol
     return memoryview(flat)
 
 
 def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of `pieces` after their first `num_bytes` bytes."""
+    """Return `pieces` without their first `num_bytes` bytes."""
     for number, piece in enumerate(pieces):
         if num_bytes < len(piece):
             return [piece[num_bytes:], *pieces[number + 1 :]]

@@ -1,6 +1,6 @@
-"""The files that one rank makes in one save, on their way to the disk: large ones past the page cache, one sync for all.
+"""Write the files of one rank in one save: large ones past the page cache, one sync for all.
 
-What lies in an earlier checkpoint already gets a second name instead, by a hard link, where the file system has such.
+Files of an earlier checkpoint are hard-linked instead, where the file system has links.
 """
 
 from __future__ import annotations
@@ -21,26 +21,21 @@ from ckpt.storage.files import FolderTree, make_durable, naming, write_all
 from ckpt.storage.pool import PooledSave, PoolFile
 
 DIRECT_BYTES = 1 << 20
-"""Smaller files go through the page cache: they are copied before a direct write has come back from the disk."""
+"""Smaller files go through the page cache: copying them takes less time than a direct write."""
 
 
 class FileSink:
-    """Takes files one after another; the large ones may still be on their way when `write` returns. Used by one thread.
+    """Writes files one after another. Large ones may still be in flight when `write` returns. Used by one thread.
 
     Args:
-        root: the files lie below it.
-        rank: whose they are; rank 0 alone says what holds for all.
+        root: folder above all files.
+        rank: that writes; only rank 0 logs warnings that hold for all.
         progress: called, from any thread, with the number of bytes that have just been written or become durable.
-        memory: keeps all files, those that are linked if it has kept them before; None: nothing is kept.
+        memory: keeps all files in host memory, linked ones if it kept them before; None: keeps none.
     """
 
     def __init__(
-        self,
-        root: Path,
-        rank: int,
-        progress: Callable[[int], None],
-        buffers: Buffers,
-        memory: PooledSave | None = None,
+        self, root: Path, rank: int, progress: Callable[[int], None], buffers: Buffers, memory: PooledSave | None = None
     ) -> None:
         self._root = root
         self._folder = CheckpointFolder(root)
@@ -51,17 +46,17 @@ class FileSink:
         self._buffers = buffers
         self._folders = FolderTree(root)
         self._sizes: dict[str, int] = {}
-        self._growing: dict[str, Stream] = {}
-        self._pump: WriterThreads | None = None
+        self._streams: dict[str, Stream] = {}
+        self._threads: WriterThreads | None = None
 
     def write(self, name: str, pieces: Iterable[memoryview], num_bytes: int) -> None:
-        """Write a new file below the root, and make the folders above it. The pieces are copied, or written.
+        """Write a new file below the root, and make its folders. The pieces' memory is free when this returns.
 
         Args:
             num_bytes: of all pieces together.
 
         Raises:
-            OSError: it names the file, or one that was written before.
+            OSError: a write failed, of this file or of an earlier one, which it names.
         """
         stream = self.open(name, num_bytes)
         try:
@@ -70,27 +65,27 @@ class FileSink:
             stream.close()
 
     def open(self, name: str, num_bytes: int | None = None) -> Stream:
-        """Return a new file below the root, to be filled from its first byte on, and closed.
+        """Open a new file below the root. The caller appends to it and closes it.
 
         Args:
-            num_bytes: how many will be appended; None: many, and nobody knows how many.
+            num_bytes: that will be appended; None: unknown, and large.
         """
         file = NewFile(self._folder, name, self._make_folder_of(name))
         is_large = num_bytes is None or num_bytes >= DIRECT_BYTES
         memory = self._memory.file(name) if self._memory is not None else None
         direct = self._open_direct(file, num_bytes, memory) if is_large and self._buffers.direct_io else None
         opened = Paged(file, self._progress, memory) if direct is None else direct
-        self._growing[name] = Stream(opened, partial(self._close, name))
-        return self._growing[name]
+        self._streams[name] = Stream(opened, partial(self._close, name))
+        return self._streams[name]
 
     def link(self, name: str, checkpoint: Path, size: int) -> bool:
-        """Give a file of another checkpoint, durable, the same name below the root, too; return whether that could be done.
+        """Hard-link a durable file of another checkpoint to the same path below the root; return whether that worked.
 
-        Where it cannot be, the bytes must be written: there are no links between these two places, or no more to this file, or it
-        is not there as it was, a plain file of this size.
+        False: the file system has no such link, the file has the most links possible, or it is no regular file of this size any
+        more. The bytes must be written then.
 
         Raises:
-            FileExistsError: the name is taken. Writing to it could write into another checkpoint's file.
+            FileExistsError: the name is taken. Writing to it could change another checkpoint's file.
         """
         path = self._make_folder_of(name)
         if self._before is None or self._before.root != checkpoint:
@@ -128,51 +123,51 @@ class FileSink:
             self._memory.file(name).overwrite(data)
 
     def unlink(self, name: str) -> None:
-        """Take the name away again that `link` gave."""
+        """Undo `link`."""
         with naming(self._root / name):
             os.unlink(self._root / name)
         if self._memory is not None:
             self._memory.unlink(name)
 
     def flush(self) -> None:
-        """Return when the file system has all bytes.
+        """Wait until the file system has all bytes.
 
         Raises:
-            OSError: it names the file that could not be written.
+            OSError: a write failed; it names the file.
         """
-        if self._pump is not None:
-            self._pump.finish()
-            self._pump = None
+        if self._threads is not None:
+            self._threads.finish()
+            self._threads = None
 
     def make_durable(self) -> None:
-        """Return when all files and the folders above them survive a power cut: one sync for everything.
+        """Make all files and their folders survive a power cut, with one sync.
 
         Raises:
-            OSError: the disk refused what had been written.
+            OSError: the disk refused bytes that were written.
         """
         self.flush()
         self._let_go()
         make_durable(self._root, self._sizes, self._folders.made, self._progress)
 
     def abort(self) -> None:
-        """Write nothing more, and return when nothing is being written."""
-        if self._pump is not None:
-            self._pump.give_up()
-        for stream in list(self._growing.values()):
+        """Stop writing; return when no write is in flight."""
+        if self._threads is not None:
+            self._threads.give_up()
+        for stream in list(self._streams.values()):
             stream.close()
-        if self._pump is not None:
-            self._pump.stop()
-            self._pump = None
+        if self._threads is not None:
+            self._threads.stop()
+            self._threads = None
         self._let_go()
 
     def _let_go(self) -> None:
-        """Close the folders, which are opened again if another file comes."""
+        """Close the folders' descriptors. They are reopened if another file comes."""
         self._folder.close()
         if self._before is not None:
             self._before.close()
 
     def _make_folder_of(self, name: str) -> Path:
-        """Make the folder of a file; return the file's whole path."""
+        """Make the folder of a file; return the file's absolute path."""
         if not is_inner_path(name):
             raise CorruptCheckpointError(f"{name!r:.200} is not a path inside of {self._root}, and is not written")
         path = self._root / name
@@ -180,49 +175,49 @@ class FileSink:
         return path
 
     def _close(self, name: str, size: int) -> None:
-        del self._growing[name]
+        del self._streams[name]
         self._sizes[name] = size
 
     def _open_direct(self, name: NewFile, num_bytes: int | None, memory: PoolFile | None) -> Direct | Kept | None:
-        """Open a new file past the page cache, or say why that cannot be, and return None."""
+        """Open a new file with O_DIRECT; where the file system refuses, log it and return None."""
         try:
             fd = name.open(NEW | O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            name.remove()  # some file systems refuse when they have made it
+            name.remove()  # some file systems refuse after creating the file
             self._buffers.refuse(name.path, error, tell=self._tells)
             return None
-        if self._pump is None:
-            self._pump = WriterThreads(self._buffers, self._tells, self._progress)
+        if self._threads is None:
+            self._threads = WriterThreads(self._buffers, self._tells, self._progress)
         file = OpenFile(name, fd, num_bytes)
-        return Direct(self._pump, file) if memory is None else Kept(self._pump, file, memory)
+        return Direct(self._threads, file) if memory is None else Kept(self._threads, file, memory)
 
 
 class FileSinkWriter:
-    """What the writers of all formats do alike, because their files go through an outlet. See `ckpt.backends.base.Writer`."""
+    """Base of the writers of all formats: the parts of `ckpt.backends.base.Writer` that need only a sink."""
 
-    def __init__(self, outlet: FileSink) -> None:
-        self._outlet = outlet
+    def __init__(self, sink: FileSink) -> None:
+        self._sink = sink
 
     def expect(self, chunks: Iterable[Expected]) -> None:
-        """See `ckpt.backends.base.Writer.expect`. Most formats take chunks as they come."""
+        """Do nothing: most formats take chunks as they come. See `ckpt.backends.base.Writer.expect`."""
 
     def add(self, file: str, data: bytes) -> None:
         """Write a small file of the caller's own."""
-        self._outlet.write(file, [memoryview(data)], len(data))
+        self._sink.write(file, [memoryview(data)], len(data))
 
     def make_durable(self) -> None:
         """Make all files and folders durable, once for all of them."""
-        self._outlet.make_durable()
+        self._sink.make_durable()
 
     def abort(self) -> None:
-        """Write nothing more; the files stay until their folder is removed."""
-        self._outlet.abort()
+        """Stop writing. The files stay until their folder is removed."""
+        self._sink.abort()
 
 
 class Stream:
-    """One file that grows. Used by the outlet's thread.
+    """One open file to append to. Used by the sink's thread.
 
     Attributes:
         size: bytes that have been appended.
@@ -234,16 +229,16 @@ class Stream:
         self.size = 0
 
     def append(self, pieces: Iterable[memoryview]) -> None:
-        """Copy the pieces, or write them.
+        """Append pieces. Their memory is free when this returns.
 
         Raises:
-            OSError: it names the file, or one that was written before.
+            OSError: a write failed, of this file or of an earlier one, which it names.
         """
         for piece in pieces:
             self._file.append(piece)
             self.size += len(piece)
 
     def close(self) -> None:
-        """Nothing follows; what has been appended may still be on its way."""
+        """End the file. Its last bytes may still be in flight."""
         self._closed(self.size)
         self._file.close()

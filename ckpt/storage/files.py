@@ -1,4 +1,4 @@
-"""What backends do with files alike: pieces with progress, errors that name the file, one sync for everything."""
+"""File operations that backends share: errors that name the file, one sync for all files of a save."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import Any
 
 PIECE_BYTES = 8 << 20
-"""Bytes written at once: large enough for the disk, small enough that progress shows."""
+"""Bytes per write: large enough for the disk, small enough for frequent progress."""
 
 EAGER_BYTES = 1 << 20
-"""Smaller pieces are not sent to disk on their own, but together with others, later."""
+"""Writeback of smaller pieces is not started early; they go to disk with others."""
 
 SETTLE_BYTES = 64 << 20
-"""Bytes waited for at once while a large file goes to disk."""
+"""Bytes per wait while a large file goes to disk."""
 
 MANY_FILES = 64
-"""From here on, of files or of folders, one `syncfs` (0.1 ms a file) beats an `fsync` each (0.4 ms)."""
+"""From this number of files or folders on, one `syncfs` (0.1 ms a file) is faster than `fsync` of each (0.4 ms)."""
 
 _SYNCFS_TELLS = (5, 8)
-"""The first Linux whose `syncfs` reports an earlier write that failed. Before, it returns 0, and the bytes are lost."""
+"""The first Linux whose `syncfs` reports earlier failed writes. Older ones return 0 and lose the bytes."""
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an `OSError` of a call that only knows a descriptor the file's name, so that a full disk says where."""
+    """Add the file's name to an `OSError` of a call on a descriptor."""
     try:
         yield
     except OSError as error:
@@ -41,19 +41,19 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_all(fd: int, piece: memoryview) -> None:
-    """Write a whole piece at the file's position, however often it takes."""
+    """Write all bytes of a piece at the file's position, in as many calls as needed."""
     while piece:
         piece = piece[os.write(fd, piece) :]
 
 
 class FolderTree:
-    """The folders one rank makes below `root`, each asked of the file system once. None of them is a link to another place."""
+    """Makes folders below `root`, each with one call, for one rank. A symbolic link in a folder's place is an error."""
 
     def __init__(self, root: Path) -> None:
         self.made: set[Path] = {root}
 
     def make(self, folder: Path) -> None:
-        """Make a folder and those above it. Other ranks may be making the same ones."""
+        """Make a folder and its parents. Other ranks may make the same folders at the same time."""
         if folder not in self.made:
             self.make(folder.parent)
             try:
@@ -67,12 +67,12 @@ class FolderTree:
 def make_durable(
     root: Path, sizes: Mapping[str, int], folders: Collection[Path], progress: Callable[[int], None]
 ) -> None:
-    """Return when the files in `sizes` (path below `root` -> bytes) and the entries of `folders` survive a power cut.
+    """Make the files in `sizes` (path below `root` -> bytes) and the entries of `folders` survive a power cut.
 
-    Each byte of a large file counts as progress once more, when it has arrived.
+    The bytes of a large file count as progress once more when they reach the disk.
 
     Raises:
-        OSError: the disk refused what had been written, such as an allocation that was delayed until now.
+        OSError: the disk refused bytes that were written, such as a delayed allocation.
     """
     one_sync = max(len(sizes), len(folders)) > MANY_FILES and syncfs_tells(sys.platform, os.uname().release)
     for name, size in sizes.items():
@@ -87,7 +87,7 @@ def make_durable(
 
 
 def syncfs_tells(platform: str, release: str) -> bool:
-    """Whether one `syncfs` stands for an `fsync` of every file, errors included. Of a release that cannot be read it does not.
+    """Whether one `syncfs` replaces `fsync` of every file, errors included. False for a release that cannot be parsed.
 
     Args:
         release: of the kernel, such as "5.14.0-427.el9.x86_64".
@@ -98,7 +98,7 @@ def syncfs_tells(platform: str, release: str) -> bool:
 
 def _sync_file(path: Path, size: int, progress: Callable[[int], None]) -> None:
     def settle_and_sync(fd: int) -> None:
-        for at in range(0, size - SETTLE_BYTES, SETTLE_BYTES):  # fsync alone would stand still for minutes
+        for at in range(0, size - SETTLE_BYTES, SETTLE_BYTES):  # fsync alone could run for minutes without progress
             _sync_file_range(fd, at, SETTLE_BYTES, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
             progress(SETTLE_BYTES)
         os.fsync(fd)
@@ -119,13 +119,13 @@ _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
 
 def start_writeback(fd: int, offset: int, num_bytes: int) -> None:
-    """Ask the kernel to start writing a range to disk now, so that the sync at the end finds little left to do."""
+    """Start writing a range to disk now, so that little is left for the sync at the end."""
     if num_bytes >= EAGER_BYTES:
         _sync_file_range(fd, offset, num_bytes, _WRITE)
 
 
 def _sync_file_range(fd: int, offset: int, num_bytes: int, flags: int) -> None:
-    """Linux's own call, where there is one. It is a hint: only what a disk says of its own accord is an error."""
+    """Call Linux's sync_file_range. It is a hint: only errors of the disk are raised."""
     if sys.platform != "linux":
         return
     if _libc().sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), ctypes.c_uint(flags)) != 0:
@@ -138,10 +138,10 @@ _KEEP_SIZE = 1
 
 
 def reserve(fd: int, offset: int, num_bytes: int) -> bool:
-    """Find room on the disk for bytes that are about to be written, in one piece if there is one; return whether it is reserved.
+    """Reserve disk space for a range of a file, contiguous where possible; return whether that worked.
 
-    Files that several ranks write at a time are otherwise laid out in turns, and read back in many short pieces. Where there is no
-    room, or none can be reserved, the writes themselves will tell.
+    Without it, files that several ranks write at once are interleaved on the disk, and read back in short pieces. A lack of space is
+    reported by the writes.
     """
     if sys.platform != "linux":
         return False

@@ -1,4 +1,4 @@
-"""The bytes of one chunk on their way to storage: digested once, compared with what is there, and with what they were."""
+"""The bytes of one chunk on their way to storage: digested once, compared with stored digests and with digests of the snapshot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ZEROS = bytes(1 << 20)
 
 
 def padded_pieces(host: torch.Tensor, cell: tuple[int, ...]) -> Iterator[memoryview]:
-    """Yield the bytes of one whole chunk, in pieces: `host` at the start of a grid cell, zeros in the rest of it."""
+    """Yield the bytes of one whole chunk in pieces: `host` at the start of a grid cell, zeros in the rest."""
     if tuple(host.shape) == cell or tuple(host.shape[1:]) == cell[1:]:
         yield from _cut(raw_bytes(host).numpy().data)
         missing = (math.prod(cell) - host.numel()) * host.element_size()
@@ -36,10 +36,10 @@ def _cut(memory: memoryview) -> Iterator[memoryview]:
 
 
 class Pieces:
-    """The bytes of one chunk as they will be stored, in pieces, each digested once: to compare them, or on their way to the file.
+    """The bytes of one chunk as they will be stored, in pieces, each digested once: for `have`, or as they are written.
 
     Args:
-        staged: their digests from when they were copied, which they must have still when they are written.
+        staged: digests from when the bytes were copied from the tensors; `written` compares them.
     """
 
     def __init__(self, pieces: Iterator[memoryview], staged: tuple[int, ...] | None = None) -> None:
@@ -49,7 +49,7 @@ class Pieces:
         self._compared: list[memoryview] = []
 
     def have(self, digests: tuple[int, ...]) -> bool:
-        """Whether they have these digests: by those from when they were copied, or else by looking, up to the first difference."""
+        """Whether the bytes have these digests. Uses `staged` if given, else reads up to the first difference."""
         if self._staged is not None:
             return self._staged == digests
         for piece in self._pieces:
@@ -60,17 +60,17 @@ class Pieces:
         return self._digests.close() == digests
 
     def digested(self) -> Iterator[memoryview]:
-        """Yield the pieces; each has been digested, and is therefore in the cache, when it is written."""
+        """Yield the pieces, each just digested, and so in the processor's cache when it is written."""
         yield from self._compared
         for piece in self._pieces:
             self._digests.update(piece)
             yield piece
 
     def written(self, path: str) -> tuple[int, ...]:
-        """Their digests, when all of them have been written. `path` names the array in errors.
+        """Return the digests after all pieces were written. `path` names the array in errors.
 
         Raises:
-            StorageError: they are not what they were when they were copied.
+            StorageError: they differ from `staged`.
         """
         digests = self._digests.close()
         if self._staged is not None and digests != self._staged:

@@ -1,8 +1,8 @@
-"""Host memory that keeps the files of a rank's newest save, byte for byte as they lie on the disk.
+"""Keep the files of a rank's newest save in host memory, byte for byte as they lie on disk.
 
-The bytes of a save go from the tensors, or from a device, to this memory once, and from there to the disk. What it takes is as much as the
-rank writes in a save. It is used again by the next save, file by file, for memory that is touched for the first time is slow; from then
-on, and until that save is committed, nothing is held. It goes when the coordinator is closed, or with the process.
+The bytes of a save are copied once from the tensors, or from a device, to this memory, and written from there. It takes as much memory
+as the rank writes in a save. The next save reuses it file by file, because memory touched for the first time is slow; from its start
+until its commit no save is held. Closing the coordinator frees the memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class PoolFile:
-    """One file that grows, in memory. Its memory stays when it begins anew.
+    """A growing file in a memfd. `begin` empties it and keeps its memory.
 
     Attributes:
         size: bytes that have been appended.
@@ -41,26 +41,26 @@ class PoolFile:
         self._close = weakref.finalize(self, os.close, self._fd)
         self._inode = os.fstat(self._fd).st_ino
         self._memory: Bytes = np.empty(0, np.uint8)
-        self._end = 0  # of the memory's own file: what is mapped behind it must not be touched
+        self._end = 0  # size of the memfd: mapped memory behind it must not be touched
         self.size = 0
 
     @property
     def whole(self) -> Bytes:
-        """All that has been appended."""
+        """All appended bytes."""
         return self._memory[: self.size]
 
     @property
     def num_bytes(self) -> int:
-        """Of the memory that has been touched."""
+        """Bytes of its memory that have been touched."""
         return os.fstat(self._fd).st_blocks * 512
 
     def begin(self) -> None:
-        """Forget what is in it. Who was told of that finds it no more: it is longer now than any file in it has been."""
+        """Empty the file. Readers of its old content notice: the memfd is longer now than any file in it was."""
         self.size = 0
         self._lengthen(self._end, len(self._memory))
 
     def append(self, piece: memoryview) -> None:
-        """Copy a piece behind the others, unless it lies there already."""
+        """Append a piece. A piece that lies in the right place of this memory already is not copied."""
         if not len(piece):
             return
         start, stop = self.size, self.size + len(piece)
@@ -79,18 +79,18 @@ class PoolFile:
         self._memory[: len(data)] = np.frombuffer(data, np.uint8)
 
     def view(self, start: int, stop: int) -> memoryview:
-        """Bytes that have been appended, as they stay until it begins anew."""
+        """Return appended bytes; valid until `begin`."""
         assert stop <= self.size
         flat: Any = self._memory[start:stop]
         return memoryview(flat)
 
     def room(self, start: int, stop: int) -> torch.Tensor:
-        """Memory for bytes that will be appended, flat uint8, to be filled before."""
+        """Return memory for bytes [start, stop), flat uint8, to be filled before they are appended."""
         self.make_room(stop)
         return torch.from_numpy(self._memory[start:stop])
 
     def make_room(self, num_bytes: int) -> None:
-        """Have memory for so many bytes. What was there stays, also for who has a view of it."""
+        """Grow the memory to this many bytes. Content and existing views stay valid."""
         if num_bytes > len(self._memory):
             wanted = max(num_bytes + 1, 2 * len(self._memory))
             page = HUGE_PAGE if wanted >= HUGE_PAGE else _PAGE
@@ -103,20 +103,20 @@ class PoolFile:
         return 0 <= source.ctypes.data - self._memory.ctypes.data < len(self._memory)
 
     def settle(self) -> MemoryFile:
-        """Nothing more is appended for now: what is behind is let go of. Returns where others find it."""
+        """Free the memory behind the last byte. Return the file's place, for readers on this host."""
         os.ftruncate(self._fd, self.size)
         self._end = self.size
         return MemoryFile(os.getpid(), self._fd, self._inode, self.size, self._name)
 
     def close(self) -> None:
-        """Let go of the memory, as soon as nobody has a view of it."""
+        """Free the memory; existing views keep it until they are gone."""
         self._memory, self._end, self.size = np.empty(0, np.uint8), 0, 0
         self._close()
 
     def _lengthen(self, least: int, wanted: int) -> None:
         try:
             os.ftruncate(self._fd, wanted)
-        except OSError:  # longer than this process's files may be, perhaps
+        except OSError:  # such as a size beyond RLIMIT_FSIZE
             wanted = -(-least // _PAGE) * _PAGE
             os.ftruncate(self._fd, wanted)
         self._end = wanted
@@ -124,11 +124,11 @@ class PoolFile:
 
 @dataclass(eq=False)
 class PooledSave:
-    """The files of one save in memory. Filled by the thread that writes it.
+    """The files of one save in memory. Filled by the thread that writes the save.
 
     Attributes:
-        before: folder of the checkpoint that was held when it began; None: none was.
-        folder: where it has been committed.
+        before: folder of the checkpoint that was held when this save began; None: there was none.
+        folder: where it was committed; None: not yet.
         files: path below the checkpoint -> its bytes.
     """
 
@@ -138,36 +138,36 @@ class PooledSave:
     files: dict[str, PoolFile] = field(default_factory=dict)
 
     def file(self, name: str) -> PoolFile:
-        """The memory of a file of this save, from its first byte on."""
+        """Return the memory of a file of this save, empty at first."""
         if name not in self.files:
             self.files[name] = self.pool.take(name)
         return self.files[name]
 
     def link(self, name: str, there: Path) -> None:
-        """A file has been linked, not written: it is kept as it is, if it is in memory."""
+        """Keep a file that was hard-linked, if the earlier save had it in memory."""
         if self.before is not None and there == self.before / name and (file := self.pool.take_as_it_is(name)):
             self.files[name] = file
 
     def unlink(self, name: str) -> None:
-        """It has not been, after all."""
+        """Undo `link`."""
         if name in self.files:
             self.pool.give_back(name, self.files.pop(name))
 
     def add(self, files: Mapping[str, bytes]) -> None:
-        """Keep small files that have been written in another way."""
+        """Keep small files that were not written through a sink."""
         for name, data in files.items():
             self.file(name).append(memoryview(data))
 
     def settle(self) -> dict[str, MemoryFile]:
-        """Where the files are, now that all have been written."""
+        """Return the places of all files, after the last write."""
         return {name: file.settle() for name, file in self.files.items()}
 
 
 class Pool:
-    """The memory of one rank, for one save after another. Any thread.
+    """The memory of one rank's saves, one after another. Any thread.
 
-    A save `begin`s: what was held is held no more, and its memory is used again, unless somebody is `reading` it, who keeps it for
-    as long. Then it is `dropped`, or everything else is let go of, because it has been `kept`.
+    `begin` a save: the held save is released, and its memory reused, unless a reader is inside of `reading`. Then `keep` the save when
+    it is committed, which frees all other memory, or `drop` it.
     """
 
     def __init__(self) -> None:
@@ -182,13 +182,13 @@ class Pool:
 
     @property
     def num_bytes(self) -> int:
-        """That the system has given to the newest save, and to what will be used again."""
+        """Bytes of memory in use by the held save and by files to be reused."""
         with self._lock:
             held = self._held.files.values() if self._held is not None else ()
             return sum(file.num_bytes for file in (*held, *self._free.values()))
 
     def begin(self) -> PooledSave:
-        """Memory for the files of a new save; nothing is held from now on."""
+        """Return memory for the files of a new save. No save is held from now on."""
         with self._lock:
             held, self._held = self._held, None
             if held is None or held in self._readers:
@@ -198,7 +198,7 @@ class Pool:
         return PooledSave(self, held.folder)
 
     def keep(self, save: PooledSave, folder: Path) -> None:
-        """This save is committed: it is held."""
+        """Hold this save, which is committed."""
         with self._lock:
             before, self._held, save.folder = self._held, save, folder
             unused = list(self._free.values())
@@ -209,7 +209,7 @@ class Pool:
         _close(unused)
 
     def drop(self, save: PooledSave) -> None:
-        """This save has failed; nobody writes to its files, or from them, any more."""
+        """Take back the memory of a failed save. No thread uses its files any more."""
         with self._lock:
             if save is self._held:
                 self._held = None
@@ -219,7 +219,7 @@ class Pool:
 
     @contextmanager
     def reading(self) -> Iterator[PooledSave | None]:
-        """What is held, which stays as it is inside of the block; None: nothing."""
+        """Yield the held save, whose memory stays unchanged inside of the block; None: none is held."""
         with self._lock:
             save = self._held
             if save is not None:
@@ -231,7 +231,7 @@ class Pool:
                 self._end_reading(save)
 
     def close(self) -> None:
-        """Let go of all memory that nobody is reading."""
+        """Free all memory that has no reader."""
         with self._lock:
             held, self._held = self._held, None
             files = [*self._free.values(), *(held.files.values() if held not in self._readers and held else ())]
@@ -248,7 +248,7 @@ class Pool:
         _close(files)
 
     def take(self, name: str) -> PoolFile:
-        """The memory of the file of that name of the save before, or new memory, with nothing in it."""
+        """Return an empty file: the memory of the earlier save's file of this name, or new memory."""
         found = self.take_as_it_is(name)
         if found is None:
             return PoolFile()
@@ -256,18 +256,18 @@ class Pool:
         return found
 
     def take_as_it_is(self, name: str) -> PoolFile | None:
-        """The file of that name of the save before; None: there is none."""
+        """Return the earlier save's file of this name with its content; None: there is none."""
         with self._lock:
             return self._free.pop(name, None)
 
     def give_back(self, name: str, file: PoolFile) -> None:
-        """A save does not need a file that it took."""
+        """Take back a file that a save does not need."""
         with self._lock:
             unused = self._use_again({name: file})
         _close(unused)
 
     def _use_again(self, files: Mapping[str, PoolFile]) -> list[PoolFile]:
-        """Keep memory for the saves to come, under lock. Returns what it replaces, which is to be closed."""
+        """Keep memory for later saves. Called under lock. Returns the files it replaces, for the caller to close."""
         replaced = [self._free[name] for name in files if name in self._free]
         self._free |= files
         return replaced
@@ -279,17 +279,17 @@ def _close(files: Iterable[PoolFile]) -> None:
 
 
 class Memories:
-    """Where a backend's writers find the memory for their files. A copy for another process has none."""
+    """Hands the memory of a save from the host cache to the backend's writer. A copy for another process is empty."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[Path, int], PooledSave] = {}
 
     def assign(self, root: Path, rank: int, save: PooledSave) -> None:
-        """What this rank writes below `root` shall be kept there."""
+        """Keep the files that this rank writes below `root` in the memory of `save`."""
         self._of[root, rank] = save
 
     def take(self, root: Path, rank: int) -> PooledSave | None:
-        """The memory for what a rank writes below `root`; None: it is not kept. Once."""
+        """Return the memory for a rank's files below `root`, once; None: they are not kept."""
         return self._of.pop((root, rank), None)
 
     def __reduce__(self) -> tuple[Callable[[], Memories], tuple[()]]:

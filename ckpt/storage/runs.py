@@ -1,4 +1,4 @@
-"""Small tensors that lie end to end in a chunk, put in place together: 20,000 of them cost little more than their bytes."""
+"""Copy runs of small tensors, which lie end to end in a chunk, to their places together: 20,000 cost little more than their bytes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ FEW = 4
 
 
 AnyPart = TypeVar("AnyPart", bound=Any)
-"""`ckpt.storage.extents.WantedBytesBox`, which is made of what is here."""
+"""`ckpt.storage.extents.WantedBox`, which cannot be imported here: extents imports this module."""
 
 
 class TensorRun:
-    """Small whole regions of one chunk, one data type and one device, each of which ends where the next one begins.
+    """Small adjacent regions of one chunk, of one data type and one device.
 
     Args:
-        parts: in the order of the chunk; each wants all of its region, in memory without gaps.
+        parts: in the order of the chunk; each wants its whole region, in contiguous memory.
 
     Attributes:
         start, stop: where the run lies in the chunk, in bytes.
         part: the first one of `parts`.
-        memory: None: a run is put in place by copying.
+        memory: None: files cannot be read into a run directly.
     """
 
     memory: None = None
@@ -45,11 +45,11 @@ class TensorRun:
         self.stop = self._starts[-1] + parts[-1].out.nbytes
 
     def name_of(self, begin: int) -> str:
-        """The name of the part that wants byte `begin` of the chunk, or the first one after it."""
+        """Return the name of the part at byte `begin` of the chunk, or of the first part after it."""
         return str(self.parts[max(bisect_right(self._starts, begin) - 1, 0)].name)
 
     def place(self, start: int, stop: int, memory: torch.Tensor) -> None:
-        """Copy what the chunk's bytes [start, stop) hold of the run to where it belongs.
+        """Copy the chunk's bytes [start, stop) to the parts that they belong to.
 
         Args:
             memory: those bytes: 1-D uint8, aligned to an element.
@@ -72,14 +72,14 @@ class TensorRun:
         outs = [part.out for part in self.parts[first:last]]
         shaped = [value if out.dim() == 1 else value.view(out.shape) for out, value in zip(outs, values, strict=True)]
         if self.part.out.device.type != "cpu" and memory.device.type != "cpu":
-            # Few kernels, and not one for each.
+            # A few kernels for all tensors.
             torch._foreach_copy_([as_integers(out.detach()) for out in outs], [as_integers(value) for value in shaped])
             return
         for out, value in zip(outs, shaped, strict=True):
             out.copy_(value)
 
     def _place_piece(self, number: int, start: int, stop: int, memory: torch.Tensor) -> None:
-        """The same for one part that reaches beyond these bytes."""
+        """Copy to one part that is only partly in these bytes."""
         begins = self._starts[number]
         first, last = max(begins, start), min(begins + self.parts[number].out.nbytes, stop)
         if first < last:
@@ -89,9 +89,9 @@ class TensorRun:
 
 
 def find_runs(parts: Iterable[AnyPart]) -> tuple[list[TensorRun], list[AnyPart]]:
-    """Tell small parts that lie end to end from all others, which come in the order of the chunk.
+    """Separate the runs of small adjacent parts from all other parts, which come in the order of the chunk.
 
-    Whether the runs lie in the chunk at all is for the caller to check.
+    The caller checks that the runs lie inside of the chunk.
     """
     runs: list[TensorRun] = []
     others: list[AnyPart] = []
@@ -102,7 +102,8 @@ def find_runs(parts: Iterable[AnyPart]) -> tuple[list[TensorRun], list[AnyPart]]
     for part in sorted(parts, key=attrgetter("base")):
         out = part.out
         num_bytes = out.nbytes
-        if 0 < num_bytes <= SMALL_BYTES and _wants_all(part) and out.is_contiguous():
+        wants_all = part.box.shape == part.region and not any(part.box.offsets)
+        if 0 < num_bytes <= SMALL_BYTES and wants_all and out.is_contiguous():
             if part.base != at or out.dtype != dtype or out.device != device:
                 _close(run, runs, others)
                 run, dtype, device = [], out.dtype, out.device
@@ -112,10 +113,6 @@ def find_runs(parts: Iterable[AnyPart]) -> tuple[list[TensorRun], list[AnyPart]]
             others.append(part)
     _close(run, runs, others)
     return runs, others
-
-
-def _wants_all(part: Any) -> bool:
-    return bool(part.box.shape == part.region) and not any(part.box.offsets)
 
 
 def _close(run: list[AnyPart], runs: list[TensorRun], others: list[AnyPart]) -> None:

@@ -122,9 +122,7 @@ def _take_out(
     named = [entry.path for entry in gone.values() if entry.store == "ocdbt" and entry.path is not None]
     if named:
         topology.progress()
-        backend = backend_of_store("ocdbt")
-        assert isinstance(backend, ForgetsArrays)
-        backend.remove(checkpoint_dir, named)
+        _database_backend().remove(checkpoint_dir, named)
 
 
 def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology) -> None:
@@ -199,8 +197,14 @@ def _require_sound_database(checkpoint_dir: Path, manifest: CheckpointManifest, 
             if path != _HEAD or not (checkpoint_dir / path).is_file():
                 raise
             is_as_listed = False
-            backend_of_store("ocdbt").list_arrays(checkpoint_dir)
+            _database_backend().list_arrays(checkpoint_dir)
     return is_as_listed
+
+
+def _database_backend() -> ForgetsArrays:
+    backend = backend_of_store("ocdbt")
+    assert isinstance(backend, ForgetsArrays)
+    return backend
 
 
 def _list_database(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topology) -> None:

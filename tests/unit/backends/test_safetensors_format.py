@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from ckpt.backends import kimi_engine
 from ckpt.backends.kimi_engine import KimiEngineBackend
-from ckpt.backends.safetensors_format import Header, entries_of, index_bytes, name_of, read_header, read_shard
+from ckpt.backends.safetensors_format import Header, entries_of, index_bytes, name_of, read_shard
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box, num_chunks, whole
 from ckpt.format.dtypes import item_bytes, torch_dtype, zarr_name
@@ -80,7 +80,7 @@ def test_room_left_for_a_header_is_enough_wherever_the_tensors_lie_and_the_libra
     file = tmp_path_factory.mktemp("header") / "it.safetensors"
     file.write_bytes(header.to_bytes(placed) + data)
     assert header.num_bytes % 64 == 0
-    assert {entry.content for entry in read_header(file)} == set(chosen)
+    assert {entry.content for entry in read_shard(file).entries} == set(chosen)
     with safe_open(file, "pt") as opened:
         assert set(opened.keys()) == {name_of(one) for one in chosen}
     for one in chosen:
@@ -131,7 +131,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, rows: dict[str, object], 
     file = tmp_path / "x.safetensors"
     file.write_bytes(header_of(rows))
     with pytest.raises(CorruptCheckpointError) as caught:
-        read_header(file)
+        read_shard(file)
     assert sentence in str(caught.value)
 
 
@@ -140,7 +140,7 @@ def test_a_header_that_claims_to_be_longer_than_any_is_not_read(tmp_path: Path) 
     file.write_bytes((100 << 30).to_bytes(8, "little"))
     os.truncate(file, 200 << 30)
     with pytest.raises(CorruptCheckpointError, match=f"its header should have {100 << 30}"):
-        read_header(file)
+        read_shard(file)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_file_that_is_none_or_is_damaged_is_refused_by_name(tmp_path: Path, da
     file = tmp_path / "model/rank-00000-float32.safetensors"
     file.write_bytes(damage(file.read_bytes()))  # type: ignore[operator]
     with pytest.raises(CorruptCheckpointError, match=f"{file} is no safetensors file: .*{sentence}|{sentence}"):
-        read_header(file)
+        read_shard(file)
     file.unlink()
     with pytest.raises(CorruptCheckpointError, match=f"{file} cannot be read: No such file or directory"):
         index_bytes(file.parent, [file.name], lambda _: None)

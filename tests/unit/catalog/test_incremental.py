@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from ckpt.backends import linked_values
 from ckpt.backends.base import Backend, Previous, staged_digests
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.catalog.incremental import DiskUse, disk_use, linked_with, previous_from, previous_of
+from ckpt.catalog.incremental import DiskUse, disk_use, linked_with, previous_of
 from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.verify import examine, verify_checkpoint
 from ckpt.errors import CorruptCheckpointError, StorageError, describe, rebuild
@@ -719,7 +719,7 @@ def test_what_one_process_knows_of_the_checkpoint_before_another_one_can_use(tmp
     shelf.save("0", state())
     read = previous_of(shelf.folder("0"), 0, 0.25)
     index = read_index(shelf.folder("0"), read_manifest(shelf.folder("0")), 0)
-    assert read == previous_from(shelf.folder("0"), index, 0.25)
+    assert read == Previous(shelf.folder("0"), index.chunks, index.files, index.dead, 0.25)
     assert isinstance(read, Previous) and pickle.loads(pickle.dumps(read)) == read
 
 

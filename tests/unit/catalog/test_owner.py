@@ -54,6 +54,14 @@ def lock_on(file: Path, stale_s: float = 60.0) -> FolderLock:
 
 
 @contextmanager
+def held(file: Path) -> Iterator[FolderLock]:
+    lock = lock_on(file)
+    lock.acquire()
+    yield lock
+    lock.release()
+
+
+@contextmanager
 def helper_of(file: Path, pid: int) -> Iterator[subprocess.Popen[bytes]]:
     """A process that keeps the lock of an owner: of the one of that number, which does not hold it any more."""
     lock = lock_on(file)
@@ -95,7 +103,7 @@ def test_a_second_run_is_told_who_is_there_until_that_one_is_dead(file: Path) ->
         assert str(caught.value).endswith(" s ago: go elsewhere")
         process.kill()
         process.wait()
-        with lock_on(file):  # at once: its lock has ended with it
+        with held(file):  # at once: its lock has ended with it
             assert json.loads(file.read_text())["pid"] == os.getpid()
     assert os.listdir(file.parent) == []
 
@@ -144,7 +152,7 @@ def test_an_owner_on_another_machine_is_dead_once_it_has_been_silent(
 ) -> None:
     leave(file, silent_s=59.9)
     moves: list[None] = []
-    with caplog.at_level(logging.WARNING), lock_on(file, stale_s=60.0) as lock:
+    with caplog.at_level(logging.WARNING), held(file) as lock:
         lock.acquire(lambda: moves.append(None))
         assert json.loads(file.read_text())["run_id"] == "mine"
     assert "was in use by run far (pid 7 on elsewhere): waiting 0 s for a sign of life" in caplog.text
@@ -177,7 +185,7 @@ def test_a_lock_that_is_collected_while_another_is_acquired_keeps_no_thread_wait
 def test_a_damaged_owner_file_counts_as_another_machines(file: Path, said: bytes) -> None:
     file.write_bytes(said)
     os.utime(file, (time.time() - 90,) * 2)
-    with lock_on(file):
+    with held(file):
         assert json.loads(file.read_text())["run_id"] == "mine"
 
 
@@ -216,7 +224,7 @@ def test_where_links_do_not_exist_the_file_is_made_exclusively(file: Path, monke
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", no_links)
-    with lock_on(file), another_process_is_refused(file):
+    with held(file), another_process_is_refused(file):
         pass
     assert os.listdir(file.parent) == []
 
@@ -231,7 +239,7 @@ def another_process_is_refused(file: Path) -> Iterator[None]:
 
 
 def test_a_lock_whose_file_was_removed_is_acquired_again_at_the_next_look(file: Path) -> None:
-    with lock_on(file) as lock:
+    with held(file) as lock:
         file.unlink()
         lock.acquire()
         assert json.loads(file.read_text())["run_id"] == "mine"
@@ -262,7 +270,7 @@ def test_a_forked_child_neither_holds_the_lock_nor_removes_the_file(file: Path) 
 def test_a_dead_owners_helpers_keep_the_folder_until_the_last_of_them_has_ended(file: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    with helper_of(file, dead.pid) as helper, lock_on(file):
+    with helper_of(file, dead.pid) as helper, held(file):
         assert helper.poll() is not None or helper.wait(0.2) == 0, "the lock was free while the helper lived"
     assert not file.exists()
 

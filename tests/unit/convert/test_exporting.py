@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from ckpt import StateComponent, dist_checkpointing
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.convert import exporting
-from ckpt.convert.exporting import Exported, Tensor, export, select, select_of_megatron
+from ckpt.convert.exporting import Exported, ExportedTensor, export, select, select_of_megatron
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import (
     CheckpointExistsError,
@@ -187,9 +187,9 @@ def test_any_tensor_goes_over_in_pieces_of_any_size(
     src = saved(root, {"w": value})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting, "AT_ONCE_BYTES", most)
-        read = exporting._Read(select(src, "model").stored, lambda _: None)
+        read = exporting._TensorReader(select(src, "model").stored, lambda _: None)
         rows = data.draw(st.integers(1, 4))
-        pieces = [bytes(piece) for piece in read(Tensor("w", "model/w", zarr_name(value.dtype), shape, rows))]
+        pieces = [bytes(piece) for piece in read(ExportedTensor("w", "model/w", zarr_name(value.dtype), shape, rows))]
     assert b"".join(pieces) == raw_bytes(value).numpy().tobytes()
     assert all(len(piece) <= most for piece in pieces)
     shutil.rmtree(root)

@@ -396,7 +396,7 @@ class Forgetful(ZarrBackend):
         (
             FullDisk,
             StorageError,
-            "dst=.*new is not there, for what it should be could not be written: No space left on device: '",
+            "dst=.*new was not created, its content could not be written: No space left on device: '",
         ),
         (Forgetful, StorageError, "what was written for .*new is not what is read back: of_replicated: w: bytes 0 to "),
     ],
@@ -411,7 +411,7 @@ def test_what_cannot_be_written_or_read_back_leaves_nothing(
 
 def test_a_place_that_cannot_be_made_is_told(saved: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="below is not there, .* could not be written: Not a directory: "):
+    with pytest.raises(StorageError, match="below was not created, .* could not be written: Not a directory: "):
         rewrite(saved["kimi"], tmp_path / "file" / "below", made("zarr"))
 
 

@@ -219,7 +219,7 @@ def test_numpys_own_functions_are_used_where_the_user_allows_all_of_them(tmp_pat
         assert unpickle(file).tolist() == ["a", "text"]
     with (
         torch.serialization.safe_globals([np._core.multiarray._reconstruct]),
-        pytest.raises(ConfigurationError, match="holds numpy.ndarray, which torch's reader"),
+        pytest.raises(ConfigurationError, match="holds numpy.ndarray, which torch's weights-only reader"),
     ):
         unpickle(file)
 
@@ -235,7 +235,7 @@ def test_what_was_shared_is_shared_and_circles_end(tmp_path: Path) -> None:
 def test_a_dictionary_of_an_unknown_class_cannot_be_stood_in_for(tmp_path: Path) -> None:
     file = saved(tmp_path, {"own": OwnDict(a=1)})
     for unknown in ("refuse", "keep"):
-        with pytest.raises(ConfigurationError, match=rf"file\.pt holds {HERE}\.OwnDict, .*nothing can stand in for"):
+        with pytest.raises(ConfigurationError, match=rf"file\.pt holds {HERE}\.OwnDict, .*there is no stand-in"):
             unpickle(file, unknown=unknown)  # type: ignore[arg-type]
 
 

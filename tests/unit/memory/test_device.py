@@ -187,12 +187,6 @@ def test_host_tensors_always_have_collectives_beside_those_of_the_device() -> No
     assert Device(type="npu", collectives="hccl", plugin="torch_npu").backends == "cpu:gloo,npu:hccl"
 
 
-def test_what_devices_differ_in_is_said_by_the_device() -> None:
-    cuda, npu = Device(type="cuda", collectives="nccl"), Device(type="npu", collectives="hccl")
-    assert cuda.pins_in_place
-    assert not npu.pins_in_place
-
-
 def test_the_memory_of_the_host_is_that_of_the_machine_and_this_process() -> None:
     kept = torch.ones(8 << 20, dtype=torch.uint8)
     memory = Device(**CPU).memory()

@@ -67,9 +67,9 @@ def test_nothing_of_a_rank_is_written_after_its_one_sync(
     synced: list[tuple[str, set[str]]] = []
     original = FileSink.make_durable
 
-    def make_durable(outlet: FileSink) -> None:
-        original(outlet)
-        synced.append((threading.current_thread().name, set(outlet._sizes)))
+    def make_durable(sink: FileSink) -> None:
+        original(sink)
+        synced.append((threading.current_thread().name, set(sink._sizes)))
 
     monkeypatch.setattr(FileSink, "make_durable", make_durable)
     run_threads(3, _save, tmp_path, backend)

@@ -21,7 +21,7 @@ from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import raw_bytes
 from ckpt.format.records import ChunkExtent
 from ckpt.storage import extents
-from ckpt.storage.extents import ExtentReader, WantedBox, WantedBytes, boxes_of_range
+from ckpt.storage.extents import ExtentReader, WantedBox, WantedBytes
 from tests.states import ALL_DTYPES
 
 
@@ -118,18 +118,6 @@ def test_every_box_of_every_region_arrives_as_numpy_slices_it(
         start = base // 4
         source = chunk[start : start + math.prod(region)].reshape(region)[box.slices]
         np.testing.assert_array_equal(out.numpy(), source)
-
-
-@given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.data())
-def test_a_range_of_elements_is_cut_into_boxes_that_cover_it_once(shape: tuple[int, ...], data: st.DataObject) -> None:
-    count = math.prod(shape)
-    first = data.draw(st.integers(0, count))
-    last = data.draw(st.integers(first, count))
-    array = np.arange(count).reshape(shape)
-    boxes = list(boxes_of_range(shape, first, last))
-    covered = [value for box in boxes for value in array[box.slices].reshape(-1).tolist()]
-    assert covered == list(range(first, last))
-    assert len(boxes) <= max(2 * len(shape) - 1, 1)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
@@ -326,8 +314,6 @@ def test_an_index_that_contradicts_the_chunk_is_refused(tmp_path: Path) -> None:
             reader.read(extent, [part(saved, whole((64,)), base=4)])
         with pytest.raises(CorruptCheckpointError, match="would cut elements in two"):
             reader.read(extent, [part(saved[:8], whole((8,)), base=2)])
-        with pytest.raises(CorruptCheckpointError, match="gives 3 digests for 256 bytes"):
-            reader.read(replace(extent, digests=extent.digests[:3]), [part(saved, whole((64,)))])
 
 
 def test_no_more_files_stay_open_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

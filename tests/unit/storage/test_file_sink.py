@@ -35,7 +35,7 @@ def nothing(num_bytes: int) -> None:
     """Progress that nobody looks at."""
 
 
-def outlet(root: Path, buffers: Buffers | None = None, rank: int = 0) -> FileSink:
+def sink(root: Path, buffers: Buffers | None = None, rank: int = 0) -> FileSink:
     return FileSink(root, rank, nothing, buffers or Buffers(buffer_mib=1, direct_io=True))
 
 
@@ -77,8 +77,8 @@ def pwrites(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
 def test_a_file_is_whole_however_its_bytes_are_cut(
     tmp_path_factory: pytest.TempPathFactory, direct_io: bool, size: int, cuts: list[int]
 ) -> None:
-    root = tmp_path_factory.mktemp("outlet")
-    out = outlet(root, Buffers(buffer_mib=1, direct_io=direct_io))
+    root = tmp_path_factory.mktemp("sink")
+    out = sink(root, Buffers(buffer_mib=1, direct_io=direct_io))
     out.write("a/first", pieces_of(DATA[:size], *cuts), DIRECT_BYTES)
     out.write("a/b/second", pieces_of(DATA[-size:], *cuts), DIRECT_BYTES)
     out.make_durable()
@@ -90,7 +90,7 @@ def test_a_file_is_whole_however_its_bytes_are_cut(
 def test_whole_blocks_of_large_files_go_past_the_page_cache_and_small_files_do_not(
     tmp_path: Path, pwrites: list[tuple[bool, int, int]]
 ) -> None:
-    out = outlet(tmp_path)
+    out = sink(tmp_path)
     out.write("small", [memoryview(DATA)[:1000]], 1000)
     out.write("large", [memoryview(DATA)], len(DATA))
     out.flush()
@@ -103,7 +103,7 @@ def test_whole_blocks_of_large_files_go_past_the_page_cache_and_small_files_do_n
 
 
 def test_a_file_that_grows_beside_others_is_filled_from_its_first_byte_on(tmp_path: Path) -> None:
-    out = outlet(tmp_path)
+    out = sink(tmp_path)
     stream = out.open("grows")
     for at in range(0, len(DATA), 700_001):
         stream.append(pieces_of(DATA[at : at + 700_001], 5))
@@ -139,7 +139,7 @@ def test_a_file_system_that_refuses_direct_writes_gets_others_and_rank_0_says_so
     buffers.direct_io = True
     with caplog.at_level(logging.WARNING, logger="ckpt"):
         for save in ("first", "second"):
-            out = outlet(tmp_path, buffers, rank)
+            out = sink(tmp_path, buffers, rank)
             out.write(f"{save}/w", [memoryview(DATA)[: 1 << 20]], 1 << 20)
             out.write(f"{save}/v", [memoryview(DATA)[5 : 5 + (1 << 20)]], 1 << 20)
             out.make_durable()
@@ -166,7 +166,7 @@ def test_a_write_that_fails_is_raised_with_its_own_file_s_name_and_leaves_nothin
     before, threads = open_files(), threading.active_count()
     monkeypatch.setattr(os, "pwrite", full_disk)
     buffers = Buffers(buffer_mib=1, direct_io=True)
-    out = outlet(tmp_path, buffers)
+    out = sink(tmp_path, buffers)
     with pytest.raises(OSError, match="No space left on device: '.*/first'") as caught:
         out.write("first", [memoryview(DATA)], len(DATA))
         out.write("second", [memoryview(DATA)], len(DATA))
@@ -175,7 +175,7 @@ def test_a_write_that_fails_is_raised_with_its_own_file_s_name_and_leaves_nothin
     out.abort()
     assert open_files() == before and threading.active_count() == threads
     monkeypatch.undo()
-    again = outlet(tmp_path, buffers)
+    again = sink(tmp_path, buffers)
     again.write("again", [memoryview(DATA)], len(DATA))
     again.make_durable()
     assert (tmp_path / "again").read_bytes() == DATA
@@ -183,7 +183,7 @@ def test_a_write_that_fails_is_raised_with_its_own_file_s_name_and_leaves_nothin
 
 def test_nothing_is_written_after_an_abort(tmp_path: Path, pwrites: list[tuple[bool, int, int]]) -> None:
     before = open_files()
-    out = outlet(tmp_path)
+    out = sink(tmp_path)
     stream = out.open("grows")
     stream.append([memoryview(DATA)])
     out.write("whole", [memoryview(DATA)], len(DATA))
@@ -209,7 +209,7 @@ def test_buffers_go_back_once_even_if_a_save_fails_and_is_then_aborted(
 ) -> None:
     monkeypatch.setattr(os, "pwrite", full_disk)
     buffers = Buffers(buffer_mib=1, direct_io=True)
-    out = outlet(tmp_path, buffers)
+    out = sink(tmp_path, buffers)
     with pytest.raises(OSError, match="No space"):
         out.write("first", [memoryview(DATA)], len(DATA))
         out.flush()
@@ -245,12 +245,12 @@ def _blocks(path: Path) -> int:
 
 def test_no_room_stays_reserved_behind_a_file_of_unknown_size(tmp_path: Path) -> None:
     """Room is asked for in large steps; a file that ends within one gives the rest back."""
-    outlet = FileSink(tmp_path, 0, lambda _: None, Buffers(buffer_mib=4, direct_io=True))
-    stream = outlet.open("grows")
+    sink = FileSink(tmp_path, 0, lambda _: None, Buffers(buffer_mib=4, direct_io=True))
+    stream = sink.open("grows")
     data = np.random.default_rng(3).integers(0, 256, (3 << 20) + 777, dtype=np.uint8)
     stream.append([memoryview(data)])
     stream.close()
-    outlet.make_durable()
+    sink.make_durable()
     assert (tmp_path / "grows").read_bytes() == data.tobytes()
     assert _blocks(tmp_path / "grows") <= (3 << 20) + 2 * 4096
 
@@ -266,7 +266,7 @@ def test_a_disk_without_the_room_that_is_asked_for_ahead_takes_what_fits(
             return -1
 
     monkeypatch.setattr("ckpt.storage.files._libc", Full)
-    out = outlet(tmp_path)
+    out = sink(tmp_path)
     stream = out.open("large")
     stream.append(pieces_of(DATA))
     stream.close()
@@ -281,7 +281,7 @@ def test_a_file_that_may_not_grow_is_no_file_system_without_direct_writes(
     """Up to the limit the system writes, and says of the rest what it says of blocks that are cut."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     buffers = Buffers(buffer_mib=8, direct_io=True)
-    out = outlet(tmp_path, buffers)
+    out = sink(tmp_path, buffers)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         with pytest.raises(OSError, match="File too large") as refused:

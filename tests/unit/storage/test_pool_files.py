@@ -150,7 +150,7 @@ def test_memory_of_another_file_under_the_same_number_is_not_taken_for_it() -> N
     assert HeldFiles({"a": place._replace(pid=1 << 22)}).read("a") is None
 
 
-def test_an_outlet_writes_what_it_keeps_large_files_and_small(tmp_path: Path) -> None:
+def test_a_sink_writes_what_it_keeps_large_files_and_small(tmp_path: Path) -> None:
     for direct_io in (True, False):
         save = Pool().begin()
         root = tmp_path / str(direct_io)
