@@ -84,7 +84,7 @@ class ParameterServerTransport(Transport):
         assert server is not None
         if not layout.num_buckets:
             return
-        timeout_s, group = self._members.timeout_s, self._broadcast.groups_of(update)
+        timeout_s, groups = self._members.timeout_s, self._broadcast.groups
         verifier = Verifier(topology.rank, update)
         hosts = {n: landing.bucket(n) for n in range(layout.num_buckets)} if landing is not None else {}
 
@@ -96,7 +96,8 @@ class ParameterServerTransport(Transport):
                     verifier.check(number, hosts[number])
                 tell(number)
 
-            server.update(group("all", range(topology.world_size)), layout.bucket_bytes, timeout_s, take)
+            group = groups.of(f"{update.connections}-all", range(topology.world_size))
+            server.update(group, layout.bucket_bytes, timeout_s, take)
 
         network = self._broadcast.watched(Network(carry))
         try:

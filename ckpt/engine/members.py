@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,6 +18,7 @@ from ckpt.errors import ConfigurationError, RankAbsentError
 from ckpt.ranks.addresses import own_address
 from ckpt.ranks.stores import StoreGoneError, reach, serve
 from ckpt.ranks.topology import Topology
+from ckpt.ranks.waiting import OutOfTimeError, poll_until
 
 Result = TypeVar("Result")
 
@@ -196,12 +196,14 @@ class Members:
         """The store that the ranks agree through goes with this process: let the others read how the last update ended."""
         if self._meeting is None or not self._num_ended:
             return
-        store, until = self._meeting[0], time.monotonic() + _LINGER_S
-        for key in [f"ended/{rank}" for rank in range(world_size)]:
-            while not store.check([key]) or int(store.get(key)) < self._num_ended:
-                if time.monotonic() > until:
-                    return  # it is gone, or in no hurry
-                time.sleep(0.005)
+        store, keys = self._meeting[0], [f"ended/{rank}" for rank in range(world_size)]
+
+        def all_ended() -> bool | None:
+            ended = store.check(keys) and all(int(store.get(key)) >= self._num_ended for key in keys)
+            return True if ended else None
+
+        with suppress(OutOfTimeError):  # one is gone, or in no hurry
+            poll_until(all_ended, timeout_s=_LINGER_S)
 
     def _store_of(self, master: MasterMetadata | None) -> Store:
         if master is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -72,7 +73,8 @@ class Offloaded:
             seal: `pool.seal`, in a thread where it may wait.
         """
         try:
-            async for number, (name, tensor) in _numbered(weights):
+            numbers = itertools.count(1)
+            async for name, tensor in _each(weights):
                 # A failure of ours is no reason not to take the rest: the others' exports wait for ours.
                 whole = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
                 if self.error is None:
@@ -82,7 +84,7 @@ class Offloaded:
                     except Exception as error:
                         self.error = error
                 progress()
-                if number % _PAUSE_EVERY == 0:
+                if next(numbers) % _PAUSE_EVERY == 0:
                     await asyncio.sleep(0)
             if self.error is None:
                 self.digests = await seal()
@@ -91,15 +93,10 @@ class Offloaded:
         self.seconds = time.perf_counter() - self.began
 
 
-async def _numbered(
-    weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor],
-) -> AsyncIterator[tuple[int, NamedTensor]]:
-    number = 0
+async def _each(weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor]) -> AsyncIterator[NamedTensor]:
     if isinstance(weights, AsyncIterable):
         async for named in weights:
-            number += 1
-            yield number, named
+            yield named
     else:
         for named in weights:
-            number += 1
-            yield number, named
+            yield named

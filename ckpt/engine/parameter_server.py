@@ -48,6 +48,7 @@ from loguru import logger  # noqa: E402
 
 from ckpt.engine.wire.group import OwnGroup  # noqa: E402
 from ckpt.ranks.topology import Topology  # noqa: E402
+from ckpt.ranks.waiting import poll_until  # noqa: E402
 
 REBOUND = (
     (ce_ps, "DeviceManager"),
@@ -115,15 +116,10 @@ class BucketServer:
         if _CHECKPOINT in self._server._memory_pool:
             self._server.unregister_checkpoint(_CHECKPOINT)
 
-    def metas(self) -> Mapping[int, Any]:
-        """What is registered, by rank, as the package keeps it."""
-        metas: Mapping[int, Any] = self._server.get_metas()
-        return metas
-
     def peers(self) -> Peers | None:
         """Where `read_from_peers` finds what is registered; None: nothing is, or the package has no P2P store here."""
         found: Peers = []
-        for items in self.metas().values():
+        for items in self._server.get_metas().values():
             if items.p2p_store_addr is None:
                 return None
             buffers = [(_number(of.metas[0].name), of.ptr, of.size) for of in items.memory_buffer_metas_list]
@@ -315,8 +311,11 @@ def _memory_buffer(number: int, host: torch.Tensor) -> MemoryBuffer:
     return MemoryBuffer(buffer=host, size=len(host), metas=[meta])
 
 
-class _Collectives(ce_distributed.Distributed):  # type: ignore[misc]
-    """The package's collectives, among the ranks of an engine. After the first that fails, all do, and no message is waited for."""
+class _Collectives:
+    """The collectives that the package calls, among the ranks of an engine. After the first that fails all do, and nothing is waited for.
+
+    Source of the methods: `checkpoint_engine.distributed.base.Distributed`.
+    """
 
     def __init__(self, topology: Topology, group: OwnGroup | None, messages: _Messages) -> None:
         self._topology = topology
@@ -342,15 +341,6 @@ class _Collectives(ce_distributed.Distributed):  # type: ignore[misc]
     def barrier(self, group: Any = None, **_: Any) -> None:
         with self._of_all() as ours:
             ours.barrier()
-
-    def init_process_group(self, rank: int, world_size: int, store: Any, **_: Any) -> None:
-        raise ConfigurationError("the engine makes its process groups itself")
-
-    def destroy_process_group(self, group: Any = None) -> None:
-        raise ConfigurationError("the engine leaves its process groups itself")
-
-    def new_group(self, ranks: list[int], **_: Any) -> Any:
-        raise ConfigurationError("updates of some ranks only need the package's P2P store")
 
     @contextmanager
     def _of_all(self) -> Iterator[OwnGroup]:
@@ -436,8 +426,7 @@ class _PatientSocket(zmq.Socket[bytes]):
         return super().connect(_within_process(addr))
 
     def recv(self, *args: Any, **named: Any) -> Any:
-        while not self.poll(200):
-            self._require_open()
+        poll_until(lambda: self.poll(200) or None, look=self._require_open, nap=None)
         return super().recv(*args, **named)
 
 
@@ -547,42 +536,23 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 # Host memory in place of a device
 
 
-class _HostModule:
-    """What the package wants of torch.cuda or torch.npu, for host memory. One "device" for each rank there can be."""
+def _nothing(*_: object) -> int:
+    return 0
 
-    _MOST = 1 << 16
 
-    def __init__(self) -> None:
-        self._current = 0
-
-    def device_count(self) -> int:
-        return self._MOST
-
-    def set_device(self, index: int) -> None:
-        self._current = int(index)
-
-    def current_device(self) -> int:
-        return self._current
-
-    def mem_get_info(self, device: object = None) -> tuple[int, int]:
-        host = psutil.virtual_memory()
-        return host.available, host.total
-
-    def get_device_properties(self, index: int | None = None) -> SimpleNamespace:
-        # The name of a socket of this host: of this process, lest two jobs meet.
-        return SimpleNamespace(uuid=f"host-{os.getpid()}-{self._current if index is None else index}")
-
-    def synchronize(self, device: object = None) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def ipc_collect(self) -> None: ...
-
-    def memory_allocated(self, device: object = None) -> int:
-        return 0
-
-    def memory_reserved(self, device: object = None) -> int:
-        return 0
+_HOST_MODULE = SimpleNamespace(
+    device_count=lambda: 1 << 16,  # one "device" for each rank there can be
+    set_device=_nothing,
+    synchronize=_nothing,
+    empty_cache=_nothing,
+    ipc_collect=_nothing,
+    memory_allocated=_nothing,
+    memory_reserved=_nothing,
+    mem_get_info=lambda: (psutil.virtual_memory().available, psutil.virtual_memory().total),
+    # The name of a socket of this host: of this process, lest two jobs meet.
+    get_device_properties=lambda index: SimpleNamespace(uuid=f"host-{os.getpid()}-{index}"),
+)
+"""The functions of torch.cuda or torch.npu that the package calls, for host memory."""
 
 
 class _HostDeviceManager(DeviceManager):  # type: ignore[misc]
@@ -590,7 +560,7 @@ class _HostDeviceManager(DeviceManager):  # type: ignore[misc]
         return "cpu"
 
     def _setup_device_module(self) -> None:
-        self.device_module = _HostModule()
+        self.device_module = _HOST_MODULE
 
     @property
     def backend(self) -> str:

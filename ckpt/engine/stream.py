@@ -23,15 +23,13 @@ class OpenUpdate:
     Attributes:
         weights: each good until the next one is asked for.
         progress: says that the consumer moves.
-        finish: ends the update on all ranks, after the last weight.
-        fail: ends it with an error of this rank.
+        finish: ends the update on all ranks, after the last weight (None), or with an error of this rank.
         withdraw: ends it because the consumer stopped. Any thread; waits for nothing.
     """
 
     weights: Iterator[NamedTensor]
     progress: Callable[[], None]
-    finish: Callable[[], Awaitable[object]]
-    fail: Callable[[Exception], Awaitable[object]]
+    finish: Callable[[Exception | None], Awaitable[object]]
     withdraw: Callable[[str], None]
 
 
@@ -85,9 +83,9 @@ class WeightStream(AsyncIterator[NamedTensor]):
             self._state = "over"
         except Exception as error:
             self._state = "over"
-            await update.fail(error)
+            await update.finish(error)
             raise
-        await update.finish()
+        await update.finish(None)
         raise StopAsyncIteration
 
     @property

@@ -346,8 +346,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         return OpenUpdate(
             weights=on_device(weights, self.device.torch_device, self._bucket_bytes),
             progress=update.topology.progress,
-            finish=lambda: self.members.run_to_the_end(self._finish, update),
-            fail=lambda error: self.members.run_to_the_end(self._finish, update, error),
+            finish=partial(self.members.run_to_the_end, self._finish, update),
             withdraw=withdraw,
         )
 

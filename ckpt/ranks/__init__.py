@@ -2,6 +2,7 @@
 
 Files, in the order in which data travels:
 
+    waiting                 waits that end when the other side is gone
     addresses, stores       this machine's addresses; the server and the clients of the store
     store_client            values of any size in the store
     heartbeat               who lives, and when a silent rank counts as absent

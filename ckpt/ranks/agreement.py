@@ -10,20 +10,18 @@ where a peer is dead.
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ckpt.errors import CheckpointError, RankAbsentError, RankLeftError, describe
 from ckpt.ranks.heartbeat import Absence, FailureDetector, Heartbeat, PhaseIndex, place
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
-
-_SHORTEST_NAP_S = 0.0002
-_LONGEST_NAP_S = 0.005
+from ckpt.ranks.waiting import nap_s, poll_until
 
 
 @dataclass(slots=True)
@@ -163,25 +161,23 @@ class Agreement:
     def _wait(self, at: PhaseIndex, verdict: PhaseOutcome) -> bytes:
         lookout = self._lookout(at, verdict.what, verdict.phase)
         crowd = max(1.0, self.world_size / 64)  # so that thousands of ranks do not keep the store busy by asking
-        began_s = time.monotonic()
-        look_at_s = began_s + 0.05 * crowd
-        while True:
-            data = self._gather(at) if self.rank == 0 else self.mailbox.peek(_result_key(at))
-            if data is None and time.monotonic() > look_at_s:
-                data = self._look(at, lookout)
-                look_at_s = time.monotonic() + 0.1 * crowd
-            if data is not None:
-                if self.rank == 0:
-                    self.heartbeat.say()  # so that what comes late of our moves does not look like a move in what follows
-                return data
-            if self.rank == 0:  # the only one that is still looked for when its own verdict is in
-                self.heartbeat.move()
-            time.sleep(_nap_s(time.monotonic() - began_s, self.world_size))
+        data = poll_until(
+            partial(self._gather, at) if self.rank == 0 else partial(self.mailbox.peek, _result_key(at)),
+            look=partial(self._look, at, lookout),
+            look_s=0.1 * crowd,
+            nap=partial(nap_s, world_size=self.world_size),
+        )
+        if self.rank == 0:
+            self.heartbeat.say()  # so that what comes late of our moves does not look like a move in what follows
+        return data
 
     def _gather(self, at: PhaseIndex) -> bytes | None:
         """The lead's glance: settle once every verdict is there."""
         keys = [_verdict_key(at, rank) for rank in range(self.world_size)]
-        return self._settle(at, list(range(self.world_size)), {}) if self.mailbox.has(keys) else None
+        if self.mailbox.has(keys):
+            return self._settle(at, list(range(self.world_size)), {})
+        self.heartbeat.move()  # the only one that is still looked for when its own verdict is in
+        return None
 
     def _look(self, at: PhaseIndex, lookout: FailureDetector) -> bytes | None:
         """Look for ranks that will not come; settle without them once all the others are there.
@@ -231,15 +227,6 @@ class Agreement:
             for key in keys:
                 self.mailbox.delete(key)
         keys.clear()
-
-
-def _nap_s(waited_s: float, world_size: int) -> float:
-    """How long to sleep before asking again: a fraction of the wait so far, so that neither the wait grows much nor the asking costs.
-
-    The ranks that wait share their cores with those that still write. To ask takes 0.1 ms of a processor; 5 ms between two times is 2 % of
-    one. From 16 ranks on the store's own thread is what is spared: all ranks together ask it 3,200 times a second at most.
-    """
-    return min(max(waited_s / 16, _SHORTEST_NAP_S), max(_LONGEST_NAP_S, world_size / 3200))
 
 
 def _verdict_key(at: PhaseIndex, rank: int) -> str:

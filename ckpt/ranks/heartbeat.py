@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import psutil
+
 from ckpt.ranks.addresses import machine
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
@@ -246,17 +248,8 @@ def _born(pid: int) -> str | None:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()  # after the command's name, which may hold anything
     except FileNotFoundError:
-        return None if os.path.exists("/proc/self/stat") else _born_without_proc(pid)
+        has_proc = os.path.exists("/proc/self/stat")
+        return None if has_proc or not psutil.pid_exists(pid) else ""
     except ProcessLookupError:
         return None
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
-
-
-def _born_without_proc(pid: int) -> str | None:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        return ""
-    return ""

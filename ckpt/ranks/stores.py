@@ -11,15 +11,15 @@ import os
 import socket
 import stat
 import struct
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
+
+from ckpt.ranks.waiting import in_thread
 
 _T = TypeVar("_T")
 _FOLDERS = ("/proc/self/fd", "/dev/fd")
@@ -135,7 +135,9 @@ def _connected(connect: Callable[[], _T], port: int, where: str, timeout_s: floa
     """
     before, patience_s = set(_sockets()), max(timeout_s, _CONNECT_S)
     try:
-        made = _in_time(connect, patience_s)
+        made = in_thread(connect, "ckpt-store").result(
+            min(patience_s, _LONGEST_S)
+        )  # it may hang, and knows no deadline
     except TimeoutError:
         raise StoreGoneError(
             f"the store at {where} did not answer a new connection within {patience_s:g} s", is_silent=True
@@ -146,27 +148,6 @@ def _connected(connect: Callable[[], _T], port: int, where: str, timeout_s: floa
         if inode not in before:
             _limit(descriptor, port, timeout_s)
     return made
-
-
-def _in_time(call: Callable[[], _T], timeout_s: float) -> _T:
-    """Return what a call returns, which cannot be given a deadline of its own. One that hangs is left to its thread.
-
-    Raises:
-        TimeoutError: the time is up.
-    """
-    future: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run, name="ckpt-store", daemon=True)
-    thread.start()
-    result = future.result(min(timeout_s, _LONGEST_S))
-    thread.join()
-    return result
 
 
 def _sockets() -> dict[int, int]:

@@ -12,7 +12,6 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -238,9 +237,7 @@ class Topology:
     def __enter__(self) -> Topology:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def progress(self, num: int = 1) -> None:
@@ -426,15 +423,12 @@ class Topology:
         """Take the next number; but one that the others ended without us, by another name, is a call we never made."""
         if not outermost or self._agreement is None:
             return
-        try:
+        with self._store_reached():
             while (missed := self._agreement.settled_without_us(PhaseIndex(self._at.operation, 0))) is not None:
                 if missed.what == self._what:
                     break
                 self._at = PhaseIndex(self._at.operation + 1, -1)
             self._agreement.heartbeat.enter(self._at, self._what, None)
-        except StoreGoneError as error:
-            self._told = _store_gone(self._what, self.rank, error)
-            raise self._told from error
 
     def _end(self, outermost: bool) -> None:
         if not outermost:
@@ -461,12 +455,9 @@ class Topology:
 
     def _fetch(self, key: str) -> bytes:
         """Take a sliver that the agreement says is there; its only reader removes it."""
-        try:
+        with self._store_reached():
             found = self._mailbox.take([key])
             self._mailbox.delete(key)
-        except StoreGoneError as error:
-            self._told = _store_gone(self._what, self.rank, error)
-            raise self._told from error
         assert found is not None, f"{key} was announced and is read once"
         return found[0]
 
@@ -489,8 +480,14 @@ class Topology:
         if self._agreement is None:
             assert self.world_size == 1, "the ranks of a run that is only supposed agree on nothing"
             return
-        try:
+        with self._store_reached():
             self._agreement.heartbeat.enter(self._at, self._what, name)
+
+    @contextmanager
+    def _store_reached(self) -> Iterator[None]:
+        """Raise without an agreement if the store is gone."""
+        try:
+            yield
         except StoreGoneError as error:
             self._told = _store_gone(self._what, self.rank, error)
             raise self._told from error

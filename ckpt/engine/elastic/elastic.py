@@ -14,7 +14,6 @@ import socket
 import threading
 import uuid
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -122,7 +121,7 @@ class ElasticEngine:
         self._asked: set[int] = set()
         self._leaving: set[int] = set()
         self._gone: set[int] = set()
-        self._num_words = 0
+        self._num_requests = 0
         self._first_call = 1  # that is kept, for somebody may not have heard it
 
     @classmethod
@@ -242,7 +241,7 @@ class ElasticEngine:
     def ask_to_leave(self) -> None:
         """Have the lead go on without this rollout from its next call on. `receive_into` says when it is so, by None. Any thread."""
         self._leaving.add(self.number)
-        self._board.say(self.number, LEAVING)
+        self._board.request(self.number, LEAVING)
 
     async def end(self, last_words: Any = None, patience_s: float = 60.0) -> dict[int, Any]:
         """Say that there are no further updates. The lead alone; the other trainers just stop.
@@ -266,9 +265,7 @@ class ElasticEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self._close(error)
 
     # In the thread of this object
@@ -277,7 +274,7 @@ class ElasticEngine:
         self._beat = self._board.heartbeat(self.number, self._host)
 
     def _come_in(self) -> None:
-        self._board.say(self.number, READY)
+        self._board.request(self.number, READY)
         self._next = self._board.await_invitation(self.number, self._given_up.is_set)
 
     def _next_call(self) -> Call:
@@ -377,10 +374,10 @@ class ElasticEngine:
     def _look(self) -> None:
         """Learn who is ready, who wants to leave, and who has died."""
         assert self.epoch is not None
-        if (num_words := self._board.num_words()) != self._num_words:
-            self._num_words = num_words
+        if (num_requests := self._board.num_requests()) != self._num_requests:
+            self._num_requests = num_requests
             numbers = set(range(self.epoch.num_trainers, self._board.num_numbers())) - self._gone - self._leaving
-            for number, word in self._board.words(numbers).items():
+            for number, word in self._board.requests(numbers).items():
                 if word == LEAVING:
                     self._leaving.add(number)
                 elif number not in self.epoch.rollouts:

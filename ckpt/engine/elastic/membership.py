@@ -7,12 +7,15 @@ of the job ever had, and in each epoch a rank of the engine: trainers first, the
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError
+from ckpt.format.strict_json import Digest
 
 
 class Epoch(NamedTuple):
@@ -96,13 +99,11 @@ class Call:
     failure: dict[str, Any] | None = None
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self) | {"epoch": self.epoch}).encode()
+        return msgspec.json.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Call:
-        said = json.loads(data)
-        number, num_trainers, rollouts, newcomers = said.pop("epoch")
-        return cls(**said, epoch=Epoch(number, num_trainers, tuple(rollouts), tuple(newcomers)))
+        return msgspec.json.decode(data, type=cls)
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,11 @@ class News:
     peers: Any = None
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return msgspec.json.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> News:
-        said = json.loads(data)
-        return cls(**said | {"buckets": {int(bucket): digest for bucket, digest in said["buckets"].items()}})
+        return msgspec.json.decode(data, type=cls)
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ class Rendezvous:
             in it begins with "_".
     """
 
-    address: str
-    port: int
-    job: str
+    address: Annotated[str, Meta(pattern=r"\A[0-9A-Za-z.:%_-]{1,255}\Z")]
+    port: Annotated[int, Meta(gt=0, lt=1 << 16)]
+    job: Digest
     facts: Mapping[str, Any]
 
     def encode(self) -> bytes:
@@ -157,42 +157,21 @@ class Rendezvous:
             ConfigurationError: it is not what `encode` makes.
         """
         try:
-            found = cls(**json.loads(data))
-            _require_data(found)
-        except (ValueError, TypeError, RecursionError) as error:
+            found = msgspec.json.decode(data, type=cls)
+            _require_names_of_data(found.facts, "facts")
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ConfigurationError(
                 f"{where} is no rendezvous of a job that gives weights to rollouts: {error}"
             ) from error
         return found
 
 
-def _require_data(found: Rendezvous) -> None:
-    """
-    Raises:
-        ValueError: a value is of another type than it should be, or out of range, or a name is not one of data.
-    """
-    if not isinstance(found.address, str) or not re.fullmatch(r"[0-9A-Za-z.:%_-]{1,255}", found.address):
-        raise ValueError(f"address is {_shown(found.address)}, expected a host's name or address")
-    if type(found.port) is not int or not 0 < found.port < 1 << 16:
-        raise ValueError(f"port is {_shown(found.port)}, expected a number from 1 to 65535")
-    if not isinstance(found.job, str) or not re.fullmatch("[0-9a-f]{32}", found.job):
-        raise ValueError(f"job is {_shown(found.job)}, expected 32 hex digits")
-    if not isinstance(found.facts, dict):
-        raise ValueError(f"facts is {_shown(found.facts)}, expected a dictionary")
-    _require_names_of_data(found.facts, "facts")
-
-
 def _require_names_of_data(value: Any, where: str) -> None:
     if isinstance(value, dict):
         for name, one in value.items():
             if name.startswith("_"):
-                raise ValueError(f"{where} holds {_shown(name)}, which is no name of data")
+                raise ValueError(f"{where} holds {name!r}, which is no name of data")
             _require_names_of_data(one, f"{where}.{name}")
     elif isinstance(value, list):
         for one in value:
             _require_names_of_data(one, where)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

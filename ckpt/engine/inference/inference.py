@@ -10,12 +10,9 @@ other one is filled.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -30,6 +27,7 @@ from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.dtypes import raw_bytes
 from ckpt.memory.device import device_memory, wait_for
 from ckpt.memory.shared_memory import mapped, segment_of, shared_memory
+from ckpt.ranks.waiting import in_thread
 
 Request = Callable[[Mapping[str, str], WeightVersion], None]
 """Asks an inference engine to update itself; returns when it has, or earlier. Given {name of a worker: where it finds its weights}."""
@@ -110,7 +108,8 @@ class InferenceOutlet:
         assert self.buffers, "check comes first"
         self.version = None
         lines = [WorkerLine(self._context, worker) for worker in self._workers]
-        asked = _asked(self.request, {line.worker: line.address for line in lines}, version)
+        handles = {line.worker: line.address for line in lines}
+        asked = in_thread(lambda: self.request(handles, version), "ckpt-inference-request")
         try:
             self._serve(lines, asked, weights)
         except BaseException:
@@ -130,29 +129,30 @@ class InferenceOutlet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _serve(self, lines: Sequence[WorkerLine], asked: Future[None], weights: Iterable[NamedTensor]) -> None:
-        def all_say(of: Callable[[torch.device], Any]) -> None:
+        def await_all() -> None:
             await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
-            for line in lines:
-                line.say(of(self._workers[line.worker]))
 
-        all_say(lambda device: _handle(self.buffers[device]))
+        def say_to_all(message: Any) -> None:
+            await_all()
+            for line in lines:
+                line.say(message)
+
+        for line in lines:
+            line.say(_handle(self.buffers[self._workers[line.worker]]))
         wanted = (named for named in weights if named[0] not in self._aliases)
         for number, batch in enumerate(_batches(wanted, self._half)):
             start = number % 2 * self._half
             self._fill(batch, start)
-            metas = [tensor.meta(start) for tensor in batch]
-            all_say(partial(_same, metas))
-        all_say(lambda _: None)
-        await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
+            say_to_all([tensor.meta(start) for tensor in batch])
+        say_to_all(None)
+        await_all()
         self._let_go(device for device in self.buffers if device.type != "cpu")  # before they want memory to finish
-        all_say(lambda _: None)
-        await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
+        say_to_all(None)
+        await_all()
         try:
             asked.result(self.timeout_s)
         except TimeoutError:
@@ -198,21 +198,6 @@ class Sinks:
             sink.load(_noting(weights, kept) if not number else iter(kept), version)
 
 
-def _asked(request: Request, handles: Mapping[str, str], version: WeightVersion) -> Future[None]:
-    """Ask in a thread of its own, which may wait for long, and does not keep the process from ending."""
-    future: Future[None] = Future()
-
-    def ask() -> None:
-        try:
-            request(handles, version)
-            future.set_result(None)
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=ask, name="ckpt-inference-request", daemon=True).start()
-    return future
-
-
 def _raise_failure(asked: Future[None]) -> None:
     if asked.done():
         asked.result()
@@ -245,10 +230,6 @@ def _batches(weights: Iterable[NamedTensor], half: int) -> Iterator[list[_Placed
         used += aligned(host.nbytes)
     if batch:
         yield batch
-
-
-def _same(message: Any, _: torch.device) -> Any:
-    return message
 
 
 def _noting(weights: Iterable[NamedTensor], kept: list[NamedTensor]) -> Iterator[NamedTensor]:

@@ -14,7 +14,29 @@ from ckpt.errors import CheckpointError, sentence
 
 
 @dataclass(frozen=True)
-class VllmRequest:
+class _ServerRequest:
+    url: str
+    uds: str | None = None
+    timeout_s: float = 300.0
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> None:
+        import httpx  # which checkpoint-engine brings, and takes a while
+
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=self.uds), timeout=self.timeout_s) as client:
+                said = client.post(f"{self.url}/{path}", json=body)
+        except httpx.HTTPError as error:
+            raise CheckpointError(
+                f"the inference engine at {self.url}/{path} could not be asked: {sentence(error)}"
+            ) from error
+        if said.is_error:
+            raise CheckpointError(
+                f"the inference engine at {self.url}/{path} refused ({said.status_code}): {' '.join(said.text.split())[:300]}"
+            )
+
+
+@dataclass(frozen=True)
+class VllmRequest(_ServerRequest):
     """Asks a vLLM server, whose `worker_extension_cls` is `checkpoint_engine.worker.VllmColocateWorkerExtension`.
 
     Args:
@@ -22,17 +44,13 @@ class VllmRequest:
         uds: a Unix socket in place of the address in `url`.
     """
 
-    url: str
-    uds: str | None = None
-    timeout_s: float = 300.0
-
     def __call__(self, handles: Mapping[str, str], version: WeightVersion) -> None:
         body = {"method": "update_weights_from_ipc", "args": [dict(handles)], "timeout": self.timeout_s}
-        _post(f"{self.url}/collective_rpc", body, self.uds, self.timeout_s)
+        self._post("collective_rpc", body)
 
 
 @dataclass(frozen=True)
-class SglangRequest:
+class SglangRequest(_ServerRequest):
     """Asks an SGLang server, which is told the step as its `weight_version`.
 
     Args:
@@ -41,25 +59,8 @@ class SglangRequest:
         flush_cache: forget what has been computed by the weights before.
     """
 
-    url: str
-    uds: str | None = None
-    timeout_s: float = 300.0
     flush_cache: bool = True
 
     def __call__(self, handles: Mapping[str, str], version: WeightVersion) -> None:
         body = {"zmq_handles": dict(handles), "flush_cache": self.flush_cache, "weight_version": str(version.step)}
-        _post(f"{self.url}/update_weights_from_ipc", body, self.uds, self.timeout_s)
-
-
-def _post(url: str, body: Mapping[str, Any], uds: str | None, timeout_s: float) -> None:
-    import httpx  # which checkpoint-engine brings, and takes a while
-
-    try:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=uds), timeout=timeout_s) as client:
-            said = client.post(url, json=body)
-    except httpx.HTTPError as error:
-        raise CheckpointError(f"the inference engine at {url} could not be asked: {sentence(error)}") from error
-    if said.is_error:
-        raise CheckpointError(
-            f"the inference engine at {url} refused ({said.status_code}): {' '.join(said.text.split())[:300]}"
-        )
+        self._post("update_weights_from_ipc", body)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ckpt.errors import CheckpointError, RankAbsentError
+from ckpt.ranks.waiting import poll_until
 
 try:
     import zmq
@@ -129,13 +130,20 @@ def await_answers(lines: Sequence[WorkerLine], timeout_s: float, look: Callable[
     poller = zmq.Poller()
     for line in lines:
         line.register(poller)
-    until = time.monotonic() + timeout_s
-    while waiting := [line for line in lines if not line.look()]:
-        look()
-        if time.monotonic() > until:
-            names = ", ".join(line.worker for line in waiting)
-            raise RankAbsentError(f"the inference engine's worker on {names} did not answer for {timeout_s:g} s")
+    waiting: list[str] = []
+
+    def all_answered() -> bool | None:
+        waiting[:] = [line.worker for line in lines if not line.look()]
+        if not waiting:
+            return True
         poller.poll(_LOOK_MS)
+        return None
+
+    def failure() -> RankAbsentError:
+        names = ", ".join(waiting)
+        return RankAbsentError(f"the inference engine's worker on {names} did not answer for {timeout_s:g} s")
+
+    poll_until(all_answered, look=look, nap=None, timeout_s=timeout_s, failure=failure)
 
 
 class Farewell:

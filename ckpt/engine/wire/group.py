@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from ckpt.errors import RankLeftError
 from ckpt.memory.device import Device
 from ckpt.ranks.stores import connection
+from ckpt.ranks.waiting import poll_until
 
 _LOOK = timedelta(seconds=0.2)
 
@@ -38,7 +39,6 @@ class OwnGroup:
     ) -> None:
         self.members = tuple(members)
         self._timeout_s = timeout_s
-        self._given_up = Event()
         self._is_gloo = device.collectives == "gloo"
         self._device_ids = None if device.type == "cpu" else [device.torch_device.index]
         # Torch's public calls know groups inside of the default one only. This is what they, and its users with the same
@@ -77,14 +77,12 @@ class OwnGroup:
 
         What cannot be aborted ends by its timeout, and holds the memory that it was given until then. The process may end before.
         """
-        self._given_up.set()
         group, self._group = self._group, None
         if group is not None:
             Thread(target=_end_late, args=(group, self._timeout_s), name="ckpt-group", daemon=True).start()
 
     def close(self) -> None:
         """Leave. Nothing of it is under way any more."""
-        self._given_up.set()
         group, self._group = self._group, None
         if group is not None:
             with suppress(Exception):  # the others may have left before
@@ -100,15 +98,61 @@ class OwnGroup:
         if not self._is_gloo:  # those are aborted
             work.wait()
             return
-        while not self._given_up.is_set():
+
+        def ended() -> bool | None:
+            self._open()
             try:
                 work.wait(_LOOK)
-                return
             except RuntimeError:
-                if work.is_completed():  # so it was not the look that ended
-                    work.wait()
-                    return
-        raise RankLeftError("the process group has been given up")
+                if not work.is_completed():  # the look has ended
+                    return None
+                work.wait()
+            return True
+
+        poll_until(ended, nap=None)
+
+
+class Groups:
+    """The groups of one rank by name. One thread has them made and uses them; `give_up` and `close` may come from another.
+
+    Args:
+        make: makes a group of a name and its members.
+    """
+
+    def __init__(self, make: Callable[[str, Sequence[int]], OwnGroup]) -> None:
+        self._make = make
+        self._made: dict[str, OwnGroup] | None = {}  # None: given up, or closed
+
+    def of(self, name: str, members: Sequence[int]) -> OwnGroup:
+        """Return a group, made at the first call. All members call it, for all of their groups in one order.
+
+        Raises:
+            RankLeftError: the groups have been given up.
+        """
+        made = self._made
+        if made is not None and name not in made:
+            group = self._make(name, members)
+            if self._made is None:
+                group.give_up()
+            else:
+                made[name] = group
+        if made is None or name not in made:
+            raise RankLeftError("the process groups have been given up")
+        return made[name]
+
+    def give_up(self) -> None:
+        """Leave all groups in the middle, and wait for nothing. They are of no more use."""
+        for group in self._taken():
+            group.give_up()
+
+    def close(self) -> None:
+        """Leave all groups, in which nothing is under way any more."""
+        for group in self._taken():
+            group.close()
+
+    def _taken(self) -> list[OwnGroup]:
+        made, self._made = self._made, None
+        return [*(made or {}).values()]
 
 
 def _end_late(group: Any, timeout_s: float) -> None:

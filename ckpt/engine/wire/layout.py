@@ -11,6 +11,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -149,13 +150,8 @@ class WeightLayout:
         """The names of the weights that a bucket holds something of."""
         start, stop = self.extent(bucket)
         first = bisect_right(self.weights, start, key=lambda weight: weight.stop)
-        names = []
-        for weight in self.weights[first:]:
-            if weight.start >= stop:
-                break
-            if weight.num_bytes:
-                names.append(weight.name)
-        return names
+        inside = takewhile(lambda weight: weight.start < stop, self.weights[first:])
+        return [weight.name for weight in inside if weight.num_bytes]
 
     def digest(self) -> str:
         """32 hex digits that depend on names, types, shapes, order, aliases and the cut."""

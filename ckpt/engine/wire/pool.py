@@ -38,10 +38,6 @@ class HostPool:
         self._pageable = HostMemory()  # one for all, lest each small bucket take a huge page
         self._devices: set[torch.device] = set()  # with copies that nobody has waited for
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self._segments) * self._bucket_bytes
-
     def is_of(self, rank: int, bucket_bytes: int) -> bool:
         """Whether it is as one of these arguments would be, but for the memory that it has."""
         return (self._rank, self._bucket_bytes) == (rank, bucket_bytes)

@@ -10,12 +10,12 @@ has changed in parts, these parts travel as one message, and what they are put i
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 
 import torch
@@ -28,9 +28,11 @@ from ckpt.engine.wire.pool import digest_of_bucket
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, RankLeftError, sentence
 from ckpt.memory.device import SideStream, device_memory, same_device
 from ckpt.ranks.topology import Topology
+from ckpt.ranks.waiting import poll_until
 
 IN_FLIGHT = 2
 PHASE = "transfer"
+_END = -1  # in place of a bucket: the thread's work is over
 _LOOK_S = 0.2
 _END_S = 2.0
 
@@ -43,7 +45,8 @@ class Network:
     """
 
     def __init__(self, work: Callable[[Callable[[int], None]], None]) -> None:
-        self._news: SimpleQueue[int | BaseException | None] = SimpleQueue()
+        self._news: SimpleQueue[int] = SimpleQueue()
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work, same_device()), name="ckpt-weights", daemon=True)
         self._thread.start()
 
@@ -53,9 +56,8 @@ class Network:
             work(self._news.put)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold what is under way, and with it the connections
-            self._news.put(error)
-        else:
-            self._news.put(None)
+            self._failure = error
+        self._news.put(_END)
 
     def buckets(self, topology: Topology, timeout_s: float) -> Iterator[int]:
         """Yield each bucket as soon as it has come. Within the phase `PHASE`.
@@ -65,30 +67,32 @@ class Network:
             RankAbsentError: the others have given this one up.
             CheckpointError: what the thread raised, if it is one.
         """
-        heard = time.monotonic()
         others = set(range(topology.world_size)) - {topology.rank}
-        while True:
+
+        def ask() -> int | None:
             topology.progress()
             try:
-                said = self._news.get(timeout=_LOOK_S)
+                return self._news.get(timeout=_LOOK_S)
             except Empty:
-                topology.require_awaited()
-                if (gone := topology.has_raised(others)) is not None:
-                    raise RankLeftError(f"rank {gone} left in the middle of it") from None
-                if (why := topology.why_absent(others, PHASE)) is not None:
-                    raise RankLeftError(why) from None
-                if time.monotonic() - heard > timeout_s:
-                    raise RankLeftError(f"no bucket came for {timeout_s:g} s") from None
-                continue
-            if said is None:
-                self._thread.join()
-                return
-            if isinstance(said, CheckpointError):
-                raise said
-            if isinstance(said, BaseException):
-                raise RankLeftError(f"the network failed: {sentence(said)}") from said
-            heard = time.monotonic()
-            yield said
+                return None
+
+        def look() -> None:
+            topology.require_awaited()
+            if (gone := topology.has_raised(others)) is not None:
+                raise RankLeftError(f"rank {gone} left in the middle of it")
+            if (why := topology.why_absent(others, PHASE)) is not None:
+                raise RankLeftError(why)
+
+        def failure() -> RankLeftError:
+            return RankLeftError(f"no bucket came for {timeout_s:g} s")
+
+        while (bucket := poll_until(ask, look=look, nap=None, timeout_s=timeout_s, failure=failure)) != _END:
+            yield bucket
+        self._thread.join()
+        if isinstance(self._failure, CheckpointError):
+            raise self._failure
+        if self._failure is not None:
+            raise RankLeftError(f"the network failed: {sentence(self._failure)}") from self._failure
 
     def end(self) -> None:
         """Wait a moment for the thread, whose groups have been given up. If it is stuck all the same it is left to itself."""
@@ -252,7 +256,9 @@ class DeviceBuffers:
             if ours is not None:
                 gather(half, ours, runs)
             wait = group.broadcast(half, owner)  # comes after what is queued on the side stream
-        done = _once(lambda: _finish(side, wait, half, there if ours is None else None, runs))
+        done = cache(
+            partial(_finish, side, wait, half, there if ours is None else None, runs)
+        )  # at the first call only
         self._taken[number] = done
         return done
 
@@ -265,16 +271,3 @@ def _finish(
         if there is not None:
             scatter(there, half, runs)
     side.wait()
-
-
-def _once(call: Callable[[], None]) -> Callable[[], None]:
-    """Call it the first time only."""
-    called = False
-
-    def wrapped() -> None:
-        nonlocal called
-        if not called:
-            called = True
-            call()
-
-    return wrapped

@@ -231,7 +231,7 @@ def test_kimi_leaves_nothing_registered_after_a_failure(engine: KimiCheckpointEn
     sink = _Sink()
     update(engine, 1, sink)
     server = engine.transport.server
-    assert server is not None and server.metas()[0].memory_buffer_metas_list
+    assert server is not None and server._server.get_metas()[0].memory_buffer_metas_list
     registered = server._server._memory_pool
     assert "weights" in registered
 
