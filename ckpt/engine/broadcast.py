@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.engine.members import Members
 from ckpt.engine.update import Transport, Update
 from ckpt.engine.versioned import VersionedEngine
-from ckpt.engine.wire.buckets import Buckets
+from ckpt.engine.wire.buffers import Buckets, Buffers
 from ckpt.engine.wire.group import Groups, OwnGroup
 from ckpt.engine.wire.layout import WeightLayout
-from ckpt.engine.wire.parts import Messages
 from ckpt.engine.wire.pool import ReceivedStream
 from ckpt.engine.wire.transfer import IN_FLIGHT, Network, Transfer
 from ckpt.ranks.topology import Topology
@@ -33,7 +34,7 @@ class BroadcastTransport(Transport):
 
     def _begin(self) -> None:
         self.groups = Groups(self._new_group)
-        self._messages = Messages(IN_FLIGHT)
+        self._host_buffers = Buffers(torch.device("cpu"), 0, IN_FLIGHT)
 
     def join(self, topology: Topology) -> None:
         self._begin()  # `leave` does not come to an end where the thread is stuck
@@ -45,6 +46,7 @@ class BroadcastTransport(Transport):
     def carry(self, update: Update) -> None:
         groups, members = self.groups, self._groups_needed(update.layout)
         bucket_bytes = min(update.layout.bucket_bytes, update.layout.num_bytes)
+        buffers = self._buckets.on_device(bucket_bytes) if members else None
         transfer = Transfer(
             rank=self._members.rank,
             update=update,
@@ -52,8 +54,8 @@ class BroadcastTransport(Transport):
                 owner: groups.of(f"{update.connections}-{owner}", ranks) for owner, ranks in members.items()
             },
             receivers=self._members.rollouts,
-            buffers=self._buckets.on_device(bucket_bytes) if members else None,
-            messages=self._messages,
+            buffers=buffers or self._host_buffers,
+            takes_host_memory=buffers is None,
             timeout_s=self._members.timeout_s,
         )
         transfer.finish(self.watched(transfer.start()))

@@ -48,14 +48,22 @@ class EngineThread:
             del queued, future, call  # a result may hold much, and the next call may be long in coming
 
 
-async def done(future: Future[Result]) -> Result:
-    """Wait for another thread, which goes on if this task is cancelled."""
+async def done(future: Future[Result], cancelled: Callable[[], object] = lambda: None) -> Result:
+    """Wait for another thread, which goes on if this task is cancelled.
+
+    Args:
+        cancelled: called if it is.
+    """
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def tell(_: Future[Result]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with suppress(RuntimeError):  # the loop is closed, and no task waits
             loop.call_soon_threadsafe(ended.set)
 
     future.add_done_callback(tell)
-    await ended.wait()
+    try:
+        await ended.wait()
+    except asyncio.CancelledError:
+        cancelled()
+        raise
     return future.result()

@@ -16,7 +16,7 @@ from ckpt.engine.members import Members
 from ckpt.engine.parameter_server import BucketServer, Peers
 from ckpt.engine.update import Transport, Update
 from ckpt.engine.versioned import VersionedEngine
-from ckpt.engine.wire.buckets import Buckets
+from ckpt.engine.wire.buffers import Buckets
 from ckpt.engine.wire.pool import ReceivedStream
 from ckpt.engine.wire.transfer import Network, Verifier
 from ckpt.errors import ConfigurationError, RankAbsentError

@@ -28,7 +28,7 @@ from ckpt.engine.members import Members, Place
 from ckpt.engine.offload import Offloaded, TravelTypes
 from ckpt.engine.stream import OpenUpdate, WeightStream
 from ckpt.engine.update import Sink, Transport, Update
-from ckpt.engine.wire.buckets import Buckets
+from ckpt.engine.wire.buffers import Buckets
 from ckpt.engine.wire.delta import BLOCK_KIB, agreed_changes, require_one_block
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
@@ -299,8 +299,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         update = await self._run(self._commit, global_steps, offloaded, None)
         if self.colocated:
             return {}
-        report = await self.members.run_to_the_end(self._finish, update)
-        return report.as_dict()
+        return await self.members.run_to_the_end(self._finish, update)
 
     async def _offload(
         self, weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor], topology: Topology
@@ -360,8 +359,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             CheckpointError: the update failed, on all ranks; the model is as it was.
         """
         update, weights = await self._received(global_steps, sink)
-        report = await self.members.run_to_the_end(self._load, update, weights, sink)
-        return report.as_dict()
+        return await self.members.run_to_the_end(self._load, update, weights, sink)
 
     async def get_weights(self) -> AsyncIterator[NamedTensor]:
         """Yield the newest version that has come whole, whatever is under way. Local.
@@ -609,14 +607,14 @@ class VersionedEngine(CheckpointEngineWithCache):
             self._leave_open(update, error)
             raise
 
-    def _load(self, update: Update, weights: Iterable[NamedTensor], sink: Sink) -> SyncReport:
+    def _load(self, update: Update, weights: Iterable[NamedTensor], sink: Sink) -> dict[str, Any]:
         try:
             sink.load(_noticed(weights, update.topology), update.version)
         except Exception as error:
             return self._finish(update, error)
         return self._finish(update)
 
-    def _finish(self, update: Update, failure: Exception | None = None) -> SyncReport:
+    def _finish(self, update: Update, failure: Exception | None = None) -> dict[str, Any]:
         """The weights are where they shall be, on this rank, or could not be taken: see that it is so on all. Collective."""
         context = self._still_open(update).open
         update.failure = failure
@@ -626,7 +624,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             if self._open is update:
                 self._open = None
         assert self.report is not None
-        return self.report
+        return self.report.as_dict()
 
     def _still_open(self, update: Update) -> Update:
         if self._open is not update:
@@ -643,12 +641,11 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     async def _run(self, call: Callable[..., Result], *args: Any) -> Result:
         """Run in the members' thread. A caller that is cancelled fails the update at its next phase."""
-        try:
-            return await done(self.members.submit(call, *args))
-        except asyncio.CancelledError:
-            self.members.cancelled.set()
-            self.members.submit(self._settle)
-            raise
+        return await done(self.members.submit(call, *args), self._cancel)
+
+    def _cancel(self) -> None:
+        self.members.cancelled.set()
+        self.members.submit(self._settle)
 
     def _require_wanted(self, topology: Topology) -> None:
         if self.members.cancelled.is_set() or self.topology is not topology:

@@ -78,30 +78,30 @@ ON_DEVICE = [
     ),
     Mutant(
         "half of the device memory is filled while it is being sent",
-        "ckpt/engine/wire/transfer.py: DeviceBuffers.broadcast",
-        "taken()",
+        "ckpt/engine/wire/buffers.py: Buffers.broadcast",
+        "left()",
         "",
         (SLOW, ONE_BUCKET),
     ),
     Mutant(
         "a bucket is copied to the host before it has come over the network",
-        "ckpt/engine/wire/transfer.py: _finish",
+        "ckpt/engine/wire/buffers.py: _finish",
         "wait()",
         "",
         (BROADCAST,),
     ),
     Mutant(
         "a bucket has come before its copy to the host is over",
-        "ckpt/engine/wire/transfer.py: _finish",
+        "ckpt/engine/wire/buffers.py: _finish",
         "side.wait()",
         "",
         (BROADCAST,),
     ),
     Mutant(
         "the copy to the host waits for the network on one stream and runs on another",
-        "ckpt/engine/wire/transfer.py: _finish",
-        "with side:\n    wait()\n    if there is not None:\n        scatter(there, half, runs)",
-        "if True:\n    wait()\n    if there is not None:\n        scatter(there, half, runs)",
+        "ckpt/engine/wire/buffers.py: _finish",
+        "with side:\n    wait()\n    if there is not None:\n        scatter(there, buffer, runs)",
+        "if True:\n    wait()\n    if there is not None:\n        scatter(there, buffer, runs)",
         (BROADCAST,),
     ),
     Mutant(
@@ -113,7 +113,7 @@ ON_DEVICE = [
     ),
     Mutant(
         "parts of a bucket are put in place before they are on the host",
-        "ckpt/engine/wire/transfer.py: _finish",
+        "ckpt/engine/wire/buffers.py: _finish",
         "side.wait()",
         "",
         (PARTS,),
@@ -155,17 +155,10 @@ ON_HOST = [
     ),
     Mutant(
         "parts of a bucket are put in place before they have come",
-        "ckpt/engine/wire/parts.py: Messages.broadcast.finish",
+        "ckpt/engine/wire/buffers.py: _finish",
         "wait()",
         "",
         (f"{ON_TIME}[trainer]",),
-    ),
-    Mutant(
-        "two messages on their way share their memory",
-        "ckpt/engine/wire/parts.py: Messages.broadcast",
-        "self._count % len(self._memory)",
-        "0",
-        (f"{ON_TIME}[rollout]",),
     ),
 ]
 

@@ -13,7 +13,7 @@ import asyncio
 import socket
 import threading
 import uuid
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -172,6 +172,11 @@ class ElasticEngine:
         return member
 
     @property
+    def _current(self) -> Epoch:
+        assert self.epoch is not None, "the lead is a founder"
+        return self.epoch
+
+    @property
     def is_lead(self) -> bool:
         return self.number == 0 and not self._is_rollout
 
@@ -200,19 +205,13 @@ class ElasticEngine:
             call = await self._run_ahead(self._next_call)
             if call.is_last:
                 raise ConfigurationError("the first trainer has said that there are no further updates")
-            told = {"num_rollouts": len(call.epoch.rollouts), "epoch": call.epoch.number}
             if not call.epoch.rollouts:
                 self._failure = None
-                return told
-            try:
-                await self._run_ahead(self._enter, call.epoch)
-                report = await self.engine.send_weights(weights, global_steps)
-            except CheckpointError as error:
-                await self._run(self._forgive, error, call.epoch)
-                _require_renewable(weights, error)
-                continue
-            await self._run(self._succeeded, call)
-            return report | told
+                return _members_of(call)
+            report = await self._attempt(call, lambda: self.engine.send_weights(weights, global_steps))
+            if report is not None:
+                return report
+            _require_renewable(weights, self._failure)
 
     async def receive_into(self, sink: Sink, global_steps: int | None = None) -> dict[str, Any] | None:
         """Receive the next update into a live model. A rollout that is no member yet says that it is ready, and waits to become one.
@@ -229,14 +228,20 @@ class ElasticEngine:
             call = await self._run_ahead(self._next_call)
             if call.is_last or self.number not in call.epoch.rollouts:
                 return None
-            try:
-                await self._run_ahead(self._enter, call.epoch)
-                report = await self.engine.receive_into(sink, global_steps)
-            except CheckpointError as error:
-                await self._run(self._forgive, error, call.epoch)
-                continue
-            await self._run(self._succeeded, call)
-            return report | {"num_rollouts": len(call.epoch.rollouts), "epoch": call.epoch.number}
+            report = await self._attempt(call, lambda: self.engine.receive_into(sink, global_steps))
+            if report is not None:
+                return report
+
+    async def _attempt(self, call: Call, update: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any] | None:
+        """Make an update with the members of a call; None: it failed because of a rollout, and the others make it again."""
+        try:
+            await self._run_ahead(self._enter, call.epoch)
+            report = await update()
+        except CheckpointError as error:
+            await self._run(self._forgive, error, call.epoch)
+            return None
+        await self._run(self._succeeded, call)
+        return report | _members_of(call)
 
     def ask_to_leave(self) -> None:
         """Have the lead go on without this rollout from its next call on. `receive_into` says when it is so, by None. Any thread."""
@@ -346,15 +351,14 @@ class ElasticEngine:
         Raises:
             CheckpointError: the update before failed, and all are there still.
         """
-        assert self.epoch is not None
         self._look()
         epoch = self._following(self._ready_still())
-        if self._failure is not None and set(self.epoch.rollouts) <= set(epoch.rollouts):
+        if self._failure is not None and set(self._current.rollouts) <= set(epoch.rollouts):
             self._fail(self._failure)  # of a trainer, or of nobody who could be left out
             raise self._failure
         if epoch is not self.epoch and epoch.rollouts:
             self._board.vouch(epoch)
-            self._board.invite(set(epoch.rollouts) - set(self.epoch.rollouts), self._next)
+            self._board.invite(set(epoch.rollouts) - set(self._current.rollouts), self._next)
         self._ready -= set(epoch.rollouts)
         call = Call(number=self._next, epoch=epoch)
         self._board.call(call)
@@ -368,25 +372,23 @@ class ElasticEngine:
         return self._board.answered(self._ready, ANSWER_S if new else 0.0) if self._ready else set()
 
     def _following(self, ready: Iterable[int]) -> Epoch:
-        assert self.epoch is not None
-        return next_epoch(self.epoch, proven=self._proven, ready=set(ready), leaving=self._leaving, gone=self._gone)
+        return next_epoch(self._current, proven=self._proven, ready=set(ready), leaving=self._leaving, gone=self._gone)
 
     def _look(self) -> None:
         """Learn who is ready, who wants to leave, and who has died."""
-        assert self.epoch is not None
         if (num_requests := self._board.num_requests()) != self._num_requests:
             self._num_requests = num_requests
-            numbers = set(range(self.epoch.num_trainers, self._board.num_numbers())) - self._gone - self._leaving
+            numbers = set(range(self._current.num_trainers, self._board.num_numbers())) - self._gone - self._leaving
             for number, word in self._board.requests(numbers).items():
                 if word == LEAVING:
                     self._leaving.add(number)
-                elif number not in self.epoch.rollouts:
+                elif number not in self._current.rollouts:
                     self._ready.add(number)
-        self._gone |= self._board.dead({*self.epoch.rollouts, *self._ready} - self._gone - self._leaving)
+        self._gone |= self._board.dead({*self._current.rollouts, *self._ready} - self._gone - self._leaving)
         self._ready -= self._gone | self._leaving
 
     def _fail(self, error: BaseException) -> None:
-        self._last_call(Call(number=self._next, epoch=self._now(), failure=describe(error)))
+        self._last_call(Call(number=self._next, epoch=self._current, failure=describe(error)))
 
     def _end(self, last_words: Any, patience_s: float) -> dict[int, Any]:
         self._look()
@@ -401,10 +403,6 @@ class ElasticEngine:
             self._look()
             self._board.invite(self._ready, call.number)  # so that those who wait to come in hear it, too
             self._board.call(call)
-
-    def _now(self) -> Epoch:
-        assert self.epoch is not None
-        return self.epoch
 
     def _close(self, error: BaseException | None) -> None:
         self._given_up.set()
@@ -424,7 +422,7 @@ class ElasticEngine:
         try:
             if not self._ended:
                 self._fail(error or CheckpointError("the first trainer has ended the job"))
-            epoch = self._now()
+            epoch = self._current
             self._board.linger([*range(1, epoch.num_trainers), *epoch.rollouts], _LINGER_S)
         except CheckpointError:
             return  # the store is gone
@@ -436,12 +434,7 @@ class ElasticEngine:
             self._given_up.clear()
             return call(*args)
 
-        future = self._thread.submit(afresh)
-        try:
-            return await done(future)
-        except asyncio.CancelledError:
-            self._given_up.set()
-            raise
+        return await done(self._thread.submit(afresh), self._given_up.set)
 
     async def _run_ahead(self, call: Callable[..., Result], *args: Any) -> Result:
         """The same, ahead of an update: if the caller is cancelled, the next one hears the same call, for the others are in it by now."""
@@ -452,7 +445,11 @@ class ElasticEngine:
             raise
 
 
-def _require_renewable(weights: Any, error: CheckpointError) -> None:
+def _members_of(call: Call) -> dict[str, Any]:
+    return {"num_rollouts": len(call.epoch.rollouts), "epoch": call.epoch.number}
+
+
+def _require_renewable(weights: Any, error: CheckpointError | None) -> None:
     """Refuse to make an update again of weights that have been used up.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Process groups of our own, beside torch's default one or without any: a trainer's is none of our business."""
+"""Process groups independent of torch's default group, which belongs to the training program and may not exist."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LOOK = timedelta(seconds=0.2)
 
 
 class OwnGroup:
-    """Some ranks, with the collectives of one device. Each of them makes it, with the same arguments but for `rank`.
+    """A process group with the collectives of one device. Each member makes it, with the same arguments but for `rank`.
 
     Args:
         store: of all ranks of the engine.
         name: equal on all members; used once in this process and in this store.
-        members: ranks of the engine, sorted; this one is among them.
-        device: of this rank; its collectives are the group's, and take nothing but its memory.
-        timeout_s: of every collective.
+        members: ranks of the engine, sorted; this rank is one of them.
+        device: of this rank; the group's collectives take only its memory.
+        timeout_s: of each collective.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class OwnGroup:
         self._timeout_s = timeout_s
         self._is_gloo = device.collectives == "gloo"
         self._device_ids = None if device.type == "cpu" else [device.torch_device.index]
-        # Torch's public calls know groups inside of the default one only. This is what they, and its users with the same
-        # need, call beneath; a test says so if it goes. A connection of its own: it may wait for ranks that are gone.
+        # Torch's public functions make groups inside the default group only. They call this one, as do other projects with the
+        # same need; a test notices if it goes. The store has a connection of its own, which may wait for ranks that are gone.
         made: tuple[Any, Any] = distributed_c10d._new_process_group_helper(
             len(self.members),
             self.members.index(rank),
@@ -56,10 +56,10 @@ class OwnGroup:
         distributed_c10d._world.pg_group_ranks[self._group] = {index: index for index in range(len(self.members))}
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> Callable[[], None]:
-        """Begin to fill `buffer` on all members with that of `source`, a rank of the engine; return what waits for the end of it.
+        """Begin to fill `buffer` on all members with that of `source`, a rank of the engine; return a function that waits for the end.
 
         Raises:
-            RankLeftError: the group has been given up, before or while somebody waits.
+            RankLeftError: the group has been given up, before or during the wait.
         """
         at = self.members.index(source)
         return partial(self._wait, dist.broadcast(buffer, group=self._open(), group_src=at, async_op=True))
@@ -73,16 +73,16 @@ class OwnGroup:
         self._wait(dist.barrier(group=self._open(), async_op=True, device_ids=self._device_ids))
 
     def give_up(self) -> None:
-        """Leave in the middle, and wait for nothing. Who waits for a collective of it raises.
+        """Leave without waiting. A thread that waits for one of its collectives raises.
 
-        What cannot be aborted ends by its timeout, and holds the memory that it was given until then. The process may end before.
+        A collective that cannot be aborted ends by its timeout, and holds its memory until then. The process may end before.
         """
         group, self._group = self._group, None
         if group is not None:
             Thread(target=_end_late, args=(group, self._timeout_s), name="ckpt-group", daemon=True).start()
 
     def close(self) -> None:
-        """Leave. Nothing of it is under way any more."""
+        """Leave. No collective is under way."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(Exception):  # the others may have left before
@@ -95,7 +95,7 @@ class OwnGroup:
         return group
 
     def _wait(self, work: Any) -> None:
-        if not self._is_gloo:  # those are aborted
+        if not self._is_gloo:  # a device's collectives are aborted
             work.wait()
             return
 
@@ -124,7 +124,7 @@ class Groups:
         self._made: dict[str, OwnGroup] | None = {}  # None: given up, or closed
 
     def of(self, name: str, members: Sequence[int]) -> OwnGroup:
-        """Return a group, made at the first call. All members call it, for all of their groups in one order.
+        """Return a group, made at the first call. All members call it, for all their groups in one order.
 
         Raises:
             RankLeftError: the groups have been given up.
@@ -141,12 +141,12 @@ class Groups:
         return made[name]
 
     def give_up(self) -> None:
-        """Leave all groups in the middle, and wait for nothing. They are of no more use."""
+        """Leave all groups without waiting. No group can be had afterwards."""
         for group in self._taken():
             group.give_up()
 
     def close(self) -> None:
-        """Leave all groups, in which nothing is under way any more."""
+        """Leave all groups. No collective is under way."""
         for group in self._taken():
             group.close()
 
@@ -156,7 +156,7 @@ class Groups:
 
 
 def _end_late(group: Any, timeout_s: float) -> None:
-    """End a group in which something may be under way. To let go of it would wait for that, and at the end of the process, too."""
+    """End a group with collectives under way. Its destructor would wait for these, at the end of the process too."""
     with suppress(Exception):  # it is broken
         group.abort()
     with suppress(Exception):

@@ -1,4 +1,4 @@
-"""Weights on their way from host memory to who loads them."""
+"""Weights on their way from host memory to a consumer on a device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ckpt.memory.device import device_memory, wait_for
 
 
 def on_device(weights: Iterable[NamedTensor], device: torch.device, ring_bytes: int) -> Iterator[NamedTensor]:
-    """Yield host weights on a device, in memory that is used again: a tensor is good until the next one is asked for.
+    """Yield host weights on a device, in memory that is reused: a tensor is valid until the next one is requested.
 
     Args:
-        ring_bytes: of that memory; more, where a tensor is larger.
+        ring_bytes: size of that memory, unless a tensor is larger.
     """
     if device.type == "cpu":
         yield from weights
@@ -24,7 +24,7 @@ def on_device(weights: Iterable[NamedTensor], device: torch.device, ring_bytes: 
     used = 0
     for name, host in weights:
         if used + aligned(host.nbytes) > len(ring):
-            wait_for(device)  # whoever copies from what was yielded has done so
+            wait_for(device)  # the consumer's copies from this memory are done
             if len(ring) < aligned(host.nbytes):
                 ring = device_memory(max(aligned(host.nbytes), ring_bytes), device)
             used = 0

@@ -1,4 +1,4 @@
-"""What carries weights to rollouts, for loads: broadcasts in process groups of our own, beside torch's default one or without any."""
+"""Broadcasts for two-stage loads, in the process groups that weight updates use: independent of torch's default group."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ckpt.memory.device import Device
 
 
 class EngineTransport:
-    """One rank's end. See `ckpt.loading.two_stage.network.Transport`; it may be used by one thread after another, for many loads.
+    """One rank's `ckpt.loading.two_stage.network.Transport`. Used for many loads, by one thread at a time.
 
-    The ranks that take part in a parcel have a group, which they make when the first of its kind comes.
+    Ranks that exchange a parcel have a group, made at their first parcel.
 
     Args:
         store: of all ranks.
-        name: equal on all of them, and used once in this store.
-        device: its collectives move the memory that is spread.
-        timeout_s: of every broadcast.
+        name: equal on all ranks, used once in this store.
+        device: its collectives move the memory.
+        timeout_s: of each broadcast.
 
     Attributes:
         name: as given.
