@@ -1,4 +1,4 @@
-"""Weights by pipelined broadcasts of buckets, through torch.distributed and nothing else."""
+"""Transport by pipelined broadcasts of buckets, with torch.distributed only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckpt.ranks.topology import Topology
 
 
 class BroadcastTransport(Transport):
-    """Every owner of buckets has a group with all rollouts, and broadcasts them there.
+    """Broadcasts the buckets of each owner in its group with all rollouts.
 
     Attributes:
         groups: of this rank; others after each failure. Names begin with `Update.connections`.
@@ -37,7 +37,7 @@ class BroadcastTransport(Transport):
         self._host_buffers = Buffers(torch.device("cpu"), 0, IN_FLIGHT)
 
     def join(self, topology: Topology) -> None:
-        self._begin()  # `leave` does not come to an end where the thread is stuck
+        self._begin()  # `leave` may have been abandoned
 
     def leave(self) -> None:
         self.groups.close()
@@ -61,7 +61,7 @@ class BroadcastTransport(Transport):
         transfer.finish(self.watched(transfer.start()))
 
     def reset(self, landing: ReceivedStream) -> None:
-        # What others have not taken part in may still be under way here, and would write to memory and read from groups.
+        # A collective that other ranks did not join may still be under way here, with its memory and its group.
         self.groups.give_up()
         if self._network is not None:
             self._network.end()
@@ -69,7 +69,7 @@ class BroadcastTransport(Transport):
         self._begin()
 
     def watched(self, network: Network) -> Network:
-        """Have `reset` wait a moment for the end of it."""
+        """Have `reset` wait for the end of it."""
         self._network = network
         return network
 
@@ -80,7 +80,7 @@ class BroadcastTransport(Transport):
         return OwnGroup(members.store, name, ranks, members.rank, device=device, timeout_s=members.timeout_s)
 
     def _groups_needed(self, layout: WeightLayout) -> dict[int, list[int]]:
-        """Which ranks are in the group of each owner of a bucket with the rollouts; of those that this rank is in."""
+        """Return {owner: ranks of its group with the rollouts}, of the groups that this rank is in."""
         rank, rollouts = self._members.rank, self._members.rollouts
         owners = {layout.owner(bucket) for bucket in range(min(layout.num_buckets, len(layout.owners)))}
         members = {owner: sorted({owner, *rollouts}) for owner in sorted(owners)}
@@ -89,9 +89,9 @@ class BroadcastTransport(Transport):
 
 @CheckpointEngineRegistry.register("broadcast")
 class BroadcastCheckpointEngine(VersionedEngine):
-    """Every trainer sends the buckets that it owns to all rollouts at once; other trainers take no part in that.
+    """Each trainer broadcasts its buckets to all rollouts; other trainers take no part in that.
 
-    Device memory: `staging` or not, two buckets or one, on trainers and rollouts alike; none where the collectives are gloo's.
+    Device memory: two buckets with `staging`, else one, on trainers and rollouts; none if the collectives are gloo's.
 
     Args: see `VersionedEngine`.
     """

@@ -1,4 +1,4 @@
-"""The thread that an engine's collective calls are made in, so that the event loop goes on."""
+"""The thread that makes an engine's collective calls, so that the event loop does not block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class EngineThread:
-    """Makes calls one after the other. One that never ends, such as a sink's, does not keep the process from ending."""
+    """Makes calls one after the other, in a daemon thread: a call that never ends does not keep the process alive."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -24,13 +24,13 @@ class EngineThread:
         Thread(target=self._run, args=(same_device(),), name="ckpt-engine", daemon=True).start()
 
     def submit(self, call: Callable[..., Result], *args: Any) -> Future[Result]:
-        """Queue a call; return where its result will be."""
+        """Queue a call; return its future."""
         future: Future[Result] = Future()
         self._calls.put((future, lambda: call(*args)))
         return future
 
     def stop(self) -> None:
-        """End behind the call that is under way, and make none of those that wait. Does not wait for that."""
+        """End after the call under way, and cancel those that are queued. Does not wait."""
         self._stopped.set()
         self._calls.put(None)
 
@@ -45,7 +45,7 @@ class EngineThread:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
-            del queued, future, call  # a result may hold much, and the next call may be long in coming
+            del queued, future, call  # a result may hold much memory until the next call
 
 
 async def done(future: Future[Result], cancelled: Callable[[], object] = lambda: None) -> Result:

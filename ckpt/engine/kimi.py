@@ -1,4 +1,4 @@
-"""Weights through checkpoint-engine: its parameter server holds what trainers publish, and knows who has what.
+"""Transport with checkpoint-engine: its parameter server registers the buckets that trainers publish.
 
 Source: verl's engine of that name, which moves weights by a receiving loop of its own over the parameter server's memory, too.
 """
@@ -27,10 +27,10 @@ _TRANSPORTS = ("pipelined", "update")
 
 
 class ParameterServerTransport(Transport):
-    """Registers pools with a parameter server, and carries what is registered.
+    """Registers pools with a parameter server, and carries their buckets.
 
     Args:
-        by_package: carry by the package's own update; else by broadcasts.
+        by_package: carry by the package's own update; else by `BroadcastTransport`.
 
     Attributes:
         server: of this rank; None: no ranks are joined.
@@ -109,12 +109,12 @@ class ParameterServerTransport(Transport):
 
 @CheckpointEngineRegistry.register("kimi_ckpt_engine")
 class KimiCheckpointEngine(VersionedEngine):
-    """The host pool of every trainer is registered with a `checkpoint_engine.ParameterServer`, once for each layout.
+    """Registers the host pool of each trainer with a `checkpoint_engine.ParameterServer`, once for each layout.
 
     Args:
-        transport: "pipelined": buckets go from pool to rollout as `BroadcastCheckpointEngine` sends them. "update": the package's
-            own `ParameterServer.update` sends them to all ranks, trainers too, three buckets of device memory on each, and its
-            worker's loop takes them; slower, and what inference engines know.
+        transport: "pipelined": buckets travel as those of `BroadcastCheckpointEngine`. "update": the package's own
+            `ParameterServer.update` broadcasts them to all ranks, trainers too, with three buckets of device memory on each, and its
+            worker's loop receives them; slower, but the protocol that inference engines know.
         settings: see `VersionedEngine`.
     """
 
@@ -132,6 +132,6 @@ class KimiCheckpointEngine(VersionedEngine):
 
     @property
     def peers(self) -> Peers | None:
-        """Where `ckpt.engine.parameter_server.read_from_peers` finds the newest version; None: there is none, or no P2P store."""
+        """The newest version's address for `ckpt.engine.parameter_server.read_from_peers`; None: no version, or no P2P store."""
         server = self.transport.server
         return None if server is None or self.version is None else server.peers()

@@ -1,4 +1,4 @@
-"""The ranks of an engine: how they meet and part, and the thread that speaks for one of them."""
+"""The ranks of an engine: how they join and leave, and the thread that makes the collective calls of one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ckpt.ranks.waiting import OutOfTimeError, poll_until
 Result = TypeVar("Result")
 
 TOPOLOGY = "topology"
-"""Where in an engine's store its ranks agree."""
+"""Prefix of the agreement's keys in an engine's store."""
 _NEVER = ConfigurationError("the engine has not joined any ranks: call init_process_group first")
 _LINGER_S = 1.0
 _LEAVE_S = 5.0
 
 
 class Place(NamedTuple):
-    """The ranks to join, and which of them this process is; see `VersionedEngine.init_process_group`."""
+    """The arguments of a join; see `VersionedEngine.init_process_group`."""
 
     rank: int
     num_trainers: int
@@ -40,28 +40,28 @@ class Place(NamedTuple):
 
 
 class Members:
-    """The trainers and rollouts of an engine, as one of them sees them.
+    """The trainers and rollouts of an engine, on one of its ranks.
 
     Ranks are 0 to T - 1 for trainers and T to T + R - 1 for rollouts; colocated, the same T ranks are both.
 
         apart --- prepare, join ---> joined --- leave ---> apart
 
-    Every collective call is made by one thread, which lives while the ranks are joined: the event loop goes on.
+    One thread makes all collective calls; it lives while the ranks are joined, and the event loop never blocks.
 
     Args:
-        timeout_s: a rank that stands still for so long is absent.
+        timeout_s: a rank that does not move for so long is absent.
         colocated: the trainers are the rollouts.
-        is_master: this rank's `prepare` says where to meet. True on the first trainer alone.
+        is_master: this rank holds the store to meet at. True on the first trainer only.
 
     Attributes:
-        rank: of the engine.
+        rank: of this process, in the engine.
         trainers, rollouts: the ranks that send, and that receive.
         topology: of all ranks; None: they are not joined.
         store: through which they meet.
-        cancelled: a call was, and what is under way in the thread is to fail.
+        cancelled: set when a call was cancelled, so that the update under way fails.
 
     Raises:
-        ConfigurationError: a value that cannot be.
+        ConfigurationError: a value is out of range.
     """
 
     def __init__(self, *, timeout_s: float, colocated: bool, is_master: bool) -> None:
@@ -85,7 +85,7 @@ class Members:
         return self._thread is not None
 
     def require_topology(self) -> Topology:
-        """The topology of all ranks.
+        """Return the topology of all ranks.
 
         Raises:
             ConfigurationError: they are not joined.
@@ -97,7 +97,7 @@ class Members:
     # Meeting and parting
 
     def prepare(self) -> MasterMetadata | None:
-        """See `CheckpointEngine.prepare`. The master's store is there from now on."""
+        """See `CheckpointEngine.prepare`. The master starts its store."""
         if not self.is_master:
             return None
         if self._meeting is None:
@@ -106,10 +106,10 @@ class Members:
         return self._meeting[1]
 
     def are_joined_as(self, place: Place) -> bool:
-        """Whether there is nothing left to join.
+        """Whether these ranks are joined already.
 
         Raises:
-            ConfigurationError: numbers that cannot be; other ranks are joined.
+            ConfigurationError: a number is out of range, or other ranks are joined.
         """
         world_size = place.num_trainers + (0 if self.colocated else place.num_rollouts)
         if place.num_trainers < 1 or place.num_rollouts < 1 or not 0 <= place.rank < world_size:
@@ -128,11 +128,11 @@ class Members:
         return self._joined_as is not None
 
     def join(self, place: Place, host: str | None, get_ready: Callable[[Topology], None]) -> None:
-        """Join the other ranks. If it fails, `leave` comes next.
+        """Join the other ranks. If it fails, call `leave` next.
 
         Args:
             host: name of this host; None: its own.
-            get_ready: called on all ranks by the thread, as part of the join; may have phases.
+            get_ready: last part of the join, called by the thread on all ranks; may have phases.
 
         Raises:
             RankAbsentError: a rank did not come.
@@ -146,9 +146,9 @@ class Members:
         self._joined_as = place
 
     def leave(self, last: Callable[[], None]) -> None:
-        """Leave the other ranks, waiting for none of them; any may be gone. Does nothing if none are joined.
+        """Leave the other ranks without waiting for them; any may be gone. Does nothing if none are joined.
 
-        A call that is under way is waited for a moment; one that is stuck is left to itself.
+        Waits up to 5 s for a call under way; one that hangs is abandoned.
 
         Args:
             last: called by the thread before the ranks part.
@@ -167,7 +167,7 @@ class Members:
                     topology.close()
 
     def say_ended(self, topology: Topology) -> None:
-        """Tell the others that this rank needs the store no more for an operation among the ranks of `topology`."""
+        """Tell the others that this rank no longer needs the store for an operation of `topology`."""
         if self.topology in (None, topology):
             self._num_ended += 1
             if self.store is not None:
@@ -193,7 +193,7 @@ class Members:
                 self._linger(self.topology.world_size)
 
     def _linger(self, world_size: int) -> None:
-        """The store that the ranks agree through goes with this process: let the others read how the last update ended."""
+        """Wait until the others have read how the last update ended: the master's store ends with its process."""
         if self._meeting is None or not self._num_ended:
             return
         store, keys = self._meeting[0], [f"ended/{rank}" for rank in range(world_size)]
@@ -220,13 +220,13 @@ class Members:
     # The thread
 
     def submit(self, call: Callable[..., Result], *args: Any) -> Future[Result]:
-        """Queue for the thread."""
+        """Queue a call for the thread."""
         if self._thread is None:
             raise _NEVER
         return self._thread.submit(call, *args)
 
     async def run_to_the_end(self, call: Callable[..., Result], *args: Any) -> Result:
-        """Run in the thread what the others count on, while the event loop goes on: a caller that is cancelled is so when it is done."""
+        """Make a call in the thread that the other ranks wait for: if the caller is cancelled, it takes effect after the call."""
         future = self.submit(call, *args)
         try:
             return await done(future)
@@ -237,7 +237,7 @@ class Members:
 
 
 def own_store(timeout_s: float) -> tuple[TCPStore, str]:
-    """Hold a store for the ranks of an engine, and return it with the one address on which it listens.
+    """Start a store for the ranks of an engine; return it, and the only address on which it listens.
 
     Raises:
         ConfigurationError: it cannot listen there.

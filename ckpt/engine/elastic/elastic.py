@@ -1,10 +1,10 @@
-"""Updates while rollouts come and go: an engine that is joined anew, by other ranks, whenever the members change.
+"""Updates while rollouts join and leave: the engine's ranks join anew whenever the members change.
 
-    rollout   registers, lives -> catches up (late.py) -> is ready, waits for the lead -> member -> ... -> leaves, or dies
-    lead      before each update: who is ready, leaves, has died? -> a call to all members: this epoch's ranks make update k
+    rollout   registers, heartbeat -> catches up (late.py) -> is ready, waits for the lead -> member -> ... -> leaves, or dies
+    lead      before each update: which rollouts are ready, leave, have died? -> a call to all members: this epoch's ranks make update k
 
-In between the update is the engine's, all or nothing as ever. One that fails because a rollout is gone, or of a newcomer that cannot take
-it, is made again at once by the others. Where nobody comes or goes a call costs the lead five words to the store, and the others one.
+The update itself is the engine's, all or nothing. If it fails because a rollout is gone, or because a newcomer cannot load it, the others
+make it again at once. With the same members as before, a call costs the lead five store requests, and the others one.
 """
 
 from __future__ import annotations
@@ -34,34 +34,33 @@ from ckpt.ranks.stores import StoreGoneError, reach
 Result = TypeVar("Result")
 
 ANSWER_S = 0.1
-"""How long an update waits for rollouts that have just said that they are ready, and are asked whether they still are. Later ones are
-in the next one."""
+"""How long an update waits for answers of rollouts that have just become ready. A later answer counts for the next update."""
 _REACH_S = 10.0
 _LINGER_S = 1.0
 
 
 def meeting(timeout_s: float, facts: Mapping[str, Any], num_founders: int) -> tuple[TCPStore, Rendezvous]:
-    """The store of a job, held by this process, its first trainer; and where a rollout that comes finds it.
+    """Start the store of a job in this process, its first trainer; return it, and the rendezvous for rollouts that join later.
 
     It listens on one address, that of `ckpt.ranks.addresses.own_address`.
 
     Args:
         timeout_s: of the store.
         facts: see `Rendezvous`.
-        num_founders: trainers and rollouts that will call `ElasticEngine.found`; no rollout that comes gets one of their numbers.
+        num_founders: number of trainers and rollouts that will call `ElasticEngine.found`; their numbers are reserved.
     """
     store, address = own_store(timeout_s)
     reserve(store, num_founders)
     job = uuid.uuid4().hex
-    store.set("job", job)  # last: nobody comes before it is there
+    store.set("job", job)  # last: no rollout joins before this key is there
     return store, Rendezvous(address, store.port, job, facts)
 
 
 def reached_store(rendezvous: Rendezvous) -> TCPStore:
-    """The store of a running job.
+    """Connect to the store of a running job.
 
     Raises:
-        RankAbsentError: nobody answers there, or another job.
+        RankAbsentError: the store does not answer, or belongs to another job.
     """
     where = f"{rendezvous.address}:{rendezvous.port}"
     try:
@@ -75,20 +74,20 @@ def reached_store(rendezvous: Rendezvous) -> TCPStore:
 
 
 class ElasticEngine:
-    """One member of a job whose rollouts come and go; its engine's updates, with whoever is there.
+    """One process of a job whose rollouts join and leave; makes its engine's updates with the members of the moment.
 
-    Made by `found` on the ranks that the job starts with, by `come` in a rollout that joins them later. Trainers call `send_weights`,
-    rollouts `receive_into`, as often as there are updates; the first trainer is the lead. A trainer that dies ends the job.
+    Made by `found` on the ranks that the job starts with, by `come` in a rollout that joins later. Trainers call `send_weights`,
+    rollouts `receive_into`, once for each update; the first trainer is the lead. A trainer that dies ends the job.
 
     Args:
-        engine: has joined nobody; it is closed with this object.
+        engine: not joined; closed with this object.
         store: of the first trainer.
-        number: of this process: a trainer's rank, or that of a rollout, which no other one of the job ever has.
-        epoch: the first; None: a rollout that is no member yet.
+        number: of this process: a trainer's rank, or a rollout's number, which is never reused in the job.
+        epoch: the first; None: a rollout that is not a member yet.
 
     Attributes:
-        last_words: what the lead said at the end.
-        epoch: the newest that this process has been in.
+        last_words: of the lead, in the last call.
+        epoch: the newest that this process was in.
     """
 
     def __init__(
@@ -109,20 +108,22 @@ class ElasticEngine:
         self._beat: Heartbeat | None = None
         self._thread = EngineThread()
         self._given_up = threading.Event()
-        self._next = 1  # the call that is to come
-        self._call: Call | None = None  # that has come; None: one is awaited
-        self._is_again = False  # its caller was cancelled before the update began, and the next one hears it
-        self._joined: int | None = None  # the number of the epoch whose ranks the engine has joined
+        self._next = 1  # number of the next call
+        self._call: Call | None = None  # the last one; None: one is awaited
+        self._is_again = (
+            False  # the last call's task was cancelled before its update began: the next task gets the same call
+        )
+        self._joined: int | None = None  # number of the epoch whose ranks the engine has joined
         self._proven = False
-        self._failure: CheckpointError | None = None  # of the last update, which is to be made again
+        self._failure: CheckpointError | None = None  # of the last update, which is made again
         self._ended = False
-        # The lead's:
+        # On the lead only:
         self._ready: set[int] = set()
         self._asked: set[int] = set()
         self._leaving: set[int] = set()
         self._gone: set[int] = set()
         self._num_requests = 0
-        self._first_call = 1  # that is kept, for somebody may not have heard it
+        self._first_call = 1  # the oldest one that a member may not have read
 
     @classmethod
     def found(
@@ -138,9 +139,9 @@ class ElasticEngine:
         """Join the ranks that the job starts with. All of them call it.
 
         Args:
-            store: the first trainer's (`meeting`), as each of them reaches it.
+            store: the first trainer's (see `meeting`), as this process reaches it.
             rank: of the engine, trainers first.
-            num_rollouts: that are there from the beginning; there may be none.
+            num_rollouts: at the start; may be 0.
         """
         if num_trainers < 1 or num_rollouts < 0 or not 0 <= rank < num_trainers + num_rollouts:
             raise ConfigurationError(
@@ -160,7 +161,7 @@ class ElasticEngine:
 
     @classmethod
     def come(cls, engine: VersionedEngine, rendezvous: Rendezvous, *, host: str | None = None) -> Self:
-        """Get to know a running job, as a rollout. It is a member when it has called `receive_into`, between two updates.
+        """Register a rollout with a running job. It becomes a member by `receive_into`, between two updates.
 
         Raises:
             RankAbsentError: the job has ended.
@@ -181,7 +182,7 @@ class ElasticEngine:
         return self.number == 0 and not self._is_rollout
 
     def news(self) -> tuple[News, WeightLayout] | None:
-        """What the lead says of the newest version that all members have; None: there is none yet. Before the first `receive_into`."""
+        """Return the newest version that all members have, and its layout; None: there is none yet. Before the first `receive_into`."""
         found = self._board.news()
         return None if found is None else (found[0], WeightLayout.from_rows(found[1]))
 
@@ -190,16 +191,16 @@ class ElasticEngine:
     async def send_weights(
         self, weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Publish weights to all rollouts that are there; again, if one of them is gone in the middle of it. All trainers call it.
+        """Publish weights to all rollouts that are members; again, if one of them dies meanwhile. All trainers call it.
 
         Args:
-            weights: as `VersionedEngine.send_weights` takes them; they may have to be yielded again, from the first one on.
+            weights: as for `VersionedEngine.send_weights`; may be iterated over several times.
 
         Returns:
-            the figures of the update, with `num_rollouts` and `epoch`; without any rollout, these two alone.
+            the figures of the update, with `num_rollouts` and `epoch`; without any rollout, only these two.
 
         Raises:
-            CheckpointError: the update failed of something else, or a trainer is gone; on all members.
+            CheckpointError: the update failed for another reason, or a trainer is gone; on all members.
         """
         while True:
             call = await self._run_ahead(self._next_call)
@@ -214,13 +215,13 @@ class ElasticEngine:
             _require_renewable(weights, self._failure)
 
     async def receive_into(self, sink: Sink, global_steps: int | None = None) -> dict[str, Any] | None:
-        """Receive the next update into a live model. A rollout that is no member yet says that it is ready, and waits to become one.
+        """Receive the next update into a live model. A rollout that is not a member yet waits until the lead makes it one.
 
         Returns:
             the figures of the update, with `num_rollouts` and `epoch`; None: this rollout has left, or there are no further updates.
 
         Raises:
-            CheckpointError: the update failed, on all members, or the job did; or the others have gone on without this rollout.
+            CheckpointError: the update, or the job, failed on all members; or the others have gone on without this rollout.
         """
         while True:
             if self.epoch is None:
@@ -244,27 +245,27 @@ class ElasticEngine:
         return report | _members_of(call)
 
     def ask_to_leave(self) -> None:
-        """Have the lead go on without this rollout from its next call on. `receive_into` says when it is so, by None. Any thread."""
+        """Have the lead leave this rollout out of its next call; `receive_into` then returns None. Any thread."""
         self._leaving.add(self.number)
         self._board.request(self.number, LEAVING)
 
     async def end(self, last_words: Any = None, patience_s: float = 60.0) -> dict[int, Any]:
-        """Say that there are no further updates. The lead alone; the other trainers just stop.
+        """End the updates. The lead only; the other trainers just stop.
 
         Args:
             last_words: JSON for all rollouts.
 
         Returns:
-            what the rollouts reply, by number, but for those that die first or take longer than `patience_s`.
+            the rollouts' replies, by number, without those that die first or take longer than `patience_s`.
         """
         return await self._run(self._end, last_words, patience_s)
 
     async def reply(self, words: Any) -> None:
-        """Answer the lead's last words, as JSON. A rollout whose `receive_into` has returned None."""
+        """Answer the lead's last words, in JSON. A rollout whose `receive_into` has returned None."""
         await self._run(self._board.reply, self.number, words)
 
     def close(self) -> None:
-        """Leave the others, waiting for none of them, and let go of all memory. The lead ends the job for all."""
+        """Leave the others without waiting for them, and free all memory. The lead ends the job for all."""
         self._close(None)
 
     def __enter__(self) -> Self:
@@ -283,10 +284,10 @@ class ElasticEngine:
         self._next = self._board.await_invitation(self.number, self._given_up.is_set)
 
     def _next_call(self) -> Call:
-        """The lead makes it, all others hear it.
+        """Make the next call, on the lead; wait for it, on other members.
 
         Raises:
-            CheckpointError: the job has failed; or it goes on without this rollout, which has not asked for that.
+            CheckpointError: the job has failed; or it goes on without this rollout, which did not ask to leave.
         """
         is_again, self._is_again = self._is_again, False
         if self._call is None or not is_again:
@@ -310,7 +311,7 @@ class ElasticEngine:
         return call
 
     def _enter(self, epoch: Epoch) -> None:
-        """Be joined with the ranks of an epoch."""
+        """Join the ranks of an epoch, unless they are joined."""
         if self._joined == epoch.number:
             return
         self.engine.leave()
@@ -336,7 +337,7 @@ class ElasticEngine:
             self._board.tell(News(*engine.version, layout.digest(), digests, engine.peers), layout.as_rows)
 
     def _forgive(self, error: CheckpointError, epoch: Epoch) -> None:
-        """Raise an error that is everybody's, unless the others go on without the rollout that it is of."""
+        """Raise an error of an update, unless the others make it again without the rollout that caused it."""
         if not goes_on_after(error, epoch, proven=self._proven):
             raise error
         self._failure = error
@@ -346,15 +347,15 @@ class ElasticEngine:
     # The lead's
 
     def _decide(self) -> Call:
-        """Look who is there, and call the members of the next update together.
+        """Decide on the members of the next update, and call them. The lead.
 
         Raises:
-            CheckpointError: the update before failed, and all are there still.
+            CheckpointError: the last update failed, and no rollout is gone.
         """
         self._look()
         epoch = self._following(self._ready_still())
         if self._failure is not None and set(self._current.rollouts) <= set(epoch.rollouts):
-            self._fail(self._failure)  # of a trainer, or of nobody who could be left out
+            self._fail(self._failure)  # no rollout that could be left out caused it
             raise self._failure
         if epoch is not self.epoch and epoch.rollouts:
             self._board.vouch(epoch)
@@ -365,7 +366,7 @@ class ElasticEngine:
         return call
 
     def _ready_still(self) -> set[int]:
-        """Those who are ready, and have said so when they were asked: who hangs, or is gone, is waited for by nobody."""
+        """Return the ready rollouts that have answered: an update never waits for a newcomer that hangs, or is gone."""
         new = self._ready - self._asked
         self._board.ask(new)
         self._asked |= new
@@ -375,7 +376,7 @@ class ElasticEngine:
         return next_epoch(self._current, proven=self._proven, ready=set(ready), leaving=self._leaving, gone=self._gone)
 
     def _look(self) -> None:
-        """Learn who is ready, who wants to leave, and who has died."""
+        """Update which rollouts are ready, want to leave, or have died."""
         if (num_requests := self._board.num_requests()) != self._num_requests:
             self._num_requests = num_requests
             numbers = set(range(self._current.num_trainers, self._board.num_numbers())) - self._gone - self._leaving
@@ -401,7 +402,7 @@ class ElasticEngine:
         if not self._ended:
             self._ended = True
             self._look()
-            self._board.invite(self._ready, call.number)  # so that those who wait to come in hear it, too
+            self._board.invite(self._ready, call.number)  # rollouts that wait to join read the call, too
             self._board.call(call)
 
     def _close(self, error: BaseException | None) -> None:
@@ -418,7 +419,7 @@ class ElasticEngine:
             self._thread.stop()
 
     def _say_goodbye(self, error: BaseException | None) -> None:
-        """Let all members read how it ended, from the store that goes with this process."""
+        """End the job, and wait until the members have read so: the store ends with this process."""
         try:
             if not self._ended:
                 self._fail(error or CheckpointError("the first trainer has ended the job"))
@@ -428,7 +429,7 @@ class ElasticEngine:
             return  # the store is gone
 
     async def _run(self, call: Callable[..., Result], *args: Any) -> Result:
-        """Run in this object's thread, while the event loop goes on."""
+        """Make a call in this object's thread, while the event loop goes on."""
 
         def afresh() -> Result:
             self._given_up.clear()
@@ -437,7 +438,7 @@ class ElasticEngine:
         return await done(self._thread.submit(afresh), self._given_up.set)
 
     async def _run_ahead(self, call: Callable[..., Result], *args: Any) -> Result:
-        """The same, ahead of an update: if the caller is cancelled, the next one hears the same call, for the others are in it by now."""
+        """The same, before an update: if the task is cancelled, the next one gets the same call, which the other members follow already."""
         try:
             return await self._run(call, *args)
         except asyncio.CancelledError:
@@ -450,7 +451,7 @@ def _members_of(call: Call) -> dict[str, Any]:
 
 
 def _require_renewable(weights: Any, error: CheckpointError | None) -> None:
-    """Refuse to make an update again of weights that have been used up.
+    """Check that weights can be iterated over again.
 
     Raises:
         ConfigurationError: they are an iterator.

@@ -1,10 +1,10 @@
-"""Weights that have come, handed to the worker processes of an inference engine as checkpoint-engine's own updates are.
+"""A sink that hands received weights to the worker processes of an inference engine, by checkpoint-engine's protocol.
 
     landing --copy--> half of a buffer that the workers have mapped --their `load_weights`--> their model
 
 The workers run `checkpoint_engine.worker.VllmColocateWorkerExtension`, SGLang's extension of that kind, or the package's
-`update_weights_from_ipc` itself; nothing of ours is needed there, but for handles of host memory. While they load what is in one half, the
-other one is filled.
+`update_weights_from_ipc` itself; they need nothing of this package, except for handles of host memory. While they load one half of the
+buffer, the other half is filled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckpt.memory.shared_memory import mapped, segment_of, shared_memory
 from ckpt.ranks.waiting import in_thread
 
 Request = Callable[[Mapping[str, str], WeightVersion], None]
-"""Asks an inference engine to update itself; returns when it has, or earlier. Given {name of a worker: where it finds its weights}."""
+"""Makes an inference engine update itself, given {name of a worker: address of its weights}; may return before the update is done."""
 
 
 class InferenceOutlet:
@@ -39,22 +39,22 @@ class InferenceOutlet:
     One rollout rank serves all workers of one inference engine, each of which takes its own part of the whole tensors.
 
     Args:
-        workers: the memory that each worker loads from, by the name that it looks for: its device's, as
-            `ckpt.engine.parameter_server.worker_name` gives it; any, where that is the host's memory, which is one for all.
-        request: in a thread of its own; one of `inference_requests`, or a `collective_rpc` of an engine in this process.
-        bucket_mib: that the workers get at a time, or the largest tensor; twice that is taken of each device while an update runs,
-            and kept of the host.
+        workers: device of the memory that each worker loads from, by the name under which it looks up its address: that of
+            `ckpt.engine.parameter_server.worker_name`; any name for host memory, which all workers share.
+        request: called in a thread of its own; one of `inference_requests`, or a `collective_rpc` of an engine in this process.
+        bucket_mib: that the workers get at a time, or the largest tensor; twice that is allocated on each device during an update,
+            and on the host for good.
         timeout_s: a worker that does not answer for so long is given up; less than the engine's, whose other ranks wait.
-        aliases: give the workers tied weights under all of their names; else under the first, as files do that they load elsewhere.
+        aliases: give the workers tied weights under all their names; else under the first only, as in files.
 
     Attributes:
-        version: that the inference engine holds; None before the first update, and behind one that failed in the middle, which leaves
-            parts of two versions there until the next one.
-        request, timeout_s: as given; they may be changed between updates.
-        buffers: the memory that workers load from, by device: the host's is kept, a device's lasts for an update.
+        version: held by the inference engine; None before the first update, and after one that failed midway, when it holds parts of
+            two versions until the next one.
+        request, timeout_s: as given; may be changed between updates.
+        buffers: the memory that workers load from, by device; a device's is freed after each update.
 
     Raises:
-        ConfigurationError: there are no workers, or a number cannot be.
+        ConfigurationError: there are no workers, or a number is out of range.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class InferenceOutlet:
         self._farewell = Farewell()
 
     def check(self, layout: WeightLayout) -> None:
-        """See `Sink.check`. What the inference engine itself would refuse is found when it loads.
+        """See `Sink.check`. Weights that the inference engine itself refuses fail in `load`.
 
         Raises:
             DeviceMemoryError: a device has no room for the buffer.
@@ -99,11 +99,11 @@ class InferenceOutlet:
         self._aliases = frozenset() if self._with_aliases else frozenset(layout.aliases)
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
-        """See `Sink.load`. Returns when every worker has loaded everything, and the request has.
+        """See `Sink.load`. Returns when each worker has loaded all weights, and the request has returned.
 
         Raises:
-            RankAbsentError: a worker did not come, or stood still.
-            CheckpointError: a worker failed or ended, or the request failed. All workers have been told to stop.
+            RankAbsentError: a worker did not connect, or does not answer.
+            CheckpointError: a worker failed or ended, or the request failed. All workers are dismissed.
         """
         assert self.buffers, "check comes first"
         self.version = None
@@ -113,7 +113,7 @@ class InferenceOutlet:
         try:
             self._serve(lines, asked, weights)
         except BaseException:
-            self._let_go(self._workers.values())  # a worker may read there still
+            self._let_go(self._workers.values())  # a worker may still read it
             self._farewell.to(lines)
             raise
         for line in lines:
@@ -121,7 +121,7 @@ class InferenceOutlet:
         self.version = version
 
     def close(self) -> None:
-        """Let go of memory and sockets."""
+        """Free memory and sockets."""
         self._let_go(self._workers.values())
         if self._farewell.end():
             self._context.term()
@@ -177,10 +177,10 @@ class InferenceOutlet:
 
 
 class Sinks:
-    """Several sinks in one, such as an inference engine and a model of this process: all take an update, one after the other.
+    """Several sinks in one, such as an inference engine and a model of this process; each loads an update, one after the other.
 
     Args:
-        sinks: the one first whose `load` may fail, for those behind it then stay as they are.
+        sinks: first the one whose `load` may fail, for those after it are unchanged then.
     """
 
     def __init__(self, *sinks: Sink) -> None:
@@ -207,19 +207,19 @@ def _raise_failure(asked: Future[None]) -> None:
 
 
 class _Placed(NamedTuple):
-    """A tensor, and where it lies in a half."""
+    """A tensor, and its offset in a half."""
 
     name: str
     host: torch.Tensor
     offset: int
 
     def meta(self, start: int) -> dict[str, Any]:
-        """What a worker makes a view of."""
+        """Return the description by which a worker makes a view."""
         return {"name": self.name, "shape": self.host.shape, "dtype": self.host.dtype, "offset": start + self.offset}
 
 
 def _batches(weights: Iterable[NamedTensor], half: int) -> Iterator[list[_Placed]]:
-    """As many whole tensors at a time as fit."""
+    """Yield as many whole tensors at a time as fit into a half."""
     batch: list[_Placed] = []
     used = 0
     for name, host in weights:
@@ -243,9 +243,9 @@ def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _handle(buffer: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-    """What another process calls to have the same memory. It overwrites the seventh value by the number of its device."""
+    """Return the function and arguments by which another process maps the memory. It sets the seventh argument to its device's index."""
     if buffer.device.type != "cpu":
-        # Asked for when it is needed: plugins put their own in its place.
+        # Looked up at each call: plugins replace it.
         handle: tuple[Callable[..., torch.Tensor], tuple[Any, ...]] = reductions.reduce_tensor(buffer)  # type: ignore[no-untyped-call]
         return handle
     found = segment_of(buffer)
@@ -257,7 +257,7 @@ def opened(pid: int, fd: int, inode: int, *_: object) -> torch.Tensor:
     """Map the host memory of another process of this host and user.
 
     Raises:
-        CheckpointError: it is gone.
+        CheckpointError: the memory is gone.
     """
     own = -1
     try:

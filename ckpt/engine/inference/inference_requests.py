@@ -1,4 +1,4 @@
-"""How the servers of inference engines are asked to take weights, in the words of each.
+"""Requests that make the servers of inference engines load weights, in each one's HTTP interface.
 
 Source: the examples of checkpoint-engine for vLLM, and SGLang's `UpdateWeightsFromIPCReqInput`.
 """
@@ -37,7 +37,7 @@ class _ServerRequest:
 
 @dataclass(frozen=True)
 class VllmRequest(_ServerRequest):
-    """Asks a vLLM server, whose `worker_extension_cls` is `checkpoint_engine.worker.VllmColocateWorkerExtension`.
+    """Request to a vLLM server, whose `worker_extension_cls` is `checkpoint_engine.worker.VllmColocateWorkerExtension`.
 
     Args:
         url: such as "http://localhost:8000".
@@ -51,12 +51,12 @@ class VllmRequest(_ServerRequest):
 
 @dataclass(frozen=True)
 class SglangRequest(_ServerRequest):
-    """Asks an SGLang server, which is told the step as its `weight_version`.
+    """Request to an SGLang server, which gets the step as its `weight_version`.
 
     Args:
         url: such as "http://localhost:30000".
         uds: a Unix socket in place of the address in `url`.
-        flush_cache: forget what has been computed by the weights before.
+        flush_cache: drop the cache that the weights before have computed.
     """
 
     flush_cache: bool = True
