@@ -1,4 +1,4 @@
-"""Whose agreement a call joins that names no topology: the first reference's calls know torch's default process group alone."""
+"""The topology of calls that are given none: of the ranks of torch's default process group. The one handle of a process on its job."""
 
 from __future__ import annotations
 
