@@ -44,20 +44,10 @@ class BroadcastTransport(Transport):
         self._begin()
 
     def carry(self, update: Update) -> None:
-        groups, members = self.groups, self._groups_needed(update.layout)
+        members = self._groups_needed(update.layout)
         bucket_bytes = min(update.layout.bucket_bytes, update.layout.num_bytes)
         buffers = self._buckets.on_device(bucket_bytes) if members else None
-        transfer = Transfer(
-            rank=self._members.rank,
-            update=update,
-            groups=lambda: {
-                owner: groups.of(f"{update.connections}-{owner}", ranks) for owner, ranks in members.items()
-            },
-            receivers=self._members.rollouts,
-            buffers=buffers or self._host_buffers,
-            takes_host_memory=buffers is None,
-            timeout_s=self._members.timeout_s,
-        )
+        transfer = Transfer(update, self.groups, members, buffers or self._host_buffers)
         transfer.finish(self.watched(transfer.start()))
 
     def reset(self, landing: ReceivedStream) -> None:

@@ -48,13 +48,7 @@ class ParameterServerTransport(Transport):
         store, device = self._members.store, self._buckets.device.torch_device
         assert store is not None, "the ranks are joined"
         with topology.phase("start the parameter server"):
-            self.server = BucketServer(
-                topology,
-                store,
-                device_type=device.type,
-                device_index=device.index or 0,
-                memory_fraction=self._buckets.memory_fraction,
-            )
+            self.server = BucketServer(topology, store, device, memory_fraction=self._buckets.memory_fraction)
 
     def leave(self) -> None:
         self._broadcast.leave()
@@ -84,8 +78,7 @@ class ParameterServerTransport(Transport):
         assert server is not None
         if not layout.num_buckets:
             return
-        timeout_s, groups = self._members.timeout_s, self._broadcast.groups
-        verifier = Verifier(topology.rank, update)
+        groups, verifier = self._broadcast.groups, Verifier(update)
         hosts = {n: landing.bucket(n) for n in range(layout.num_buckets)} if landing is not None else {}
 
         def carry(tell: Callable[[int], None]) -> None:
@@ -97,11 +90,11 @@ class ParameterServerTransport(Transport):
                 tell(number)
 
             group = groups.of(f"{update.connections}-all", range(topology.world_size))
-            server.update(group, layout.bucket_bytes, timeout_s, take)
+            server.update(group, layout.bucket_bytes, topology.timeout_s, take)
 
         network = self._broadcast.watched(Network(carry))
         try:
-            for _ in network.buckets(topology, timeout_s):
+            for _ in network.buckets(topology):
                 continue
         except RankAbsentError as error:
             raise verifier.failure or error from error

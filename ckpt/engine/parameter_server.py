@@ -85,20 +85,18 @@ class BucketServer:
     Args:
         topology: of all ranks; exchanges metadata as JSON.
         store: of all ranks.
-        device_index: of this rank's device.
+        device: of this rank.
     """
 
-    def __init__(
-        self, topology: Topology, store: Store, *, device_type: str, device_index: int, memory_fraction: float
-    ) -> None:
+    def __init__(self, topology: Topology, store: Store, device: torch.device, *, memory_fraction: float) -> None:
         self._topology = topology
-        self._index = device_index
-        self._is_host = device_type == "cpu"
+        self._index = device.index or 0
+        self._is_host = device.type == "cpu"
         self._messages = _Messages()
-        self._torch = _torch_with(PrefixStore("checkpoint-engine", store))
-        with self._package():
+        ours = _torch_with(PrefixStore("checkpoint-engine", store))
+        with self._package(), _rebound({(ce_ps, "torch"): ours}):
             self._server = _PooledServer(
-                self._messages, device_index, topology.rank, topology.world_size, memory_fraction=memory_fraction
+                self._messages, self._index, topology.rank, topology.world_size, memory_fraction=memory_fraction
             )
 
     def register(self, buckets: Mapping[int, torch.Tensor]) -> None:
@@ -170,7 +168,6 @@ class BucketServer:
         """Give the package's names the values that this server needs, in this thread."""
         meanings: dict[tuple[ModuleType, str], Any] = {
             (ce_distributed, "_BACKEND_INSTANCE"): _Collectives(self._topology, group, self._messages),
-            (ce_ps, "torch"): self._torch,
             (ce_ps, "reduce_tensor"): _handle_within_process,
             (ce_ps, "gc"): _NO_GARBAGE,
             (ce_worker, "gc"): _NO_GARBAGE,

@@ -134,7 +134,7 @@ class InferenceOutlet:
 
     def _serve(self, lines: Sequence[WorkerLine], asked: Future[None], weights: Iterable[NamedTensor]) -> None:
         def await_all() -> None:
-            await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
+            await_answers(lines, self.timeout_s, lambda: asked.result() if asked.done() else None)
 
         def say_to_all(message: Any) -> None:
             await_all()
@@ -196,11 +196,6 @@ class Sinks:
         kept: list[NamedTensor] = []
         for number, sink in enumerate(self._sinks):
             sink.load(_noting(weights, kept) if not number else iter(kept), version)
-
-
-def _raise_failure(asked: Future[None]) -> None:
-    if asked.done():
-        asked.result()
 
 
 # Tensors in buffers

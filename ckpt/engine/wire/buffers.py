@@ -69,12 +69,16 @@ class Buffers:
 
     Raises:
         DeviceMemoryError: the device has no room.
+
+    Attributes:
+        are_on_host: the collectives take host memory, so whole buckets need no buffer.
     """
 
     def __init__(self, device: torch.device, num_bytes: int, count: int) -> None:
+        self.are_on_host = device.type == "cpu"
         self._memory = [device_memory(num_bytes, device) for _ in range(count)]
         self._out, self._in = (
-            SideStream(device, role) if device.type != "cpu" else _NoStream() for role in ("weights out", "weights in")
+            _NoStream() if self.are_on_host else SideStream(device, role) for role in ("weights out", "weights in")
         )
         self._left: list[Callable[[], None]] = [lambda: None] * count
         self._count = 0

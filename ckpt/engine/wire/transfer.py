@@ -22,7 +22,7 @@ import torch
 from ckpt.engine.update import Update
 from ckpt.engine.wire.buffers import Buffers
 from ckpt.engine.wire.delta import Runs, bytes_of, without
-from ckpt.engine.wire.group import OwnGroup
+from ckpt.engine.wire.group import Groups, OwnGroup
 from ckpt.engine.wire.pool import digest_of_bucket
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, RankLeftError, sentence
 from ckpt.memory.device import same_device
@@ -58,11 +58,11 @@ class Network:
             self._failure = error
         self._news.put(_END)
 
-    def buckets(self, topology: Topology, timeout_s: float) -> Iterator[int]:
+    def buckets(self, topology: Topology) -> Iterator[int]:
         """Yield the number of each bucket as soon as it has arrived. Called within the phase `PHASE`.
 
         Raises:
-            RankLeftError: another rank is gone, or stands still, or no bucket came for `timeout_s`.
+            RankLeftError: another rank is gone, or stands still, or no bucket came for `topology.timeout_s`.
             RankAbsentError: the others timed this rank out.
             CheckpointError: the thread raised it.
         """
@@ -83,9 +83,9 @@ class Network:
                 raise RankLeftError(why)
 
         def failure() -> RankLeftError:
-            return RankLeftError(f"no bucket came for {timeout_s:g} s")
+            return RankLeftError(f"no bucket came for {topology.timeout_s:g} s")
 
-        while (bucket := poll_until(ask, look=look, nap=None, timeout_s=timeout_s, failure=failure)) != _END:
+        while (bucket := poll_until(ask, look=look, nap=None, timeout_s=topology.timeout_s, failure=failure)) != _END:
             yield bucket
         self._thread.join()
         error, self._failure = self._failure, None
@@ -107,27 +107,22 @@ class Transfer:
     thread holds its own references to memory: one that is late never writes to memory of a later update.
 
     Args:
-        groups: returns the group of each owner with the rollouts, by owner; called by the network's thread. An owner that is the only
-            rollout has none.
-        receivers: the ranks of the rollouts.
+        groups: of this rank; used by the network's thread.
+        members: by owner, the ranks of its group with the rollouts. An owner that is the only rollout has none.
         buffers: memory of the collectives.
-        takes_host_memory: the collectives do, so whole buckets need no buffer.
-        timeout_s: the longest time without a bucket.
     """
 
-    rank: int
     update: Update
-    groups: Callable[[], Mapping[int, OwnGroup]]
-    receivers: Sequence[int]
+    groups: Groups
+    members: Mapping[int, Sequence[int]]
     buffers: Buffers
-    takes_host_memory: bool
-    timeout_s: float
 
     def start(self) -> Network:
         """Begin to send and receive. All owners and rollouts call it, then `finish`."""
         update, layout = self.update, self.update.layout
         every = range(layout.num_buckets)
-        self._mine = [bucket for bucket in every if self.rank in (layout.owner(bucket), *self.receivers)]
+        rank, receives = update.topology.rank, update.landing is not None
+        self._mine = [bucket for bucket in every if receives or layout.owner(bucket) == rank]
         self._ours = update.pool.buckets(layout) if update.pool is not None else {}
         self._there = {bucket: update.landing.bucket(bucket) for bucket in every} if update.landing is not None else {}
         self._old = {bucket: update.before.bucket(bucket) for bucket in every} if update.before is not None else {}
@@ -141,9 +136,9 @@ class Transfer:
             CorruptCheckpointError: a bucket is not as its owner sent it; names the bucket and its weights.
             RankLeftError: see `Network.buckets`.
         """
-        verifier = Verifier(self.rank, self.update)
+        verifier = Verifier(self.update)
         try:
-            for bucket in network.buckets(self.update.topology, self.timeout_s):
+            for bucket in network.buckets(self.update.topology):
                 if bucket in self._there and verifier.failure is None:
                     with suppress(CorruptCheckpointError):  # raised when no other rank waits for this one
                         verifier.check(bucket, self._there[bucket])
@@ -155,7 +150,8 @@ class Transfer:
     # The network's thread
 
     def _carry(self, tell: Callable[[int], None]) -> None:
-        groups = self.groups()
+        prefix = self.update.connections
+        groups = {owner: self.groups.of(f"{prefix}-{owner}", ranks) for owner, ranks in self.members.items()}
         coming: deque[tuple[int, Callable[[], None]]] = deque()
         for bucket in self._mine:
             if len(coming) == IN_FLIGHT:
@@ -178,7 +174,7 @@ class Transfer:
         group = groups.get(owner)
         if group is None or not runs:
             return lambda: None
-        if self.takes_host_memory and bytes_of(runs) == len(host):
+        if self.buffers.are_on_host and bytes_of(runs) == len(host):
             return group.broadcast(host, owner)
         return self.buffers.broadcast(group, owner, ours, there, runs)
 
@@ -200,8 +196,8 @@ class Verifier:
         failure: the mismatch that was found; None: none yet.
     """
 
-    def __init__(self, rank: int, update: Update) -> None:
-        self._rank = rank
+    def __init__(self, update: Update) -> None:
+        self._rank = update.topology.rank
         self._layout, self._digests, self._block_bytes = update.layout, update.digests, update.block_bytes
         self.failure: CorruptCheckpointError | None = None
 
