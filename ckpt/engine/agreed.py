@@ -35,9 +35,7 @@ def agreed_step(said: Sequence[Mapping[str, Any]]) -> int:
     step = next(iter(steps))
     held = max((one["held"] for one in said if one["held"] is not None), default=None)
     if held is not None and step <= held:
-        raise ConfigurationError(
-            f"the weights of step {held} have been published, and those of step {step} come after them"
-        )
+        raise ConfigurationError(f"step {step}: expected a step higher than {held}, whose weights have been published")
     return int(step)
 
 

@@ -59,7 +59,7 @@ class LiveModel:
                 self._changed.wait()
             if self._torn:
                 raise CheckpointError(
-                    "the live model holds parts of two versions, for its last update failed in the copy: send the weights again"
+                    "the live model holds parts of two versions, because its last update failed during the copy: send the weights again"
                 )
             self._inside[thread] += 1
             version = self.version

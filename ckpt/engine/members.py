@@ -118,7 +118,7 @@ class Members:
             )
         if self.colocated and place.num_rollouts != place.num_trainers:
             raise ConfigurationError(
-                f"colocated, {place.num_trainers} trainers are as many rollouts, not {place.num_rollouts}"
+                f"colocated: expected as many rollouts as trainers, {place.num_trainers}, found {place.num_rollouts}"
             )
         if self._joined_as not in (None, place):
             raise ConfigurationError(
@@ -207,7 +207,7 @@ class Members:
 
     def _store_of(self, master: MasterMetadata | None) -> Store:
         if master is None:
-            raise ConfigurationError("the engine is not told where to meet: give master_metadata or a store")
+            raise ConfigurationError("the engine has no address to meet at: give master_metadata or a store")
         if self._meeting is not None:
             return self._meeting[0]
         try:

@@ -188,7 +188,7 @@ def worker_name(device_index: int) -> str:
         return str(ce_ps._get_physical_gpu_id(ce_ps.DeviceManager(), device_index))
     except (AssertionError, ValueError, TypeError, OSError) as error:
         raise ConfigurationError(
-            f"the name of device {device_index} for the workers of an inference engine cannot be known here: {error}; give it yourself"
+            f"the name of device {device_index} for the workers of an inference engine cannot be found out here: {error}; set it yourself"
         ) from error
 
 

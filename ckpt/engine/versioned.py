@@ -368,7 +368,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         if len(self.landings) < 2:
             raise ConfigurationError("this engine keeps no weights: make it with cached=True")
         if self._held is None:
-            raise ConfigurationError("no weights have come yet")
+            raise ConfigurationError("no weights have been received yet")
         for named in on_device(self.landings[1].weights(), self.device.torch_device, self._bucket_bytes):
             yield named
 
@@ -552,7 +552,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             return
         if update.changes is not None and self.landings[-1].holds != update.changes.base:
             raise CheckpointError(
-                "the weights that the changes are of have been let go of; the next update sends everything"
+                "the version that the changes are based on is no longer in memory; the next update sends everything"
             )
         update.landing.holds = None
 
@@ -581,7 +581,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         """settled: close an update that was left open."""
         if self._open is not None and self.colocated and not self.members.cancelled.is_set():
             raise ConfigurationError(
-                f"the weights of step {self._open.version.step} have come and have not been taken: colocated, each "
+                f"the weights of step {self._open.version.step} have arrived and have not been taken: colocated, each "
                 "send_weights is followed by receive_weights or receive_into"
             )
         self._settle()
@@ -626,7 +626,9 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     def _still_open(self, update: Update) -> Update:
         if self._open is not update:
-            raise CheckpointError("the weights that came were taken too late: the update has failed without this rank")
+            raise CheckpointError(
+                "the received weights were taken too late: the others timed this rank out, and the update failed"
+            )
         return update
 
     def _leave_open(self, update: Update | None, error: BaseException) -> None:
@@ -656,7 +658,7 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     def _settle(self) -> None:
         """Clean up after cancelled calls, consumers that are gone, or an error of the program between two calls."""
-        self._leave_open(self._open, asyncio.CancelledError("the weights that came were not taken"))
+        self._leave_open(self._open, asyncio.CancelledError("the received weights were not taken"))
         self.members.cancelled.clear()
 
 

@@ -264,7 +264,10 @@ class Topology:
             RankAbsentError: they have ended the phase without it.
         """
         if self._agreement is not None and self._agreement.is_given_up():
-            raise RankAbsentError(f"rank {self.rank} came back when the others had given it up")
+            where = self._what or "this phase"
+            raise RankAbsentError(
+                f"rank {self.rank} went on with {where} after the others had timed it out (timeout_s={self.timeout_s:g})"
+            )
 
     def given_up_for(self) -> CheckpointError | None:
         """Return the error that the others have agreed on without this rank, in its phase or the next one; None: there is none.

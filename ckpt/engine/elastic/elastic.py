@@ -95,7 +95,7 @@ class ElasticEngine:
     ) -> None:
         if engine.colocated:
             raise ConfigurationError(
-                "rollouts that are trainers, too, cannot come and go: make the engine with colocated=False"
+                "rollouts that are also trainers cannot come and go: make the engine with colocated=False"
             )
         self.engine = engine
         self.number = number
@@ -145,7 +145,7 @@ class ElasticEngine:
         """
         if num_trainers < 1 or num_rollouts < 0 or not 0 <= rank < num_trainers + num_rollouts:
             raise ConfigurationError(
-                f"rank {rank} of {num_trainers} trainers and {num_rollouts} rollouts: there has to be a trainer, and this rank"
+                f"rank {rank} of {num_trainers} trainers and {num_rollouts} rollouts: expected a trainer, and a rank below their sum"
             )
         epoch = Epoch(1, num_trainers, tuple(range(num_trainers, num_trainers + num_rollouts)))
         member = cls(engine, store, rank, epoch, host=host)
@@ -205,7 +205,7 @@ class ElasticEngine:
         while True:
             call = await self._run_ahead(self._next_call)
             if call.is_last:
-                raise ConfigurationError("the first trainer has said that there are no further updates")
+                raise ConfigurationError("the first trainer has ended the updates")
             if not call.epoch.rollouts:
                 self._failure = None
                 return _members_of(call)
@@ -307,7 +307,7 @@ class ElasticEngine:
         if self._is_rollout and self.number not in call.epoch.rollouts and not call.is_last:
             self._ended = True
             if self.number not in self._leaving:
-                raise self._failure or RankAbsentError(f"the others have gone on without {self._who}, which was late")
+                raise self._failure or RankAbsentError(f"the others timed {self._who} out and go on without it")
         return call
 
     def _enter(self, epoch: Epoch) -> None:
@@ -459,6 +459,6 @@ def _require_renewable(weights: Any, error: CheckpointError | None) -> None:
     again = aiter(weights) if isinstance(weights, AsyncIterable) else iter(weights)
     if again is weights:
         raise ConfigurationError(
-            "an update has to be made again without a rollout that is gone, and the weights were given as an iterator, which is "
-            "used up: give an object that yields them whenever it is iterated over"
+            "an update is made again without a rollout that is gone, but the weights were given as an iterator, which is used up: "
+            "give an object that can be iterated over again"
         ) from error

@@ -78,7 +78,7 @@ def load_from_checkpoint(
     version = WeightVersion(step, version_digest(layout, digests))
     if step == news.step and version.digest != news.digest:
         raise CorruptCheckpointError(
-            f"the checkpoint of step {step} has the weights {version.digest}, and those that were published are {news.digest}"
+            f"the checkpoint of step {step} has weights with digest {version.digest}, expected {news.digest}, as published"
         )
     sink.load(landing.weights(), version)
     return version

@@ -80,7 +80,7 @@ class MembershipStore:
         def look() -> None:
             latest = self._client.peek("latest")
             if latest is not None and int(latest) > number and not self._client.has([f"call/{number}"]):
-                raise RankAbsentError(f"{self._who} came back when the others had gone on without it")
+                raise RankAbsentError(f"{self._who} went on after the others had timed it out")
 
         return Call.decode(self._await(f"call/{number}", given_up, look, _LOOK_S))
 
@@ -260,7 +260,7 @@ def _naming_first_trainer(who: str) -> Iterator[None]:
         yield
     except StoreGoneError as error:
         if error.is_silent:
-            raise RankAbsentError(f"{who} gives the first trainer up: {error}") from error
+            raise RankAbsentError(f"{who} timed the first trainer out: {error}") from error
         raise RankAbsentError(
-            f"{who} finds the first trainer gone, and with it the store through which the job's members agree"
+            f"the first trainer is gone, and with it the store through which {who} and all other members agree"
         ) from error

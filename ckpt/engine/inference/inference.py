@@ -67,7 +67,7 @@ class InferenceOutlet:
         aliases: bool = False,
     ) -> None:
         if not workers:
-            raise ConfigurationError("an inference engine has at least one worker: name its devices")
+            raise ConfigurationError("workers is empty: expected the device of at least one worker")
         if not (timeout_s > 0 and bucket_mib > 0):
             raise ConfigurationError(f"timeout_s={timeout_s}, bucket_mib={bucket_mib}: expected more than 0")
         self.version: WeightVersion | None = None
@@ -261,7 +261,9 @@ def opened(pid: int, fd: int, inode: int, *_: object) -> torch.Tensor:
             raise FileNotFoundError
         return mapped(own)
     except OSError as error:
-        raise CheckpointError(f"the weights' memory in process {pid} is gone, or cannot be seen from here") from error
+        raise CheckpointError(
+            f"the memory of the weights in process {pid} is gone, or not visible to this process"
+        ) from error
     finally:
         with suppress(OSError):
             os.close(own)

@@ -27,7 +27,7 @@ class _ServerRequest:
                 said = client.post(f"{self.url}/{path}", json=body)
         except httpx.HTTPError as error:
             raise CheckpointError(
-                f"the inference engine at {self.url}/{path} could not be asked: {sentence(error)}"
+                f"the inference engine at {self.url}/{path} did not answer: {sentence(error)}"
             ) from error
         if said.is_error:
             raise CheckpointError(

@@ -25,7 +25,7 @@ try:
     from zmq.utils.monitor import recv_monitor_message
 except ImportError as error:
     raise ImportError(
-        "workers of inference engines are spoken to by pyzmq, which comes with checkpoint-engine: pip install 'ckpt-coordinator[kimi]'"
+        "messages to workers of inference engines need pyzmq, which comes with checkpoint-engine: pip install 'ckpt-coordinator[kimi]'"
     ) from error
 
 _LOOK_MS = 100

@@ -192,7 +192,7 @@ def first_names(aliases: Mapping[str, str]) -> dict[str, str]:
             first = aliases[first]
         if first in seen:
             raise ConfigurationError(
-                f"tied_names goes in a circle through {', '.join(sorted(seen))}: one of them is first"
+                f"tied_names has a circle, {', '.join(sorted(seen))}: expected one of them to be yielded"
             )
         found[alias] = first
     return found

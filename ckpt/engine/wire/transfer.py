@@ -78,7 +78,7 @@ class Network:
         def look() -> None:
             topology.require_awaited()
             if (gone := topology.has_raised(others)) is not None:
-                raise RankLeftError(f"rank {gone} left in the middle of it")
+                raise RankLeftError(f"rank {gone} left during the transfer")
             if (why := topology.why_absent(others, PHASE)) is not None:
                 raise RankLeftError(why)
 
@@ -212,7 +212,7 @@ class Verifier:
         names = self._layout.weights_in(bucket)
         of = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         self.failure = CorruptCheckpointError(
-            f"bucket {bucket} of {self._layout.num_buckets}, with {of}, came to rank {self._rank} with other bytes than rank "
+            f"bucket {bucket} of {self._layout.num_buckets}, with {of}, arrived on rank {self._rank} with other bytes than rank "
             f"{self._layout.owner(bucket)} sent"
         )
         raise self.failure

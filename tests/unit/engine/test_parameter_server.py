@@ -329,7 +329,7 @@ def test_kimi_without_mooncake_has_no_peers_and_reading_from_some_says_what_is_m
 
 
 def test_kimi_the_name_of_a_worker_is_told_or_asked_for() -> None:
-    with pytest.raises(ConfigurationError, match="the name of device 0 .* cannot be known here: .*; give it yourself"):
+    with pytest.raises(ConfigurationError, match="the name of device 0 .* cannot be found out here: .*; set it yourself"):
         parameter_server.worker_name(0)
 
 
