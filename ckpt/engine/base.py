@@ -6,7 +6,7 @@ Source of the method names and their order: verl's checkpoint engine abstraction
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from ckpt.errors import ConfigurationError
 
 NamedTensor = tuple[str, torch.Tensor]
+Weights = Iterable[NamedTensor] | AsyncIterable[NamedTensor]
 CASTABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 """Types that weights may be cast from and to when they are sent. Not float8, whose values are scaled."""
 Engine = TypeVar("Engine", bound="type[CheckpointEngine]")

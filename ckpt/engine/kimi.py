@@ -53,7 +53,7 @@ class ParameterServerTransport(Transport):
     def leave(self) -> None:
         self._broadcast.leave()
         if self.server is not None:
-            self.server.close()
+            self.server.give_up()
         self.server = None
 
     def ready(self, update: Update) -> None:

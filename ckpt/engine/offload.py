@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 
-from ckpt.engine.base import CASTABLE, NamedTensor
+from ckpt.engine.base import CASTABLE, NamedTensor, Weights
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import HostPool
 from ckpt.errors import ConfigurationError
@@ -60,7 +60,7 @@ class Offloaded:
 
     async def take(
         self,
-        weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor],
+        weights: Weights,
         travels_as: Callable[[str, torch.dtype], torch.dtype],
         pool: HostPool,
         *,
@@ -94,7 +94,7 @@ class Offloaded:
         self.seconds = time.perf_counter() - self.began
 
 
-async def _each(weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor]) -> AsyncIterator[NamedTensor]:
+async def _each(weights: Weights) -> AsyncIterator[NamedTensor]:
     if isinstance(weights, AsyncIterable):
         async for named in weights:
             yield named

@@ -96,7 +96,7 @@ class BucketServer:
         ours = _torch_with(PrefixStore("checkpoint-engine", store))
         with self._package(), _rebound({(ce_ps, "torch"): ours}):
             self._server = _PooledServer(
-                self._messages, self._index, topology.rank, topology.world_size, memory_fraction=memory_fraction
+                self._index, topology.rank, topology.world_size, memory_fraction=memory_fraction
             )
 
     def register(self, buckets: Mapping[int, torch.Tensor]) -> None:
@@ -138,8 +138,6 @@ class BucketServer:
             RuntimeError: a rank failed; an error of torch.distributed, if a rank is gone.
         """
 
-        messages = self._messages
-
         def run(batch: Sequence[tuple[str, torch.Tensor]]) -> None:
             for name, bucket in batch:
                 take(_number(name), bucket)
@@ -150,18 +148,15 @@ class BucketServer:
             with suppress(Exception), messages.ended_on_error(), self._package():
                 ce_worker.update_weights_from_ipc(messages, path, device_id=self._index, run=run)
 
-        with messages.in_use(), self._package(group):
+        with _Messages() as messages:
+            self._messages = self._server._zmq_ctx = messages
             self._server.bucket_bytes = bucket_bytes
-            self._server.update(_CHECKPOINT, consume, timeout=timedelta(seconds=timeout_s))
+            with self._package(group):
+                self._server.update(_CHECKPOINT, consume, timeout=timedelta(seconds=timeout_s))
 
     def give_up(self) -> None:
         """End an update that may hang in another thread. Later updates are possible."""
-        self._messages.close()
-        self._messages = self._server._zmq_ctx = _Messages()
-
-    def close(self) -> None:
-        """Close the sockets."""
-        self._messages.close()
+        self._messages.give_up()
 
     @contextmanager
     def _package(self, group: OwnGroup | None = None) -> Iterator[None]:
@@ -253,9 +248,7 @@ class _PooledServer(ce_ps.ParameterServer):  # type: ignore[misc]
 
     bucket_bytes = 0
 
-    def __init__(
-        self, messages: _Messages, device_index: int, rank: int, world_size: int, *, memory_fraction: float
-    ) -> None:
+    def __init__(self, device_index: int, rank: int, world_size: int, *, memory_fraction: float) -> None:
         self._device_index = device_index
         # The package takes rank 0 for unset, and then reads the environment; its P2P store always does.
         with _environment({"RANK": str(rank), "WORLD_SIZE": str(world_size)}):
@@ -268,7 +261,6 @@ class _PooledServer(ce_ps.ParameterServer):  # type: ignore[misc]
                 master_port=1,
             )
         self._zmq_ctx.term()
-        self._zmq_ctx: Any = messages
         self._device_uuid = (
             uuid.uuid4().hex
         )  # the name of a socket of this host: two jobs, or ranks, on one device shall not meet
@@ -350,14 +342,11 @@ class _Collectives:
 
 
 class _Messages:
-    """In place of a zmq context: makes sockets whose waits can be ended."""
+    """In place of a zmq context, for one update: makes sockets whose waits can be ended. The block of an update closes them."""
 
     def __init__(self) -> None:
-        self._context = zmq.Context()
         self._sockets: list[_PatientSocket] = []
-        self._closed = threading.Event()
-        self._is_used = False
-        self._lock = threading.Lock()
+        self._is_over = threading.Event()
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
         self._sockets.append(_PatientSocket.of(self._context, kind, self.require_open))
@@ -365,7 +354,7 @@ class _Messages:
 
     def require_open(self) -> None:
         """Raise if the waits have been ended."""
-        if self._closed.is_set():
+        if self._is_over.is_set():
             raise RankLeftError("the update was given up")
 
     @contextmanager
@@ -374,34 +363,21 @@ class _Messages:
         try:
             yield
         except BaseException:
-            self._closed.set()
+            self.give_up()
             raise
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Keep the sockets open inside the block, an update: only its threads may close them."""
-        self._is_used = True
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._is_used = False
-                self._end()
+    def give_up(self) -> None:
+        """End all waits. Any thread."""
+        self._is_over.set()
 
-    def close(self) -> None:
-        """End all waits, and close all sockets; those in use, at the end of the update."""
-        with self._lock:
-            self._closed.set()
-            self._end()
+    def __enter__(self) -> _Messages:
+        self._context = zmq.Context()
+        return self
 
-    def _end(self) -> None:
-        if self._is_used:
-            return
+    def __exit__(self, *_: object) -> None:
         for made in self._sockets:
             made.close(linger=0)
-        self._sockets.clear()
-        if self._closed.is_set():
-            self._context.term()
+        self._context.term()
 
 
 class _PatientSocket(zmq.Socket[bytes]):

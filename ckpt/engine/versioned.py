@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -22,7 +22,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from ckpt.engine.agreed import WHAT, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
-from ckpt.engine.base import CheckpointEngineWithCache, MasterMetadata, NamedTensor, SyncReport, WeightVersion
+from ckpt.engine.base import CheckpointEngineWithCache, MasterMetadata, NamedTensor, SyncReport, Weights, WeightVersion
 from ckpt.engine.engine_thread import done
 from ckpt.engine.members import Members, Place
 from ckpt.engine.offload import Offloaded, TravelTypes
@@ -270,9 +270,7 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     # Sending
 
-    async def send_weights(
-        self, weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor], global_steps: int | None = None
-    ) -> dict[str, Any]:
+    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, Any]:
         """See `CheckpointEngine.send_weights`. The copy of a tensor to the host is done, or queued, before the next one is requested.
 
         Args:
@@ -299,9 +297,7 @@ class VersionedEngine(CheckpointEngineWithCache):
             return {}
         return await self.members.run_to_the_end(self._finish, update)
 
-    async def _offload(
-        self, weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor], topology: Topology
-    ) -> Offloaded:
+    async def _offload(self, weights: Weights, topology: Topology) -> Offloaded:
         began = time.perf_counter()
         pool = self.pool or HostPool(self._sends_as, self._bucket_bytes, block_bytes=self._block_bytes)
         self.pool = pool

@@ -77,7 +77,7 @@ class Agreement:
         hinted: returns whether this process got SIGTERM.
     """
 
-    mailbox: StoreClient
+    client: StoreClient
     heartbeat: Heartbeat
     rank: int
     world_size: int
@@ -107,7 +107,7 @@ class Agreement:
 
     def hand_in(self, at: PhaseIndex, verdict: PhaseOutcome) -> None:
         self._unread.append(_verdict_key(at, self.rank))
-        self.mailbox.put(self._unread[-1], verdict.encode())
+        self.client.put(self._unread[-1], verdict.encode())
 
     def withdraw(self, at: PhaseIndex, verdict: PhaseOutcome, interrupt: BaseException) -> None:
         """Hand in that this rank leaves, without waiting for the others."""
@@ -115,18 +115,18 @@ class Agreement:
         self.hand_in(at, stopped)
         if self.rank == 0:
             error = conclude({0: stopped}, {}, self.world_size)
-            self.mailbox.put_first(_result_key(at), Result(verdict.what, error).encode())
+            self.client.put_first(_result_key(at), Result(verdict.what, error).encode())
             self._settled.append(_result_key(at))
 
     def settled_without_us(self, at: PhaseIndex) -> Result | None:
         """Return the result of an agreement that the others have ended without this rank, or None."""
-        data = self.mailbox.peek(_result_key(at))
+        data = self.client.peek(_result_key(at))
         return None if data is None else Result.decode(data)
 
     def is_given_up(self) -> bool:
         """Whether the others have settled the agreement that this rank has not reached yet. Any thread."""
         try:
-            return self.mailbox.has([_result_key(self.heartbeat.at)])
+            return self.client.has([_result_key(self.heartbeat.at)])
         except StoreGoneError:
             return True
 
@@ -134,7 +134,7 @@ class Agreement:
         """Return the first of these ranks whose verdict is an error; does not wait for verdicts."""
         for rank in sorted(ranks):
             try:
-                data = self.mailbox.peek(_verdict_key(at, rank))
+                data = self.client.peek(_verdict_key(at, rank))
             except StoreGoneError:
                 return None
             if data is not None and PhaseOutcome.decode(data).error is not None:
@@ -148,21 +148,21 @@ class Agreement:
             StoreGoneError: the store does not answer.
         """
         waited_for = set(ranks) & set(self._missing(at))
-        gone = self._lookout(at, what, phase).absent(sorted(waited_for), hinted=self.hinted())
+        gone = self._detector(at, what, phase).absent(sorted(waited_for), hinted=self.hinted())
         return gone[min(gone)] if gone else None
 
-    def _lookout(self, at: PhaseIndex, what: str | None, phase: str | None) -> FailureDetector:
+    def _detector(self, at: PhaseIndex, what: str | None, phase: str | None) -> FailureDetector:
         if self._watching is None or self._watching[0] != at:
             wanted = f"phase {phase} of {what}" if what else f"phase {phase}"
-            self._watching = at, FailureDetector(self.mailbox, at, wanted, self.timeout_s)
+            self._watching = at, FailureDetector(self.client, at, wanted, self.timeout_s)
         return self._watching[1]
 
     def _wait(self, at: PhaseIndex, verdict: PhaseOutcome) -> bytes:
-        lookout = self._lookout(at, verdict.what, verdict.phase)
+        detector = self._detector(at, verdict.what, verdict.phase)
         crowd = max(1.0, self.world_size / 64)  # so that thousands of ranks do not keep the store busy by asking
         data = poll_until(
-            partial(self._gather, at) if self.rank == 0 else partial(self.mailbox.peek, _result_key(at)),
-            look=partial(self._look, at, lookout),
+            partial(self._gather, at) if self.rank == 0 else partial(self.client.peek, _result_key(at)),
+            look=partial(self._look, at, detector),
             look_s=0.1 * crowd,
             nap=partial(nap_s, world_size=self.world_size),
         )
@@ -173,19 +173,19 @@ class Agreement:
     def _gather(self, at: PhaseIndex) -> bytes | None:
         """Settle, if all verdicts are there. The lead."""
         keys = [_verdict_key(at, rank) for rank in range(self.world_size)]
-        if self.mailbox.has(keys):
+        if self.client.has(keys):
             return self._settle(at, list(range(self.world_size)), {})
         self.heartbeat.move()  # the others watch the lead, also when its own verdict is in
         return None
 
-    def _look(self, at: PhaseIndex, lookout: FailureDetector) -> bytes | None:
+    def _look(self, at: PhaseIndex, detector: FailureDetector) -> bytes | None:
         """Look for ranks that will not come; settle without them when all others are there.
 
         The lead looks for all ranks, the others for the lead. A rank that finds the lead gone settles at once: the phase has
         failed, and ranks that come later read so.
         """
-        gone = lookout.absent(self._missing(at) if self.rank == 0 else [0], hinted=self.hinted())
-        data = self.mailbox.peek(_result_key(at))  # after the look: a rank that has left this phase saw a result
+        gone = detector.absent(self._missing(at) if self.rank == 0 else [0], hinted=self.hinted())
+        data = self.client.peek(_result_key(at))  # after the look: a rank that has left this phase saw a result
         if data is not None or not gone:
             return data
         missing = self._missing(at)  # again: a verdict handed in at the last moment counts
@@ -196,12 +196,12 @@ class Agreement:
         return self._settle(at, [rank for rank in range(self.world_size) if rank not in missing], gone)
 
     def _missing(self, at: PhaseIndex) -> list[int]:
-        return [rank for rank in range(self.world_size) if not self.mailbox.has([_verdict_key(at, rank)])]
+        return [rank for rank in range(self.world_size) if not self.client.has([_verdict_key(at, rank)])]
 
     def _settle(self, at: PhaseIndex, present: list[int], gone: Mapping[int, Absence]) -> bytes | None:
         """Write the result, or read the one that another rank wrote first. None: there is one, for verdicts have been deleted."""
         keys = [_verdict_key(at, rank) for rank in present]
-        found = [self.mailbox.peek(key) for key in keys] if gone else self.mailbox.take(keys)
+        found = [self.client.peek(key) for key in keys] if gone else self.client.take(keys)
         if found is None or None in found:
             return None
         verdicts = {
@@ -209,7 +209,7 @@ class Agreement:
         }
         error = conclude(verdicts, gone, self.world_size)
         payloads = b"[]" if error else b"[" + b",".join(verdicts[rank].payload for rank in present) + b"]"
-        data = self.mailbox.put_first(_result_key(at), Result(verdicts[self.rank].what, error, payloads).encode())
+        data = self.client.put_first(_result_key(at), Result(verdicts[self.rank].what, error, payloads).encode())
         if self.rank == 0 and not gone:  # all ranks are here, so all have read every earlier result
             self._forget(self._settled)
         return data
@@ -224,7 +224,7 @@ class Agreement:
         """Delete keys. If the store hangs now, the next agreement raises; the result stands."""
         with suppress(StoreGoneError):
             for key in keys:
-                self.mailbox.delete(key)
+                self.client.delete(key)
         keys.clear()
 
 

@@ -77,10 +77,10 @@ def beat_key(rank: int) -> str:
 class Heartbeat:
     """This rank's heartbeat: a daemon thread that publishes phase and progress every `interval_s`."""
 
-    def __init__(self, mailbox: StoreClient, rank: int, *, host: str, interval_s: float) -> None:
+    def __init__(self, client: StoreClient, rank: int, *, host: str, interval_s: float) -> None:
         pid = os.getpid()
         self._beat = Beat(rank, pid, _born(pid) or "", host, machine("pid"))
-        self._mailbox = mailbox
+        self._client = client
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -121,7 +121,7 @@ class Heartbeat:
                 setattr(self._beat, name, value)
             self._beat.number += 1
             self._beat.moves += bool(changes)
-            self._mailbox.put(beat_key(self._beat.rank), self._beat.encode())
+            self._client.put(beat_key(self._beat.rank), self._beat.encode())
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval_s):
@@ -161,7 +161,7 @@ class FailureDetector:
     to spread: the detector's patience is a little shorter, so that all ranks know within `timeout_s`, if that is 15 s or more.
 
     Args:
-        mailbox: client of the store with the heartbeats.
+        client: client of the store with the heartbeats.
         at: the agreement that waits.
         wanted: its name in messages.
         clock: returns the time in seconds.
@@ -169,14 +169,14 @@ class FailureDetector:
 
     def __init__(
         self,
-        mailbox: StoreClient,
+        client: StoreClient,
         at: PhaseIndex,
         wanted: str,
         timeout_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._mailbox = mailbox
+        self._client = client
         self._at = at
         self._wanted = wanted
         self._timeout_s = timeout_s
@@ -199,7 +199,7 @@ class FailureDetector:
 
     def _beats(self, ranks: list[int]) -> list[Beat | None]:
         keys = [beat_key(rank) for rank in ranks]
-        found = self._mailbox.take(keys) if self._mailbox.has(keys) else [self._mailbox.peek(key) for key in keys]
+        found = self._client.take(keys) if self._client.has(keys) else [self._client.peek(key) for key in keys]
         assert found is not None, "heartbeats are never deleted"
         return [None if data is None else Beat.decode(data) for data in found]
 

@@ -161,14 +161,14 @@ class Topology:
         host = host or socket.gethostname()
         topology = cls(rank, [host] * world_size, timeout_s=timeout_s, grace_s=grace_s)
         try:
-            beats, mailbox = (StoreClient(store, writer=rank, timeout_s=timeout_s) for _ in range(2))
+            beats, client = (StoreClient(store, writer=rank, timeout_s=timeout_s) for _ in range(2))
             heartbeat = Heartbeat(beats, rank, host=host, interval_s=min(1.0, timeout_s / 4))
             heartbeat.start()
         except StoreGoneError as error:
             raise _store_gone(None, rank, error) from error
         topology._store, topology._host = store, host
         hinted = topology._termination.was_asked
-        topology._agreement = Agreement(mailbox, heartbeat, rank, world_size, timeout_s, hinted)
+        topology._agreement = Agreement(client, heartbeat, rank, world_size, timeout_s, hinted)
         try:
             with topology.phase("join") as phase:
                 phase.payload = host
@@ -370,12 +370,12 @@ class Topology:
             CheckpointError: a rank expects bytes that no rank sends, or the reverse; on all ranks.
         """
         at = self._next_at()
-        keys = {to: f"sliver/{at}/{self.rank}-{to}" for to in outgoing if to != self.rank}
+        keys = {to: f"exchange/{at}/{self.rank}-{to}" for to in outgoing if to != self.rank}
         try:
             with self.phase(name) as phase:
                 phase.payload = [sorted(outgoing), sorted(sources)]
                 for to, key in keys.items():
-                    self._mailbox.put(key, outgoing[to], compress=False)
+                    self._client.put(key, outgoing[to], compress=False)
             if (mistake := _misaddressed(phase.payloads)) is not None:
                 self._told = CheckpointError(f"{self._what or 'exchange'}: in phase {name} {mistake}", phase=name)
                 raise self._told
@@ -383,7 +383,7 @@ class Topology:
             self._unsend(keys.values())
             raise
         others = set(sources) - {self.rank}
-        got = {source: self._fetch(f"sliver/{at}/{source}-{self.rank}") for source in sorted(others)}
+        got = {source: self._fetch(f"exchange/{at}/{source}-{self.rank}") for source in sorted(others)}
         return {**got, self.rank: outgoing[self.rank]} if self.rank in outgoing else got
 
     def name_groups(self, process_groups: Mapping[str, dist.ProcessGroup | Sequence[int]]) -> None:
@@ -458,22 +458,22 @@ class Topology:
             self._end(True)
 
     @property
-    def _mailbox(self) -> StoreClient:
+    def _client(self) -> StoreClient:
         assert self._agreement is not None, "a rank that is alone sends nothing"
-        return self._agreement.mailbox
+        return self._agreement.client
 
     def _fetch(self, key: str) -> bytes:
         """Read and delete data that the agreement has announced; it has one reader."""
         with self._store_reached():
-            found = self._mailbox.take([key])
-            self._mailbox.delete(key)
+            found = self._client.take([key])
+            self._client.delete(key)
         assert found is not None, f"{key} was announced and is read once"
         return found[0]
 
     def _unsend(self, keys: Iterable[str]) -> None:
         try:
             for key in keys:
-                self._mailbox.delete(key)
+                self._client.delete(key)
         except StoreGoneError:
             return  # and the data with it
 

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
-from ckpt.engine.base import NamedTensor
+from ckpt.engine.base import Weights
 from ckpt.engine.elastic.membership import Call, Epoch, News, Rendezvous, culprit, goes_on_after, next_epoch
 from ckpt.engine.elastic.membership_store import LEAVING, READY, MembershipStore, reserve
 from ckpt.engine.engine_thread import EngineThread, done
@@ -104,7 +104,7 @@ class ElasticEngine:
         self._host = host or socket.gethostname()
         self._is_rollout = epoch is None or number >= epoch.num_trainers
         self._who = f"rollout {number}" if self._is_rollout else f"trainer {number}"
-        self._board = MembershipStore(store, self._who, timeout_s=engine.timeout_s)
+        self._membership = MembershipStore(store, self._who, timeout_s=engine.timeout_s)
         self._beat: Heartbeat | None = None
         self._thread = EngineThread()
         self._given_up = threading.Event()
@@ -183,14 +183,12 @@ class ElasticEngine:
 
     def news(self) -> tuple[News, WeightLayout] | None:
         """Return the newest version that all members have, and its layout; None: there is none yet. Before the first `receive_into`."""
-        found = self._board.news()
+        found = self._membership.news()
         return None if found is None else (found[0], WeightLayout.from_rows(found[1]))
 
     # Updates
 
-    async def send_weights(
-        self, weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor], global_steps: int | None = None
-    ) -> dict[str, Any]:
+    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, Any]:
         """Publish weights to all rollouts that are members; again, if one of them dies meanwhile. All trainers call it.
 
         Args:
@@ -247,7 +245,7 @@ class ElasticEngine:
     def ask_to_leave(self) -> None:
         """Have the lead leave this rollout out of its next call; `receive_into` then returns None. Any thread."""
         self._leaving.add(self.number)
-        self._board.request(self.number, LEAVING)
+        self._membership.request(self.number, LEAVING)
 
     async def end(self, last_words: Any = None, patience_s: float = 60.0) -> dict[int, Any]:
         """End the updates. The lead only; the other trainers just stop.
@@ -262,7 +260,7 @@ class ElasticEngine:
 
     async def reply(self, words: Any) -> None:
         """Answer the lead's last words, in JSON. A rollout whose `receive_into` has returned None."""
-        await self._run(self._board.reply, self.number, words)
+        await self._run(self._membership.reply, self.number, words)
 
     def close(self) -> None:
         """Leave the others without waiting for them, and free all memory. The lead ends the job for all."""
@@ -277,11 +275,11 @@ class ElasticEngine:
     # In the thread of this object
 
     def _live(self) -> None:
-        self._beat = self._board.heartbeat(self.number, self._host)
+        self._beat = self._membership.heartbeat(self.number, self._host)
 
     def _come_in(self) -> None:
-        self._board.request(self.number, READY)
-        self._next = self._board.await_invitation(self.number, self._given_up.is_set)
+        self._membership.request(self.number, READY)
+        self._next = self._membership.await_invitation(self.number, self._given_up.is_set)
 
     def _next_call(self) -> Call:
         """Make the next call, on the lead; wait for it, on other members.
@@ -294,7 +292,9 @@ class ElasticEngine:
             if self._ended:
                 raise ConfigurationError(f"{self._who} is out of the job: there is nothing more to send or to receive")
             self._call = None
-            self._call = self._decide() if self.is_lead else self._board.await_call(self._next, self._given_up.is_set)
+            self._call = (
+                self._decide() if self.is_lead else self._membership.await_call(self._next, self._given_up.is_set)
+            )
         call = self._call
         self._next = call.number + 1
         if self.epoch is None or call.epoch.number != self.epoch.number:
@@ -320,7 +320,7 @@ class ElasticEngine:
             epoch.rank_of(self.number) if self._is_rollout else self.number,
             epoch.num_trainers,
             len(epoch.rollouts),
-            store=self._board.store_of(epoch),
+            store=self._membership.store_of(epoch),
             host=self._host,
         )
         self._joined = epoch.number
@@ -329,12 +329,12 @@ class ElasticEngine:
         self._proven, self._failure = True, None
         if not self.is_lead:
             return
-        self._board.forget_calls(range(self._first_call, call.number))
+        self._membership.forget_calls(range(self._first_call, call.number))
         self._first_call = call.number
         engine = self.engine
         if engine.version is not None and (layout := engine.layout) is not None:
             digests = dict(engine.bucket_digests)
-            self._board.tell(News(*engine.version, layout.digest(), digests, engine.peers), layout.as_rows)
+            self._membership.tell(News(*engine.version, layout.digest(), digests, engine.peers), layout.as_rows)
 
     def _forgive(self, error: CheckpointError, epoch: Epoch) -> None:
         """Raise an error of an update, unless the others make it again without the rollout that caused it."""
@@ -358,34 +358,36 @@ class ElasticEngine:
             self._fail(self._failure)  # no rollout that could be left out caused it
             raise self._failure
         if epoch is not self.epoch and epoch.rollouts:
-            self._board.vouch(epoch)
-            self._board.invite(set(epoch.rollouts) - set(self._current.rollouts), self._next)
+            self._membership.vouch(epoch)
+            self._membership.invite(set(epoch.rollouts) - set(self._current.rollouts), self._next)
         self._ready -= set(epoch.rollouts)
         call = Call(number=self._next, epoch=epoch)
-        self._board.call(call)
+        self._membership.call(call)
         return call
 
     def _ready_still(self) -> set[int]:
         """Return the ready rollouts that have answered: an update never waits for a newcomer that hangs, or is gone."""
         new = self._ready - self._asked
-        self._board.ask(new)
+        self._membership.ask(new)
         self._asked |= new
-        return self._board.answered(self._ready, ANSWER_S if new else 0.0) if self._ready else set()
+        return self._membership.answered(self._ready, ANSWER_S if new else 0.0) if self._ready else set()
 
     def _following(self, ready: Iterable[int]) -> Epoch:
         return next_epoch(self._current, proven=self._proven, ready=set(ready), leaving=self._leaving, gone=self._gone)
 
     def _look(self) -> None:
         """Update which rollouts are ready, want to leave, or have died."""
-        if (num_requests := self._board.num_requests()) != self._num_requests:
+        if (num_requests := self._membership.num_requests()) != self._num_requests:
             self._num_requests = num_requests
-            numbers = set(range(self._current.num_trainers, self._board.num_numbers())) - self._gone - self._leaving
-            for number, word in self._board.requests(numbers).items():
+            numbers = (
+                set(range(self._current.num_trainers, self._membership.num_numbers())) - self._gone - self._leaving
+            )
+            for number, word in self._membership.requests(numbers).items():
                 if word == LEAVING:
                     self._leaving.add(number)
                 elif number not in self._current.rollouts:
                     self._ready.add(number)
-        self._gone |= self._board.dead({*self._current.rollouts, *self._ready} - self._gone - self._leaving)
+        self._gone |= self._membership.dead({*self._current.rollouts, *self._ready} - self._gone - self._leaving)
         self._ready -= self._gone | self._leaving
 
     def _fail(self, error: BaseException) -> None:
@@ -396,14 +398,14 @@ class ElasticEngine:
         epoch = self._following(())
         self.epoch = epoch
         self._last_call(Call(number=self._next, epoch=epoch, is_last=True, last_words=last_words))
-        return self._board.replies(epoch.rollouts, patience_s)
+        return self._membership.replies(epoch.rollouts, patience_s)
 
     def _last_call(self, call: Call) -> None:
         if not self._ended:
             self._ended = True
             self._look()
-            self._board.invite(self._ready, call.number)  # rollouts that wait to join read the call, too
-            self._board.call(call)
+            self._membership.invite(self._ready, call.number)  # rollouts that wait to join read the call, too
+            self._membership.call(call)
 
     def _close(self, error: BaseException | None) -> None:
         self._given_up.set()
@@ -411,7 +413,7 @@ class ElasticEngine:
             if self.is_lead:
                 self._say_goodbye(error)
             else:
-                self._board.say_closed(self.number)
+                self._membership.say_closed(self.number)
         finally:
             if self._beat is not None:
                 self._beat.stop()
@@ -424,7 +426,7 @@ class ElasticEngine:
             if not self._ended:
                 self._fail(error or CheckpointError("the first trainer has ended the job"))
             epoch = self._current
-            self._board.linger([*range(1, epoch.num_trainers), *epoch.rollouts], _LINGER_S)
+            self._membership.linger([*range(1, epoch.num_trainers), *epoch.rollouts], _LINGER_S)
         except CheckpointError:
             return  # the store is gone
 
