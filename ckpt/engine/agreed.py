@@ -12,13 +12,13 @@ from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.format.manifest import digest_of
 
-WHAT = "the weight update"
+OPERATION = "the weight update"
 """Name of the operation, before the step is agreed on."""
 
 
 def to_step(said: Sequence[Mapping[str, Any]]) -> str:
     """Return the name of the operation, with the step."""
-    return f"{WHAT} to step {next(one['step'] for one in said if one['step'] is not None)}"
+    return f"{OPERATION} to step {next(one['step'] for one in said if one['step'] is not None)}"
 
 
 def version_digest(layout: WeightLayout, digests: Mapping[int, str]) -> str:

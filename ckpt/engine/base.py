@@ -77,7 +77,7 @@ class SyncReport:
 class CheckpointEngine(ABC):
     """Sends the weights of trainers to rollouts. Each rank has one; all ranks make the calls of one update.
 
-    prepare -> build_topology (once, by whoever manages) -> init_process_group -> send_weights | receive_weights -> finalize
+    prepare -> build_topology (once, by the manager) -> init_process_group -> send_weights | receive_weights -> finalize
     """
 
     @abstractmethod

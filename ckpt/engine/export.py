@@ -18,7 +18,7 @@ from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import Stateful, find_aliases
 
-_WHAT = "the weights to publish"
+_OPERATION = "the weights to publish"
 
 
 class WholeWeights:
@@ -61,7 +61,7 @@ class WholeWeights:
         together = any(row.is_sharded or holder is not EVERYBODY for row, holder in self._rows)
         with ExitStack() as context:
             if together:
-                context.enter_context(self._topology.operation(_WHAT))
+                context.enter_context(self._topology.operation(_OPERATION))
                 context.enter_context(self._topology.phase("compare"))
             leaves = flatten(self._stateful.state_dict(), "model").tensors
             for row, holder in self._rows:
@@ -71,7 +71,7 @@ class WholeWeights:
 
     def _agree(self) -> None:
         """Exchange which rank holds which tensor. Collective; once."""
-        with self._topology.operation(_WHAT), self._topology.phase("names") as phase:
+        with self._topology.operation(_OPERATION), self._topology.phase("names") as phase:
             leaves = flatten(self._stateful.state_dict(), "model").tensors
             aliases = find_aliases(leaves, tied_names(self._stateful))
             phase.payload = [[_row_of(name, leaf) for name, leaf in leaves.items() if name not in aliases], aliases]

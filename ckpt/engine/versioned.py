@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
-from ckpt.engine.agreed import WHAT, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
+from ckpt.engine.agreed import OPERATION, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
 from ckpt.engine.base import CheckpointEngineWithCache, MasterMetadata, NamedTensor, SyncReport, Weights, WeightVersion
 from ckpt.engine.engine_thread import done
 from ckpt.engine.members import Members, Place
@@ -447,7 +447,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         topology = self.members.require_topology()
         is_dropped = False
         try:
-            with topology.operation(WHAT):
+            with topology.operation(OPERATION):
                 try:
                     yield topology
                 except GeneratorExit:  # the engine has left these ranks, or is no more
@@ -574,7 +574,7 @@ class VersionedEngine(CheckpointEngineWithCache):
     # From one state to the next, in the members' thread
 
     def _begin(self) -> None:
-        """settled: close an update that was left open."""
+        """Close an update that was left open; colocated, raise if its weights were not taken."""
         if self._open is not None and self.colocated and not self.members.cancelled.is_set():
             raise ConfigurationError(
                 f"the weights of step {self._open.version.step} have arrived and have not been taken: colocated, each "
@@ -583,7 +583,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         self._settle()
 
     def _commit(self, step: int | None, offloaded: Offloaded | None, sink: Sink | None) -> Update:
-        """settled -> open. Collective."""
+        """settled -> open: run `_update` up to its `yield`. Collective."""
         context = self._update(step, offloaded, sink)
         update = context.__enter__()
         update.open = context

@@ -67,7 +67,7 @@ def reached_store(rendezvous: Rendezvous) -> TCPStore:
         store = reach(rendezvous.address, rendezvous.port, timeout_s=_REACH_S)
         found = store.get("job").decode() if store.check(["job"]) else None
     except (StoreGoneError, DistError) as error:
-        raise RankAbsentError(f"nobody answers at {where}: the job has ended, or this host cannot reach it") from error
+        raise RankAbsentError(f"no job answers at {where}: it has ended, or this host cannot reach it") from error
     if found != rendezvous.job:
         raise RankAbsentError(f"another job answers at {where}: the one that wrote this rendezvous has ended")
     return store
@@ -382,8 +382,8 @@ class ElasticEngine:
             numbers = (
                 set(range(self._current.num_trainers, self._membership.num_numbers())) - self._gone - self._leaving
             )
-            for number, word in self._membership.requests(numbers).items():
-                if word == LEAVING:
+            for number, wish in self._membership.requests(numbers).items():
+                if wish == LEAVING:
                     self._leaving.add(number)
                 elif number not in self._current.rollouts:
                     self._ready.add(number)

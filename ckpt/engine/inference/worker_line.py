@@ -12,13 +12,15 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ckpt.errors import CheckpointError, RankAbsentError
-from ckpt.ranks.waiting import poll_until
+from ckpt.ranks.waiting import OutOfTimeError, in_thread, poll_until
 
 try:
     import zmq
@@ -51,7 +53,7 @@ class WorkerLine:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(
             zmq.IPC_FILTER_UID, os.geteuid()
-        )  # such an address has no permissions: anybody could connect
+        )  # such an address has no permissions: any user could connect
         self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.bind(self.address)
         self._saying: list[bytes] | None = None
@@ -153,30 +155,29 @@ class Farewell:
 
     def __init__(self) -> None:
         self._over = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._told: list[Future[None]] = []
 
     def to(self, lines: Iterable[WorkerLine]) -> None:
         """Dismiss the workers, and close their lines; after ten minutes also those that have not connected."""
-        thread = threading.Thread(target=self._tell, args=([*lines],), name="ckpt-farewell", daemon=True)
-        thread.start()
-        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        self._told = [one for one in self._told if not one.done()]
+        self._told.append(in_thread(partial(self._tell, [*lines]), "ckpt-farewell"))
 
     def end(self) -> bool:
         """Stop; return whether all lines are closed."""
         self._over.set()
-        for thread in self._threads:
-            thread.join(2.0)
-        return not any(thread.is_alive() for thread in self._threads)
+        return not wait(self._told, timeout=2.0).not_done
 
     def _tell(self, lines: list[WorkerLine]) -> None:
         why = RuntimeError("Some workers failed to update weights")
-        until = time.monotonic() + _PATIENCE_S
-        while True:
+
+        def all_gone() -> bool | None:
             for line in [line for line in lines if line.dismissed(why)]:
                 lines.remove(line)
                 line.close()
-            if not lines or time.monotonic() > until or self._over.wait(0.1):
-                break
+            return True if not lines or self._over.wait(0.1) else None
+
+        with suppress(OutOfTimeError):
+            poll_until(all_gone, nap=None, timeout_s=_PATIENCE_S)
         for line in lines:
             line.close()
 
