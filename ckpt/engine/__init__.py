@@ -4,7 +4,7 @@ Files, in the order in which data travels:
 
     base                    the contract of an engine, and the registry
     export                  whole weights of a model on any layout
-    members, engine_thread  the ranks of an engine; the thread that makes its collective calls
+    members                 the ranks of an engine; the thread that makes its collective calls
     offload                 a trainer's weights, copied to its host
     update, agreed          an update, and the protocols of transports and sinks; what ranks agree on before it
     versioned               the engine: members, pools, and the update as one function

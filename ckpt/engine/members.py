@@ -7,14 +7,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from ckpt.engine.base import MasterMetadata
-from ckpt.engine.engine_thread import EngineThread, done
 from ckpt.errors import ConfigurationError, RankAbsentError
+from ckpt.memory.device import same_device
 from ckpt.ranks.addresses import own_address
 from ckpt.ranks.stores import StoreGoneError, reach, serve
 from ckpt.ranks.topology import Topology
@@ -24,7 +25,7 @@ Result = TypeVar("Result")
 
 TOPOLOGY = "topology"
 """Prefix of the agreement's keys in an engine's store."""
-_NEVER = ConfigurationError("the engine has not joined any ranks: call init_process_group first")
+_NOT_JOINED = "the engine has not joined any ranks: call init_process_group first"
 _LINGER_S = 1.0
 _LEAVE_S = 5.0
 
@@ -91,7 +92,7 @@ class Members:
             ConfigurationError: they are not joined.
         """
         if self.topology is None:
-            raise _NEVER
+            raise ConfigurationError(_NOT_JOINED)
         return self.topology
 
     # Meeting and parting
@@ -222,7 +223,7 @@ class Members:
     def submit(self, call: Callable[..., Result], *args: Any) -> Future[Result]:
         """Queue a call for the thread."""
         if self._thread is None:
-            raise _NEVER
+            raise ConfigurationError(_NOT_JOINED)
         return self._thread.submit(call, *args)
 
     async def run_to_the_end(self, call: Callable[..., Result], *args: Any) -> Result:
@@ -234,6 +235,60 @@ class Members:
             with suppress(Exception):
                 await done(future)
             raise
+
+
+class EngineThread:
+    """Makes calls one after the other, in a daemon thread: a call that never ends does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, args=(same_device(),), name="ckpt-engine", daemon=True).start()
+
+    def submit(self, call: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Queue a call; return its future."""
+        future: Future[Result] = Future()
+        self._calls.put((future, lambda: call(*args)))
+        return future
+
+    def stop(self) -> None:
+        """End after the call under way, and cancel those that are queued. Does not wait."""
+        self._stopped.set()
+        self._calls.put(None)
+
+    def _run(self, begin: Callable[[], None]) -> None:
+        begin()
+        while (queued := self._calls.get()) is not None:
+            future, call = queued
+            if self._stopped.is_set():
+                future.cancel()
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+            del queued, future, call  # a result may hold much memory until the next call
+
+
+async def done(future: Future[Result], cancelled: Callable[[], object] = lambda: None) -> Result:
+    """Wait for another thread, which goes on if this task is cancelled.
+
+    Args:
+        cancelled: called if it is.
+    """
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: Future[Result]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and no task waits
+            loop.call_soon_threadsafe(ended.set)
+
+    future.add_done_callback(tell)
+    try:
+        await ended.wait()
+    except asyncio.CancelledError:
+        cancelled()
+        raise
+    return future.result()
 
 
 def own_store(timeout_s: float) -> tuple[TCPStore, str]:

@@ -16,30 +16,26 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from ckpt.engine.agreed import OPERATION, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
 from ckpt.engine.base import CheckpointEngineWithCache, MasterMetadata, NamedTensor, SyncReport, Weights, WeightVersion
-from ckpt.engine.engine_thread import done
-from ckpt.engine.members import Members, Place
+from ckpt.engine.members import Members, Place, Result, done
 from ckpt.engine.offload import Offloaded, TravelTypes
-from ckpt.engine.stream import OpenUpdate, WeightStream
+from ckpt.engine.stream import OpenUpdate, WeightStream, on_device
 from ckpt.engine.update import Sink, Transport, Update
 from ckpt.engine.wire.buffers import Buckets
 from ckpt.engine.wire.delta import BLOCK_KIB, agreed_changes, require_one_block
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
-from ckpt.engine.wire.ring import on_device
 from ckpt.engine.wire.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
-
-Result = TypeVar("Result")
 
 _SECONDS = ("offload_s", "gather_s", "transfer_s", "reload_s", "blocked_s")
 

@@ -14,7 +14,7 @@ import socket
 import threading
 import uuid
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
@@ -22,16 +22,13 @@ from torch.distributed import DistError
 from ckpt.engine.base import Weights
 from ckpt.engine.elastic.membership import Call, Epoch, News, Rendezvous, culprit, goes_on_after, next_epoch
 from ckpt.engine.elastic.membership_store import LEAVING, READY, MembershipStore, reserve
-from ckpt.engine.engine_thread import EngineThread, done
-from ckpt.engine.members import own_store
+from ckpt.engine.members import EngineThread, Result, done, own_store
 from ckpt.engine.update import Sink
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.ranks.heartbeat import Heartbeat
 from ckpt.ranks.stores import StoreGoneError, reach
-
-Result = TypeVar("Result")
 
 ANSWER_S = 0.1
 """How long an update waits for answers of rollouts that have just become ready. A later answer counts for the next update."""

@@ -7,6 +7,5 @@ Files, in the order in which data travels:
     group                   process groups beside torch's
     buffers                 the size of buckets, and the memory that they pass through
     transfer                buckets on their way, and their digests
-    ring                    weights that have come, on a device
     transport               broadcasts for two-stage loads
 """

@@ -54,7 +54,7 @@ class Network:
             begin()
             work(self._news.put)
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # they hold what is under way, and with it the connections
+            traceback.clear_frames(error.__traceback__)  # they refer to collectives under way, and so to connections
             self._failure = error
         self._news.put(_END)
 
