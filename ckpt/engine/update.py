@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -61,6 +61,12 @@ class Update:
     @property
     def sent_bytes(self) -> int:
         return self.layout.num_bytes if self.changes is None else self.changes.num_bytes
+
+    def counted(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Yield the weights, and count each one that was loaded as progress."""
+        for named in weights:
+            yield named
+            self.topology.progress()
 
 
 class Transport(Protocol):

@@ -300,7 +300,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         layout = WeightLayout(self._bucket_bytes, self._owners, tied_names(weights))
         found = Offloaded(layout, began)
         seal = partial(self._run, pool.seal, layout)
-        await found.take(weights, self.travels_as, pool, progress=topology.progress, seal=seal)
+        await found.take(weights, self._types.of, pool, progress=topology.progress, seal=seal)
         return found
 
     def travels_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -599,7 +599,7 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     def _load(self, update: Update, weights: Iterable[NamedTensor], sink: Sink) -> dict[str, Any]:
         try:
-            sink.load(_noticed(weights, update.topology), update.version)
+            sink.load(update.counted(weights), update.version)
         except Exception as error:
             return self._finish(update, error)
         return self._finish(update)
@@ -660,10 +660,3 @@ def _make_ready(layout: WeightLayout, landing: ReceivedStream | None, sink: Sink
         sink.check(layout)
     if landing is not None:
         landing.make_room(layout)
-
-
-def _noticed(weights: Iterable[NamedTensor], topology: Topology) -> Iterator[NamedTensor]:
-    """Report each weight that is loaded as progress."""
-    for named in weights:
-        yield named
-        topology.progress()

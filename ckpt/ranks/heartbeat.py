@@ -87,7 +87,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
 
     def start(self) -> None:
-        self._say()
+        self.say()
         self._thread.start()
 
     @property
@@ -97,25 +97,8 @@ class Heartbeat:
     def move(self, num: int = 1) -> None:
         self._beat.moves += num
 
-    def enter(self, at: PhaseIndex, what: str | None, phase: str | None) -> None:
-        """Publish at once where this rank is now: if it is killed there, the others report it."""
-        self._say(at=at, what=what, phase=phase)
-
-    def say(self) -> None:
-        """Publish at once the progress of this rank."""
-        self._say()
-
-    def stop(self) -> None:
-        """Publish that this rank has left the job, and stop."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        try:
-            self._say(left=True)
-        except StoreGoneError:
-            return  # no rank reads it any more
-
-    def _say(self, **changes: Any) -> None:
+    def say(self, **changes: Any) -> None:
+        """Publish at once the progress of this rank, and changes of its `Beat`."""
         with self._lock:
             for name, value in changes.items():
                 setattr(self._beat, name, value)
@@ -123,10 +106,24 @@ class Heartbeat:
             self._beat.moves += bool(changes)
             self._client.put(beat_key(self._beat.rank), self._beat.encode())
 
+    def enter(self, at: PhaseIndex, what: str | None, phase: str | None) -> None:
+        """Publish at once where this rank is now: if it is killed there, the others report it."""
+        self.say(at=at, what=what, phase=phase)
+
+    def stop(self) -> None:
+        """Publish that this rank has left the job, and stop."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        try:
+            self.say(left=True)
+        except StoreGoneError:
+            return  # no rank reads it any more
+
     def _run(self) -> None:
         while not self._stopped.wait(self._interval_s):
             try:
-                self._say()
+                self.say()
             except StoreGoneError:
                 return  # the rank itself learns of it, with a sentence, at its next agreement
 

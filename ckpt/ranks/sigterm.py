@@ -25,20 +25,15 @@ class Termination:
 
     Launchers end all ranks a moment after one has died; the others must live long enough to report which one. A rank that the others
     have timed out ends sooner.
+
+    Attributes:
+        asked: SIGTERM has come since `put_off` was last entered, or another handler has seen it.
     """
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._asked = False
+        self.asked = False
         self._over = threading.Event()
-
-    def was_asked(self) -> bool:
-        """Whether SIGTERM has come since `put_off` was last entered."""
-        return self._asked
-
-    def note(self) -> None:
-        """Assume that it has: another handler has seen it."""
-        self._asked = True
 
     @contextmanager
     def put_off(self, is_given_up: Callable[[], bool]) -> Iterator[None]:
@@ -52,12 +47,12 @@ class Termination:
         if not here or previous is None or previous is signal.SIG_IGN:  # not ours to handle
             yield
             return
-        self._asked = False
+        self.asked = False
         self._over.clear()
 
         def note(_signum: int, _frame: FrameType | None) -> None:
-            if not self._asked:
-                self._asked = True
+            if not self.asked:
+                self.asked = True
                 threading.Thread(target=self._lose_patience, args=(is_given_up,), name="SIGTERM", daemon=True).start()
 
         signal.signal(signal.SIGTERM, note)
@@ -68,7 +63,7 @@ class Termination:
         finally:
             self._over.set()
             signal.signal(signal.SIGTERM, previous)
-            if self._asked:
+            if self.asked:
                 _end_process(_LAST_WORDS_S if failed else 0.0)
 
     def _lose_patience(self, is_given_up: Callable[[], bool]) -> None:

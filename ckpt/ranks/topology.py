@@ -10,7 +10,7 @@ import json
 import re
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -167,8 +167,8 @@ class Topology:
         except StoreGoneError as error:
             raise _store_gone(None, rank, error) from error
         topology._store, topology._host = store, host
-        hinted = topology._termination.was_asked
-        topology._agreement = Agreement(client, heartbeat, rank, world_size, timeout_s, hinted)
+        termination = topology._termination
+        topology._agreement = Agreement(client, heartbeat, rank, world_size, timeout_s, lambda: termination.asked)
         try:
             with topology.phase("join") as phase:
                 phase.payload = host
@@ -235,7 +235,7 @@ class Topology:
 
     def expect_absence(self) -> None:
         """Assume that a launcher ends all ranks because one is gone: a shorter silence counts as absence."""
-        self._termination.note()
+        self._termination.asked = True
 
     def close(self) -> None:
         """Leave the job: stop the heartbeat. Not collective; ranks that wait for this one find that it has left."""
@@ -263,7 +263,7 @@ class Topology:
         Raises:
             RankAbsentError: they have ended the phase without it.
         """
-        if self._agreement is not None and self._agreement.is_given_up():
+        if self._is_given_up():
             where = self._what or "this phase"
             raise RankAbsentError(
                 f"rank {self.rank} went on with {where} after the others had timed it out (timeout_s={self.timeout_s:g})"
@@ -316,9 +316,10 @@ class Topology:
         outermost = not self._whats
         self._whats.append(what)
         try:
-            with self._sigterm_put_off(outermost):
+            with self._termination.put_off(self._is_given_up) if outermost and self._agreement else nullcontext():
                 try:
-                    self._begin(outermost)
+                    if outermost:
+                        self._begin()
                     yield
                 except Exception as error:
                     if error is self._told:
@@ -330,7 +331,8 @@ class Topology:
                     raise
                 finally:
                     self._whats.pop()
-                    self._end(outermost)
+                    if outermost:
+                        self._end()
         finally:
             if outermost:
                 self._told = None
@@ -380,7 +382,9 @@ class Topology:
                 self._told = CheckpointError(f"{self._what or 'exchange'}: in phase {name} {mistake}", phase=name)
                 raise self._told
         except CheckpointError:
-            self._unsend(keys.values())
+            with suppress(StoreGoneError):  # and the data with it
+                for key in keys.values():
+                    self._client.delete(key)
             raise
         others = set(sources) - {self.rank}
         got = {source: self._fetch(f"exchange/{at}/{source}-{self.rank}") for source in sorted(others)}
@@ -423,14 +427,12 @@ class Topology:
 
     # The agreement
 
-    def _sigterm_put_off(self, outermost: bool) -> AbstractContextManager[None]:
-        if not outermost or self._agreement is None:
-            return nullcontext()
-        return self._termination.put_off(self._agreement.is_given_up)
+    def _is_given_up(self) -> bool:
+        return self._agreement is not None and self._agreement.is_given_up()
 
-    def _begin(self, outermost: bool) -> None:
+    def _begin(self) -> None:
         """Begin the next operation; skip those that the others ended without this rank: they are calls that it never made."""
-        if not outermost or self._agreement is None:
+        if self._agreement is None:
             return
         with self._store_reached():
             while (missed := self._agreement.settled_without_us(PhaseIndex(self._at.operation, 0))) is not None:
@@ -439,15 +441,11 @@ class Topology:
                 self._at = PhaseIndex(self._at.operation + 1, -1)
             self._agreement.heartbeat.enter(self._at, self._what, None)
 
-    def _end(self, outermost: bool) -> None:
-        if not outermost:
-            return
+    def _end(self) -> None:
         self._at = PhaseIndex(self._at.operation + 1, -1)
         if self._agreement is not None:
-            try:
+            with suppress(StoreGoneError):  # raised by the phase that failed, or by the next one
                 self._agreement.heartbeat.enter(self._at, None, None)
-            except StoreGoneError:
-                return  # raised by the phase that failed, or by the next one
 
     @contextmanager
     def _unnamed_operation(self) -> Iterator[None]:
@@ -455,7 +453,7 @@ class Topology:
         try:
             yield
         finally:
-            self._end(True)
+            self._end()
 
     @property
     def _client(self) -> StoreClient:
@@ -469,13 +467,6 @@ class Topology:
             self._client.delete(key)
         assert found is not None, f"{key} was announced and is read once"
         return found[0]
-
-    def _unsend(self, keys: Iterable[str]) -> None:
-        try:
-            for key in keys:
-                self._client.delete(key)
-        except StoreGoneError:
-            return  # and the data with it
 
     @property
     def _what(self) -> str | None:
@@ -507,7 +498,10 @@ class Topology:
             self._enter(None)
         verdict = _verdict(self._what, phase, _described(error, phase), payload)
         try:
-            result = self._reach(verdict)
+            if self._agreement is not None:
+                result = self._agreement.reach(self._at, verdict)
+            else:
+                result = Result(verdict.what, conclude({0: verdict}, {}, 1), b"[" + verdict.payload + b"]")
         except StoreGoneError as gone:
             self._told = _store_gone(self._what, self.rank, gone)
             raise self._told from (error or gone)
@@ -517,21 +511,14 @@ class Topology:
         payloads: list[Any] = json.loads(result.payloads)
         return payloads
 
-    def _reach(self, verdict: PhaseOutcome) -> Result:
-        if self._agreement is not None:
-            return self._agreement.reach(self._at, verdict)
-        return Result(verdict.what, conclude({0: verdict}, {}, 1), b"[" + verdict.payload + b"]")
-
     def _withdraw(self, phase: Phase | None, interrupt: BaseException) -> None:
         if self._agreement is None:
             return
-        try:
+        with suppress(StoreGoneError, CheckpointError):  # no rank reads it any more, and the interrupt propagates
             if phase is None:
                 self._enter(None)
             self._agreement.withdraw(self._at, _verdict(self._what, phase), interrupt)
             self._told = interrupt
-        except (StoreGoneError, CheckpointError):
-            return  # no rank reads it any more, and the interrupt propagates
 
 
 def _verdict(

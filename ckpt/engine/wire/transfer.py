@@ -117,8 +117,7 @@ class Transfer:
     members: Mapping[int, Sequence[int]]
     buffers: Buffers
 
-    def start(self) -> Network:
-        """Begin to send and receive. All owners and rollouts call it, then `finish`."""
+    def __post_init__(self) -> None:
         update, layout = self.update, self.update.layout
         every = range(layout.num_buckets)
         rank, receives = update.topology.rank, update.landing is not None
@@ -127,6 +126,9 @@ class Transfer:
         self._there = {bucket: update.landing.bucket(bucket) for bucket in every} if update.landing is not None else {}
         self._old = {bucket: update.before.bucket(bucket) for bucket in every} if update.before is not None else {}
         self._runs = update.changes.runs if update.changes is not None else {}
+
+    def start(self) -> Network:
+        """Begin to send and receive. All owners and rollouts call it, then `finish`."""
         return Network(self._carry)
 
     def finish(self, network: Network) -> None:
