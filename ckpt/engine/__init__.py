@@ -1,16 +1,16 @@
-"""Weights from trainers to rollouts: published, received, versioned and verified, on all ranks or on none.
+"""Weight sync from trainers to rollouts: published, received, versioned and verified, on all ranks or on none.
 
 Files, in the order in which data travels:
 
     base                    the contract of an engine, and the registry
     export                  whole weights of a model on any layout
-    members, engine_thread  the ranks of an engine, and the thread that speaks for one
-    offload                 the weights of a trainer, on its host
-    update, agreed          one update, what carries it and what takes it; what ranks agree on before it
+    members                 the ranks of an engine; the thread that makes its collective calls
+    offload                 a trainer's weights, copied to its host
+    update, agreed          an update, and the protocols of transports and sinks; what ranks agree on before it
     versioned               the engine: members, pools, and the update as one function
-    broadcast, kimi, parameter_server, naive    the transports, and the engine with each
-    wire/                   how weights travel
-    stream, live            what a rollout receives; its model, changed as a whole
+    broadcast, kimi, parameter_server, naive    the transports, and the engine of each
+    wire/                   the transfer of weights
+    stream, live            the iterator over received weights; a model that changes from version to version
     elastic/                rollouts that come and go
     inference/              the worker processes of an inference engine
     verl_plugin             the engines in verl's registry

@@ -1,4 +1,7 @@
-"""What all ranks make of what each has said before an update, alike on all of them. Pure."""
+"""Decisions before an update, made by each rank from the offers of all, so equal on all ranks. Pure.
+
+An offer is a dictionary, see `VersionedEngine._offer`; the offers are ordered by rank.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,22 @@ from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.format.manifest import digest_of
 
-WHAT = "the weight update"
-"""The name of the operation, before the step is agreed on."""
+OPERATION = "the weight update"
+"""Name of the operation, before the step is agreed on."""
 
 
 def to_step(said: Sequence[Mapping[str, Any]]) -> str:
-    return f"{WHAT} to step {next(one['step'] for one in said if one['step'] is not None)}"
+    """Return the name of the operation, with the step."""
+    return f"{OPERATION} to step {next(one['step'] for one in said if one['step'] is not None)}"
 
 
 def version_digest(layout: WeightLayout, digests: Mapping[int, str]) -> str:
+    """Return the digest of a version from those of its layout and its buckets."""
     return digest_of("\n".join([layout.digest(), *(digests[bucket] for bucket in sorted(digests))]).encode())
 
 
 def agreed_step(said: Sequence[Mapping[str, Any]]) -> int:
-    """The step of an update, which everybody has to know alike, and which only ever rises."""
+    """Return the step of an update, which must be equal on all ranks that give one, and higher than the last one."""
     steps = {one["step"]: rank for rank, one in reversed([*enumerate(said)]) if one["step"] is not None}
     if len(steps) > 1:
         (first, rank), (second, other) = sorted(steps.items(), key=lambda item: item[1])[:2]
@@ -30,13 +35,12 @@ def agreed_step(said: Sequence[Mapping[str, Any]]) -> int:
     step = next(iter(steps))
     held = max((one["held"] for one in said if one["held"] is not None), default=None)
     if held is not None and step <= held:
-        raise ConfigurationError(
-            f"the weights of step {held} have been published, and those of step {step} come after them"
-        )
+        raise ConfigurationError(f"step {step}: expected a step higher than {held}, whose weights have been published")
     return int(step)
 
 
 def require_one_layout(said: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all trainers send the same weights, given their offers."""
     for rank, one in enumerate(said):
         if one["layout"] != said[0]["layout"]:
             (num, size), (num_0, size_0) = one["size"], said[0]["size"]
@@ -47,7 +51,7 @@ def require_one_layout(said: Sequence[Mapping[str, Any]]) -> None:
 
 
 def agreed_digests(said: Sequence[Sequence[tuple[int, str]]], layout: WeightLayout) -> dict[int, str]:
-    """The digest of every bucket. Where several trainers have one, they have to agree."""
+    """Return the digest of each bucket. Trainers that hold the same bucket must have equal digests."""
     found: dict[int, tuple[str, int]] = {}
     for rank, rows in enumerate(said):
         for bucket, digest in rows:

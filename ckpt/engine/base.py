@@ -1,12 +1,12 @@
-"""The contract of a weight sync engine, and the registry of engines by name. Pure: knows no transport.
+"""The interface of a weight sync engine, and the registry of engines by name. Pure: independent of any transport.
 
-Source of the method names and their order: verl's checkpoint engine abstraction, whose plug-ins these engines can be.
+Source of the method names and their order: verl's checkpoint engine abstraction, for which these engines are plug-ins.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -15,17 +15,18 @@ import torch
 from ckpt.errors import ConfigurationError
 
 NamedTensor = tuple[str, torch.Tensor]
+Weights = Iterable[NamedTensor] | AsyncIterable[NamedTensor]
 CASTABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-"""Types that weights may be cast from and to on their way. Not float8: what is in it has been scaled."""
+"""Types that weights may be cast from and to when they are sent. Not float8, whose values are scaled."""
 Engine = TypeVar("Engine", bound="type[CheckpointEngine]")
 
 
 class WeightVersion(NamedTuple):
-    """Which weights somebody holds.
+    """Identity of one version of the weights.
 
     Attributes:
-        step: the trainer's, after which they were published.
-        digest: 32 hex digits that depend on every name, shape, data type and bit of them.
+        step: the training step after which they were published.
+        digest: 32 hex digits that depend on each name, shape, data type and bit.
     """
 
     step: int
@@ -33,10 +34,10 @@ class WeightVersion(NamedTuple):
 
 
 class MasterMetadata(NamedTuple):
-    """Where the ranks of an engine meet: the store of the first trainer.
+    """Address of the store through which the ranks of an engine meet; the first trainer holds it.
 
     Attributes:
-        address: a name or an IP address, an IPv6 one without brackets.
+        address: host name or IP address, IPv6 without brackets.
     """
 
     address: str
@@ -48,12 +49,12 @@ class SyncReport:
     """Figures of one update; equal on all ranks. Seconds are the slowest rank's.
 
     Attributes:
-        num_bytes: of the weights once, whatever the number of ranks.
-        sent_bytes: what of them was brought to rollouts, once: all, padding included, or what had changed.
-        offload_s: trainers, weights to the host.
-        gather_s: all ranks, agreeing on what travels and whether the rollouts can take it.
-        transfer_s: all ranks, trainers' hosts to rollouts' hosts, every bucket verified.
-        reload_s: rollouts, host to the live model, or the time that the consumer of `receive_weights` took.
+        num_bytes: size of the weights, counted once whatever the number of ranks.
+        sent_bytes: bytes that travelled to the rollouts, counted once: all, padding included, or those that had changed.
+        offload_s: trainers, copying weights to the host.
+        gather_s: all ranks, agreeing on the layout, and whether the rollouts can take it.
+        transfer_s: all ranks, trainers' hosts to rollouts' hosts, each bucket verified.
+        reload_s: rollouts, host to live model, or the time of the consumer of `receive_weights`.
         blocked_s: trainers, the whole call.
     """
 
@@ -69,34 +70,34 @@ class SyncReport:
     blocked_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name, with `bandwidth_gb_s`: 10^9 bytes a second, of the transfer alone."""
+        """Return the fields by name, and `bandwidth_gb_s`: 10^9 bytes a second, of the transfer alone."""
         return asdict(self) | {"bandwidth_gb_s": self.num_bytes / 1e9 / self.transfer_s if self.transfer_s else None}
 
 
 class CheckpointEngine(ABC):
-    """Sends the weights of trainers to rollouts. Every rank has one; the calls of one update are made by all ranks.
+    """Sends the weights of trainers to rollouts. Each rank has one; all ranks make the calls of one update.
 
-    prepare -> build_topology (once, by whoever manages) -> init_process_group -> send_weights | receive_weights -> finalize
+    prepare -> build_topology (once, by the manager) -> init_process_group -> send_weights | receive_weights -> finalize
     """
 
     @abstractmethod
     def prepare(self) -> MasterMetadata | None:
-        """Get ready to be joined. The master returns where; any other rank None. May be called again."""
+        """Prepare to be joined. The master returns the address to meet at; other ranks None. May be called again."""
 
     @classmethod
     @abstractmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[MasterMetadata | None]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return the arguments of `init_process_group`: for trainers, for rollouts; each a list with one value per rank.
+        """Return the arguments of `init_process_group`, for trainers and for rollouts; each a list with one value per rank.
 
         Args:
-            metadata: what `prepare` returned, trainers first.
+            metadata: the results of `prepare`, trainers first.
         """
 
     @abstractmethod
     def init_process_group(self, **kwargs: Any) -> None:
-        """Join the other ranks. Collective; does nothing where the same ranks are joined already."""
+        """Join the other ranks. Collective; does nothing if the same ranks are joined already."""
 
     @abstractmethod
     def finalize(self) -> None:
@@ -104,33 +105,33 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     async def send_weights(self, weights: Iterable[NamedTensor], global_steps: int | None = None) -> dict[str, Any]:
-        """Publish weights. All trainers call it, and the generator of each yields all of them in the same order.
+        """Publish weights. All trainers call it, and each yields all weights in the same order.
 
-        Returns when every rollout has them, with the figures of the update.
+        Returns when each rollout has them, with the figures of the update.
         """
 
     @abstractmethod
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[NamedTensor]:
         """Yield the weights that trainers send. All rollouts call it.
 
-        A tensor is a view of memory that is used again: copy it before the next one is asked for.
+        A tensor is a view of memory that is reused: copy it before requesting the next one.
         """
 
 
 class CheckpointEngineWithCache(CheckpointEngine):
-    """An engine that keeps what came, for a rollout that takes it when its requests are done."""
+    """An engine that keeps the received weights, for a rollout that loads them when its requests are done."""
 
     @abstractmethod
     def get_weights(self) -> AsyncIterator[NamedTensor]:
-        """Yield the newest complete weights that have come. Local: no other rank takes part."""
+        """Yield the newest complete weights received. Local: no other rank takes part."""
 
 
 class CheckpointEngineRegistry:
-    """Engines by name. One whose package is missing is remembered with the reason.
+    """Registry of engines by name, and of those whose package is missing.
 
     Attributes:
-        engines: those that can be had.
-        missing: why the others cannot.
+        engines: those that can be made.
+        missing: the import errors of the others.
     """
 
     engines: ClassVar[dict[str, type[CheckpointEngine]]] = {}
@@ -138,7 +139,7 @@ class CheckpointEngineRegistry:
 
     @classmethod
     def register(cls, backend: str) -> Callable[[Engine], Engine]:
-        """Decorate an engine class with its name; a later one of that name takes its place."""
+        """Return a decorator that registers an engine class; a later one of that name replaces it."""
 
         def keep(engine: Engine) -> Engine:
             cls.engines[backend] = engine
@@ -149,7 +150,7 @@ class CheckpointEngineRegistry:
 
     @classmethod
     def record_import_error(cls, backend: str, error: ImportError) -> None:
-        """Remember why an engine is not there."""
+        """Register an engine that cannot be imported."""
         cls.missing[backend] = error
 
     @classmethod
@@ -157,7 +158,7 @@ class CheckpointEngineRegistry:
         """Return an engine's class.
 
         Raises:
-            ConfigurationError: there is no such engine, or its package is missing.
+            ConfigurationError: no engine has this name, or its package is missing.
         """
         if backend in cls.engines:
             return cls.engines[backend]

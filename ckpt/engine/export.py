@@ -1,4 +1,4 @@
-"""What a trainer publishes of its model: whole tensors under the names of the whole model, on whatever layout it is trained."""
+"""Whole tensors of a model for publishing, under the names of the whole model, whatever the parallel layout of training."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ckpt.state.flatten import TensorLeaf, flatten
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import Stateful, find_aliases
 
-_WHAT = "the weights to publish"
+_OPERATION = "the weights to publish"
 
 
 class WholeWeights:
-    """The tensors of a stateful, one after the other; DTensors gathered, and those of other pipeline stages fetched from there.
+    """Iterable over the tensors of a stateful: DTensors are gathered, tensors of other pipeline stages broadcast from there.
 
-    Iterating is collective among the trainers: all take everything, in one order. A tied tensor comes once, under its first name.
+    Iteration is collective among the trainers: all iterate to the end, in one order. A tied tensor is yielded once, under its first name.
 
     Args:
-        stateful: such as `ckpt.state.statefuls.ModelState(module)`; keeps its names, shapes and data types.
-        topology: of the trainers alone, whose ranks are those of torch's default process group.
+        stateful: such as `ckpt.state.statefuls.ModelState(module)`; its names, shapes and data types must not change.
+        topology: of the trainers only, whose ranks are those of torch's default process group.
 
     Attributes:
-        tied_names: {alias: name under which it comes}.
+        tied_names: {alias: name under which it is yielded}.
 
     Raises:
-        ShardingError: what it holds cannot be published; on all ranks.
-        MissingStateError: at an iteration: it holds other tensors than at first; on all ranks.
+        ShardingError: a tensor cannot be published; on all ranks.
+        MissingStateError: at an iteration: names, shapes or types have changed; on all ranks.
     """
 
     def __init__(self, stateful: Stateful, topology: Topology) -> None:
@@ -57,11 +57,11 @@ class WholeWeights:
                 yield row.name, tensor  # type: ignore[misc]
 
     def _leaves(self) -> dict[str, TensorLeaf]:
-        """What there is now, if it is what was agreed on: who raised alone would leave the others in a collective."""
+        """Return the tensors, checked against those agreed on; collective if iterating is, for a rank that raised alone would block it."""
         together = any(row.is_sharded or holder is not EVERYBODY for row, holder in self._rows)
         with ExitStack() as context:
             if together:
-                context.enter_context(self._topology.operation(_WHAT))
+                context.enter_context(self._topology.operation(_OPERATION))
                 context.enter_context(self._topology.phase("compare"))
             leaves = flatten(self._stateful.state_dict(), "model").tensors
             for row, holder in self._rows:
@@ -70,8 +70,8 @@ class WholeWeights:
         return leaves
 
     def _agree(self) -> None:
-        """Learn who has what, once."""
-        with self._topology.operation(_WHAT), self._topology.phase("names") as phase:
+        """Exchange which rank holds which tensor. Collective; once."""
+        with self._topology.operation(_OPERATION), self._topology.phase("names") as phase:
             leaves = flatten(self._stateful.state_dict(), "model").tensors
             aliases = find_aliases(leaves, tied_names(self._stateful))
             phase.payload = [[_row_of(name, leaf) for name, leaf in leaves.items() if name not in aliases], aliases]
@@ -97,7 +97,7 @@ class WholeWeights:
         if self._topology.rank == holder:
             whole = contiguous(tensor)
         else:
-            # A device without a number is the one that this rank works on.
+            # A device type without an index means this rank's device.
             whole = torch.empty(row.shape, dtype=torch_dtype(row.dtype), device=row.device)
         if whole.numel():
             dist.broadcast(raw_bytes(whole), holder)
@@ -105,12 +105,12 @@ class WholeWeights:
 
 
 class _Row(NamedTuple):
-    """A tensor, as the first rank that holds it, or a part of it, says to all.
+    """Description of a tensor by the first rank that holds it, or a part of it.
 
     Attributes:
         dtype: Zarr v3 name.
-        shape: of the whole.
-        device: the type alone.
+        shape: global.
+        device: type, without an index.
     """
 
     name: str
@@ -121,7 +121,7 @@ class _Row(NamedTuple):
 
 
 EVERYBODY = -1
-"""In place of the rank that holds a tensor."""
+"""In place of a rank: all ranks hold the tensor."""
 
 
 def _row_of(name: str, leaf: TensorLeaf) -> _Row:

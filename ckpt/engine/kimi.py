@@ -1,4 +1,4 @@
-"""Weights through checkpoint-engine: its parameter server holds what trainers publish, and knows who has what.
+"""Transport with checkpoint-engine: its parameter server registers the buckets that trainers publish.
 
 Source: verl's engine of that name, which moves weights by a receiving loop of its own over the parameter server's memory, too.
 """
@@ -16,7 +16,7 @@ from ckpt.engine.members import Members
 from ckpt.engine.parameter_server import BucketServer, Peers
 from ckpt.engine.update import Transport, Update
 from ckpt.engine.versioned import VersionedEngine
-from ckpt.engine.wire.buckets import Buckets
+from ckpt.engine.wire.buffers import Buckets
 from ckpt.engine.wire.pool import ReceivedStream
 from ckpt.engine.wire.transfer import Network, Verifier
 from ckpt.errors import ConfigurationError, RankAbsentError
@@ -27,10 +27,10 @@ _TRANSPORTS = ("pipelined", "update")
 
 
 class ParameterServerTransport(Transport):
-    """Registers pools with a parameter server, and carries what is registered.
+    """Registers pools with a parameter server, and carries their buckets.
 
     Args:
-        by_package: carry by the package's own update; else by broadcasts.
+        by_package: carry by the package's own update; else by `BroadcastTransport`.
 
     Attributes:
         server: of this rank; None: no ranks are joined.
@@ -48,18 +48,12 @@ class ParameterServerTransport(Transport):
         store, device = self._members.store, self._buckets.device.torch_device
         assert store is not None, "the ranks are joined"
         with topology.phase("start the parameter server"):
-            self.server = BucketServer(
-                topology,
-                store,
-                device_type=device.type,
-                device_index=device.index or 0,
-                memory_fraction=self._buckets.memory_fraction,
-            )
+            self.server = BucketServer(topology, store, device, memory_fraction=self._buckets.memory_fraction)
 
     def leave(self) -> None:
         self._broadcast.leave()
         if self.server is not None:
-            self.server.close()
+            self.server.give_up()
         self.server = None
 
     def ready(self, update: Update) -> None:
@@ -84,8 +78,7 @@ class ParameterServerTransport(Transport):
         assert server is not None
         if not layout.num_buckets:
             return
-        timeout_s, group = self._members.timeout_s, self._broadcast.groups_of(update)
-        verifier = Verifier(topology.rank, update)
+        groups, verifier = self._broadcast.groups, Verifier(update)
         hosts = {n: landing.bucket(n) for n in range(layout.num_buckets)} if landing is not None else {}
 
         def carry(tell: Callable[[int], None]) -> None:
@@ -96,11 +89,12 @@ class ParameterServerTransport(Transport):
                     verifier.check(number, hosts[number])
                 tell(number)
 
-            server.update(group("all", range(topology.world_size)), layout.bucket_bytes, timeout_s, take)
+            group = groups.of(f"{update.connections}-all", range(topology.world_size))
+            server.update(group, layout.bucket_bytes, topology.timeout_s, take)
 
         network = self._broadcast.watched(Network(carry))
         try:
-            for _ in network.buckets(topology, timeout_s):
+            for _ in network.buckets(topology):
                 continue
         except RankAbsentError as error:
             raise verifier.failure or error from error
@@ -108,12 +102,12 @@ class ParameterServerTransport(Transport):
 
 @CheckpointEngineRegistry.register("kimi_ckpt_engine")
 class KimiCheckpointEngine(VersionedEngine):
-    """The host pool of every trainer is registered with a `checkpoint_engine.ParameterServer`, once for each layout.
+    """Registers the host pool of each trainer with a `checkpoint_engine.ParameterServer`, once for each layout.
 
     Args:
-        transport: "pipelined": buckets go from pool to rollout as `BroadcastCheckpointEngine` sends them. "update": the package's
-            own `ParameterServer.update` sends them to all ranks, trainers too, three buckets of device memory on each, and its
-            worker's loop takes them; slower, and what inference engines know.
+        transport: "pipelined": buckets travel as those of `BroadcastCheckpointEngine`. "update": the package's own
+            `ParameterServer.update` broadcasts them to all ranks, trainers too, with three buckets of device memory on each, and its
+            worker's loop receives them; slower, but the protocol that inference engines know.
         settings: see `VersionedEngine`.
     """
 
@@ -131,6 +125,6 @@ class KimiCheckpointEngine(VersionedEngine):
 
     @property
     def peers(self) -> Peers | None:
-        """Where `ckpt.engine.parameter_server.read_from_peers` finds the newest version; None: there is none, or no P2P store."""
+        """The newest version's address for `ckpt.engine.parameter_server.read_from_peers`; None: no version, or no P2P store."""
         server = self.transport.server
         return None if server is None or self.version is None else server.peers()

@@ -1,4 +1,4 @@
-"""A rollout's model, which changes from one version to the next as a whole."""
+"""A rollout's model, changed from one version to the next atomically."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from ckpt.state.sharing import Stateful, find_aliases
 
 
 class LiveModel:
-    """Parameters and persistent buffers that generation reads while updates come.
+    """Parameters and persistent buffers that generation reads while updates arrive. A sink of `receive_into`.
 
-    Who reads them does so inside `reading`, and sees one version from the beginning to the end of the block. An update copies into
-    the tensors that are there: views of them, tied names and captured graphs go on to hold. Of a DTensor a rank takes its own part.
+    Readers use the block of `reading`, in which the model has one version. An update copies into the existing tensors, so views, tied
+    names and captured graphs stay valid. Of a DTensor, a rank copies its own part.
 
     Args:
         stateful: such as `ckpt.state.statefuls.ModelState(module)`.
 
     Attributes:
-        version: of the weights that are there; None before the first update, and after one that failed within the copy.
+        version: of the weights; None before the first update, and after one that failed during the copy.
     """
 
     def __init__(self, stateful: Stateful) -> None:
         self._stateful = stateful
         self.version: WeightVersion | None = None
         self._torn = False
-        self._inside: Counter[int] = Counter()  # blocks of `reading`, by thread
-        self._waiting = False  # an update is, for those inside
+        self._inside: Counter[int] = Counter()  # open blocks of `reading`, by thread
+        self._waiting = False  # an update waits for these blocks
         self._changed = threading.Condition()
 
     @contextmanager
     def reading(self) -> Iterator[WeightVersion | None]:
-        """Hold the weights as they are, and say which they are. Any number of threads at once, and blocks within blocks.
+        """Keep the weights unchanged inside the block; gives their version. Any number of threads; blocks may nest.
 
-        An update waits for all that are inside; a thread that is not inside yet waits for the update. An event loop is one thread, and
-        none of its tasks goes on while that waits.
+        An update waits for open blocks; a thread without one waits for the update. An event loop is one thread: all of its tasks
+        wait with it.
 
         Raises:
-            CheckpointError: the last update ended in the middle of the copy.
+            CheckpointError: the last update failed during the copy.
         """
         thread = threading.get_ident()
         with self._changed:
-            # Else readers that come one behind the other would keep it out forever.
+            # Otherwise overlapping readers would keep an update waiting forever.
             while self._waiting and not self._inside[thread]:
                 self._changed.wait()
             if self._torn:
                 raise CheckpointError(
-                    "the live model holds parts of two versions, for its last update failed in the copy: send the weights again"
+                    "the live model holds parts of two versions, because its last update failed during the copy: send the weights again"
                 )
             self._inside[thread] += 1
             version = self.version
@@ -68,14 +68,14 @@ class LiveModel:
         finally:
             with self._changed:
                 self._inside[thread] -= 1
-                self._inside += Counter()  # forget threads that are not inside
+                self._inside += Counter()  # drops threads without open blocks
                 self._changed.notify_all()
 
     def check(self, layout: WeightLayout) -> None:
-        """Refuse weights that are not exactly this model's. Called before a byte moves.
+        """Check that the weights are exactly this model's. Called before a byte moves.
 
         Raises:
-            MissingStateError: names that one side alone has.
+            MissingStateError: only one side has a name.
             ShapeMismatchError: a shape or a data type differs.
             ShardingError: a tensor of the model is a pending sum.
         """
@@ -107,13 +107,13 @@ class LiveModel:
                 )
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
-        """Become another version, as soon as nobody reads. What `check` has passed does not fail here, but for one thing.
+        """Change to another version, as soon as no block of `reading` is open.
 
         Args:
-            weights: whole tensors on the host; each is asked for when the one before has been copied, or its copy is queued.
+            weights: whole host tensors; each is requested when the copy of the one before is done, or queued.
 
         Raises:
-            ReplicationError: names that are one tensor here come with different values; the model is as it was.
+            ReplicationError: names that share memory here arrive with different values; the model is unchanged.
         """
         with torch.no_grad():
             leaves, tied = self._leaves()
@@ -122,24 +122,24 @@ class LiveModel:
                 weights = _of_one_value([*weights], one_memory)
             with self._held():
                 memories = [local_tensor(leaf) for leaf in leaves.values()]
-                wait_for_all(memories)  # what readers have queued on streams of theirs, and left
+                wait_for_all(memories)  # reads that are queued on the readers' streams
                 self._torn, self.version = True, None
                 _copy(leaves, weights, one_memory, tied)
                 wait_for_all(memories)
                 self._torn, self.version = False, version
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the stateful, for `state_digest`."""
+        """Return the state dict of the stateful, for `state_digest`."""
         return self._stateful.state_dict()
 
     @property
     def tied_names(self) -> dict[str, str]:
-        """That of the stateful."""
+        """Names that the stateful declares as tied, {alias: name}."""
         return dict(tied_names(self._stateful))
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Keep readers out, when the last one is."""
+        """Wait until no reader is left, and keep new ones out inside the block."""
         with self._changed:
             try:
                 while self._inside:
@@ -151,7 +151,7 @@ class LiveModel:
                 self._changed.notify_all()
 
     def _leaves(self) -> tuple[dict[str, TensorLeaf], dict[str, str]]:
-        """The tensors by name, and {alias: first name} of the tied ones, by memory or as the model declares it."""
+        """Return the tensors by name, and {alias: first name} of tied ones, which share memory or are declared as tied."""
         leaves = flatten(self._stateful.state_dict(), "model").tensors
         return leaves, first_names(find_aliases(leaves, self.tied_names))
 
@@ -159,7 +159,7 @@ class LiveModel:
 def _copy(
     leaves: dict[str, TensorLeaf], weights: Iterable[NamedTensor], one_memory: dict[str, str], tied: dict[str, str]
 ) -> None:
-    """Fill every memory of the model once: from its own name, or from another one of the weights that it is tied to."""
+    """Fill each memory of the model once: from the weight of its name, or from one that it is tied to."""
     boxes = DTensorBoxes()
     filled: set[str] = set()
     sent: dict[str, torch.Tensor] = {}
@@ -180,7 +180,7 @@ def _copy(
 
 
 def _of_one_value(weights: list[NamedTensor], one_memory: dict[str, str]) -> list[NamedTensor]:
-    """Return the weights, unless some that have one memory here are different."""
+    """Return the weights; raise if weights that share memory here differ."""
     first: dict[str, NamedTensor] = {}
     for name, host in weights:
         other_name, other = first.setdefault(one_memory.get(name, name), (name, host))

@@ -1,36 +1,37 @@
-"""The ranks of an engine: how they meet and part, and the thread that speaks for one of them."""
+"""The ranks of an engine: how they join and leave, and the thread that makes the collective calls of one."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from ckpt.engine.base import MasterMetadata
-from ckpt.engine.engine_thread import EngineThread, done
 from ckpt.errors import ConfigurationError, RankAbsentError
+from ckpt.memory.device import same_device
 from ckpt.ranks.addresses import own_address
 from ckpt.ranks.stores import StoreGoneError, reach, serve
 from ckpt.ranks.topology import Topology
+from ckpt.ranks.waiting import OutOfTimeError, poll_until
 
 Result = TypeVar("Result")
 
 TOPOLOGY = "topology"
-"""Where in an engine's store its ranks agree."""
-_NEVER = ConfigurationError("the engine has not joined any ranks: call init_process_group first")
+"""Prefix of the agreement's keys in an engine's store."""
+_NOT_JOINED = "the engine has not joined any ranks: call init_process_group first"
 _LINGER_S = 1.0
 _LEAVE_S = 5.0
 
 
 class Place(NamedTuple):
-    """The ranks to join, and which of them this process is; see `VersionedEngine.init_process_group`."""
+    """The arguments of a join; see `VersionedEngine.init_process_group`."""
 
     rank: int
     num_trainers: int
@@ -40,28 +41,28 @@ class Place(NamedTuple):
 
 
 class Members:
-    """The trainers and rollouts of an engine, as one of them sees them.
+    """The trainers and rollouts of an engine, on one of its ranks.
 
     Ranks are 0 to T - 1 for trainers and T to T + R - 1 for rollouts; colocated, the same T ranks are both.
 
         apart --- prepare, join ---> joined --- leave ---> apart
 
-    Every collective call is made by one thread, which lives while the ranks are joined: the event loop goes on.
+    One thread makes all collective calls; it lives while the ranks are joined, and the event loop never blocks.
 
     Args:
-        timeout_s: a rank that stands still for so long is absent.
+        timeout_s: a rank that does not move for so long is absent.
         colocated: the trainers are the rollouts.
-        is_master: this rank's `prepare` says where to meet. True on the first trainer alone.
+        is_master: this rank holds the store to meet at. True on the first trainer only.
 
     Attributes:
-        rank: of the engine.
+        rank: of this process, in the engine.
         trainers, rollouts: the ranks that send, and that receive.
         topology: of all ranks; None: they are not joined.
         store: through which they meet.
-        cancelled: a call was, and what is under way in the thread is to fail.
+        cancelled: set when a call was cancelled, so that the update under way fails.
 
     Raises:
-        ConfigurationError: a value that cannot be.
+        ConfigurationError: a value is out of range.
     """
 
     def __init__(self, *, timeout_s: float, colocated: bool, is_master: bool) -> None:
@@ -85,19 +86,19 @@ class Members:
         return self._thread is not None
 
     def require_topology(self) -> Topology:
-        """The topology of all ranks.
+        """Return the topology of all ranks.
 
         Raises:
             ConfigurationError: they are not joined.
         """
         if self.topology is None:
-            raise _NEVER
+            raise ConfigurationError(_NOT_JOINED)
         return self.topology
 
     # Meeting and parting
 
     def prepare(self) -> MasterMetadata | None:
-        """See `CheckpointEngine.prepare`. The master's store is there from now on."""
+        """See `CheckpointEngine.prepare`. The master starts its store."""
         if not self.is_master:
             return None
         if self._meeting is None:
@@ -106,10 +107,10 @@ class Members:
         return self._meeting[1]
 
     def are_joined_as(self, place: Place) -> bool:
-        """Whether there is nothing left to join.
+        """Whether these ranks are joined already.
 
         Raises:
-            ConfigurationError: numbers that cannot be; other ranks are joined.
+            ConfigurationError: a number is out of range, or other ranks are joined.
         """
         world_size = place.num_trainers + (0 if self.colocated else place.num_rollouts)
         if place.num_trainers < 1 or place.num_rollouts < 1 or not 0 <= place.rank < world_size:
@@ -118,7 +119,7 @@ class Members:
             )
         if self.colocated and place.num_rollouts != place.num_trainers:
             raise ConfigurationError(
-                f"colocated, {place.num_trainers} trainers are as many rollouts, not {place.num_rollouts}"
+                f"colocated: expected as many rollouts as trainers, {place.num_trainers}, found {place.num_rollouts}"
             )
         if self._joined_as not in (None, place):
             raise ConfigurationError(
@@ -128,11 +129,11 @@ class Members:
         return self._joined_as is not None
 
     def join(self, place: Place, host: str | None, get_ready: Callable[[Topology], None]) -> None:
-        """Join the other ranks. If it fails, `leave` comes next.
+        """Join the other ranks. If it fails, call `leave` next.
 
         Args:
             host: name of this host; None: its own.
-            get_ready: called on all ranks by the thread, as part of the join; may have phases.
+            get_ready: last part of the join, called by the thread on all ranks; may have phases.
 
         Raises:
             RankAbsentError: a rank did not come.
@@ -146,9 +147,9 @@ class Members:
         self._joined_as = place
 
     def leave(self, last: Callable[[], None]) -> None:
-        """Leave the other ranks, waiting for none of them; any may be gone. Does nothing if none are joined.
+        """Leave the other ranks without waiting for them; any may be gone. Does nothing if none are joined.
 
-        A call that is under way is waited for a moment; one that is stuck is left to itself.
+        Waits up to 5 s for a call under way; one that hangs is abandoned.
 
         Args:
             last: called by the thread before the ranks part.
@@ -167,7 +168,7 @@ class Members:
                     topology.close()
 
     def say_ended(self, topology: Topology) -> None:
-        """Tell the others that this rank needs the store no more for an operation among the ranks of `topology`."""
+        """Tell the others that this rank no longer needs the store for an operation of `topology`."""
         if self.topology in (None, topology):
             self._num_ended += 1
             if self.store is not None:
@@ -193,19 +194,21 @@ class Members:
                 self._linger(self.topology.world_size)
 
     def _linger(self, world_size: int) -> None:
-        """The store that the ranks agree through goes with this process: let the others read how the last update ended."""
+        """Wait until the others have read how the last update ended: the master's store ends with its process."""
         if self._meeting is None or not self._num_ended:
             return
-        store, until = self._meeting[0], time.monotonic() + _LINGER_S
-        for key in [f"ended/{rank}" for rank in range(world_size)]:
-            while not store.check([key]) or int(store.get(key)) < self._num_ended:
-                if time.monotonic() > until:
-                    return  # it is gone, or in no hurry
-                time.sleep(0.005)
+        store, keys = self._meeting[0], [f"ended/{rank}" for rank in range(world_size)]
+
+        def all_ended() -> bool | None:
+            ended = store.check(keys) and all(int(store.get(key)) >= self._num_ended for key in keys)
+            return True if ended else None
+
+        with suppress(OutOfTimeError):  # one is gone, or in no hurry
+            poll_until(all_ended, timeout_s=_LINGER_S)
 
     def _store_of(self, master: MasterMetadata | None) -> Store:
         if master is None:
-            raise ConfigurationError("the engine is not told where to meet: give master_metadata or a store")
+            raise ConfigurationError("the engine has no address to meet at: give master_metadata or a store")
         if self._meeting is not None:
             return self._meeting[0]
         try:
@@ -218,13 +221,13 @@ class Members:
     # The thread
 
     def submit(self, call: Callable[..., Result], *args: Any) -> Future[Result]:
-        """Queue for the thread."""
+        """Queue a call for the thread."""
         if self._thread is None:
-            raise _NEVER
+            raise ConfigurationError(_NOT_JOINED)
         return self._thread.submit(call, *args)
 
     async def run_to_the_end(self, call: Callable[..., Result], *args: Any) -> Result:
-        """Run in the thread what the others count on, while the event loop goes on: a caller that is cancelled is so when it is done."""
+        """Make a call in the thread that the other ranks wait for: if the caller is cancelled, it takes effect after the call."""
         future = self.submit(call, *args)
         try:
             return await done(future)
@@ -234,8 +237,62 @@ class Members:
             raise
 
 
+class EngineThread:
+    """Makes calls one after the other, in a daemon thread: a call that never ends does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, args=(same_device(),), name="ckpt-engine", daemon=True).start()
+
+    def submit(self, call: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Queue a call; return its future."""
+        future: Future[Result] = Future()
+        self._calls.put((future, lambda: call(*args)))
+        return future
+
+    def stop(self) -> None:
+        """End after the call under way, and cancel those that are queued. Does not wait."""
+        self._stopped.set()
+        self._calls.put(None)
+
+    def _run(self, begin: Callable[[], None]) -> None:
+        begin()
+        while (queued := self._calls.get()) is not None:
+            future, call = queued
+            if self._stopped.is_set():
+                future.cancel()
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+            del queued, future, call  # a result may hold much memory until the next call
+
+
+async def done(future: Future[Result], cancelled: Callable[[], object] = lambda: None) -> Result:
+    """Wait for another thread, which goes on if this task is cancelled.
+
+    Args:
+        cancelled: called if it is.
+    """
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: Future[Result]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and no task waits
+            loop.call_soon_threadsafe(ended.set)
+
+    future.add_done_callback(tell)
+    try:
+        await ended.wait()
+    except asyncio.CancelledError:
+        cancelled()
+        raise
+    return future.result()
+
+
 def own_store(timeout_s: float) -> tuple[TCPStore, str]:
-    """Hold a store for the ranks of an engine, and return it with the one address on which it listens.
+    """Start a store for the ranks of an engine; return it, and the only address on which it listens.
 
     Raises:
         ConfigurationError: it cannot listen there.

@@ -1,4 +1,4 @@
-"""Weights that stay in their process: trainer and rollout are one, and each has all of them."""
+"""Transport within one process: each rank is trainer and rollout, and has all weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ckpt.ranks.topology import Topology
 
 
 class InProcessTransport(Transport):
-    """Copies each bucket from the pool of a rank to its own landing."""
+    """Copies each bucket from the pool of a rank to its landing."""
 
     def owners(self, topology: Topology, trainers: Sequence[int]) -> list[int]:
-        return [0]  # each stands for it and has all buckets; their digests are compared
+        return [0]  # each rank sends all buckets, and their digests are compared
 
     def carry(self, update: Update) -> None:
         assert update.pool is not None and update.landing is not None, "every rank is both"
@@ -35,12 +35,12 @@ class InProcessTransport(Transport):
 
 @CheckpointEngineRegistry.register("naive")
 class NaiveCheckpointEngine(VersionedEngine):
-    """Every rank takes the weights from its own trainer, through its host memory; only verdicts and digests travel.
+    """Each rank takes the weights of its own trainer, through its host memory; only agreements and digests travel between ranks.
 
     Args: see `VersionedEngine`; it is always colocated.
 
     Raises:
-        ConfigurationError: `delta`, where no byte leaves its process.
+        ConfigurationError: with `delta`, for no byte leaves its process.
     """
 
     def __init__(self, bucket_size: int | None = None, **settings: Any) -> None:

@@ -1,16 +1,17 @@
-"""The weights of a trainer, taken one by one and copied to its host in the types in which they travel."""
+"""A trainer's weights, copied to its host one by one, in the types in which they travel."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 
-from ckpt.engine.base import CASTABLE, NamedTensor
+from ckpt.engine.base import CASTABLE, NamedTensor, Weights
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import HostPool
 from ckpt.errors import ConfigurationError
@@ -21,10 +22,10 @@ _PAUSE_EVERY = 16  # tensors after which a sender's event loop may do something 
 
 
 class TravelTypes:
-    """The type in which each weight reaches the rollouts; see `VersionedEngine`.
+    """The type in which each weight travels; see `rollout_dtype` and `keep_dtype` of `VersionedEngine`.
 
     Raises:
-        ConfigurationError: a type that nothing is cast to.
+        ConfigurationError: weights cannot be cast to this type.
     """
 
     def __init__(self, rollout_dtype: str | torch.dtype | None, keep_dtype: Sequence[str]) -> None:
@@ -42,12 +43,13 @@ class TravelTypes:
 
 @dataclass
 class Offloaded:
-    """What one trainer has on its host.
+    """The weights of an update on one trainer's host.
 
     Attributes:
-        began: the call, by the clock of `time.perf_counter`.
-        digests: of its buckets.
-        error: why it has nothing.
+        began: start of the update, by `time.perf_counter`.
+        digests: of this rank's buckets.
+        error: of the copy, which the other ranks are told in the update.
+        seconds: that the copy took.
     """
 
     layout: WeightLayout
@@ -58,22 +60,23 @@ class Offloaded:
 
     async def take(
         self,
-        weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor],
+        weights: Weights,
         travels_as: Callable[[str, torch.dtype], torch.dtype],
         pool: HostPool,
         *,
         progress: Callable[[], None],
         seal: Callable[[], Awaitable[dict[int, str]]],
     ) -> None:
-        """Take all weights; copy those parts to the host that this rank owns. What goes wrong is told to all ranks afterwards.
+        """Copy the parts that this rank owns to the host. An error is kept, and the iteration goes on: exporting may be collective.
 
         Args:
+            travels_as: gives the type in which a weight travels, from its name and type.
             progress: called for each weight.
-            seal: `pool.seal`, in a thread where it may wait.
+            seal: calls `pool.seal` in a thread that may wait.
         """
         try:
-            async for number, (name, tensor) in _numbered(weights):
-                # A failure of ours is no reason not to take the rest: the others' exports wait for ours.
+            numbers = itertools.count(1)
+            async for name, tensor in _each(weights):
                 whole = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
                 if self.error is None:
                     try:
@@ -82,7 +85,7 @@ class Offloaded:
                     except Exception as error:
                         self.error = error
                 progress()
-                if number % _PAUSE_EVERY == 0:
+                if next(numbers) % _PAUSE_EVERY == 0:
                     await asyncio.sleep(0)
             if self.error is None:
                 self.digests = await seal()
@@ -91,15 +94,10 @@ class Offloaded:
         self.seconds = time.perf_counter() - self.began
 
 
-async def _numbered(
-    weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor],
-) -> AsyncIterator[tuple[int, NamedTensor]]:
-    number = 0
+async def _each(weights: Weights) -> AsyncIterator[NamedTensor]:
     if isinstance(weights, AsyncIterable):
         async for named in weights:
-            number += 1
-            yield number, named
+            yield named
     else:
         for named in weights:
-            number += 1
-            yield number, named
+            yield named

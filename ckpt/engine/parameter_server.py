@@ -1,10 +1,10 @@
-"""The `checkpoint-engine` package as it is used here, and all that is changed in it: the only file that imports it.
+"""The `checkpoint-engine` package as it is used here, and all changes to it. The only file that imports it.
 
-On npu and cuda its own device layer is used. It knows no CPU, so there its device managers are replaced. On every device the
-handle of its buffer and its collectives are, because trainer and consumer are one process, and torch's default process group is the
-trainer's; its store, for the ranks have one; and the garbage collector that it runs five times in an update, which takes longer than
-small updates do, and finds nothing. A name is re-bound while a thread of ours needs it, and means to all other threads what it
-did. Each that is re-bound, or private, is listed in `REBOUND` and `PRIVATE`, and a test says so if one goes.
+Its own device layer serves npu and cuda. It does not support CPUs: there its device managers are replaced. Replaced on all devices are
+the handle of its buffer, for trainer and consumer are one process; its collectives, for torch's default process group is the trainer's;
+its store, for the ranks have one; and the garbage collections, five in an update, which take longer than a small update and find nothing.
+A name is re-bound while a thread of this file needs it, and keeps its value in all other threads. `REBOUND` and `PRIVATE` list each name
+that is re-bound, or private; a test notices if one goes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ckpt.errors import ConfigurationError, RankLeftError
 
 _FITTING = ("0.4.2", "0.5")
-_version = metadata.version("checkpoint-engine")  # raises an ImportError of its own where there is none
+_version = metadata.version("checkpoint-engine")  # raises an ImportError if it is not installed
 if not Version(_FITTING[0]) <= Version(_version) < Version(_FITTING[1]):
     raise ImportError(
         f"checkpoint-engine {_version} is installed, and {_FITTING[0]} or later, before {_FITTING[1]}, is needed: "
@@ -48,6 +48,7 @@ from loguru import logger  # noqa: E402
 
 from ckpt.engine.wire.group import OwnGroup  # noqa: E402
 from ckpt.ranks.topology import Topology  # noqa: E402
+from ckpt.ranks.waiting import poll_until  # noqa: E402
 
 REBOUND = (
     (ce_ps, "DeviceManager"),
@@ -70,7 +71,7 @@ PRIVATE = (
 )
 
 Peers = list[tuple[str, list[tuple[int, int, int]]]]
-"""Of each trainer its address, and of each of its buckets the number, the address in its memory, and the bytes."""
+"""For each trainer its address, and for each of its buckets the number, the address in its memory, and the size in bytes."""
 
 _CHECKPOINT = "weights"
 _NAME = "bucket-{:05d}"
@@ -79,35 +80,34 @@ logger.disable("checkpoint_engine")  # a line per bucket; logger.enable("checkpo
 
 
 class BucketServer:
-    """A `ParameterServer` over buckets that lie in a host pool already. One thread at a time.
+    """A `ParameterServer` over buckets that are in a host pool already. One thread at a time.
 
     Args:
-        topology: of all ranks; metadata goes through it as JSON.
+        topology: of all ranks; exchanges metadata as JSON.
         store: of all ranks.
-        device_index: of this rank's device.
+        device: of this rank.
     """
 
-    def __init__(
-        self, topology: Topology, store: Store, *, device_type: str, device_index: int, memory_fraction: float
-    ) -> None:
+    def __init__(self, topology: Topology, store: Store, device: torch.device, *, memory_fraction: float) -> None:
         self._topology = topology
-        self._index = device_index
-        self._is_host = device_type == "cpu"
+        self._index = device.index or 0
+        self._is_host = device.type == "cpu"
         self._messages = _Messages()
-        with self._on_device(), _torch.meaning(_with_store(PrefixStore("checkpoint-engine", store))):
+        ours = _torch_with(PrefixStore("checkpoint-engine", store))
+        with self._package(), _rebound({(ce_ps, "torch"): ours}):
             self._server = _PooledServer(
-                self._messages, device_index, topology.rank, topology.world_size, memory_fraction=memory_fraction
+                self._index, topology.rank, topology.world_size, memory_fraction=memory_fraction
             )
 
     def register(self, buckets: Mapping[int, torch.Tensor]) -> None:
-        """Make known to all ranks what this one sends, in place of what it sent before. Collective.
+        """Register the buckets that this rank sends, in place of those before, and tell all ranks. Collective.
 
         Args:
-            buckets: flat host memory by number; stays where it is until the next call.
+            buckets: flat host memory by number; must not move until the next call.
         """
         self.unregister()
         self._server.adopt(_CHECKPOINT, [_memory_buffer(number, host) for number, host in sorted(buckets.items())])
-        with _collectives.meaning(_Collectives(self._topology, None, self._messages)):
+        with self._package():
             self._server.gather_metas(_CHECKPOINT)
 
     def unregister(self) -> None:
@@ -115,15 +115,10 @@ class BucketServer:
         if _CHECKPOINT in self._server._memory_pool:
             self._server.unregister_checkpoint(_CHECKPOINT)
 
-    def metas(self) -> Mapping[int, Any]:
-        """What is registered, by rank, as the package keeps it."""
-        metas: Mapping[int, Any] = self._server.get_metas()
-        return metas
-
     def peers(self) -> Peers | None:
-        """Where `read_from_peers` finds what is registered; None: nothing is, or the package has no P2P store here."""
+        """Return the registered buckets for `read_from_peers`; None: there are none, or the package has no P2P store here."""
         found: Peers = []
-        for items in self.metas().values():
+        for items in self._server.get_metas().values():
             if items.p2p_store_addr is None:
                 return None
             buffers = [(_number(of.metas[0].name), of.ptr, of.size) for of in items.memory_buffer_metas_list]
@@ -133,17 +128,15 @@ class BucketServer:
     def update(
         self, group: OwnGroup, bucket_bytes: int, timeout_s: float, take: Callable[[int, torch.Tensor], None]
     ) -> None:
-        """Broadcast all buckets to all ranks by the package's own loop, and hand each to `take` in its worker's loop. Collective.
+        """Broadcast all buckets to all ranks by the package's own loop; its worker's loop gives each to `take`. Collective.
 
         Args:
-            group: all ranks.
-            take: number of the bucket, and its bytes in memory that is used again. What it raises fails the update on all ranks.
+            group: of all ranks.
+            take: gets the number of a bucket, and its bytes in memory that is reused. Its errors fail the update on all ranks.
 
         Raises:
-            RuntimeError: a rank failed; torch.distributed's own errors where one is gone.
+            RuntimeError: a rank failed; an error of torch.distributed, if a rank is gone.
         """
-
-        messages = self._messages
 
         def run(batch: Sequence[tuple[str, torch.Tensor]]) -> None:
             for name, bucket in batch:
@@ -151,76 +144,69 @@ class BucketServer:
 
         def consume(handles: Sequence[tuple[str, str]]) -> None:
             path = handles[self._topology.rank][1]
-            # What goes wrong here is told to, or by, the thread that has this one made, which raises it.
-            with suppress(Exception), messages.ended_on_error(), self._on_device(), _worker_gc.meaning(_NO_GARBAGE):
+            # The thread that started this one raises its errors: it gets them as messages, or sent them.
+            with suppress(Exception), messages.ended_on_error(), self._package():
                 ce_worker.update_weights_from_ipc(messages, path, device_id=self._index, run=run)
 
-        with (
-            messages.in_use(),
-            self._on_device(),
-            _collectives.meaning(_Collectives(self._topology, group, messages)),
-            _reduce_tensor.meaning(_handle_within_process),
-            _ps_gc.meaning(_NO_GARBAGE),
-        ):
+        with _Messages() as messages:
+            self._messages = self._server._zmq_ctx = messages
             self._server.bucket_bytes = bucket_bytes
-            self._server.update(_CHECKPOINT, consume, timeout=timedelta(seconds=timeout_s))
+            with self._package(group):
+                self._server.update(_CHECKPOINT, consume, timeout=timedelta(seconds=timeout_s))
 
     def give_up(self) -> None:
-        """End an update that is under way, and may be stuck, in another thread. The next one is as good as any."""
-        self._messages.close()
-        self._messages = self._server._zmq_ctx = _Messages()
-
-    def close(self) -> None:
-        """Let go of the sockets."""
-        self._messages.close()
+        """End an update that may hang in another thread. Later updates are possible."""
+        self._messages.give_up()
 
     @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        with ExitStack() as names:
-            if self._is_host:
-                names.enter_context(_ps_device.meaning(_HostDeviceManager))
-                names.enter_context(_worker_device.meaning(_HostDeviceManager))
+    def _package(self, group: OwnGroup | None = None) -> Iterator[None]:
+        """Give the package's names the values that this server needs, in this thread."""
+        meanings: dict[tuple[ModuleType, str], Any] = {
+            (ce_distributed, "_BACKEND_INSTANCE"): _Collectives(self._topology, group, self._messages),
+            (ce_ps, "reduce_tensor"): _handle_within_process,
+            (ce_ps, "gc"): _NO_GARBAGE,
+            (ce_worker, "gc"): _NO_GARBAGE,
+        }
+        with _rebound(meanings | (_HOST_DEVICE if self._is_host else {})):
             yield
 
 
 def worker_name(device_index: int) -> str:
-    """The name under which the worker of an inference engine on this device looks for its weights, as the package makes it.
+    """Return the name under which an inference engine's worker on this device looks up its weights, as the package makes it.
 
-    "GPU-<uuid>" on cuda, for any device that this process sees; "NPU-<address>-<chip>" on npu, for the one that it works on.
+    "GPU-<uuid>" on cuda, for any visible device; "NPU-<address>-<chip>" on npu, for the current device.
 
     Raises:
-        ConfigurationError: it cannot be known.
+        ConfigurationError: the name cannot be found out.
     """
     try:
         return str(ce_ps._get_physical_gpu_id(ce_ps.DeviceManager(), device_index))
     except (AssertionError, ValueError, TypeError, OSError) as error:
         raise ConfigurationError(
-            f"the name of device {device_index} for the workers of an inference engine cannot be known here: {error}; give it yourself"
+            f"the name of device {device_index} for the workers of an inference engine cannot be found out here: {error}; set it yourself"
         ) from error
 
 
 def read_from_peers(
     peers: Sequence[Sequence[Any]], buckets: Mapping[int, torch.Tensor], *, device_type: str, device_index: int = 0
 ) -> None:
-    """Pull buckets out of the trainers' host memory, through the package's P2P store, into that of a process that is in no group.
+    """Read buckets from the trainers' host memory through the package's P2P store, in a process that has not joined.
 
-    Nothing keeps the trainers from changing them meanwhile: what came is to be held against its digests.
+    The trainers may change them meanwhile: compare the bytes with their digests.
 
     Args:
-        peers: what `BucketServer.peers` returned on a trainer, through JSON or not.
+        peers: result of `BucketServer.peers` on a trainer, as JSON or not.
         buckets: flat host memory by number.
 
     Raises:
-        ConfigurationError: mooncake, which the package needs for it, is not installed or does not work here.
+        ConfigurationError: mooncake, which the package needs for this, is not installed or does not work here.
         RankLeftError: a trainer is gone, or has no such bucket.
     """
     where = {number: (address, pointer, size) for address, of in peers for number, pointer, size in of}
     missing = buckets.keys() - where.keys()
     if missing or any(where[number][2] != len(host) for number, host in buckets.items()):
         raise RankLeftError(f"the trainers have other buckets than the {len(buckets)} that are to be read from them")
-    with ExitStack() as names:
-        if device_type == "cpu":
-            names.enter_context(_ps_device.meaning(_HostDeviceManager))
+    with _rebound(_HOST_DEVICE if device_type == "cpu" else {}):
         store = _p2p_store(device_index)
     own = {f"bucket {number}": host for number, host in buckets.items()}
     try:
@@ -244,7 +230,7 @@ def read_from_peers(
 
 def _p2p_store(device_index: int) -> Any:
     try:
-        with _environment({"RANK": str(device_index)}):  # by which it chooses a network device
+        with _environment({"RANK": str(device_index)}):  # determines its network device
             return ce_ps.P2PStore(ce_ps.DeviceManager())
     except ImportError as error:
         raise ConfigurationError(
@@ -254,18 +240,17 @@ def _p2p_store(device_index: int) -> Any:
 
 
 class _PooledServer(ce_ps.ParameterServer):  # type: ignore[misc]
-    """
+    """The package's server with three changes: registered memory is not copied, no barriers, the engine's size of buckets.
+
     Attributes:
-        bucket_bytes: that no bucket is larger than.
+        bucket_bytes: the largest size of a bucket.
     """
 
     bucket_bytes = 0
 
-    def __init__(
-        self, messages: _Messages, device_index: int, rank: int, world_size: int, *, memory_fraction: float
-    ) -> None:
+    def __init__(self, device_index: int, rank: int, world_size: int, *, memory_fraction: float) -> None:
         self._device_index = device_index
-        # The package takes rank 0 for unset, and then looks here; its P2P store looks nowhere else.
+        # The package takes rank 0 for unset, and then reads the environment; its P2P store always does.
         with _environment({"RANK": str(rank), "WORLD_SIZE": str(world_size)}):
             super().__init__(
                 rank=rank,
@@ -276,7 +261,6 @@ class _PooledServer(ce_ps.ParameterServer):  # type: ignore[misc]
                 master_port=1,
             )
         self._zmq_ctx.term()
-        self._zmq_ctx: Any = messages
         self._device_uuid = (
             uuid.uuid4().hex
         )  # the name of a socket of this host: two jobs, or ranks, on one device shall not meet
@@ -287,19 +271,19 @@ class _PooledServer(ce_ps.ParameterServer):  # type: ignore[misc]
 
     @_local_rank.setter
     def _local_rank(self, _: int) -> None:
-        """The package takes the rank modulo the number of devices, whichever device is the rank's."""
+        """Ignore the package's value, the rank modulo the number of devices."""
 
     def adopt(self, name: str, buffers: list[MemoryBuffer]) -> None:
-        """Register memory that is there: `register_checkpoint` would make a copy of it."""
+        """Register existing memory, of which `register_checkpoint` would make a copy."""
         self._memory_pool[name] = buffers
         if self._p2p_store is not None:
             self._register_parameters_to_p2p_store(name)
 
     def store_based_barrier(self, timeout: timedelta = timedelta(0)) -> None:
-        """The phase that an update is within ends on all ranks at once; the package's barrier would wait minutes for one that is gone."""
+        """Do nothing: an update is within a phase, and the package's barrier would wait minutes for a rank that is gone."""
 
     def _detect_bucket_size(self, *args: Any, **named: Any) -> tuple[int, bool]:
-        """In place of a limit in the environment."""
+        """Limit the size by `bucket_bytes`, in place of the environment."""
         size, in_place = super()._detect_bucket_size(*args, **named)
         return min(size, self.bucket_bytes), in_place
 
@@ -315,8 +299,11 @@ def _memory_buffer(number: int, host: torch.Tensor) -> MemoryBuffer:
     return MemoryBuffer(buffer=host, size=len(host), metas=[meta])
 
 
-class _Collectives(ce_distributed.Distributed):  # type: ignore[misc]
-    """The package's collectives, among the ranks of an engine. After the first that fails, all do, and no message is waited for."""
+class _Collectives:
+    """The collectives that the package calls, among the ranks of an engine. After one has failed all fail, and no message is waited for.
+
+    Source of the methods: `checkpoint_engine.distributed.base.Distributed`.
+    """
 
     def __init__(self, topology: Topology, group: OwnGroup | None, messages: _Messages) -> None:
         self._topology = topology
@@ -343,15 +330,6 @@ class _Collectives(ce_distributed.Distributed):  # type: ignore[misc]
         with self._of_all() as ours:
             ours.barrier()
 
-    def init_process_group(self, rank: int, world_size: int, store: Any, **_: Any) -> None:
-        raise ConfigurationError("the engine makes its process groups itself")
-
-    def destroy_process_group(self, group: Any = None) -> None:
-        raise ConfigurationError("the engine leaves its process groups itself")
-
-    def new_group(self, ranks: list[int], **_: Any) -> Any:
-        raise ConfigurationError("updates of some ranks only need the package's P2P store")
-
     @contextmanager
     def _of_all(self) -> Iterator[OwnGroup]:
         assert self._group is not None, "an update is given its group"
@@ -360,66 +338,50 @@ class _Collectives(ce_distributed.Distributed):  # type: ignore[misc]
             yield self._group
 
 
-# The messages between the package's server and its worker's loop, which wait for each other without end
+# The messages between the package's server and its worker's loop, which wait for each other without a timeout
 
 
 class _Messages:
-    """Makes their sockets, as a context of zmq does, of a kind that stops to wait when it is told to."""
+    """In place of a zmq context, for one update: makes sockets whose waits can be ended. The block of an update closes them."""
 
     def __init__(self) -> None:
-        self._context = zmq.Context()
         self._sockets: list[_PatientSocket] = []
-        self._closed = threading.Event()
-        self._is_used = False
-        self._lock = threading.Lock()
+        self._is_over = threading.Event()
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
         self._sockets.append(_PatientSocket.of(self._context, kind, self.require_open))
         return self._sockets[-1]
 
     def require_open(self) -> None:
-        """Raise if nothing is to be waited for any more."""
-        if self._closed.is_set():
+        """Raise if the waits have been ended."""
+        if self._is_over.is_set():
             raise RankLeftError("the update was given up")
 
     @contextmanager
     def ended_on_error(self) -> Iterator[None]:
-        """Who waits for a message of the block's shall not, after an error."""
+        """End all waits if the block raises, for its messages will not come."""
         try:
             yield
         except BaseException:
-            self._closed.set()
+            self.give_up()
             raise
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """For an update, whose threads alone may close its sockets."""
-        self._is_used = True
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._is_used = False
-                self._end()
+    def give_up(self) -> None:
+        """End all waits. Any thread."""
+        self._is_over.set()
 
-    def close(self) -> None:
-        """End what waits, and let go of all sockets; of those in use, when they are not."""
-        with self._lock:
-            self._closed.set()
-            self._end()
+    def __enter__(self) -> _Messages:
+        self._context = zmq.Context()
+        return self
 
-    def _end(self) -> None:
-        if self._is_used:
-            return
+    def __exit__(self, *_: object) -> None:
         for made in self._sockets:
             made.close(linger=0)
-        self._sockets.clear()
-        if self._closed.is_set():
-            self._context.term()
+        self._context.term()
 
 
 class _PatientSocket(zmq.Socket[bytes]):
-    """Both ends are threads of this process, so no other one can connect, whatever address the package has in mind."""
+    """A socket between two threads: whatever address the package gives, it is one of this process."""
 
     _require_open: Callable[[], None]
 
@@ -436,8 +398,7 @@ class _PatientSocket(zmq.Socket[bytes]):
         return super().connect(_within_process(addr))
 
     def recv(self, *args: Any, **named: Any) -> Any:
-        while not self.poll(200):
-            self._require_open()
+        poll_until(lambda: self.poll(200) or None, look=self._require_open, nap=None)
         return super().recv(*args, **named)
 
 
@@ -446,6 +407,7 @@ def _within_process(address: str) -> str:
 
 
 _lent: dict[int, torch.Tensor] = {}
+"""Registry of buffers on their way to the worker's loop, by number: a message is a pickle, and cannot hold a tensor's memory."""
 _numbers = itertools.count()
 
 
@@ -454,14 +416,14 @@ def _lent_buffer(number: int, *_: object) -> torch.Tensor:
 
 
 def _handle_within_process(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-    """In place of a device's handle for other processes: CUDA cannot open its own. The receiver overwrites the seventh value."""
+    """In place of a handle for other processes, which CUDA cannot open in the same one. The receiver sets the seventh argument."""
     number = next(_numbers)
     _lent[number] = tensor
     return _lent_buffer, (number, None, None, None, None, None, 0)
 
 
 class _Name:
-    """A name of the package that means something else to the threads that say so, while there are any."""
+    """A name of the package with another value in threads that give it one; in all other threads it keeps its own."""
 
     def __init__(self, module: ModuleType, name: str) -> None:
         self._module, self._name = module, name
@@ -476,7 +438,7 @@ class _Name:
         with self._lock:
             if not self._users:
                 self._before = getattr(self._module, self._name)
-                setattr(self._module, self._name, _Meant(self.now))
+                setattr(self._module, self._name, _Proxy(self._now))
             self._users += 1
         self._own.value = value
         try:
@@ -488,45 +450,41 @@ class _Name:
                 if not self._users:
                     setattr(self._module, self._name, self._before)
 
-    def now(self) -> Any:
+    def _now(self) -> Any:
         value = getattr(self._own, "value", None)
         return self._before if value is None else value
 
 
-class _Meant:
-    """What a name means to the thread that uses it."""
+class _Proxy:
+    """Stands for the object that `now` returns, except for the attributes in `names`."""
 
-    def __init__(self, now: Callable[[], Any]) -> None:
-        self._now = now
+    def __init__(self, now: Callable[[], Any], **names: Any) -> None:
+        self.__dict__.update(names, _now=now)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._now(), name)
+        return getattr(self.__dict__["_now"](), name)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._now()(*args, **named)
+        return self.__dict__["_now"]()(*args, **named)
 
 
-class _Instead:
-    """A module but for some names."""
-
-    def __init__(self, module: ModuleType, **names: Any) -> None:
-        self._module = module
-        self.__dict__.update(names)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+_NAMES = {place: _Name(*place) for place in REBOUND}
+_NO_GARBAGE = _Proxy(lambda: gc, collect=lambda: 0)
 
 
-_ps_device, _worker_device = _Name(ce_ps, "DeviceManager"), _Name(ce_worker, "DeviceManager")
-_torch, _reduce_tensor = _Name(ce_ps, "torch"), _Name(ce_ps, "reduce_tensor")
-_ps_gc, _worker_gc = _Name(ce_ps, "gc"), _Name(ce_worker, "gc")
-_collectives = _Name(ce_distributed, "_BACKEND_INSTANCE")
-_NO_GARBAGE = _Instead(gc, collect=lambda: 0)
+@contextmanager
+def _rebound(meanings: Mapping[tuple[ModuleType, str], Any]) -> Iterator[None]:
+    """Give names of the package other values, in this thread."""
+    with ExitStack() as names:
+        for place, value in meanings.items():
+            names.enter_context(_NAMES[place].meaning(value))
+        yield
 
 
-def _with_store(store: Store) -> _Instead:
-    """torch, where every store that is made is this one."""
-    return _Instead(torch, distributed=_Instead(dist, TCPStore=lambda *_, **__: store))
+def _torch_with(store: Store) -> _Proxy:
+    """Return torch, in which each new TCPStore is this store."""
+    distributed = _Proxy(lambda: dist, TCPStore=lambda *_, **__: store)
+    return _Proxy(lambda: torch, distributed=distributed)
 
 
 _environment_lock = threading.Lock()
@@ -547,42 +505,23 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 # Host memory in place of a device
 
 
-class _HostModule:
-    """What the package wants of torch.cuda or torch.npu, for host memory. One "device" for each rank there can be."""
+def _nothing(*_: object) -> int:
+    return 0
 
-    _MOST = 1 << 16
 
-    def __init__(self) -> None:
-        self._current = 0
-
-    def device_count(self) -> int:
-        return self._MOST
-
-    def set_device(self, index: int) -> None:
-        self._current = int(index)
-
-    def current_device(self) -> int:
-        return self._current
-
-    def mem_get_info(self, device: object = None) -> tuple[int, int]:
-        host = psutil.virtual_memory()
-        return host.available, host.total
-
-    def get_device_properties(self, index: int | None = None) -> SimpleNamespace:
-        # The name of a socket of this host: of this process, lest two jobs meet.
-        return SimpleNamespace(uuid=f"host-{os.getpid()}-{self._current if index is None else index}")
-
-    def synchronize(self, device: object = None) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def ipc_collect(self) -> None: ...
-
-    def memory_allocated(self, device: object = None) -> int:
-        return 0
-
-    def memory_reserved(self, device: object = None) -> int:
-        return 0
+_HOST_MODULE = SimpleNamespace(
+    device_count=lambda: 1 << 16,  # more than any job has ranks
+    set_device=_nothing,
+    synchronize=_nothing,
+    empty_cache=_nothing,
+    ipc_collect=_nothing,
+    memory_allocated=_nothing,
+    memory_reserved=_nothing,
+    mem_get_info=lambda: (psutil.virtual_memory().available, psutil.virtual_memory().total),
+    # The name of a socket of this host, unique to this process, for there may be other jobs.
+    get_device_properties=lambda index: SimpleNamespace(uuid=f"host-{os.getpid()}-{index}"),
+)
+"""The functions of torch.cuda or torch.npu that the package calls, for host memory."""
 
 
 class _HostDeviceManager(DeviceManager):  # type: ignore[misc]
@@ -590,7 +529,7 @@ class _HostDeviceManager(DeviceManager):  # type: ignore[misc]
         return "cpu"
 
     def _setup_device_module(self) -> None:
-        self.device_module = _HostModule()
+        self.device_module = _HOST_MODULE
 
     @property
     def backend(self) -> str:
@@ -604,12 +543,15 @@ class _HostDeviceManager(DeviceManager):  # type: ignore[misc]
         return ""
 
 
+_HOST_DEVICE = {(ce_ps, "DeviceManager"): _HostDeviceManager, (ce_worker, "DeviceManager"): _HostDeviceManager}
+
+
 def _pageable(*args: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
-    """`torch.empty` that never pins: without an accelerator it cannot."""
+    """`torch.empty` without pinning, which needs an accelerator."""
     return torch.empty(*args, **named)
 
 
 def use_host_memory() -> None:
-    """Let all of the package work on host memory, in this process, from now on. May be called again."""
+    """Make the whole package work on host memory, in this process, for good. May be called again."""
     ce_ps.DeviceManager = ce_worker.DeviceManager = _HostDeviceManager
-    ce_pin_memory.torch = _Instead(torch, empty=_pageable)
+    ce_pin_memory.torch = _Proxy(lambda: torch, empty=_pageable)

@@ -1,48 +1,50 @@
-"""The iterator that `receive_weights` returns: it tells the other ranks as soon as its consumer is gone.
+"""The iterator that `receive_weights` returns: it fails the update as soon as its consumer is gone.
 
-An async generator would do for a consumer that takes everything. One that is left half-way is closed by its event loop, on a later
-turn; if that loop does not run any more, the other ranks wait until they time out. This object needs no loop to give up an update.
+An async generator would serve a consumer that iterates to the end. If it is abandoned half-way, its event loop closes it on a later turn;
+if that loop has ended, the other ranks wait until they time out. This object needs no loop to fail an update.
 """
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ckpt.engine.base import NamedTensor
+from ckpt.engine.wire.layout import aligned
 from ckpt.errors import CheckpointError
+from ckpt.memory.device import device_memory, wait_for
 
 
 @dataclass(frozen=True, slots=True)
 class OpenUpdate:
-    """An update whose weights are here and wait for the consumer.
+    """A committed update, as the consumer's iterator uses it.
 
     Attributes:
-        weights: each good until the next one is asked for.
-        progress: says that the consumer moves.
-        finish: ends the update on all ranks, after the last weight.
-        fail: ends it with an error of this rank.
-        withdraw: ends it because the consumer stopped. Any thread; waits for nothing.
+        weights: each valid until the next one is requested.
+        progress: reports that the consumer moves.
+        finish: ends the update on all ranks, after the last weight (None), or with an error of this rank.
+        withdraw: ends it because the consumer stopped. Any thread; does not wait.
     """
 
     weights: Iterator[NamedTensor]
     progress: Callable[[], None]
-    finish: Callable[[], Awaitable[object]]
-    fail: Callable[[Exception], Awaitable[object]]
+    finish: Callable[[Exception | None], Awaitable[object]]
     withdraw: Callable[[str], None]
 
 
 class WeightStream(AsyncIterator[NamedTensor]):
-    """The weights of one update. For one consumer, and once.
+    """Iterator over the weights of one update; for one consumer.
 
-    The update fails on all ranks as soon as the consumer stops before the last weight: when the stream is closed, when nothing refers
-    to it any more, as behind an `async for` that is left by an exception or a `break`, or when the task ends that iterates over it.
+    The update fails on all ranks if the consumer stops before the last weight: when the stream is closed or garbage collected, as after an
+    `async for` that ends by an exception or a `break`, or when the iterating task ends.
 
     Args:
-        receive: gets the update, up to the commit.
+        receive: receives the update, up to the commit.
     """
 
     def __init__(self, receive: Callable[[], Awaitable[OpenUpdate]]) -> None:
@@ -70,7 +72,7 @@ class WeightStream(AsyncIterator[NamedTensor]):
         return await self._next(self._update)
 
     async def aclose(self) -> None:
-        """Stop here. After the last weight it does nothing."""
+        """Fail the update. After the last weight it does nothing."""
         self._give_up()
 
     def __del__(self) -> None:
@@ -85,9 +87,9 @@ class WeightStream(AsyncIterator[NamedTensor]):
             self._state = "over"
         except Exception as error:
             self._state = "over"
-            await update.fail(error)
+            await update.finish(error)
             raise
-        await update.finish()
+        await update.finish(None)
         raise StopAsyncIteration
 
     @property
@@ -100,7 +102,7 @@ class WeightStream(AsyncIterator[NamedTensor]):
             self._update.withdraw(self._why)
 
     def _watch_task(self) -> None:
-        """Give up when the task ends that begins to iterate: an exception's traceback may keep this object alive."""
+        """Give up when the iterating task ends: an exception's traceback may keep this object alive."""
         try:
             task = asyncio.current_task()
         except RuntimeError:  # no event loop runs: the iterator is driven by hand
@@ -113,3 +115,28 @@ class WeightStream(AsyncIterator[NamedTensor]):
                     stream._give_up()
 
             task.add_done_callback(ended)
+
+
+def on_device(weights: Iterable[NamedTensor], device: torch.device, ring_bytes: int) -> Iterator[NamedTensor]:
+    """Yield host weights on a device, in memory that is reused: a tensor is valid until the next one is requested.
+
+    Args:
+        ring_bytes: size of that memory, unless a tensor is larger.
+    """
+    if device.type == "cpu":
+        yield from weights
+        return
+    ring = device_memory(0, device)
+    used = 0
+    for name, host in weights:
+        if used + aligned(host.nbytes) > len(ring):
+            wait_for(device)  # the consumer's copies from this memory are done
+            if len(ring) < aligned(host.nbytes):
+                ring = device_memory(max(aligned(host.nbytes), ring_bytes), device)
+            used = 0
+        there = ring[used : used + host.nbytes].view(host.dtype).view(host.shape)
+        there.copy_(host, non_blocking=True)
+        wait_for(device)
+        used += aligned(host.nbytes)
+        yield name, there
+    wait_for(device)  # the same, of the last

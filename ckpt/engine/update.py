@@ -1,8 +1,8 @@
-"""One update on one rank, what carries its bytes, and what takes its weights."""
+"""One update on one rank, and the protocols of a transport, which carries its bytes, and a sink, which loads its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,13 +15,13 @@ from ckpt.ranks.topology import Topology
 
 
 class Sink(Protocol):
-    """What takes weights that have come: `ckpt.engine.live.LiveModel`, `InferenceOutlet`, or another of its kind."""
+    """Loads weights that have arrived: `ckpt.engine.live.LiveModel`, `InferenceOutlet`, or a class of the user's."""
 
     def check(self, layout: WeightLayout) -> None:
-        """Refuse what does not fit, before a byte moves."""
+        """Raise if the weights do not fit. Called before a byte moves."""
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
-        """Take whole tensors on the host, all at once. Does not fail for what `check` has passed, as far as that is in its hands."""
+        """Load whole host tensors: all, or none. Should not fail for a layout that `check` has passed."""
 
 
 @dataclass
@@ -29,17 +29,18 @@ class Update:
     """One update under way on one rank.
 
     Attributes:
-        layout, version: of what comes.
-        digests: of every bucket, or of its blocks of `block_bytes`; None: as one.
-        changes: what of it travels; None: everything.
-        pool: of a trainer.
-        landing: of a rollout.
-        before: where a rollout has the version that `changes` begins from; None: where the buckets land.
-        connections: equal on all ranks; another after each update that failed.
-        reload_began: when the consumer got the weights, by the clock of `time.perf_counter`.
-        failure: why it could not take them.
+        layout, version: of the weights that are sent.
+        digests: of each bucket, by number.
+        block_bytes: size of the blocks that digests are of; None: of whole buckets.
+        changes: the parts that travel; None: everything.
+        pool: on a trainer, the buckets that it sends.
+        landing: on a rollout, the memory that buckets arrive in.
+        before: on a rollout, the memory with the version that `changes` is based on; None: the landing.
+        connections: name of the connections, equal on all ranks; another one after each update that failed.
+        reload_began: time at which the consumer got the weights, by `time.perf_counter`.
+        failure: the consumer's error.
         seconds: of this rank, by the field of `SyncReport`.
-        open: what ends it, behind the commit.
+        open: the context of the update, while it is open; see `VersionedEngine`.
     """
 
     topology: Topology
@@ -61,41 +62,47 @@ class Update:
     def sent_bytes(self) -> int:
         return self.layout.num_bytes if self.changes is None else self.changes.num_bytes
 
+    def counted(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Yield the weights, and count each one that was loaded as progress."""
+        for named in weights:
+            yield named
+            self.topology.progress()
+
 
 class Transport(Protocol):
-    """Carries buckets from the pools of trainers to the landings of rollouts. One on every rank; called by the members' thread.
+    """Carries buckets from the pools of trainers to the landings of rollouts. One on each rank; called by the members' thread.
 
     join -> ready, for each layout -> carry -> ... -> reset, after a failure -> ready -> carry -> ... -> leave
     """
 
     def owners(self, topology: Topology, trainers: Sequence[int]) -> list[int]:
-        """The ranks that send, in turn. A trainer that is none of them stands for the first."""
+        """Return the ranks that send, in turn. A trainer that is none of them compares its digests with the first one's."""
         return take_turns(topology.nodes, trainers)
 
     def join(self, topology: Topology) -> None:
-        """Get ready to carry bytes between ranks that have just joined. All ranks call it; it may have phases."""
+        """Connect ranks that have just joined. Collective; may have phases."""
         return
 
     def leave(self) -> None:
-        """Let go of what is between the ranks; any may be gone."""
+        """Disconnect. Local; other ranks may be gone."""
         return
 
     def ready(self, update: Update) -> None:
-        """Get ready for a layout that is new, or for the first time. All ranks call it; it may have phases."""
+        """Prepare for a new layout, or for the first one after `reset`. Collective; may have phases."""
         return
 
     def carry(self, update: Update) -> None:
-        """Bring every bucket to every rollout, and verify it there. All ranks call it, within a phase.
+        """Bring each bucket to each rollout, and verify it there. Collective, within one phase.
 
         Raises:
-            CorruptCheckpointError: a bucket has changed on the way.
+            CorruptCheckpointError: a bucket arrived with other bytes.
             RankLeftError: another rank is gone.
         """
 
     def reset(self, landing: ReceivedStream) -> None:
-        """Forget what a carry that failed, here or elsewhere, has left. Any rank may be gone; waits for none.
+        """Clean up after an update that failed, on any rank. Local; waits for no other rank.
 
         Args:
-            landing: of this rank; let go of, if something may still write to it.
+            landing: of this rank; dropped, if a transfer may still write to it.
         """
         return

@@ -1,10 +1,10 @@
-"""A module for verl to import: the engines of this package under names of their own in verl's registry.
+"""Plug-in for verl: importing it registers the engines of this package in verl's registry.
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=ckpt_kimi
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=ckpt.engine.verl_plugin
     +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.ckpt_kimi.timeout_s=120
 
-The bucket's size is verl's `update_weights_bucket_megabytes`; all other settings are keywords of `VersionedEngine`, under the engine's
+The size of a bucket is verl's `update_weights_bucket_megabytes`; the other settings are keywords of `VersionedEngine`, under the engine's
 name in `engine_kwargs`. Replicas that come or go need `rebuild_group=true`, as with verl's own engines.
 
 Raises:
@@ -23,11 +23,11 @@ from ckpt.errors import ConfigurationError
 from ckpt.memory.device import current_device
 
 NAMES = {"ckpt_broadcast": "broadcast", "ckpt_kimi": "kimi_ckpt_engine"}
-"""What verl calls them, and what this package does."""
+"""{name in verl: name in this package}."""
 
 
 def plug_in(registry: Any, base: type) -> None:
-    """Register the engines in verl's registry; one whose package is missing with the error that says so.
+    """Register the engines in verl's registry; one whose package is missing with its import error.
 
     Args:
         registry: verl's `CheckpointEngineRegistry`.
@@ -44,7 +44,7 @@ def plug_in(registry: Any, base: type) -> None:
 
 
 def _for_verl(engine: type[Any], base: type) -> type:
-    """The same engine as verl makes and asks it: on the device that the worker uses, with metrics under one heading."""
+    """Return an engine as verl constructs it: on the worker's device, with metrics under one prefix."""
 
     class Engine(engine, base):  # type: ignore[misc]
         def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:

@@ -1,11 +1,11 @@
-"""What all engines have in common: an update is staged, verified and voted on by all ranks before any rollout changes.
+"""The engine: an update is copied to hosts, transferred, verified and agreed on by all ranks before any rollout changes.
 
-    trainers   yield -> host pool, digests     \\                       / version
-                                                 agree -> carry -> agree
-    rollouts   does it fit the model? room     /      verify each bucket \\ live model, version
+    trainers   weights -> host pool, digests     \\                       / version
+                                                   agree -> carry -> agree
+    rollouts   does it fit the model? memory     /      verify each bucket \\ live model, version
 
-Every phase ends in an agreement (ckpt/ranks/topology.py): one rank that fails, or is gone, fails the update on all of them, in one
-sentence, and everybody keeps the weights and the version it had. The commit is the agreement behind the last bucket.
+Each phase ends in an agreement (ckpt/ranks/topology.py): if one rank fails, or is gone, the update fails on all ranks with the same error,
+and each keeps its weights and its version. The commit is the agreement after the last bucket.
 """
 
 from __future__ import annotations
@@ -13,43 +13,38 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from ckpt.engine.agreed import WHAT, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
-from ckpt.engine.base import CheckpointEngineWithCache, MasterMetadata, NamedTensor, SyncReport, WeightVersion
-from ckpt.engine.engine_thread import done
-from ckpt.engine.members import Members, Place
+from ckpt.engine.agreed import OPERATION, agreed_digests, agreed_step, require_one_layout, to_step, version_digest
+from ckpt.engine.base import CheckpointEngineWithCache, MasterMetadata, NamedTensor, SyncReport, Weights, WeightVersion
+from ckpt.engine.members import Members, Place, Result, done
 from ckpt.engine.offload import Offloaded, TravelTypes
-from ckpt.engine.stream import OpenUpdate, WeightStream
+from ckpt.engine.stream import OpenUpdate, WeightStream, on_device
 from ckpt.engine.update import Sink, Transport, Update
-from ckpt.engine.wire.buckets import Buckets
+from ckpt.engine.wire.buffers import Buckets
 from ckpt.engine.wire.delta import BLOCK_KIB, agreed_changes, require_one_block
 from ckpt.engine.wire.layout import WeightLayout
 from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
-from ckpt.engine.wire.ring import on_device
 from ckpt.engine.wire.transfer import PHASE
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import tied_names
 
-Result = TypeVar("Result")
-
 _SECONDS = ("offload_s", "gather_s", "transfer_s", "reload_s", "blocked_s")
 
 
 class VersionedEngine(CheckpointEngineWithCache):
-    """The members, the pools of both ends, and the update, whichever transport carries the bytes.
+    """An engine of any transport: its members, the host memory of both ends, and the update.
 
-    Trainers call `send_weights`, rollouts `receive_weights` or `receive_into`; colocated, each rank the one and then the other.
-    What a coroutine of a rank raises, those of all others do. One that is cancelled fails the update on all ranks, as long as
-    nothing has been committed.
+    Trainers call `send_weights`, rollouts `receive_weights` or `receive_into`; colocated, each rank calls one and then the other. If one
+    rank's coroutine raises, those of all ranks raise the same error. A cancelled one fails the update on all ranks, until the commit.
 
         settled ---- begin ----> agreeing ---- commit ----> open ---- finish ----> settled
         version n                   |                         |                    version n + 1
@@ -57,38 +52,37 @@ class VersionedEngine(CheckpointEngineWithCache):
            +------------------------+------- any failure -----+
 
     - agreeing: all ranks agree on step, layout and digests, and the transport carries the buckets.
-    - commit: every bucket has been verified on every rollout.
-    - open: the rollouts take the weights, and trainers wait.
-    - finish: all rollouts have taken them.
-    - failure: a rank raises, is cancelled or is gone. All ranks keep version n; the next update sends everything, through new connections.
+    - commit: each bucket has been verified on each rollout.
+    - open: the rollouts load the weights, and trainers wait.
+    - finish: all rollouts have loaded them.
+    - failure: a rank raises, is cancelled or is gone. All ranks keep version n; the next update sends everything, over new connections.
 
-    `_update` is the way from left to right, as one function. It stands at its `yield` while the update is open.
+    `_update` is the whole path from left to right. While the update is open it is suspended at its `yield`.
 
     Args:
-        bucket_size: bytes that travel at a time, at most; None: `bucket_mib`.
+        bucket_size: size of a bucket in bytes, at most; None: `bucket_mib`.
         bucket_mib: the same in MiB.
         device, staging, memory_fraction: see `Buckets`; weights are yielded on that device.
         timeout_s, colocated, is_master: see `Members`.
-        rebuild_group: leave the other ranks in `finalize`, and join anew for the next update.
-        rollout_dtype: floating point weights travel as this type, except float8; None: as they are. Other types always do.
-        keep_dtype: patterns such as "*.router.weight" of names that travel as they are all the same.
-        cached: keep the newest version while the next one comes, for `get_weights`; takes its size once more in host memory.
-        delta: send what has changed since the last update, where all ranks hold that, and everything where not, as at first, for other
-            layouts, and behind an update that failed. Rollouts verify all bytes all the same. What `receive_weights` yields on the
-            host is then what the next update builds upon, and is not to be written to. Takes up to 4/3 of a bucket more host memory.
-            Alike on all ranks.
-        delta_block_kib: what is compared and sent as one; alike on all ranks, and digests of versions depend on it.
+        rebuild_group: leave the other ranks in `finalize`, and join again for the next update.
+        rollout_dtype: type in which floating point weights travel, except float8; None: unchanged. Other types are never cast.
+        keep_dtype: patterns of names, such as "*.router.weight", that travel unchanged.
+        cached: keep the newest version while the next one arrives, for `get_weights`; doubles a rollout's host memory.
+        delta: send only what has changed since the last update, if all ranks hold that; else everything: at first, with another layout,
+            and after an update that failed. Rollouts verify all bytes in any case. The next update builds on the host tensors that
+            `receive_weights` yields: do not write to them. Takes up to 4/3 of a bucket more host memory. Equal on all ranks.
+        delta_block_kib: size of the blocks that are compared and sent; equal on all ranks. Digests of versions depend on it.
 
     Attributes:
-        members, buckets, transport: of this engine; the transport is chosen by the class.
+        members, buckets, transport: of this engine; each subclass sets its transport.
         version: the newest that all ranks have; None before the first.
         layout, bucket_digests: of that version; `digest_of` makes such digests.
         report: figures of the last update.
-        pool: host memory of what is sent, on a trainer that has sent something.
-        landings: host memory of what is received; with `cached` two of them, of which the last holds the newest version.
+        pool: buckets to send, on a trainer that has sent some.
+        landings: memory of received weights; with `cached` two, of which the last holds the newest version.
 
     Raises:
-        ConfigurationError: a value that cannot be.
+        ConfigurationError: a value is out of range.
     """
 
     transport: Transport
@@ -126,10 +120,10 @@ class VersionedEngine(CheckpointEngineWithCache):
         self.bucket_digests: Mapping[int, str] = {}
         self.landings = [ReceivedStream() for _ in range(1 + cached)]
         self.pool: HostPool | None = None
-        self._held: WeightVersion | None = None  # of the weights in the second landing
-        self._known: WeightLayout | None = None  # that all ranks have been told
+        self._held: WeightVersion | None = None  # in the second landing
+        self._known: WeightLayout | None = None  # last layout that all ranks were sent
         self._open: Update | None = None
-        self._generation = 0  # of connections
+        self._generation = 0  # of connections; each failure begins another
 
     @property
     def rank(self) -> int:
@@ -153,17 +147,17 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     @property
     def peers(self) -> Any:
-        """JSON that tells a process that has not joined where it can read the newest version; None: nowhere."""
+        """JSON by which a process that has not joined can read the newest version from the trainers' memory; None: it cannot."""
         return None
 
     def digest_of(self, bucket: torch.Tensor) -> str:
-        """The digest that `bucket_digests` has for these bytes, flat, on the host."""
+        """Return the digest of a bucket as in `bucket_digests`, given its bytes, flat, on the host."""
         return digest_of_bucket(bucket, self._block_bytes)
 
     # Joining and leaving
 
     def prepare(self) -> MasterMetadata | None:
-        """See `CheckpointEngine.prepare`. The master's store is there from now on."""
+        """See `CheckpointEngine.prepare`. The master starts its store."""
         return self.members.prepare()
 
     @classmethod
@@ -199,16 +193,16 @@ class VersionedEngine(CheckpointEngineWithCache):
         store: Store | None = None,
         host: str | None = None,
     ) -> None:
-        """Join the other ranks; torch's default process group is neither used nor needed. Does nothing if they are joined as given.
+        """Join the other ranks, without torch's default process group. Does nothing if they are joined as given.
 
         Args:
             rank: 0 to T - 1 for trainers, then rollouts.
-            master_metadata: what the master's `prepare` returned.
-            store: in place of the master's: one that all ranks reach, and this engine alone uses.
+            master_metadata: result of the master's `prepare`.
+            store: used in place of the master's; all ranks reach it, and only this engine uses it.
             host: name of this host; None: its own.
 
         Raises:
-            ConfigurationError: numbers that cannot be; on a colocated engine, other rollouts than trainers.
+            ConfigurationError: a number is out of range; a colocated engine has other rollouts than trainers.
             RankAbsentError: a rank did not come.
         """
         place = Place(rank, actor_wg_world_size, rollout_world_size, master_metadata, store)
@@ -221,24 +215,24 @@ class VersionedEngine(CheckpointEngineWithCache):
             raise
 
     def finalize(self) -> None:
-        """See `CheckpointEngine.finalize`. Weights that came and were not taken fail the update on all ranks."""
+        """See `CheckpointEngine.finalize`. An update that is still open fails on all ranks."""
         if self.members.are_joined:
             self.members.submit(self._settle)
         if self._rebuild_group:
             self.leave()
 
     def leave(self) -> None:
-        """Leave the other ranks, waiting for none of them; any may be gone. What is held is kept, and other ranks can be joined.
+        """Leave the other ranks without waiting for them; any may be gone. Keeps the weights, and may join other ranks.
 
-        A call that is under way is waited for a moment; one that is stuck is left to itself.
+        Waits up to 5 s for a call under way; one that hangs is abandoned.
         """
         try:
             self.members.leave(self._part)
         finally:
-            self._open = None  # the thread that knows of one may be stuck
+            self._open = None  # the thread may hang before it closes an update
 
     def close(self) -> None:
-        """Leave the other ranks and let go of all memory."""
+        """Leave the other ranks and free all memory."""
         self.leave()
         self.members.store = None
         self.pool = None
@@ -252,7 +246,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         self.close()
 
     def _get_ready(self, topology: Topology) -> None:
-        """The end of the join. Collective."""
+        """Last part of the join. Collective."""
         with topology.phase("agree on the buckets") as phase:
             phase.payload = [self.buckets.room(), uuid.uuid4().hex]
         self._bucket_bytes = min(room for room, _ in phase.payloads)
@@ -272,18 +266,16 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     # Sending
 
-    async def send_weights(
-        self, weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor], global_steps: int | None = None
-    ) -> dict[str, Any]:
-        """See `CheckpointEngine.send_weights`. What is owned is copied to the host before the next tensor is asked for, or queued.
+    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, Any]:
+        """See `CheckpointEngine.send_weights`. The copy of a tensor to the host is done, or queued, before the next one is requested.
 
         Args:
-            weights: names and tensors of any strides, on any device, DTensors too (whose gathering is collective: every trainer
-                takes all of them). May have `tied_names`, {alias: name}: rollouts get the alias, too, and it does not travel.
-            global_steps: the step after which these are the weights; higher than that of the last update.
+            weights: names and tensors of any strides, on any device, DTensors too (gathering them is collective: each trainer
+                iterates over all). An attribute `tied_names`, {alias: name}, gives rollouts these aliases, which do not travel.
+            global_steps: training step of the weights; higher than that of the last update.
 
         Raises:
-            CheckpointError: the update failed, on all ranks; everybody keeps what it had.
+            CheckpointError: the update failed, on all ranks; each keeps its version.
         """
         topology = self.members.require_topology()
         if self.rank not in self.trainers:
@@ -293,43 +285,40 @@ class VersionedEngine(CheckpointEngineWithCache):
             global_steps = 1 if self.version is None else self.version.step + 1
         try:
             offloaded = await self._offload(weights, topology)
-        except BaseException:  # of the program, and no matter of the weights
+        except BaseException:  # such as a cancelled task; errors of the weights are in `offloaded`
             self.members.submit(self._decline)
             raise
         update = await self._run(self._commit, global_steps, offloaded, None)
         if self.colocated:
             return {}
-        report = await self.members.run_to_the_end(self._finish, update)
-        return report.as_dict()
+        return await self.members.run_to_the_end(self._finish, update)
 
-    async def _offload(
-        self, weights: Iterable[NamedTensor] | AsyncIterable[NamedTensor], topology: Topology
-    ) -> Offloaded:
+    async def _offload(self, weights: Weights, topology: Topology) -> Offloaded:
         began = time.perf_counter()
         pool = self.pool or HostPool(self._sends_as, self._bucket_bytes, block_bytes=self._block_bytes)
         self.pool = pool
         layout = WeightLayout(self._bucket_bytes, self._owners, tied_names(weights))
         found = Offloaded(layout, began)
         seal = partial(self._run, pool.seal, layout)
-        await found.take(weights, self.travels_as, pool, progress=topology.progress, seal=seal)
+        await found.take(weights, self._types.of, pool, progress=topology.progress, seal=seal)
         return found
 
     def travels_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The type in which a weight of this name and type reaches the rollouts."""
+        """Return the type in which a weight of this name and type reaches the rollouts."""
         return self._types.of(name, dtype)
 
     # Receiving
 
     def receive_weights(self, global_steps: int | None = None) -> WeightStream:
-        """Return an async iterator over the weights of an update that all ranks have committed, on the engine's device. All rollouts.
+        """Return an async iterator over the weights of a committed update, on the engine's device. All rollouts call it.
 
-        Nothing is yielded before the last bucket has been verified everywhere. A tensor is a view of memory that is used again:
-        copy it before the next one is asked for. A consumer that stops early, or raises, fails the update on all ranks, at once. Only
-        one that catches the exception in the task that iterates, and keeps the iterator in a variable, has to close it
-        (`contextlib.aclosing`): until then, or `engine.timeout_s`, the others wait.
+        The first weight is yielded after the last bucket has been verified on all rollouts. A tensor is a view of memory that is reused:
+        copy it before requesting the next one. A consumer that stops early, or raises, fails the update on all ranks at once. Only if
+        the task that iterates catches the exception, and a variable refers to the iterator, the iterator must be closed
+        (`contextlib.aclosing`): the others wait for that, at most `engine.timeout_s`.
 
         Args:
-            global_steps: the step that is expected; None: any.
+            global_steps: the expected step; None: any.
 
         Raises:
             CheckpointError: the update failed, on all ranks.
@@ -346,39 +335,37 @@ class VersionedEngine(CheckpointEngineWithCache):
         return OpenUpdate(
             weights=on_device(weights, self.device.torch_device, self._bucket_bytes),
             progress=update.topology.progress,
-            finish=lambda: self.members.run_to_the_end(self._finish, update),
-            fail=lambda error: self.members.run_to_the_end(self._finish, update, error),
+            finish=partial(self.members.run_to_the_end, self._finish, update),
             withdraw=withdraw,
         )
 
     async def receive_into(self, sink: Sink, global_steps: int | None = None) -> dict[str, Any]:
-        """Receive an update into a live model: all of it, or nothing. All rollouts call it, or `receive_weights`.
+        """Receive an update into a live model, all or none of it. All rollouts call it, or `receive_weights`.
 
         Returns:
             the figures of the update.
 
         Raises:
-            CheckpointError: the update failed, on all ranks; the model is as it was.
+            CheckpointError: the update failed, on all ranks; the model is unchanged.
         """
         update, weights = await self._received(global_steps, sink)
-        report = await self.members.run_to_the_end(self._load, update, weights, sink)
-        return report.as_dict()
+        return await self.members.run_to_the_end(self._load, update, weights, sink)
 
     async def get_weights(self) -> AsyncIterator[NamedTensor]:
-        """Yield the newest version that has come whole, whatever is under way. Local.
+        """Yield the newest complete version received, also while an update is under way. Local.
 
         Raises:
-            ConfigurationError: the engine keeps nothing, or nothing has come.
+            ConfigurationError: the engine keeps no weights, or has not received any.
         """
         if len(self.landings) < 2:
             raise ConfigurationError("this engine keeps no weights: make it with cached=True")
         if self._held is None:
-            raise ConfigurationError("no weights have come yet")
+            raise ConfigurationError("no weights have been received yet")
         for named in on_device(self.landings[1].weights(), self.device.torch_device, self._bucket_bytes):
             yield named
 
     async def _received(self, global_steps: int | None, sink: Sink | None) -> tuple[Update, Iterator[NamedTensor]]:
-        """An update that all ranks have committed, and its weights on the host."""
+        """Return a committed update, and its weights on the host."""
         self.members.require_topology()
         if self.rank not in self.rollouts:
             raise ConfigurationError(f"rank {self.rank} is a trainer, and receives nothing: it calls send_weights")
@@ -398,20 +385,20 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     @contextmanager
     def _update(self, step: int | None, offloaded: Offloaded | None, sink: Sink | None) -> Iterator[Update]:
-        """One update: agree -> carry -> agree. All ranks call it; the rollouts take the weights in the block.
+        """One update: agree -> carry -> agree. Collective; the rollouts load the weights inside the block.
 
         Args:
-            step: that is sent, or expected; None: any.
-            offloaded: of a trainer.
-            sink: of a rollout; None: it takes whatever comes.
+            step: sent, or expected; None: any.
+            offloaded: on a trainer.
+            sink: on a rollout; None: it accepts any layout.
         """
         with self._operation() as topology:
-            # Agree on what comes, and that all rollouts can take it.
+            # Agree on step, layout and digests, and that all rollouts can load it.
             with topology.phase("offload") as phase:
                 phase.payload = self._offer(topology, step, offloaded, sink)
             said, began, update = phase.payloads, time.perf_counter(), None
             with topology.operation(to_step(said)):
-                # A failure of the others may have passed this rank by.
+                # Another rank may have seen a failure that this one has not.
                 self._reconnect(max(one["generation"] for one in said))
                 is_new = self._is_new(said)
                 if is_new:
@@ -438,7 +425,7 @@ class VersionedEngine(CheckpointEngineWithCache):
                 if offloaded is not None:
                     update.seconds |= {"offload_s": offloaded.seconds, "blocked_s": carried - offloaded.began}
                 yield update
-                # Agree that every rollout has taken it.
+                # Agree that each rollout has loaded it.
                 reload_began, now = update.reload_began, time.perf_counter()
                 update.seconds["reload_s"] = 0.0 if reload_began is None else now - reload_began
                 with topology.phase("load") as phase:
@@ -452,11 +439,11 @@ class VersionedEngine(CheckpointEngineWithCache):
 
     @contextmanager
     def _operation(self) -> Iterator[Topology]:
-        """The operation of an update, named alike on all ranks, whether they know the step or not; forgets what one that fails leaves."""
+        """The operation of an update, with one name on all ranks, whether they know the step or not. Cleans up after a failure."""
         topology = self.members.require_topology()
         is_dropped = False
         try:
-            with topology.operation(WHAT):
+            with topology.operation(OPERATION):
                 try:
                     yield topology
                 except GeneratorExit:  # the engine has left these ranks, or is no more
@@ -471,7 +458,7 @@ class VersionedEngine(CheckpointEngineWithCache):
                 self.members.say_ended(topology)
 
     def _forget(self) -> None:
-        """The next update tells its layout anew, sends everything, and through new connections."""
+        """Have the next update send its layout, and all weights, over new connections."""
         self._known = None
         self.landings[0].holds = None
         if self.pool is not None and self.pool.history is not None:
@@ -486,7 +473,7 @@ class VersionedEngine(CheckpointEngineWithCache):
     def _offer(
         self, topology: Topology, step: int | None, offloaded: Offloaded | None, sink: Sink | None
     ) -> dict[str, Any]:
-        """What this rank has to say: which weights it sends, and which it could take at once."""
+        """Return this rank's offer: the weights that it sends, and the layout that it could receive at once."""
         self._require_wanted(topology)
         if offloaded is not None and offloaded.error is not None:
             raise offloaded.error
@@ -494,7 +481,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         said |= {"fits": self._fits(sink), "generation": self._generation}
         said["known"] = self._known.digest() if self._known is not None else None
         said["block_bytes"] = self._block_bytes
-        if self._landing is not None:  # behind `fits`, which may have let go of it
+        if self._landing is not None:  # after `_fits`, which may free it
             said["holds"] = self.landings[-1].holds
         if offloaded is None:
             return said
@@ -512,26 +499,26 @@ class VersionedEngine(CheckpointEngineWithCache):
         return self.landings[0] if self.rank in self.rollouts else None
 
     def _fits(self, sink: Sink | None) -> str | None:
-        """The digest of the last layout, if it could be taken again."""
+        """Return the digest of the last layout, if this rank could receive it again."""
         if self._known is None:
             return None
         try:
             _make_ready(self._known, self._landing, sink)
         except Exception:
-            return None  # should it come again, that is said
+            return None  # if that layout comes again, phase prepare raises
         return self._known.digest()
 
     def _is_new(self, said: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether some rank does not know the layout that comes, or has been told it before a failure."""
+        """Whether the layout must be sent: some rank does not have it, or got it before a failure."""
         return any((one["known"], one["generation"]) != (said[0]["layout"], self._generation) for one in said)
 
     def _agreed(self, topology: Topology, said: Sequence[Mapping[str, Any]]) -> Update:
-        """What comes, from what all have said; alike on all ranks, errors too, but for the memory."""
+        """Return the update that all offers make together; equal on all ranks, errors too, except for the memory."""
         step = agreed_step(said)
         require_one_block(said)
         require_one_layout([said[rank] for rank in self.trainers])
         layout = self._known
-        assert layout is not None, "whoever does not know it is told"
+        assert layout is not None, "the phase layout has sent it"
         digests = agreed_digests([said[rank]["digests"] for rank in self.trainers], layout)
         changes = None
         if self._block_bytes is not None:
@@ -552,17 +539,17 @@ class VersionedEngine(CheckpointEngineWithCache):
         )
 
     def _require_base(self, update: Update) -> None:
-        """What comes takes the place of what is there, or is put into it."""
+        """Check that the landing holds the version that the changes are based on; from now on it holds none."""
         if update.landing is None:
             return
         if update.changes is not None and self.landings[-1].holds != update.changes.base:
             raise CheckpointError(
-                "the weights that the changes are of have been let go of; the next update sends everything"
+                "the version that the changes are based on is no longer in memory; the next update sends everything"
             )
         update.landing.holds = None
 
     def _keep(self, update: Update, seconds: Sequence[Mapping[str, float]]) -> None:
-        """All ranks hold what this one has sent or received."""
+        """Record the version that all ranks hold now, and its figures."""
         self.version, self.layout, self.bucket_digests = update.version, update.layout, update.digests
         if update.pool is not None and update.pool.history is not None:
             update.pool.history.commit(update.version.digest)
@@ -583,16 +570,16 @@ class VersionedEngine(CheckpointEngineWithCache):
     # From one state to the next, in the members' thread
 
     def _begin(self) -> None:
-        """Have nothing open from the update before."""
+        """Close an update that was left open; colocated, raise if its weights were not taken."""
         if self._open is not None and self.colocated and not self.members.cancelled.is_set():
             raise ConfigurationError(
-                f"the weights of step {self._open.version.step} have come and have not been taken: colocated, each "
+                f"the weights of step {self._open.version.step} have arrived and have not been taken: colocated, each "
                 "send_weights is followed by receive_weights or receive_into"
             )
         self._settle()
 
     def _commit(self, step: int | None, offloaded: Offloaded | None, sink: Sink | None) -> Update:
-        """Go on with an update to where the weights can be taken, and leave it open."""
+        """settled -> open: run `_update` up to its `yield`. Collective."""
         context = self._update(step, offloaded, sink)
         update = context.__enter__()
         update.open = context
@@ -600,7 +587,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         return update
 
     def _check_late(self, update: Update, sink: Sink) -> None:
-        """Colocated, the sink comes when everything has been carried."""
+        """Check the layout with a sink that is known only after the transfer: colocated, `receive_into` comes second."""
         topology = self._still_open(update).topology
         try:
             with topology.phase("check"):
@@ -610,15 +597,15 @@ class VersionedEngine(CheckpointEngineWithCache):
             self._leave_open(update, error)
             raise
 
-    def _load(self, update: Update, weights: Iterable[NamedTensor], sink: Sink) -> SyncReport:
+    def _load(self, update: Update, weights: Iterable[NamedTensor], sink: Sink) -> dict[str, Any]:
         try:
-            sink.load(_noticed(weights, update.topology), update.version)
+            sink.load(update.counted(weights), update.version)
         except Exception as error:
             return self._finish(update, error)
         return self._finish(update)
 
-    def _finish(self, update: Update, failure: Exception | None = None) -> SyncReport:
-        """The weights are where they shall be, on this rank, or could not be taken: see that it is so on all. Collective."""
+    def _finish(self, update: Update, failure: Exception | None = None) -> dict[str, Any]:
+        """open -> settled, given this rank's error, if loading failed. Collective; returns the figures."""
         context = self._still_open(update).open
         update.failure = failure
         try:
@@ -627,55 +614,49 @@ class VersionedEngine(CheckpointEngineWithCache):
             if self._open is update:
                 self._open = None
         assert self.report is not None
-        return self.report
+        return self.report.as_dict()
 
     def _still_open(self, update: Update) -> Update:
         if self._open is not update:
-            raise CheckpointError("the weights that came were taken too late: the update has failed without this rank")
+            raise CheckpointError(
+                "the received weights were taken too late: the others timed this rank out, and the update failed"
+            )
         return update
 
     def _leave_open(self, update: Update | None, error: BaseException) -> None:
-        """Fail an update where it stands, if it is open still: tell the others, and wait for none of them."""
+        """Fail an update, if it is still open: tell the other ranks, without waiting for them."""
         if update is not None and self._open is update:
             self._open = None
             update.open.__exit__(type(error), error, error.__traceback__)
 
-    # Updates that somebody does not want any more
+    # Updates that are cancelled
 
     async def _run(self, call: Callable[..., Result], *args: Any) -> Result:
-        """Run in the members' thread. A caller that is cancelled fails the update at its next phase."""
-        try:
-            return await done(self.members.submit(call, *args))
-        except asyncio.CancelledError:
-            self.members.cancelled.set()
-            self.members.submit(self._settle)
-            raise
+        """Make a call in the members' thread. If the caller is cancelled, the update fails at its next phase."""
+        return await done(self.members.submit(call, *args), self._cancel)
+
+    def _cancel(self) -> None:
+        self.members.cancelled.set()
+        self.members.submit(self._settle)
 
     def _require_wanted(self, topology: Topology) -> None:
         if self.members.cancelled.is_set() or self.topology is not topology:
             raise CheckpointError("the call was cancelled")
 
     def _decline(self) -> None:
-        """Tell the others that this rank does not come to an update."""
+        """Tell the other ranks that this one takes no part in an update."""
         with suppress(asyncio.CancelledError), self._operation():
             raise asyncio.CancelledError("the call was cancelled")
 
     def _settle(self) -> None:
-        """Clean up behind calls that were cancelled, consumers that have gone, an error of the program between two calls."""
-        self._leave_open(self._open, asyncio.CancelledError("the weights that came were not taken"))
+        """Clean up after cancelled calls, consumers that are gone, or an error of the program between two calls."""
+        self._leave_open(self._open, asyncio.CancelledError("the received weights were not taken"))
         self.members.cancelled.clear()
 
 
 def _make_ready(layout: WeightLayout, landing: ReceivedStream | None, sink: Sink | None) -> None:
-    """See that a rollout can take weights."""
+    """Check that a rollout can load a layout, and allocate its memory."""
     if sink is not None:
         sink.check(layout)
     if landing is not None:
         landing.make_room(layout)
-
-
-def _noticed(weights: Iterable[NamedTensor], topology: Topology) -> Iterator[NamedTensor]:
-    """Every weight that is taken is a move."""
-    for named in weights:
-        yield named
-        topology.progress()

@@ -1,4 +1,4 @@
-"""What tells this machine from others, and its addresses: on which one a process listens, by which one others reach it."""
+"""Identity and addresses of this machine: the address to listen on, and the one by which others reach it."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import socket
 import psutil
 
 LOOPBACK = "127.0.0.1"
-"""What listens here is reached from this machine alone."""
+"""Reachable from this machine only."""
 
 
 def own_address() -> str:
     """Return the address on which this process listens for others of its job.
 
-    That of the interface which GLOO_SOCKET_IFNAME names, as for torch's own groups; else the one by which this machine reaches
-    other networks; its name, if there is none.
+    It is that of the interface GLOO_SOCKET_IFNAME, as for torch's own groups; else the one by which this machine reaches other
+    networks; else the host name.
     """
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if chosen and (found := _address_of(chosen)) is not None:
         return found
     try:
-        return address_towards("192.0.2.1", 9)  # no machine has this address: only the interface is of interest
+        return address_towards("192.0.2.1", 9)  # reserved for documentation: only the interface is of interest
     except OSError:
         return socket.gethostname()
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the own address from which this machine reaches another one, or itself. Sends nothing.
+    """Return this machine's address on the route to another one, or to itself. Sends nothing.
 
     Raises:
-        OSError: the name is unknown, or no interface leads there.
+        OSError: the name is unknown, or there is no route.
     """
     for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind) as probe:
@@ -54,8 +54,8 @@ def machine(namespace: str | None = None) -> str:
     """Return a text that is equal in two processes if and only if they run on one kernel, in the same namespace of this kind.
 
     Args:
-        namespace: "net": they reach what the other has on its loopback interface; "pid": they see each other's pids; None: whatever
-            it is, they see each other's locks.
+        namespace: "net": they share a loopback interface; "pid": they see each other's pids; None: any namespace, they see each
+            other's file locks.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -1,41 +1,38 @@
-"""One agreement of all ranks: each hands in a verdict, one result comes back, the same on every rank.
+"""Agreement of all ranks: each hands in a verdict, and all get the same result.
 
-Everything goes through the job's key-value store, because a collective that loses a member can neither say who is gone
-nor be used again. Each rank's heartbeat tells where it is and that it moves. The lead gathers the verdicts and settles
-*one* result key (O(ranks) in total); a rank that finds the lead gone settles it instead, and `compare_set` makes whoever
-comes second read what the first one wrote. Nothing here waits inside the store: that would block the thread for minutes
-where a peer is dead.
+It uses the job's key-value store, because a collective that loses a member can neither name it nor be used again. Each rank's heartbeat
+shows where it is and that it moves. The lead gathers the verdicts and settles *one* result key, O(ranks) requests in total. A rank that
+finds the lead gone settles it instead; `compare_set` makes the second one read the first one's result. No call waits inside the store,
+which would block the thread for minutes if a peer is dead.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ckpt.errors import CheckpointError, RankAbsentError, RankLeftError, describe
 from ckpt.ranks.heartbeat import Absence, FailureDetector, Heartbeat, PhaseIndex, place
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
-
-_SHORTEST_NAP_S = 0.0002
-_LONGEST_NAP_S = 0.005
+from ckpt.ranks.waiting import nap_s, poll_until
 
 
 @dataclass(slots=True)
 class PhaseOutcome:
-    """What one rank says at the end of a phase.
+    """The verdict of one rank at the end of a phase.
 
     Attributes:
         what: its operation, such as "save of checkpoint-00000020"; None outside of one.
-        phase: its phase; None if it failed between two phases, and so stands for whatever the others are in.
-        error: `errors.describe` of what it raised, with the component already in the message; None if all is well.
-        payload: JSON for all the other ranks, encoded.
-        stands: what is so even if the phase fails, for the end of the error; None: nothing.
+        phase: its phase; None if it failed between two phases, and so joins the phase of the others.
+        error: `errors.describe` of its exception, with the component already in the message; None: success.
+        payload: JSON for all other ranks, encoded.
+        stands: a fact that holds even if the phase fails, for the end of the error; None: none.
     """
 
     what: str | None
@@ -56,7 +53,7 @@ class PhaseOutcome:
 
 @dataclass(slots=True)
 class Result:
-    """What every rank reads at the end of a phase: the error that all raise, or everybody's payload, by rank."""
+    """The result of a phase on all ranks: the error that all raise, or all payloads, by rank."""
 
     what: str | None
     error: dict[str, Any] | None
@@ -77,21 +74,21 @@ class Agreement:
     """All agreements of one rank, one after another.
 
     Attributes:
-        hinted: has this process been asked to end?
+        hinted: returns whether this process got SIGTERM.
     """
 
-    mailbox: StoreClient
+    client: StoreClient
     heartbeat: Heartbeat
     rank: int
     world_size: int
     timeout_s: float
     hinted: Callable[[], bool]
-    _settled: list[str] = field(default_factory=list)  # the lead's: results that some rank may still have to read
-    _unread: list[str] = field(default_factory=list)  # verdicts of ours that nobody had read when we went away
+    _settled: list[str] = field(default_factory=list)  # on the lead: results that a rank may still have to read
+    _unread: list[str] = field(default_factory=list)  # this rank's verdicts that may not have been read
     _watching: tuple[PhaseIndex, FailureDetector] | None = None
 
     def reach(self, at: PhaseIndex, verdict: PhaseOutcome) -> Result:
-        """Hand in this rank's verdict, wait for everybody's, return the result. Every rank calls it, in the same order.
+        """Hand in this rank's verdict, wait for all others', return the result. Collective, in the same order on all ranks.
 
         Raises:
             StoreGoneError: the store does not answer.
@@ -102,7 +99,7 @@ class Agreement:
         except StoreGoneError:
             raise
         except BaseException as interrupt:
-            if self.rank == 0:  # nobody else would settle it before our process is gone
+            if self.rank == 0:  # no other rank would settle it before this process is gone
                 self.withdraw(at, verdict, interrupt)
             raise
         self._tidy(at)
@@ -110,34 +107,34 @@ class Agreement:
 
     def hand_in(self, at: PhaseIndex, verdict: PhaseOutcome) -> None:
         self._unread.append(_verdict_key(at, self.rank))
-        self.mailbox.put(self._unread[-1], verdict.encode())
+        self.client.put(self._unread[-1], verdict.encode())
 
     def withdraw(self, at: PhaseIndex, verdict: PhaseOutcome, interrupt: BaseException) -> None:
-        """Say that this rank goes away now, and do not wait for the others to hear of it."""
+        """Hand in that this rank leaves, without waiting for the others."""
         stopped = PhaseOutcome(verdict.what, verdict.phase, describe(interrupt), stands=verdict.stands)
         self.hand_in(at, stopped)
         if self.rank == 0:
             error = conclude({0: stopped}, {}, self.world_size)
-            self.mailbox.put_first(_result_key(at), Result(verdict.what, error).encode())
+            self.client.put_first(_result_key(at), Result(verdict.what, error).encode())
             self._settled.append(_result_key(at))
 
     def settled_without_us(self, at: PhaseIndex) -> Result | None:
-        """Return the result of an agreement that the others have already ended without this rank, or None."""
-        data = self.mailbox.peek(_result_key(at))
+        """Return the result of an agreement that the others have ended without this rank, or None."""
+        data = self.client.peek(_result_key(at))
         return None if data is None else Result.decode(data)
 
     def is_given_up(self) -> bool:
-        """Have the others settled the agreement that this rank has yet to come to? Any thread."""
+        """Whether the others have settled the agreement that this rank has not reached yet. Any thread."""
         try:
-            return self.mailbox.has([_result_key(self.heartbeat.at)])
+            return self.client.has([_result_key(self.heartbeat.at)])
         except StoreGoneError:
             return True
 
     def has_raised(self, at: PhaseIndex, ranks: Collection[int]) -> int | None:
-        """The first of these ranks whose verdict on this agreement is an error; those that have not come are not waited for."""
+        """Return the first of these ranks whose verdict is an error; does not wait for verdicts."""
         for rank in sorted(ranks):
             try:
-                data = self.mailbox.peek(_verdict_key(at, rank))
+                data = self.client.peek(_verdict_key(at, rank))
             except StoreGoneError:
                 return None
             if data is not None and PhaseOutcome.decode(data).error is not None:
@@ -145,68 +142,66 @@ class Agreement:
         return None
 
     def absent(self, at: PhaseIndex, what: str | None, phase: str | None, ranks: Collection[int]) -> Absence | None:
-        """The first of these ranks that will not come to this agreement; watched from the first question on, which its end goes on with.
+        """Return the first of these ranks that will not come to this agreement. Patience counts from the first call, also in `reach`.
 
         Raises:
             StoreGoneError: the store does not answer.
         """
         waited_for = set(ranks) & set(self._missing(at))
-        gone = self._lookout(at, what, phase).absent(sorted(waited_for), hinted=self.hinted())
+        gone = self._detector(at, what, phase).absent(sorted(waited_for), hinted=self.hinted())
         return gone[min(gone)] if gone else None
 
-    def _lookout(self, at: PhaseIndex, what: str | None, phase: str | None) -> FailureDetector:
+    def _detector(self, at: PhaseIndex, what: str | None, phase: str | None) -> FailureDetector:
         if self._watching is None or self._watching[0] != at:
             wanted = f"phase {phase} of {what}" if what else f"phase {phase}"
-            self._watching = at, FailureDetector(self.mailbox, at, wanted, self.timeout_s)
+            self._watching = at, FailureDetector(self.client, at, wanted, self.timeout_s)
         return self._watching[1]
 
     def _wait(self, at: PhaseIndex, verdict: PhaseOutcome) -> bytes:
-        lookout = self._lookout(at, verdict.what, verdict.phase)
+        detector = self._detector(at, verdict.what, verdict.phase)
         crowd = max(1.0, self.world_size / 64)  # so that thousands of ranks do not keep the store busy by asking
-        began_s = time.monotonic()
-        look_at_s = began_s + 0.05 * crowd
-        while True:
-            data = self._gather(at) if self.rank == 0 else self.mailbox.peek(_result_key(at))
-            if data is None and time.monotonic() > look_at_s:
-                data = self._look(at, lookout)
-                look_at_s = time.monotonic() + 0.1 * crowd
-            if data is not None:
-                if self.rank == 0:
-                    self.heartbeat.say()  # so that what comes late of our moves does not look like a move in what follows
-                return data
-            if self.rank == 0:  # the only one that is still looked for when its own verdict is in
-                self.heartbeat.move()
-            time.sleep(_nap_s(time.monotonic() - began_s, self.world_size))
+        data = poll_until(
+            partial(self._gather, at) if self.rank == 0 else partial(self.client.peek, _result_key(at)),
+            look=partial(self._look, at, detector),
+            look_s=0.1 * crowd,
+            nap=partial(nap_s, world_size=self.world_size),
+        )
+        if self.rank == 0:
+            self.heartbeat.say()  # so that the others do not count these moves for the next phase
+        return data
 
     def _gather(self, at: PhaseIndex) -> bytes | None:
-        """The lead's glance: settle once every verdict is there."""
+        """Settle, if all verdicts are there. The lead."""
         keys = [_verdict_key(at, rank) for rank in range(self.world_size)]
-        return self._settle(at, list(range(self.world_size)), {}) if self.mailbox.has(keys) else None
+        if self.client.has(keys):
+            return self._settle(at, list(range(self.world_size)), {})
+        self.heartbeat.move()  # the others watch the lead, also when its own verdict is in
+        return None
 
-    def _look(self, at: PhaseIndex, lookout: FailureDetector) -> bytes | None:
-        """Look for ranks that will not come; settle without them once all the others are there.
+    def _look(self, at: PhaseIndex, detector: FailureDetector) -> bytes | None:
+        """Look for ranks that will not come; settle without them when all others are there.
 
-        The lead looks for everybody, the others for the lead. A rank that finds the lead gone settles at once: the
-        phase has failed, and who comes later reads so.
+        The lead looks for all ranks, the others for the lead. A rank that finds the lead gone settles at once: the phase has
+        failed, and ranks that come later read so.
         """
-        gone = lookout.absent(self._missing(at) if self.rank == 0 else [0], hinted=self.hinted())
-        data = self.mailbox.peek(_result_key(at))  # after the look: a rank that has left this phase saw a result
+        gone = detector.absent(self._missing(at) if self.rank == 0 else [0], hinted=self.hinted())
+        data = self.client.peek(_result_key(at))  # after the look: a rank that has left this phase saw a result
         if data is not None or not gone:
             return data
         missing = self._missing(at)  # again: a verdict handed in at the last moment counts
         if self.rank == 0:
             gone = {rank: gone[rank] for rank in missing if rank in gone}
             if len(gone) < len(missing):
-                return None  # some are late, not gone: nobody raises while another rank may still be writing
+                return None  # some are late, not gone: no rank raises while another one may still be writing
         return self._settle(at, [rank for rank in range(self.world_size) if rank not in missing], gone)
 
     def _missing(self, at: PhaseIndex) -> list[int]:
-        return [rank for rank in range(self.world_size) if not self.mailbox.has([_verdict_key(at, rank)])]
+        return [rank for rank in range(self.world_size) if not self.client.has([_verdict_key(at, rank)])]
 
     def _settle(self, at: PhaseIndex, present: list[int], gone: Mapping[int, Absence]) -> bytes | None:
-        """Write the one result, or read what another rank wrote first. None: there is one, for verdicts vanished."""
+        """Write the result, or read the one that another rank wrote first. None: there is one, for verdicts have been deleted."""
         keys = [_verdict_key(at, rank) for rank in present]
-        found = [self.mailbox.peek(key) for key in keys] if gone else self.mailbox.take(keys)
+        found = [self.client.peek(key) for key in keys] if gone else self.client.take(keys)
         if found is None or None in found:
             return None
         verdicts = {
@@ -214,32 +209,23 @@ class Agreement:
         }
         error = conclude(verdicts, gone, self.world_size)
         payloads = b"[]" if error else b"[" + b",".join(verdicts[rank].payload for rank in present) + b"]"
-        data = self.mailbox.put_first(_result_key(at), Result(verdicts[self.rank].what, error, payloads).encode())
+        data = self.client.put_first(_result_key(at), Result(verdicts[self.rank].what, error, payloads).encode())
         if self.rank == 0 and not gone:  # all ranks are here, so all have read every earlier result
             self._forget(self._settled)
         return data
 
     def _tidy(self, at: PhaseIndex) -> None:
-        """The result is there, so nobody needs this rank's verdict any more."""
+        """Delete this rank's verdicts, which the result replaces."""
         self._forget(self._unread)
         if self.rank == 0:
             self._settled.append(_result_key(at))
 
     def _forget(self, keys: list[str]) -> None:
-        """Delete keys. The result is there, and stands: should the store hang now, the next agreement says so."""
+        """Delete keys. If the store hangs now, the next agreement raises; the result stands."""
         with suppress(StoreGoneError):
             for key in keys:
-                self.mailbox.delete(key)
+                self.client.delete(key)
         keys.clear()
-
-
-def _nap_s(waited_s: float, world_size: int) -> float:
-    """How long to sleep before asking again: a fraction of the wait so far, so that neither the wait grows much nor the asking costs.
-
-    The ranks that wait share their cores with those that still write. To ask takes 0.1 ms of a processor; 5 ms between two times is 2 % of
-    one. From 16 ranks on the store's own thread is what is spared: all ranks together ask it 3,200 times a second at most.
-    """
-    return min(max(waited_s / 16, _SHORTEST_NAP_S), max(_LONGEST_NAP_S, world_size / 3200))
 
 
 def _verdict_key(at: PhaseIndex, rank: int) -> str:
@@ -253,9 +239,9 @@ def _result_key(at: PhaseIndex) -> str:
 def conclude(
     verdicts: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence], world_size: int
 ) -> dict[str, Any] | None:
-    """Return the one error that all ranks raise, described, or None if all is well.
+    """Return the error that all ranks raise, described, or None for success.
 
-    What a rank raised comes before who is missing: the missing ranks may be gone because of it.
+    An exception of a rank has precedence over missing ranks, which may be gone because of it.
     """
     error = _cause(verdicts, gone, world_size)
     stands = next((verdict.stands for verdict in verdicts.values() if verdict.stands), None)
@@ -287,7 +273,7 @@ def _cause(verdicts: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence], wo
 
 
 def _causes(verdicts: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence]) -> dict[int, PhaseOutcome]:
-    """Who raised; of those that only missed another rank nobody, if it is known why that one is gone."""
+    """Return the verdicts with errors, without those of ranks that only missed another rank, if its reason is known."""
     errors = {rank: verdict.error for rank, verdict in verdicts.items() if verdict.error}
     causes = [rank for rank, error in errors.items() if error["kind"] != RankLeftError.__name__]
     if not causes and not gone:
@@ -296,7 +282,7 @@ def _causes(verdicts: Mapping[int, PhaseOutcome], gone: Mapping[int, Absence]) -
 
 
 def _where_most_are(verdicts: Mapping[int, PhaseOutcome], places: Mapping[int, str]) -> PhaseOutcome:
-    """The verdict that says where most of the ranks are, those between two phases aside; of two, the lower rank's."""
+    """Return a verdict from the phase that most ranks are in, except those between phases; the lowest rank's."""
     counts = Counter(places.values())
     return max(verdicts.items(), key=lambda one: (one[1].phase is not None, counts[places[one[0]]], -one[0]))[1]
 
@@ -330,7 +316,7 @@ def _shortened(parts: list[str], things: str) -> str:
 
 
 def _failed(verdict: PhaseOutcome, before: str | None = None) -> str:
-    """Say where; a rank that raised between two phases did not come to the one that others are in, `before`."""
+    """Return where a rank failed; between two phases it did not come to the one that others are in, `before`."""
     between = f"before phase {before}" if before else "between two phases"
     phase = f"in phase {verdict.phase}" if verdict.phase else between
     return f"{verdict.what} failed {phase}" if verdict.what else f"phase {verdict.phase} failed"

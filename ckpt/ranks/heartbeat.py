@@ -1,4 +1,4 @@
-"""Heartbeats: each rank says that it lives, where it is and that it moves; whoever waits for it looks there."""
+"""Heartbeats, by which each rank publishes its phase and its progress, and the detection of absent ranks from them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import psutil
+
 from ckpt.ranks.addresses import machine
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
 
-_HINTED_SILENCE_S = 3.0  # a launcher ends the other ranks because one is gone: three missed beats are enough then
+_HINTED_SILENCE_S = 3.0  # after SIGTERM, which a launcher sends because a rank is gone: three missed beats
 
 
 class PhaseIndex(NamedTuple):
-    """A place in the sequence of agreements, which is the same on every rank: operation, then phase (-1: before one)."""
+    """Position in the sequence of agreements, which is equal on all ranks: operation, then phase (-1: before the first)."""
 
     operation: int
     phase: int
@@ -28,7 +30,7 @@ class PhaseIndex(NamedTuple):
 
 
 def place(what: str | None, phase: str | None) -> str:
-    """Return "in phase write of save of checkpoint-00000020", or what can be said of it."""
+    """Return "in phase write of save of checkpoint-00000020", or as much as is known."""
     if what is None:
         return f"in phase {phase}" if phase else "outside of any save or load"
     return f"in phase {phase} of {what}" if phase else f"in {what}, between two phases"
@@ -36,13 +38,13 @@ def place(what: str | None, phase: str | None) -> str:
 
 @dataclass(slots=True)
 class Beat:
-    """What one heartbeat says of its rank."""
+    """Content of one heartbeat."""
 
     rank: int
     pid: int
-    born: str  # a pid is used again; a pid and the time its process began are not
+    born: str  # start time of the process: pids are reused
     host: str
-    machine: str  # equal where one rank can see another's pid
+    machine: str  # equal on two ranks that see each other's pids
     number: int = 0
     at: PhaseIndex = field(default_factory=lambda: PhaseIndex(0, -1))
     what: str | None = None
@@ -73,19 +75,19 @@ def beat_key(rank: int) -> str:
 
 
 class Heartbeat:
-    """This rank's heartbeat: a daemon thread that says every `interval_s` that the process lives and how far it is."""
+    """This rank's heartbeat: a daemon thread that publishes phase and progress every `interval_s`."""
 
-    def __init__(self, mailbox: StoreClient, rank: int, *, host: str, interval_s: float) -> None:
+    def __init__(self, client: StoreClient, rank: int, *, host: str, interval_s: float) -> None:
         pid = os.getpid()
         self._beat = Beat(rank, pid, _born(pid) or "", host, machine("pid"))
-        self._mailbox = mailbox
+        self._client = client
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
 
     def start(self) -> None:
-        self._say()
+        self.say()
         self._thread.start()
 
     @property
@@ -95,36 +97,33 @@ class Heartbeat:
     def move(self, num: int = 1) -> None:
         self._beat.moves += num
 
-    def enter(self, at: PhaseIndex, what: str | None, phase: str | None) -> None:
-        """Say at once where this rank is now: should it be killed there, this is how the others know."""
-        self._say(at=at, what=what, phase=phase)
-
-    def say(self) -> None:
-        """Say at once how far this rank has moved."""
-        self._say()
-
-    def stop(self) -> None:
-        """Say that this rank has left the job, and stop."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        try:
-            self._say(left=True)
-        except StoreGoneError:
-            return  # nobody is left to be told
-
-    def _say(self, **changes: Any) -> None:
+    def say(self, **changes: Any) -> None:
+        """Publish at once the progress of this rank, and changes of its `Beat`."""
         with self._lock:
             for name, value in changes.items():
                 setattr(self._beat, name, value)
             self._beat.number += 1
             self._beat.moves += bool(changes)
-            self._mailbox.put(beat_key(self._beat.rank), self._beat.encode())
+            self._client.put(beat_key(self._beat.rank), self._beat.encode())
+
+    def enter(self, at: PhaseIndex, what: str | None, phase: str | None) -> None:
+        """Publish at once where this rank is now: if it is killed there, the others report it."""
+        self.say(at=at, what=what, phase=phase)
+
+    def stop(self) -> None:
+        """Publish that this rank has left the job, and stop."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        try:
+            self.say(left=True)
+        except StoreGoneError:
+            return  # no rank reads it any more
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval_s):
             try:
-                self._say()
+                self.say()
             except StoreGoneError:
                 return  # the rank itself learns of it, with a sentence, at its next agreement
 
@@ -152,30 +151,29 @@ class _Seen:
 
 
 class FailureDetector:
-    """Looks out for ranks that are waited for, and says which of them will not come.
+    """Detects which of the ranks that an agreement waits for will not come.
 
-    A rank is absent when its process is gone, its heartbeat is silent for `timeout_s`, or it has not moved for
-    `timeout_s`, both counted from when this lookout began to watch; never because something takes long while it moves.
-    A beat tells of what was up to a second ago, and word has to get around: patience ends a little earlier, so that the
-    others know within `timeout_s`, if that is 15 s or more.
+    A rank is absent if its process is gone, its heartbeat is silent for `timeout_s`, or it has not moved for `timeout_s`, both since
+    this detector was made; never because it takes long while it moves. A heartbeat is up to a second old, and the verdict takes time
+    to spread: the detector's patience is a little shorter, so that all ranks know within `timeout_s`, if that is 15 s or more.
 
     Args:
-        mailbox: where the ranks' heartbeats are.
-        at: the agreement that the ranks are waited for at.
-        wanted: how messages name it.
-        clock: gives the time in seconds.
+        client: client of the store with the heartbeats.
+        at: the agreement that waits.
+        wanted: its name in messages.
+        clock: returns the time in seconds.
     """
 
     def __init__(
         self,
-        mailbox: StoreClient,
+        client: StoreClient,
         at: PhaseIndex,
         wanted: str,
         timeout_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._mailbox = mailbox
+        self._client = client
         self._at = at
         self._wanted = wanted
         self._timeout_s = timeout_s
@@ -188,7 +186,7 @@ class FailureDetector:
         """Return those of `ranks` that will not come.
 
         Args:
-            hinted: this process was asked to end, so one of them may well be gone; silence is believed sooner.
+            hinted: this process got SIGTERM, so one of them may be gone: a shorter silence counts.
         """
         ranks = list(ranks)
         for rank, beat in zip(ranks, self._beats(ranks), strict=True):
@@ -198,7 +196,7 @@ class FailureDetector:
 
     def _beats(self, ranks: list[int]) -> list[Beat | None]:
         keys = [beat_key(rank) for rank in ranks]
-        found = self._mailbox.take(keys) if self._mailbox.has(keys) else [self._mailbox.peek(key) for key in keys]
+        found = self._client.take(keys) if self._client.has(keys) else [self._client.peek(key) for key in keys]
         assert found is not None, "heartbeats are never deleted"
         return [None if data is None else Beat.decode(data) for data in found]
 
@@ -233,7 +231,7 @@ class FailureDetector:
     def _standstill(self, beat: Beat) -> str:
         if beat.at == self._at:
             return f"{beat.who} made no progress for {self._timeout_s:g} s {beat.place}"
-        seen = "is" if beat.phase is None else "was last seen"  # it may well have left that phase
+        seen = "is" if beat.phase is None else "was last seen"  # it may have left that phase since
         return (
             f"{beat.who} did not come to {self._wanted} within {self._timeout_s:g} s and {seen} {beat.place}: every rank "
             "must make the same calls"
@@ -241,22 +239,13 @@ class FailureDetector:
 
 
 def _born(pid: int) -> str | None:
-    """Return when the process began, as an opaque text, or None if it has ended (a zombie has)."""
+    """Return the start time of a process as an opaque text, or None if it has ended, or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # after the command's name, which may hold anything
+            fields = file.read().rpartition(b")")[2].split()  # after the command's name, which is arbitrary
     except FileNotFoundError:
-        return None if os.path.exists("/proc/self/stat") else _born_without_proc(pid)
+        has_proc = os.path.exists("/proc/self/stat")
+        return None if has_proc or not psutil.pid_exists(pid) else ""
     except ProcessLookupError:
         return None
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
-
-
-def _born_without_proc(pid: int) -> str | None:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        return ""
-    return ""

@@ -1,4 +1,4 @@
-"""SIGTERM, put off while a save or load is under way."""
+"""Deferral of SIGTERM while a save or a load is under way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 TOLD_TO_END = 128 + signal.SIGTERM
-"""The exit code of a process that ended itself because SIGTERM told it to, as shells report one that died of the signal."""
+"""Exit code of a process that ended itself after SIGTERM; shells report the same for one that died of the signal."""
 
 _LAST_WORDS_S = 2.0
 _LOOK_S = 0.25
@@ -21,43 +21,38 @@ _SAME_S = 5.0
 
 
 class Termination:
-    """Puts SIGTERM off while a save or load is under way.
+    """Defers SIGTERM inside an operation of `Topology`, in the main thread.
 
-    Launchers end all ranks a moment after one has died; the others must live long enough to say which one it was. A rank
-    that the others have given up has nothing to say, and ends sooner.
+    Launchers end all ranks a moment after one has died; the others must live long enough to report which one. A rank that the others
+    have timed out ends sooner.
+
+    Attributes:
+        asked: SIGTERM has come since `put_off` was last entered, or another handler has seen it.
     """
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._asked = False
+        self.asked = False
         self._over = threading.Event()
-
-    def was_asked(self) -> bool:
-        """Has SIGTERM come since `put_off` was last entered?"""
-        return self._asked
-
-    def note(self) -> None:
-        """Take it that it has: somebody else has seen it."""
-        self._asked = True
 
     @contextmanager
     def put_off(self, is_given_up: Callable[[], bool]) -> Iterator[None]:
-        """Put SIGTERM off inside the block, at most `grace_s`. Does nothing outside of the main thread.
+        """Defer SIGTERM inside the block, at most `grace_s`. Does nothing outside of the main thread.
 
         Args:
-            is_given_up: have the others gone on without this rank? Called from another thread.
+            is_given_up: returns whether the others have timed this rank out; called from another thread.
         """
         previous = signal.getsignal(signal.SIGTERM)
         here = threading.current_thread() is threading.main_thread()
         if not here or previous is None or previous is signal.SIG_IGN:  # not ours to handle
             yield
             return
-        self._asked = False
+        self.asked = False
         self._over.clear()
 
         def note(_signum: int, _frame: FrameType | None) -> None:
-            if not self._asked:
-                self._asked = True
+            if not self.asked:
+                self.asked = True
                 threading.Thread(target=self._lose_patience, args=(is_given_up,), name="SIGTERM", daemon=True).start()
 
         signal.signal(signal.SIGTERM, note)
@@ -68,11 +63,11 @@ class Termination:
         finally:
             self._over.set()
             signal.signal(signal.SIGTERM, previous)
-            if self._asked:
+            if self.asked:
                 _end_process(_LAST_WORDS_S if failed else 0.0)
 
     def _lose_patience(self, is_given_up: Callable[[], bool]) -> None:
-        """End the process, whatever its main thread is stuck in, once the grace is over or nobody waits for it."""
+        """End the process, even if its main thread hangs, when the grace is over or no rank waits for it."""
         grace_ends = time.monotonic() + self._grace_s
         given_up_since: float | None = None
         while not self._over.wait(_LOOK_S):
@@ -83,7 +78,7 @@ class Termination:
 
 
 def _end_process(after_s: float) -> None:
-    """Deliver the signal at last; after a failure a little later, for the error on its way up should be read."""
+    """Deliver the deferred signal; after a failure 2 s later, so that the error can propagate and be printed."""
     if not after_s:
         os.kill(os.getpid(), signal.SIGTERM)
         return
@@ -93,17 +88,17 @@ def _end_process(after_s: float) -> None:
 
 
 class SigtermDeferral:
-    """Puts the end by SIGTERM off while work goes on: saves in the background, or a training loop that will save and end by itself.
+    """Defers SIGTERM until work is over: saves in the background, or a training loop that saves and ends by itself.
 
-    The thread that trains may be inside a collective that never returns, and Python runs handlers between its own instructions
-    only. So the signal wakes a thread, too, which ends the process if the other one does not. A second signal ends the wait; launchers
-    and schedulers send the first one twice, so one that comes within `_SAME_S` belongs to the first.
+    The main thread may be inside a collective that never returns, and Python runs handlers only between its own instructions. So the
+    signal also wakes a thread, which ends the process if the main thread does not. A second signal ends the wait; launchers and
+    schedulers send the first one twice, so one that comes within `_SAME_S` counts as the first.
 
     Args:
-        grace_s: longest time that the end is put off.
-        is_over: has the work ended?
-        hurry: called once when the signal comes: ranks that are gone need not be waited for long.
-        give_up: called when the grace is over; the work then has a moment to clean up.
+        grace_s: longest deferral.
+        is_over: returns whether the work has ended.
+        hurry: called once when the signal comes, to shorten waits for absent ranks.
+        give_up: called when the grace is over; the work then has 2 s to clean up.
     """
 
     def __init__(
@@ -124,7 +119,7 @@ class SigtermDeferral:
         return self._came
 
     def arm(self) -> None:
-        """Be there when the signal comes. Does nothing outside of the main thread, or where the program handles the signal itself."""
+        """Install the handler. Does nothing outside of the main thread, or if the program handles the signal itself."""
         if self._ends is not None or threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -133,13 +128,13 @@ class SigtermDeferral:
         os.set_blocking(reader, True)
         self._may_end = self._came = self._called_off = False
         self._wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        if self._wakeup != -1:  # an event loop's: it is to hear of signals, not we
+        if self._wakeup != -1:  # an event loop's, which keeps it
             signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._handle)
         threading.Thread(target=self._watch, args=(reader,), name="SIGTERM beside saves", daemon=True).start()
 
     def disarm(self) -> None:
-        """Let the signal do again what it did. If it has come, the process still ends when the work is over. Main thread."""
+        """Restore the signal's default. If it has come, the process still ends when the work is over. Main thread."""
         if self._ends is None or threading.current_thread() is not threading.main_thread():
             return
         _, writer = self._ends
@@ -151,7 +146,7 @@ class SigtermDeferral:
         os.close(writer)  # which ends the thread
 
     def call_off(self) -> None:
-        """Disarm, and leave the end of the process to the caller, also if the signal has come. Main thread."""
+        """Disarm; the caller ends the process, also if the signal has come. Main thread."""
         self._called_off = True
         self.disarm()
 
@@ -164,14 +159,14 @@ class SigtermDeferral:
             os.write(self._ends[1], bytes([signal.SIGTERM]))
 
     def _is_ours(self) -> bool:
-        """Whether the signal is ours to handle; or was, and has been handled, before somebody else took over."""
+        """Whether the signal is this object's to handle, or was before another handler was installed."""
         return self._came or signal.getsignal(signal.SIGTERM) == self._handle
 
     def _watch(self, reader: int) -> None:
-        """Wait for the signal, then for the end of the work; then end the process, or see that it ends.
+        """Wait for the signal, then for the end of the work; then end the process.
 
-        A signal that somebody else handles by now is not ours: the program, or a call that puts it off and will send it again. The
-        grace counts from that one on.
+        A signal may belong to another handler by now: the program's, or `Termination`'s, which sends it again later. The grace counts
+        from that one.
         """
         try:
             came_at = self._came_at(reader)
@@ -188,7 +183,7 @@ class SigtermDeferral:
             os.close(reader)
 
     def _came_at(self, reader: int) -> float | None:
-        """Wait for the signal, and return when it was sent first; None: it does not come any more."""
+        """Wait for the signal, and return the time of the first one; None: disarmed."""
         first: float | None = None
         while told := os.read(reader, 1):
             if told[0] == signal.SIGTERM:
@@ -220,19 +215,19 @@ class SigtermDeferral:
 def sigterm_noted(
     grace_s: float, *, hurry: Callable[[], None] = lambda: None, give_up: Callable[[], None] = lambda: None
 ) -> Iterator[Callable[[], bool]]:
-    """Note SIGTERM inside the block, in place of ending the process; give a function that says whether it has come.
+    """Record SIGTERM inside the block, in place of ending the process; gives a function that returns whether it has come.
 
-    The process ends by the signal after all if it is still in the block `grace_s` later, if an error has ended the block and the process
-    is still there by then, or when a second signal comes. Outside of the main thread, and where the program handles the signal
-    itself, nothing is done, and the answer is always False.
+    The process still ends by the signal if it is in the block `grace_s` later, if an error has ended the block and the process is still
+    running by then, or when a second signal comes. Outside of the main thread, and if the program handles the signal itself, nothing
+    is done, and the function returns False.
 
     Args: see `SigtermDeferral`.
     """
-    epilogue = SigtermDeferral(grace_s, is_over=lambda: False, hurry=hurry, give_up=give_up)
-    epilogue.arm()
+    deferral = SigtermDeferral(grace_s, is_over=lambda: False, hurry=hurry, give_up=give_up)
+    deferral.arm()
     try:
-        yield lambda: epilogue.came
+        yield lambda: deferral.came
     except BaseException:
-        epilogue.disarm()
+        deferral.disarm()
         raise
-    epilogue.call_off()
+    deferral.call_off()

@@ -1,4 +1,4 @@
-"""A job's key-value store as the ranks use it: values of any size, and no call that waits for another rank."""
+"""Client of a job's key-value store: values of any size; no call waits for another rank."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ckpt.ranks.stores import StoreGoneError, connection, where_is
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed exports it where mypy cannot see it
 
-_PIECE_BYTES = 4 << 20  # longest value put in one key; the store closes the connection of whoever sends more than 8 MiB
+_PIECE_BYTES = 4 << 20  # longest value of one key; the store closes a connection that sends more than 8 MiB
 _COMPRESS_BYTES = 64 << 10
-_NOTHING = "?"  # no value of ours begins with it: see Mailbox._packed
+_NOTHING = "?"  # no packed value begins with it, see `StoreClient._packed`
 _T = TypeVar("_T")
 
 
 class _VanishedError(Exception):
-    """A key that was there is gone."""
+    """A key was deleted meanwhile."""
 
 
 class StoreClient:
-    """Values of any size under keys of a store, over a connection of its own. No call waits for another rank.
+    """A connection to a store, for values of any size. No call waits for another rank.
 
-    One thread at a time: a connection carries one request. Every call may raise `StoreGoneError`, and all do after the first one.
+    One thread at a time: a connection carries one request. Each call may raise `StoreGoneError`; after the first one all do.
 
     Args:
         writer: rank of this process.
@@ -41,7 +41,7 @@ class StoreClient:
         self._timeout_s = timeout_s
         self._silence: str | None = None
         self._store: Store = connection(store, timeout_s)
-        # Only get and multi_get can wait, and only where another rank deleted a key that was there a moment ago.
+        # Only get and multi_get can wait, and only if another rank has just deleted a key.
         self._store.set_timeout(timedelta(seconds=min(10.0, timeout_s)))
         self._writer = writer
         self._pieces: dict[str, list[str]] = {}
@@ -50,7 +50,7 @@ class StoreClient:
         self._call(self._store.set, key, self._packed(key, data, compress))
 
     def put_first(self, key: str, data: bytes) -> bytes:
-        """Put `data` there unless something is, and return what is there now."""
+        """Set a key that is not set yet; return its value, `data` or another rank's."""
         packed = self._packed(key, data, True)
         there = self._call(self._store.compare_set, key, "", packed)
         if there == packed:
@@ -59,7 +59,7 @@ class StoreClient:
         return self._unpacked(key, there)
 
     def peek(self, key: str) -> bytes | None:
-        """Return what is there, or None. (`compare_set` answers with the expected value where there is no key.)"""
+        """Return the value, or None. (`compare_set` answers with the expected value if there is no key.)"""
         packed = self._call(self._store.compare_set, key, _NOTHING, _NOTHING)
         try:
             return None if packed == _NOTHING.encode() else self._unpacked(key, packed)
@@ -70,7 +70,7 @@ class StoreClient:
         return bool(self._call(self._store.check, keys))
 
     def take(self, keys: list[str]) -> list[bytes] | None:
-        """Return the values, or None if one of the keys is gone (which takes seconds to find out)."""
+        """Return the values, or None if one of the keys is gone, which takes seconds to find out."""
         try:
             found = self._call(self._store.multi_get, keys)
             return [self._unpacked(key, packed) for key, packed in zip(keys, found, strict=True)]
@@ -78,7 +78,7 @@ class StoreClient:
             return None
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins with 0, and return the sum. Any thread."""
+        """Add to a counter, which begins at 0, and return the sum. Any thread."""
         return self._call(self._store.add, key, amount)
 
     def delete(self, key: str) -> None:
@@ -107,7 +107,7 @@ class StoreClient:
             self._call(self._store.delete_key, piece)
 
     def _call(self, method: Callable[..., _T], *args: Any) -> _T:
-        if self._silence is not None:  # a late answer to that call would be taken for one to this call
+        if self._silence is not None:  # a late answer to that call would be read as the answer to this one
             raise StoreGoneError(self._silence, is_silent=True)
         began_s = time.monotonic()
         try:

@@ -1,8 +1,7 @@
-"""The key-value store of a job: which machines can reach it, and how long a call to it may take.
+"""Servers of a job's key-value store, and connections to them: reachable on one address only, and with a deadline for each call.
 
-A TCPStore of torch listens on every interface, without authentication, and most of its calls wait without end for a server whose
-process hangs. Here a server listens on one address, and each connection has a deadline. The kernel keeps the deadline (SO_RCVTIMEO,
-SO_SNDTIMEO), so it costs a call nothing.
+A TCPStore of torch listens on all interfaces, without authentication, and most of its calls wait forever for a server whose process
+hangs. Here a server listens on one address. The kernel enforces the deadline of calls (SO_RCVTIMEO, SO_SNDTIMEO), at no cost.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import os
 import socket
 import stat
 import struct
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
@@ -21,19 +18,21 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
+from ckpt.ranks.waiting import in_thread
+
 _T = TypeVar("_T")
 _FOLDERS = ("/proc/self/fd", "/dev/fd")
 _TIMEVAL = struct.Struct("@ll")
 _LONGEST_S = 1e6
 _CONNECT_S = 10.0
-"""That a new connection may take, if its calls may take less: torch asks name servers who is at its other end."""
+"""Shortest deadline of a new connection, for which torch looks up host names."""
 
 
 class StoreGoneError(Exception):
-    """The store does not answer any more.
+    """The store no longer answers.
 
     Attributes:
-        is_silent: its server is there, but did not answer within the deadline.
+        is_silent: the connection exists, but the server did not answer within the deadline.
     """
 
     def __init__(self, message: str, *, is_silent: bool = False) -> None:
@@ -42,13 +41,13 @@ class StoreGoneError(Exception):
 
 
 def serve(address: str, port: int = 0, *, timeout_s: float, is_shared: bool = False) -> TCPStore:
-    """Hold a store in this process. It listens on one address of this machine alone.
+    """Start a store in this process. It listens on one address of this machine only.
 
     Args:
-        address: or a name of this machine; of several addresses IPv6 first, as torch's clients try them.
-        port: 0: any that is free.
-        timeout_s: of the calls that wait for a key.
-        is_shared: torch may hold a store of its own under the same port in this process, which is then the same one.
+        address: address or name of this machine; of several addresses IPv6 first, as torch's clients try them.
+        port: 0: any free port.
+        timeout_s: of calls that wait for a key.
+        is_shared: if torch starts a store on this port in this process, it gets the same one.
 
     Raises:
         OSError: this machine has no such address, or the port is taken.
@@ -67,13 +66,13 @@ def serve(address: str, port: int = 0, *, timeout_s: float, is_shared: bool = Fa
 
 
 def reach(address: str, port: int, *, timeout_s: float) -> TCPStore:
-    """Connect to a store that another process holds.
+    """Connect to the store of another process.
 
     Args:
-        timeout_s: for the connection, and of each call over it.
+        timeout_s: of the connection, and of each call.
 
     Raises:
-        StoreGoneError: nobody answers there.
+        StoreGoneError: there is no answer.
     """
 
     def connect() -> TCPStore:
@@ -89,10 +88,10 @@ def reach(address: str, port: int, *, timeout_s: float) -> TCPStore:
 
 
 def connection(store: Store, timeout_s: float) -> Store:
-    """Return the same store over a connection of its own, for one thread.
+    """Return the same store over a new connection, for one thread.
 
     Args:
-        timeout_s: of each call over it.
+        timeout_s: of each call.
 
     Raises:
         StoreGoneError: the store does not answer.
@@ -128,14 +127,16 @@ def _listener(address: str, port: int) -> socket.socket:
 
 
 def _connected(connect: Callable[[], _T], port: int, where: str, timeout_s: float) -> _T:
-    """Make a connection in time, and give it a deadline.
+    """Open a connection within a time limit, and set its deadline.
 
-    Torch does not tell which descriptor is the connection's. Of two threads that connect to one server at once, each may see the
-    other's as new: the shorter deadline holds for both.
+    Torch does not expose the connection's descriptor. If two threads connect to one server at once, each may find the other's
+    descriptor: both get the shorter deadline.
     """
     before, patience_s = set(_sockets()), max(timeout_s, _CONNECT_S)
     try:
-        made = _in_time(connect, patience_s)
+        made = in_thread(connect, "ckpt-store").result(
+            min(patience_s, _LONGEST_S)
+        )  # it may hang, and knows no deadline
     except TimeoutError:
         raise StoreGoneError(
             f"the store at {where} did not answer a new connection within {patience_s:g} s", is_silent=True
@@ -146,27 +147,6 @@ def _connected(connect: Callable[[], _T], port: int, where: str, timeout_s: floa
         if inode not in before:
             _limit(descriptor, port, timeout_s)
     return made
-
-
-def _in_time(call: Callable[[], _T], timeout_s: float) -> _T:
-    """Return what a call returns, which cannot be given a deadline of its own. One that hangs is left to its thread.
-
-    Raises:
-        TimeoutError: the time is up.
-    """
-    future: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run, name="ckpt-store", daemon=True)
-    thread.start()
-    result = future.result(min(timeout_s, _LONGEST_S))
-    thread.join()
-    return result
 
 
 def _sockets() -> dict[int, int]:
@@ -181,10 +161,10 @@ def _sockets() -> dict[int, int]:
 
 
 def _limit(descriptor: int, port: int, timeout_s: float) -> None:
-    """Give a socket a deadline, if the other end is this port, and it has no shorter one."""
+    """Set the deadline of a socket that is connected to this port and has no shorter one."""
     wanted = _TIMEVAL.pack(int(min(timeout_s, _LONGEST_S)), int(min(timeout_s, _LONGEST_S) % 1 * 1e6))
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as made:
-        # Other threads make sockets meanwhile, of other kinds, too: the peer of a Unix socket is a name.
+        # Sockets of other threads may be of other kinds: the peer of a Unix socket is a name.
         if made.family not in (socket.AF_INET, socket.AF_INET6) or made.getpeername()[1] != port:
             return
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

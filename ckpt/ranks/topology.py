@@ -1,7 +1,7 @@
-"""Ranks, nodes, named process groups, and the one way in which all ranks succeed or all fail: phases.
+"""Ranks, nodes, named process groups, and phases, by which all ranks succeed or all fail.
 
-A phase is a block that every rank enters, in the same order. Leaving it is an agreement (agreement.py): if one rank
-raised in it, or is gone, every rank raises the same error.
+A phase is a block that all ranks enter, in the same order. Leaving it is an agreement (agreement.py): if one rank raised in it, or is
+gone, all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import json
 import re
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -34,9 +33,9 @@ class Group:
     """A named process group, as this rank sees it.
 
     Attributes:
-        members: global ranks of this rank's own instance.
-        instance: number of that instance in `instances`.
-        instances: every instance, sorted; equal on all ranks.
+        members: global ranks of this rank's instance.
+        instance: index of that instance in `instances`.
+        instances: all instances, sorted; equal on all ranks.
     """
 
     name: str
@@ -47,14 +46,13 @@ class Group:
 
 @dataclass
 class Phase:
-    """One phase, as the code inside the block sees it.
+    """One phase, as the code inside the block uses it.
 
     Attributes:
         component: the component at hand, for the error.
-        payload: JSON that every rank gets to see; set it inside the block.
-        stands: what is so even if another rank fails the phase now, such as "checkpoint-00000020 is committed": the error
-            will say it.
-        payloads: everybody's payload by rank; there after the block.
+        payload: JSON for all ranks; set it inside the block.
+        stands: a fact that holds even if another rank fails the phase, such as "checkpoint-00000020 is committed", for the error.
+        payloads: all payloads by rank; set after the block.
     """
 
     name: str
@@ -65,16 +63,25 @@ class Phase:
 
 
 class Topology:
-    """Which ranks there are, where they live, which groups they form; and the agreement of all of them.
+    """The ranks of a job, their hosts and process groups, and the agreement of all ranks.
 
-    One thread of a rank, the same all the time, makes the collective calls; `progress` may come from any.
+    One thread of a rank, always the same, makes the collective calls; `progress` may come from any.
+
+        outside <--operation--> between phases <--phase--> in a phase
+                                      |                        |
+                                      +-------> failed <-------+
+
+    - outside: a phase that begins here is an operation by itself.
+    - between phases: an error of this rank fails the phase that the other ranks are in, or the next one. SIGTERM is put off.
+    - in a phase: leaving the block waits for the verdicts of all ranks, except those found absent.
+    - failed: all ranks raise one error, which leaves the operation without another agreement.
 
     Attributes:
         nodes: global ranks per host, ordered by lowest rank.
         node_rank: number of this rank's host in `nodes`.
         groups: the process groups given to `name_groups`.
         timeout_s: a rank that does not move for this long is absent.
-        grace_s: longest time that a SIGTERM is put off inside an operation.
+        grace_s: longest deferral of a SIGTERM inside an operation.
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], *, timeout_s: float, grace_s: float) -> None:
@@ -89,7 +96,7 @@ class Topology:
         self._termination = Termination(grace_s)
         self._at = PhaseIndex(0, -1)
         self._whats: list[str] = []
-        self._told: BaseException | None = None  # what is on its way up, and known to the other ranks
+        self._told: BaseException | None = None  # the error of state failed, which the other ranks know
         self._in_phase = False
         self._told_of_moves: Callable[[int], None] | None = None
         self._store: Store | None = None
@@ -98,7 +105,7 @@ class Topology:
 
     @property
     def is_lead(self) -> bool:
-        """Is this the rank that decides and that publishes?"""
+        """Whether this rank decides and publishes."""
         return self.rank == 0
 
     @classmethod
@@ -106,7 +113,7 @@ class Topology:
         """Return the topology of one rank: the same calls, without store, threads or other processes.
 
         Args:
-            progress: told of every move: that of the job whose lead does something by itself.
+            progress: called at each move, such as `progress` of the job of which this rank is the lead.
         """
         topology = cls(0, [socket.gethostname()], timeout_s=300.0, grace_s=20.0)
         topology._told_of_moves = progress
@@ -114,7 +121,7 @@ class Topology:
 
     @classmethod
     def supposed(cls, rank: int, hosts: Sequence[str], groups: Mapping[str, Iterable[Sequence[int]]]) -> Topology:
-        """Return one rank's topology of a run that does not exist, to ask what would happen on it. It has no phases.
+        """Return one rank's topology of a hypothetical run, for plans and forecasts. It has no phases.
 
         Args:
             hosts: of every rank, in order.
@@ -142,26 +149,26 @@ class Topology:
         timeout_s: float = 300.0,
         grace_s: float = 20.0,
     ) -> Topology:
-        """Join the job's other ranks. Every rank calls it, with a store (or a prefix of one) that this job alone uses.
+        """Join the job's other ranks. All ranks call it, with a store (or a prefix of one) that only this job uses.
 
         Args:
             local_rank: number on this host; None: the position among the host's ranks.
-            host: name of this host, None: its own. Ranks that give equal names share a node.
+            host: name of this host; None: its own. Ranks that give equal names share a node.
 
         Raises:
-            RankAbsentError: a rank did not join within `timeout_s`; on every rank.
+            RankAbsentError: a rank did not join within `timeout_s`; on all ranks.
         """
         host = host or socket.gethostname()
         topology = cls(rank, [host] * world_size, timeout_s=timeout_s, grace_s=grace_s)
         try:
-            beats, mailbox = (StoreClient(store, writer=rank, timeout_s=timeout_s) for _ in range(2))
+            beats, client = (StoreClient(store, writer=rank, timeout_s=timeout_s) for _ in range(2))
             heartbeat = Heartbeat(beats, rank, host=host, interval_s=min(1.0, timeout_s / 4))
             heartbeat.start()
         except StoreGoneError as error:
             raise _store_gone(None, rank, error) from error
         topology._store, topology._host = store, host
-        hinted = topology._termination.was_asked
-        topology._agreement = Agreement(mailbox, heartbeat, rank, world_size, timeout_s, hinted)
+        termination = topology._termination
+        topology._agreement = Agreement(client, heartbeat, rank, world_size, timeout_s, lambda: termination.asked)
         try:
             with topology.phase("join") as phase:
                 phase.payload = host
@@ -172,17 +179,17 @@ class Topology:
         return topology
 
     def name_branch(self) -> str:
-        """A name for `branch` that no other has. All ranks ask for theirs in one order, in the thread that makes the collective calls."""
+        """Return a unique name for `branch`. All ranks call it in one order, in the thread that makes the collective calls."""
         self._num_branches += 1
         return f"branch {self._num_branches}"
 
     def branch(self, name: str) -> Topology:
-        """Join the same ranks once more, for another thread to agree with theirs of its kind beside this one's. Collective among these.
+        """Join the same ranks again, for agreements of another thread beside this one. Collective among these threads.
 
-        It moves when the branch moves; its groups are those it has now. Close the branch first.
+        Progress of the branch counts here, too; the branch has the groups of this moment. Close the branch first.
 
         Args:
-            name: equal on all ranks, and used once.
+            name: equal on all ranks, used once.
 
         Raises:
             RankAbsentError: a rank did not join within `timeout_s`.
@@ -192,10 +199,10 @@ class Topology:
         return topology
 
     def part(self, name: str, ranks: Sequence[int]) -> Topology:
-        """Join some of the ranks by themselves, numbered from 0 in their order. These ranks call it. Close it first.
+        """Join some of the ranks, numbered from 0 in this order. These ranks call it. Close it first.
 
         Args:
-            name: equal on all of them, and used once.
+            name: equal on these ranks, used once.
 
         Raises:
             RankAbsentError: one of them did not join within `timeout_s`.
@@ -203,7 +210,7 @@ class Topology:
         return Topology.alone(self.progress) if len(ranks) == 1 else self._joined_anew(name, ranks)
 
     def _joined_anew(self, name: str, ranks: Sequence[int]) -> Topology:
-        """Join these ranks in a part of the store of that name; moves there are moves here."""
+        """Join these ranks in a part of the store; progress there counts here, too."""
         if self._store is None:
             return Topology.alone(self.progress)
         topology = Topology.join(
@@ -219,52 +226,53 @@ class Topology:
         return topology
 
     def store_for(self, name: str) -> Store | None:
-        """A part of the job's store, for what the same ranks do beside their agreement; None: a rank that is alone has none.
+        """Return a part of the job's store for other uses of the same ranks; None: a rank that is alone has none.
 
         Args:
-            name: equal on all ranks, and of no other part.
+            name: equal on all ranks, and unique.
         """
         return None if self._store is None else PrefixStore(name, self._store)
 
     def expect_absence(self) -> None:
-        """Take it that this process has been asked to end, as all may have been because one is gone: believe its silence sooner."""
-        self._termination.note()
+        """Assume that a launcher ends all ranks because one is gone: a shorter silence counts as absence."""
+        self._termination.asked = True
 
     def close(self) -> None:
-        """Leave the job: stop the heartbeat. Not collective; a rank that waits for this one learns that it has left."""
+        """Leave the job: stop the heartbeat. Not collective; ranks that wait for this one find that it has left."""
         if self._agreement is not None:
             self._agreement.heartbeat.stop()
 
     def __enter__(self) -> Topology:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def progress(self, num: int = 1) -> None:
-        """Say that this rank is moving. Any thread, any time; costs nothing."""
+        """Count progress of this rank. Any thread, any time; costs nothing."""
         if self._agreement is not None:
             self._agreement.heartbeat.move(num)
         if self._told_of_moves is not None:
             self._told_of_moves(num)
 
     def require_awaited(self) -> None:
-        """Make sure, before a step that cannot be taken back, that the others still wait for this rank.
+        """Check that the others still wait for this rank. Called before an irreversible step.
 
-        A rank that stood still for long may come back when they have raised already, and said that the save has failed.
+        A rank that stood still for long may go on after the others have timed it out and reported that the save has failed.
 
         Raises:
             RankAbsentError: they have ended the phase without it.
         """
-        if self._agreement is not None and self._agreement.is_given_up():
-            raise RankAbsentError(f"rank {self.rank} came back when the others had given it up")
+        if self._is_given_up():
+            where = self._what or "this phase"
+            raise RankAbsentError(
+                f"rank {self.rank} went on with {where} after the others had timed it out (timeout_s={self.timeout_s:g})"
+            )
 
     def given_up_for(self) -> CheckpointError | None:
-        """The error that the others have agreed on without this rank, which is inside that phase still, or has not come to it. Any thread.
+        """Return the error that the others have agreed on without this rank, in its phase or the next one; None: there is none.
 
-        Asked by another thread than the one that is late, and may never come.
+        Any thread; called by another one than that which is late, and may never come.
         """
         if self._agreement is None:
             return None
@@ -279,17 +287,16 @@ class Topology:
         return None
 
     def has_raised(self, ranks: Collection[int]) -> int | None:
-        """The first of these ranks that has failed the phase which this one is still in; None: none that is known of.
+        """Return the first of these ranks that has raised in the phase that this one is in; None: none has yet.
 
-        For who waits, inside a phase, for what such a rank would have sent. Not for loops that are to be fast.
+        For waits inside a phase for data of such a rank. Each call is several store requests.
         """
         return None if self._agreement is None else self._agreement.has_raised(self._at, ranks)
 
     def why_absent(self, ranks: Collection[int], phase: str) -> str | None:
-        """Why the first of these ranks that is gone, or stands still, will not come to the end of this one's phase; None: none is.
+        """Return why the first absent one of these ranks will not reach the end of this phase; None: none is absent.
 
-        For who waits there for what such a rank would have sent, and asks now and then: patience counts from the first question on,
-        also that at the end of the phase.
+        For waits inside a phase for data of such a rank. Patience counts from the first call, also at the end of the phase.
         """
         if self._agreement is None:
             return None
@@ -301,17 +308,18 @@ class Topology:
 
     @contextmanager
     def operation(self, what: str) -> Iterator[None]:
-        """Name what the phases inside belong to, such as "save of checkpoint-00000020". Every rank enters it.
+        """Name the operation of the phases inside, such as "save of checkpoint-00000020". All ranks enter it.
 
-        An exception between two phases is agreed on like one inside a phase. SIGTERM is put off until the end, at most
-        `grace_s`, so that this rank lives to say what the job died of. Operations nest: the inner one names.
+        An exception between two phases is agreed on like one inside a phase. SIGTERM is put off until the end, at most `grace_s`, so
+        that this rank can report why the job died. Operations nest: errors name the innermost.
         """
         outermost = not self._whats
         self._whats.append(what)
         try:
-            with self._sigterm_put_off(outermost):
+            with self._termination.put_off(self._is_given_up) if outermost and self._agreement else nullcontext():
                 try:
-                    self._begin(outermost)
+                    if outermost:
+                        self._begin()
                     yield
                 except Exception as error:
                     if error is self._told:
@@ -323,19 +331,19 @@ class Topology:
                     raise
                 finally:
                     self._whats.pop()
-                    self._end(outermost)
+                    if outermost:
+                        self._end()
         finally:
             if outermost:
                 self._told = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Enter a phase; every rank enters the same ones in the same order. Leaving the block is the agreement.
+        """Enter a phase; all ranks enter the same ones in the same order. Leaving the block is the agreement.
 
-        If any rank raised in the block, or is gone, all ranks raise the same error: class and sentence are equal,
-        `rank`, `phase` and `component` say where, and on the rank that met the cause it is the `__cause__`. All ranks
-        wait until nobody is inside any more. KeyboardInterrupt and SystemExit are told to the others and go on as they
-        are. Phases do not nest.
+        If a rank raised in the block, or is gone, all ranks raise the same error: class and message are equal, `rank`, `phase` and
+        `component` say where, and on the rank that raised, the cause is `__cause__`. All ranks wait until no rank is inside any more.
+        KeyboardInterrupt and SystemExit fail the phase for the others and propagate here. Phases do not nest.
         """
         assert not self._in_phase, f"phase {name} begins inside another one"
         with nullcontext() if self._whats else self._unnamed_operation():
@@ -356,36 +364,38 @@ class Topology:
                 self._in_phase = False
 
     def exchange(self, name: str, outgoing: Mapping[int, bytes], sources: Collection[int]) -> dict[int, bytes]:
-        """Send `outgoing[r]` to rank r, and return what each rank of `sources` sent here. Every rank calls it.
+        """Send `outgoing[r]` to rank r, and return what each rank of `sources` sent here. All ranks call it.
 
-        It is a phase, and fails like one. Meant for slivers: everything passes through the job's store.
+        It is a phase, and fails like one. Meant for little data, such as partial chunks: all bytes pass through the job's store.
 
         Raises:
-            CheckpointError: a rank waits for bytes that nobody sends, or gets some it does not expect; on every rank.
+            CheckpointError: a rank expects bytes that no rank sends, or the reverse; on all ranks.
         """
         at = self._next_at()
-        keys = {to: f"sliver/{at}/{self.rank}-{to}" for to in outgoing if to != self.rank}
+        keys = {to: f"exchange/{at}/{self.rank}-{to}" for to in outgoing if to != self.rank}
         try:
             with self.phase(name) as phase:
                 phase.payload = [sorted(outgoing), sorted(sources)]
                 for to, key in keys.items():
-                    self._mailbox.put(key, outgoing[to], compress=False)
+                    self._client.put(key, outgoing[to], compress=False)
             if (mistake := _misaddressed(phase.payloads)) is not None:
                 self._told = CheckpointError(f"{self._what or 'exchange'}: in phase {name} {mistake}", phase=name)
                 raise self._told
         except CheckpointError:
-            self._unsend(keys.values())
+            with suppress(StoreGoneError):  # and the data with it
+                for key in keys.values():
+                    self._client.delete(key)
             raise
         others = set(sources) - {self.rank}
-        got = {source: self._fetch(f"sliver/{at}/{source}-{self.rank}") for source in sorted(others)}
+        got = {source: self._fetch(f"exchange/{at}/{source}-{self.rank}") for source in sorted(others)}
         return {**got, self.rank: outgoing[self.rank]} if self.rank in outgoing else got
 
     def name_groups(self, process_groups: Mapping[str, dist.ProcessGroup | Sequence[int]]) -> None:
-        """Make process groups known by name. Every rank gives, under each name, the instance that it is a member of.
+        """Register process groups by name. Each rank gives, for each name, the instance that it is a member of.
 
         Raises:
             ConfigurationError: a rank is in no instance of a group, or in one it does not name, or a name cannot name a folder; on
-                every rank.
+                all ranks.
         """
         with self.phase("name the process groups") as phase:
             phase.payload = {name: _members(group) for name, group in process_groups.items()}
@@ -406,7 +416,7 @@ class Topology:
         self.groups = {**self.groups, **groups}
 
     def _place_on(self, hosts: Sequence[str], local_rank: int | None) -> None:
-        """Fill in who lives where, given every rank's host."""
+        """Set nodes and local rank, given the host of each rank."""
         by_host: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             by_host.setdefault(host, []).append(rank)
@@ -417,65 +427,46 @@ class Topology:
 
     # The agreement
 
-    def _sigterm_put_off(self, outermost: bool) -> AbstractContextManager[None]:
-        if not outermost or self._agreement is None:
-            return nullcontext()
-        return self._termination.put_off(self._agreement.is_given_up)
+    def _is_given_up(self) -> bool:
+        return self._agreement is not None and self._agreement.is_given_up()
 
-    def _begin(self, outermost: bool) -> None:
-        """Take the next number; but one that the others ended without us, by another name, is a call we never made."""
-        if not outermost or self._agreement is None:
+    def _begin(self) -> None:
+        """Begin the next operation; skip those that the others ended without this rank: they are calls that it never made."""
+        if self._agreement is None:
             return
-        try:
+        with self._store_reached():
             while (missed := self._agreement.settled_without_us(PhaseIndex(self._at.operation, 0))) is not None:
                 if missed.what == self._what:
                     break
                 self._at = PhaseIndex(self._at.operation + 1, -1)
             self._agreement.heartbeat.enter(self._at, self._what, None)
-        except StoreGoneError as error:
-            self._told = _store_gone(self._what, self.rank, error)
-            raise self._told from error
 
-    def _end(self, outermost: bool) -> None:
-        if not outermost:
-            return
+    def _end(self) -> None:
         self._at = PhaseIndex(self._at.operation + 1, -1)
         if self._agreement is not None:
-            try:
+            with suppress(StoreGoneError):  # raised by the phase that failed, or by the next one
                 self._agreement.heartbeat.enter(self._at, None, None)
-            except StoreGoneError:
-                return  # said by the phase that failed, or to be said by the next one
 
     @contextmanager
     def _unnamed_operation(self) -> Iterator[None]:
-        """A phase outside of any operation is one by itself."""
+        """Make a phase outside of any operation one by itself."""
         try:
             yield
         finally:
-            self._end(True)
+            self._end()
 
     @property
-    def _mailbox(self) -> StoreClient:
+    def _client(self) -> StoreClient:
         assert self._agreement is not None, "a rank that is alone sends nothing"
-        return self._agreement.mailbox
+        return self._agreement.client
 
     def _fetch(self, key: str) -> bytes:
-        """Take a sliver that the agreement says is there; its only reader removes it."""
-        try:
-            found = self._mailbox.take([key])
-            self._mailbox.delete(key)
-        except StoreGoneError as error:
-            self._told = _store_gone(self._what, self.rank, error)
-            raise self._told from error
+        """Read and delete data that the agreement has announced; it has one reader."""
+        with self._store_reached():
+            found = self._client.take([key])
+            self._client.delete(key)
         assert found is not None, f"{key} was announced and is read once"
         return found[0]
-
-    def _unsend(self, keys: Iterable[str]) -> None:
-        try:
-            for key in keys:
-                self._mailbox.delete(key)
-        except StoreGoneError:
-            return  # and the slivers with it
 
     @property
     def _what(self) -> str | None:
@@ -489,19 +480,28 @@ class Topology:
         if self._agreement is None:
             assert self.world_size == 1, "the ranks of a run that is only supposed agree on nothing"
             return
-        try:
+        with self._store_reached():
             self._agreement.heartbeat.enter(self._at, self._what, name)
+
+    @contextmanager
+    def _store_reached(self) -> Iterator[None]:
+        """Raise without an agreement if the store is gone."""
+        try:
+            yield
         except StoreGoneError as error:
             self._told = _store_gone(self._what, self.rank, error)
             raise self._told from error
 
     def _agree(self, phase: Phase | None, error: Exception | None, payload: bytes = b"null") -> list[Any]:
-        """End a phase (None: fail between two) in agreement; return everybody's payload or raise everybody's error."""
+        """End a phase (None: fail between two) by an agreement; return all payloads or raise the common error."""
         if phase is None:
             self._enter(None)
         verdict = _verdict(self._what, phase, _described(error, phase), payload)
         try:
-            result = self._reach(verdict)
+            if self._agreement is not None:
+                result = self._agreement.reach(self._at, verdict)
+            else:
+                result = Result(verdict.what, conclude({0: verdict}, {}, 1), b"[" + verdict.payload + b"]")
         except StoreGoneError as gone:
             self._told = _store_gone(self._what, self.rank, gone)
             raise self._told from (error or gone)
@@ -511,34 +511,27 @@ class Topology:
         payloads: list[Any] = json.loads(result.payloads)
         return payloads
 
-    def _reach(self, verdict: PhaseOutcome) -> Result:
-        if self._agreement is not None:
-            return self._agreement.reach(self._at, verdict)
-        return Result(verdict.what, conclude({0: verdict}, {}, 1), b"[" + verdict.payload + b"]")
-
     def _withdraw(self, phase: Phase | None, interrupt: BaseException) -> None:
         if self._agreement is None:
             return
-        try:
+        with suppress(StoreGoneError, CheckpointError):  # no rank reads it any more, and the interrupt propagates
             if phase is None:
                 self._enter(None)
             self._agreement.withdraw(self._at, _verdict(self._what, phase), interrupt)
             self._told = interrupt
-        except (StoreGoneError, CheckpointError):
-            return  # nobody is left to be told, and the interrupt goes on
 
 
 def _verdict(
     what: str | None, phase: Phase | None, error: dict[str, Any] | None = None, payload: bytes = b"null"
 ) -> PhaseOutcome:
-    """The verdict of this rank on a phase, or on what came between two."""
+    """Return this rank's verdict on a phase, or on the time between two."""
     if phase is None:
         return PhaseOutcome(what, None, error, payload)
     return PhaseOutcome(what, phase.name, error, payload, phase.stands)
 
 
 def _described(error: Exception | None, phase: Phase | None) -> dict[str, Any] | None:
-    """Describe an error for the others, the component at hand in front of the sentence."""
+    """Describe an error for the other ranks, with the component at the beginning of the message."""
     if error is None:
         return None
     described = describe(error)
@@ -551,7 +544,7 @@ def _described(error: Exception | None, phase: Phase | None) -> dict[str, Any] |
 
 
 def _store_gone(what: str | None, rank: int, error: StoreGoneError) -> RankAbsentError:
-    """Return what a rank raises that finds the store gone, in whatever phase, without a word from the others."""
+    """Return the error of a rank that finds the store gone."""
     if error.is_silent:
         start = f"{what} failed on rank {rank}: " if what else f"rank {rank}: "
         return RankAbsentError(f"{start}{error}; the process that holds it hangs, or cannot be reached any more")
@@ -561,7 +554,7 @@ def _store_gone(what: str | None, rank: int, error: StoreGoneError) -> RankAbsen
 
 
 def first_difference(said: Sequence[Mapping[str, Any]]) -> tuple[str, int, Any, Any] | None:
-    """The first name under which a rank says something else than rank 0: the name, that rank, its value, rank 0's; None: all agree."""
+    """Return the first name whose value differs on a rank from that on rank 0: name, rank, its value, rank 0's; None: all are equal."""
     for rank, one in enumerate(said):
         for name, value in one.items():
             if value != said[0][name]:
@@ -570,7 +563,7 @@ def first_difference(said: Sequence[Mapping[str, Any]]) -> tuple[str, int, Any, 
 
 
 def _misaddressed(addresses: Sequence[tuple[list[int], list[int]]]) -> str | None:
-    """Say which rank sends what another does not expect, or the reverse; given (to, from) of every rank."""
+    """Describe a rank that sends data which another does not expect, or the reverse; given (to, from) of each rank."""
     sent = {(rank, to) for rank, (tos, _) in enumerate(addresses) for to in tos}
     expected = {(source, rank) for rank, (_, sources) in enumerate(addresses) for source in sources}
     for source, to in sorted(expected - sent):
@@ -585,7 +578,7 @@ def _members(group: dist.ProcessGroup | Sequence[int]) -> list[int]:
 
 
 def group_of(name: str, given: Sequence[Sequence[int] | None], rank: int) -> Group:
-    """Return the group from what every rank gave as its own instance.
+    """Return the group, given each rank's instance.
 
     Raises:
         ConfigurationError: a rank is in no instance, or two instances overlap.

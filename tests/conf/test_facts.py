@@ -85,11 +85,11 @@ CRAFTS: dict[str, tuple[Change, str]] = {
     "a value of another type": (lambda said, _: said["facts"]["engine"]["values"].update(bucket_mib="x"), "bucket_mib"),
     "no seed": (lambda said, _: said["facts"].pop("seed"), "seed"),
     "a seed that is none": (lambda said, _: said["facts"].update(seed=True), "seed"),
-    "no facts": (lambda said, _: said.update(facts=[]), "facts is []"),
-    "a port that is none": (lambda said, _: said.update(port=1 << 16), "port is 65536"),
-    "a port that is true": (lambda said, _: said.update(port=True), "port is True"),
-    "an address that is none": (lambda said, _: said.update(address="a b"), "address is 'a b'"),
-    "a job that is none": (lambda said, _: said.update(job="x"), "job is 'x'"),
+    "no facts": (lambda said, _: said.update(facts=[]), "Expected `object`, got `array` - at `$.facts`"),
+    "a port that is none": (lambda said, _: said.update(port=1 << 16), "Expected `int` <= 65535 - at `$.port`"),
+    "a port that is true": (lambda said, _: said.update(port=True), "Expected `int`, got `bool` - at `$.port`"),
+    "an address that is none": (lambda said, _: said.update(address="a b"), "- at `$.address`"),
+    "a job that is none": (lambda said, _: said.update(job="x"), "- at `$.job`"),
 }
 
 

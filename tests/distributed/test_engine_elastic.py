@@ -378,7 +378,7 @@ def _comer_dies(topology: Topology, name: str) -> Any:
         store.set("over", "")
         return "refused"
     if COMERS[where] in ("is ready", "hangs"):
-        comer._board.await_invitation = dies  # type: ignore[method-assign]
+        comer._membership.await_invitation = dies  # type: ignore[method-assign]
     elif COMERS[where] == "has answered":
         comer._enter = dies  # type: ignore[method-assign]
     elif COMERS[where] == "is joining":
@@ -480,7 +480,7 @@ def _alone_for_a_while(topology: Topology) -> Any:
         told = train(member, lambda step: member.epoch is not None and not member.epoch.rollouts)
         told += train_on(member, told, 2)
         store.set("alone", "")
-        until(lambda: member._board.num_words() > 1, seconds=60.0)
+        until(lambda: member._membership.num_requests() > 1, seconds=60.0)
         told += train_on(member, told, 3)
         return [one["num_rollouts"] for one in told], end(member, told[-1]["step"])
 
@@ -530,7 +530,7 @@ def test_a_rollout_that_finds_no_job_says_so(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RankAbsentError, match=f"another job answers at {rendezvous.address}"):
         ElasticEngine.come(engine_of("broadcast"), replace(rendezvous, job="another"))
     monkeypatch.setattr(elastic, "_REACH_S", 0.5)
-    with pytest.raises(RankAbsentError, match="nobody answers at"):
+    with pytest.raises(RankAbsentError, match="no job answers at"):
         ElasticEngine.come(engine_of("broadcast"), Rendezvous("127.0.0.1", 1, "x", {}))
 
 

@@ -584,7 +584,9 @@ def _refuse_trainers(topology: Topology, num_trainers: int, num_rollouts: int, n
         update(engine, 4, live)
         for step in (4, 3, -1):
             refused(
-                ConfigurationError, f"weights of step 4 have been published, and those of step {step} come after", step
+                ConfigurationError,
+                f"step {step}: expected a step higher than 4, whose weights have been published",
+                step,
             )
         refused(ConfigurationError, "rank 0 is at step 5 and rank 1 at step 6", 6 if second else 5)
         added = {**KINDS, "more": KINDS["norm"]}

@@ -211,7 +211,7 @@ def _with_comers(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | No
         assert isinstance(trainer.updates, syncing._Separate)
         if number == OPENED:
             open_(trainer.updates, Path(cfg["run_dir"]))
-            until(lambda: trainer.updates.sender._board.num_words() == 4, "four rollouts", seconds=100.0)  # type: ignore[union-attr]
+            until(lambda: trainer.updates.sender._membership.num_requests() == 4, "four rollouts", seconds=100.0)  # type: ignore[union-attr]
         if number == WENT:
             for pid, signum in victims:
                 os.kill(pid, signum)

@@ -1,8 +1,8 @@
-"""What a rollout that joins a running job can have before its first update: the newest version, out of band, and checked.
+"""The newest version for a rollout that joins a running job, loaded before its first update, and verified.
 
-    trainers' memory (P2P)  or  files of a checkpoint -> landing -> digest of every bucket -> live model, version
+    trainers' memory (P2P)  or  files of a checkpoint -> landing -> digest of each bucket -> live model, version
 
-One version is one step's: from memory, every bucket has to be the one that was published; from files, a checkpoint is of one step.
+The weights are those of one step: from memory, each bucket must have the published digest; from files, a checkpoint is of one step.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Digest = Callable[[torch.Tensor], str]
 def load_from_peers(
     sink: Sink, news: News, layout: WeightLayout, digest: Digest, read: Callable[[Mapping[int, torch.Tensor]], None]
 ) -> WeightVersion:
-    """Take the version of the news out of the trainers' memory, if it is there still.
+    """Load the newest published version from the trainers' memory, if it is still there.
 
     Args:
-        digest: of a bucket, as the engine takes it (`VersionedEngine.digest_of`).
+        digest: of a bucket (`VersionedEngine.digest_of`).
         read: fills buckets, flat host memory by number.
 
     Raises:
-        CorruptCheckpointError: what came is another version, or of several: the trainers publish the next one already.
+        CorruptCheckpointError: the bytes are of another version, or of several: the trainers publish the next one already.
     """
     landing = _room_for(layout)
     buckets = {number: landing.bucket(number) for number in range(layout.num_buckets)}
@@ -51,19 +51,19 @@ def load_from_peers(
 def load_from_checkpoint(
     sink: Sink, news: News, layout: WeightLayout, digest: Digest, step: int, weights: Mapping[str, torch.Tensor]
 ) -> WeightVersion:
-    """Take the weights that a checkpoint holds, in the types in which they would have travelled.
+    """Load the weights of a checkpoint, in the types in which they would have travelled.
 
     Args:
-        digest: of a bucket, as the engine takes it (`VersionedEngine.digest_of`).
+        digest: of a bucket (`VersionedEngine.digest_of`).
         step: of the checkpoint.
         weights: by name, on the host.
 
     Returns:
-        the version, as the rollouts know it that got these weights from the trainers.
+        the version, as the other rollouts have it from the trainers.
 
     Raises:
-        MissingStateError: the checkpoint lacks one.
-        CorruptCheckpointError: it is of the step of the news, and holds other bits than were published.
+        MissingStateError: the checkpoint lacks a weight.
+        CorruptCheckpointError: the checkpoint is of the newest published step, and holds other bits.
     """
     landing = _room_for(layout)
     for name, there in landing.weights():
@@ -78,7 +78,7 @@ def load_from_checkpoint(
     version = WeightVersion(step, version_digest(layout, digests))
     if step == news.step and version.digest != news.digest:
         raise CorruptCheckpointError(
-            f"the checkpoint of step {step} has the weights {version.digest}, and those that were published are {news.digest}"
+            f"the checkpoint of step {step} has weights with digest {version.digest}, expected {news.digest}, as published"
         )
     sink.load(landing.weights(), version)
     return version
@@ -88,12 +88,12 @@ def _room_for(layout: WeightLayout) -> ReceivedStream:
     landing = ReceivedStream()
     landing.make_room(layout)
     for number in range(layout.num_buckets):
-        landing.bucket(number).zero_()  # what lies between weights is part of the digests
+        landing.bucket(number).zero_()  # the padding is part of the digests
     return landing
 
 
 def _put(weight: torch.Tensor, there: torch.Tensor) -> None:
-    """Copy, or cast; bits stay what they are where the type does."""
+    """Copy or cast; without a cast all bits are kept."""
     if weight.dtype == there.dtype:
         weight, there = as_integers(weight), as_integers(there)
     there.copy_(weight)

@@ -1,27 +1,30 @@
-"""Who takes part in updates while rollouts come and go: epochs, the lead's calls, and where a job is found. Pure.
+"""Membership of updates while rollouts join and leave: epochs, the lead's calls, and the rendezvous of a job. Pure.
 
-An epoch is the time between two changes of members. Trainers are the same in all of them; every rollout has a number that no other one
-of the job ever had, and in each epoch a rank of the engine: trainers first, then rollouts in the order in which they came.
+An epoch is the time between two changes of members. All epochs have the same trainers. Each rollout has a number, which is never reused
+in the job, and in each epoch a rank of the engine: trainers first, then rollouts in the order in which they joined.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError
+from ckpt.format.strict_json import Digest
 
 
 class Epoch(NamedTuple):
-    """The members, from one change to the next.
+    """The members between two changes.
 
     Attributes:
-        number: of the epoch; 1 is that of the founders.
+        number: of the epoch; the founders' is 1.
         rollouts: their numbers, by rank of the engine.
-        newcomers: those of them that have not ended an update with the others before.
+        newcomers: rollouts that have not completed an update yet.
     """
 
     number: int
@@ -34,11 +37,11 @@ class Epoch(NamedTuple):
         return self.num_trainers + len(self.rollouts)
 
     def rank_of(self, rollout: int) -> int:
-        """The rank of the engine that a rollout has in this epoch."""
+        """Return the rank of a rollout in this epoch's engine."""
         return self.num_trainers + self.rollouts.index(rollout)
 
     def rollout_at(self, rank: int | None) -> int | None:
-        """The number of the rollout with this rank; None: it is a trainer's, or nobody's."""
+        """Return the number of the rollout with this rank; None: the rank is a trainer's, or out of range."""
         if rank is None or not self.num_trainers <= rank < self.world_size:
             return None
         return self.rollouts[rank - self.num_trainers]
@@ -47,13 +50,13 @@ class Epoch(NamedTuple):
 def next_epoch(
     now: Epoch, *, proven: bool, ready: Collection[int], leaving: Collection[int], gone: Collection[int]
 ) -> Epoch:
-    """Return the epoch behind this one; this one itself, if nobody comes or goes.
+    """Return the next epoch; `now` itself, if no rollout joins or leaves.
 
     Args:
-        proven: an update of this epoch has ended well, so nobody in it is new any more.
-        ready: numbers of rollouts that wait to come in.
-        leaving: those that want to go.
-        gone: those that have died, or that an update failed of.
+        proven: an update of this epoch has succeeded, so it has no newcomers any more.
+        ready: numbers of rollouts that wait to join.
+        leaving: rollouts that want to leave.
+        gone: rollouts that have died, or made an update fail.
     """
     out = {*leaving, *gone}
     staying = tuple(one for one in now.rollouts if one not in out)
@@ -65,9 +68,9 @@ def next_epoch(
 
 
 def goes_on_after(error: CheckpointError, epoch: Epoch, *, proven: bool) -> bool:
-    """Whether an update that failed so may be made again, without the rollout that it failed of. Alike on all ranks, as the error is.
+    """Whether an update that failed by this error is made again, without the rollout that caused it. Equal on all ranks, as the error is.
 
-    It may where somebody is gone, and where the first update of a newcomer failed of that one, whatever it is that it cannot do.
+    It is if a rank is gone, and if a newcomer made its first update fail, for whatever reason.
     """
     if isinstance(error, RankAbsentError):
         return True
@@ -75,18 +78,18 @@ def goes_on_after(error: CheckpointError, epoch: Epoch, *, proven: bool) -> bool
 
 
 def culprit(error: CheckpointError, epoch: Epoch) -> int | None:
-    """The number of the rollout that an update failed of, as far as the error says."""
+    """Return the number of the rollout that caused an error, if the error names one."""
     return epoch.rollout_at(error.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What the lead says before each update: who makes it, or that there is none any more.
+    """The lead's call of all members to an update, or the last call, after which there are no updates.
 
     Attributes:
-        number: calls are made, and answered, one behind the other.
-        last_words: there are no further updates; what the lead has to tell, as JSON, such as the digest of what it holds.
-        failure: what ended the job, as `ckpt.errors.describe` gives it.
+        number: of the call; members read calls in order.
+        last_words: with the last call, JSON of the lead's for all rollouts, such as the digest of its weights.
+        failure: the error that ended the job, as `ckpt.errors.describe` gives it.
     """
 
     number: int
@@ -96,24 +99,22 @@ class Call:
     failure: dict[str, Any] | None = None
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self) | {"epoch": self.epoch}).encode()
+        return msgspec.json.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Call:
-        said = json.loads(data)
-        number, num_trainers, rollouts, newcomers = said.pop("epoch")
-        return cls(**said, epoch=Epoch(number, num_trainers, tuple(rollouts), tuple(newcomers)))
+        return msgspec.json.decode(data, type=cls)
 
 
 @dataclass(frozen=True)
 class News:
-    """What a job's lead tells of the newest version that all rollouts have.
+    """The newest version that all rollouts have, as the lead publishes it.
 
     Attributes:
         step, digest: see `ckpt.engine.base.WeightVersion`.
-        layout: digest of the layout in which it travelled.
-        buckets: the digest of each of its buckets.
-        peers: where another process could read the buckets, as the engine says it; None: nowhere.
+        layout: digest of its layout.
+        buckets: digest of each bucket.
+        peers: see `VersionedEngine.peers`.
     """
 
     step: int
@@ -123,28 +124,27 @@ class News:
     peers: Any = None
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return msgspec.json.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> News:
-        said = json.loads(data)
-        return cls(**said | {"buckets": {int(bucket): digest for bucket, digest in said["buckets"].items()}})
+        return msgspec.json.decode(data, type=cls)
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a job that takes rollouts is to be found, as a file of its run says. Data alone: nothing in it is code, or names any to run.
+    """Address of a job that accepts rollouts, in a file of its run. Plain data: nothing in it is code, or names code to run.
 
     Attributes:
         address, port: of the first trainer's store.
-        job: hex digits that no other job has.
-        facts: what a rollout has to know of the job to have the same model: plain values, lists and dictionaries of them. No name
-            in it begins with "_".
+        job: unique hex digits.
+        facts: settings by which a rollout builds the same model: plain values, lists and dictionaries of them. No name in it begins
+            with "_".
     """
 
-    address: str
-    port: int
-    job: str
+    address: Annotated[str, Meta(pattern=r"\A[0-9A-Za-z.:%_-]{1,255}\Z")]
+    port: Annotated[int, Meta(gt=0, lt=1 << 16)]
+    job: Digest
     facts: Mapping[str, Any]
 
     def encode(self) -> bytes:
@@ -154,45 +154,24 @@ class Rendezvous:
     def decode(cls, data: bytes, where: str) -> Rendezvous:
         """
         Raises:
-            ConfigurationError: it is not what `encode` makes.
+            ConfigurationError: the data is not a rendezvous.
         """
         try:
-            found = cls(**json.loads(data))
-            _require_data(found)
-        except (ValueError, TypeError, RecursionError) as error:
+            found = msgspec.json.decode(data, type=cls)
+            _require_names_of_data(found.facts, "facts")
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ConfigurationError(
                 f"{where} is no rendezvous of a job that gives weights to rollouts: {error}"
             ) from error
         return found
 
 
-def _require_data(found: Rendezvous) -> None:
-    """
-    Raises:
-        ValueError: a value is of another type than it should be, or out of range, or a name is not one of data.
-    """
-    if not isinstance(found.address, str) or not re.fullmatch(r"[0-9A-Za-z.:%_-]{1,255}", found.address):
-        raise ValueError(f"address is {_shown(found.address)}, expected a host's name or address")
-    if type(found.port) is not int or not 0 < found.port < 1 << 16:
-        raise ValueError(f"port is {_shown(found.port)}, expected a number from 1 to 65535")
-    if not isinstance(found.job, str) or not re.fullmatch("[0-9a-f]{32}", found.job):
-        raise ValueError(f"job is {_shown(found.job)}, expected 32 hex digits")
-    if not isinstance(found.facts, dict):
-        raise ValueError(f"facts is {_shown(found.facts)}, expected a dictionary")
-    _require_names_of_data(found.facts, "facts")
-
-
 def _require_names_of_data(value: Any, where: str) -> None:
     if isinstance(value, dict):
         for name, one in value.items():
             if name.startswith("_"):
-                raise ValueError(f"{where} holds {_shown(name)}, which is no name of data")
+                raise ValueError(f"{where} holds {name!r}, which is no name of data")
             _require_names_of_data(one, f"{where}.{name}")
     elif isinstance(value, list):
         for one in value:
             _require_names_of_data(one, where)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

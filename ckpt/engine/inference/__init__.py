@@ -2,7 +2,7 @@
 
 Files, in the order in which data travels:
 
-    inference_requests      how servers are asked to take weights
-    worker_line             what is said to one worker
-    inference               the outlet that an engine writes to
+    inference_requests      the HTTP requests that make servers load weights
+    worker_line             the protocol with one worker process
+    inference               the sink that hands weights to all workers
 """

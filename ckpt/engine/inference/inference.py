@@ -1,21 +1,18 @@
-"""Weights that have come, handed to the worker processes of an inference engine as checkpoint-engine's own updates are.
+"""A sink that hands received weights to the worker processes of an inference engine, by checkpoint-engine's protocol.
 
     landing --copy--> half of a buffer that the workers have mapped --their `load_weights`--> their model
 
 The workers run `checkpoint_engine.worker.VllmColocateWorkerExtension`, SGLang's extension of that kind, or the package's
-`update_weights_from_ipc` itself; nothing of ours is needed there, but for handles of host memory. While they load what is in one half, the
-other one is filled.
+`update_weights_from_ipc` itself; they need nothing of this package, except for handles of host memory. While they load one half of the
+buffer, the other half is filled.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -30,9 +27,10 @@ from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.dtypes import raw_bytes
 from ckpt.memory.device import device_memory, wait_for
 from ckpt.memory.shared_memory import mapped, segment_of, shared_memory
+from ckpt.ranks.waiting import in_thread
 
 Request = Callable[[Mapping[str, str], WeightVersion], None]
-"""Asks an inference engine to update itself; returns when it has, or earlier. Given {name of a worker: where it finds its weights}."""
+"""Makes an inference engine update itself, given {name of a worker: address of its weights}; may return before the update is done."""
 
 
 class InferenceOutlet:
@@ -41,22 +39,22 @@ class InferenceOutlet:
     One rollout rank serves all workers of one inference engine, each of which takes its own part of the whole tensors.
 
     Args:
-        workers: the memory that each worker loads from, by the name that it looks for: its device's, as
-            `ckpt.engine.parameter_server.worker_name` gives it; any, where that is the host's memory, which is one for all.
-        request: in a thread of its own; one of `inference_requests`, or a `collective_rpc` of an engine in this process.
-        bucket_mib: that the workers get at a time, or the largest tensor; twice that is taken of each device while an update runs,
-            and kept of the host.
+        workers: device of the memory that each worker loads from, by the name under which it looks up its address: that of
+            `ckpt.engine.parameter_server.worker_name`; any name for host memory, which all workers share.
+        request: called in a thread of its own; one of `inference_requests`, or a `collective_rpc` of an engine in this process.
+        bucket_mib: that the workers get at a time, or the largest tensor; twice that is allocated on each device during an update,
+            and on the host for good.
         timeout_s: a worker that does not answer for so long is given up; less than the engine's, whose other ranks wait.
-        aliases: give the workers tied weights under all of their names; else under the first, as files do that they load elsewhere.
+        aliases: give the workers tied weights under all their names; else under the first only, as in files.
 
     Attributes:
-        version: that the inference engine holds; None before the first update, and behind one that failed in the middle, which leaves
-            parts of two versions there until the next one.
-        request, timeout_s: as given; they may be changed between updates.
-        buffers: the memory that workers load from, by device: the host's is kept, a device's lasts for an update.
+        version: held by the inference engine; None before the first update, and after one that failed midway, when it holds parts of
+            two versions until the next one.
+        request, timeout_s: as given; may be changed between updates.
+        buffers: the memory that workers load from, by device; a device's is freed after each update.
 
     Raises:
-        ConfigurationError: there are no workers, or a number cannot be.
+        ConfigurationError: there are no workers, or a number is out of range.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class InferenceOutlet:
         aliases: bool = False,
     ) -> None:
         if not workers:
-            raise ConfigurationError("an inference engine has at least one worker: name its devices")
+            raise ConfigurationError("workers is empty: expected the device of at least one worker")
         if not (timeout_s > 0 and bucket_mib > 0):
             raise ConfigurationError(f"timeout_s={timeout_s}, bucket_mib={bucket_mib}: expected more than 0")
         self.version: WeightVersion | None = None
@@ -85,7 +83,7 @@ class InferenceOutlet:
         self._farewell = Farewell()
 
     def check(self, layout: WeightLayout) -> None:
-        """See `Sink.check`. What the inference engine itself would refuse is found when it loads.
+        """See `Sink.check`. Weights that the inference engine itself refuses fail in `load`.
 
         Raises:
             DeviceMemoryError: a device has no room for the buffer.
@@ -101,20 +99,21 @@ class InferenceOutlet:
         self._aliases = frozenset() if self._with_aliases else frozenset(layout.aliases)
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
-        """See `Sink.load`. Returns when every worker has loaded everything, and the request has.
+        """See `Sink.load`. Returns when each worker has loaded all weights, and the request has returned.
 
         Raises:
-            RankAbsentError: a worker did not come, or stood still.
-            CheckpointError: a worker failed or ended, or the request failed. All workers have been told to stop.
+            RankAbsentError: a worker did not connect, or does not answer.
+            CheckpointError: a worker failed or ended, or the request failed. All workers are dismissed.
         """
         assert self.buffers, "check comes first"
         self.version = None
         lines = [WorkerLine(self._context, worker) for worker in self._workers]
-        asked = _asked(self.request, {line.worker: line.address for line in lines}, version)
+        handles = {line.worker: line.address for line in lines}
+        asked = in_thread(lambda: self.request(handles, version), "ckpt-inference-request")
         try:
             self._serve(lines, asked, weights)
         except BaseException:
-            self._let_go(self._workers.values())  # a worker may read there still
+            self._let_go(self._workers.values())  # a worker may still read it
             self._farewell.to(lines)
             raise
         for line in lines:
@@ -122,7 +121,7 @@ class InferenceOutlet:
         self.version = version
 
     def close(self) -> None:
-        """Let go of memory and sockets."""
+        """Free memory and sockets."""
         self._let_go(self._workers.values())
         if self._farewell.end():
             self._context.term()
@@ -130,29 +129,30 @@ class InferenceOutlet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _serve(self, lines: Sequence[WorkerLine], asked: Future[None], weights: Iterable[NamedTensor]) -> None:
-        def all_say(of: Callable[[torch.device], Any]) -> None:
-            await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
-            for line in lines:
-                line.say(of(self._workers[line.worker]))
+        def await_all() -> None:
+            await_answers(lines, self.timeout_s, lambda: asked.result() if asked.done() else None)
 
-        all_say(lambda device: _handle(self.buffers[device]))
+        def say_to_all(message: Any) -> None:
+            await_all()
+            for line in lines:
+                line.say(message)
+
+        for line in lines:
+            line.say(_handle(self.buffers[self._workers[line.worker]]))
         wanted = (named for named in weights if named[0] not in self._aliases)
         for number, batch in enumerate(_batches(wanted, self._half)):
             start = number % 2 * self._half
             self._fill(batch, start)
-            metas = [tensor.meta(start) for tensor in batch]
-            all_say(partial(_same, metas))
-        all_say(lambda _: None)
-        await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
+            say_to_all([tensor.meta(start) for tensor in batch])
+        say_to_all(None)
+        await_all()
         self._let_go(device for device in self.buffers if device.type != "cpu")  # before they want memory to finish
-        all_say(lambda _: None)
-        await_answers(lines, self.timeout_s, lambda: _raise_failure(asked))
+        say_to_all(None)
+        await_all()
         try:
             asked.result(self.timeout_s)
         except TimeoutError:
@@ -177,10 +177,10 @@ class InferenceOutlet:
 
 
 class Sinks:
-    """Several sinks in one, such as an inference engine and a model of this process: all take an update, one after the other.
+    """Several sinks in one, such as an inference engine and a model of this process; each loads an update, one after the other.
 
     Args:
-        sinks: the one first whose `load` may fail, for those behind it then stay as they are.
+        sinks: first the one whose `load` may fail, for those after it are unchanged then.
     """
 
     def __init__(self, *sinks: Sink) -> None:
@@ -198,43 +198,23 @@ class Sinks:
             sink.load(_noting(weights, kept) if not number else iter(kept), version)
 
 
-def _asked(request: Request, handles: Mapping[str, str], version: WeightVersion) -> Future[None]:
-    """Ask in a thread of its own, which may wait for long, and does not keep the process from ending."""
-    future: Future[None] = Future()
-
-    def ask() -> None:
-        try:
-            request(handles, version)
-            future.set_result(None)
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=ask, name="ckpt-inference-request", daemon=True).start()
-    return future
-
-
-def _raise_failure(asked: Future[None]) -> None:
-    if asked.done():
-        asked.result()
-
-
 # Tensors in buffers
 
 
 class _Placed(NamedTuple):
-    """A tensor, and where it lies in a half."""
+    """A tensor, and its offset in a half."""
 
     name: str
     host: torch.Tensor
     offset: int
 
     def meta(self, start: int) -> dict[str, Any]:
-        """What a worker makes a view of."""
+        """Return the description by which a worker makes a view."""
         return {"name": self.name, "shape": self.host.shape, "dtype": self.host.dtype, "offset": start + self.offset}
 
 
 def _batches(weights: Iterable[NamedTensor], half: int) -> Iterator[list[_Placed]]:
-    """As many whole tensors at a time as fit."""
+    """Yield as many whole tensors at a time as fit into a half."""
     batch: list[_Placed] = []
     used = 0
     for name, host in weights:
@@ -245,10 +225,6 @@ def _batches(weights: Iterable[NamedTensor], half: int) -> Iterator[list[_Placed
         used += aligned(host.nbytes)
     if batch:
         yield batch
-
-
-def _same(message: Any, _: torch.device) -> Any:
-    return message
 
 
 def _noting(weights: Iterable[NamedTensor], kept: list[NamedTensor]) -> Iterator[NamedTensor]:
@@ -262,9 +238,9 @@ def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _handle(buffer: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-    """What another process calls to have the same memory. It overwrites the seventh value by the number of its device."""
+    """Return the function and arguments by which another process maps the memory. It sets the seventh argument to its device's index."""
     if buffer.device.type != "cpu":
-        # Asked for when it is needed: plugins put their own in its place.
+        # Looked up at each call: plugins replace it.
         handle: tuple[Callable[..., torch.Tensor], tuple[Any, ...]] = reductions.reduce_tensor(buffer)  # type: ignore[no-untyped-call]
         return handle
     found = segment_of(buffer)
@@ -276,7 +252,7 @@ def opened(pid: int, fd: int, inode: int, *_: object) -> torch.Tensor:
     """Map the host memory of another process of this host and user.
 
     Raises:
-        CheckpointError: it is gone.
+        CheckpointError: the memory is gone.
     """
     own = -1
     try:
@@ -285,7 +261,9 @@ def opened(pid: int, fd: int, inode: int, *_: object) -> torch.Tensor:
             raise FileNotFoundError
         return mapped(own)
     except OSError as error:
-        raise CheckpointError(f"the weights' memory in process {pid} is gone, or cannot be seen from here") from error
+        raise CheckpointError(
+            f"the memory of the weights in process {pid} is gone, or not visible to this process"
+        ) from error
     finally:
         with suppress(OSError):
             os.close(own)

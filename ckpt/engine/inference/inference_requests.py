@@ -1,4 +1,4 @@
-"""How the servers of inference engines are asked to take weights, in the words of each.
+"""Requests that make the servers of inference engines load weights, in each one's HTTP interface.
 
 Source: the examples of checkpoint-engine for vLLM, and SGLang's `UpdateWeightsFromIPCReqInput`.
 """
@@ -14,52 +14,53 @@ from ckpt.errors import CheckpointError, sentence
 
 
 @dataclass(frozen=True)
-class VllmRequest:
-    """Asks a vLLM server, whose `worker_extension_cls` is `checkpoint_engine.worker.VllmColocateWorkerExtension`.
+class _ServerRequest:
+    url: str
+    uds: str | None = None
+    timeout_s: float = 300.0
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> None:
+        import httpx  # which checkpoint-engine brings, and takes a while
+
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=self.uds), timeout=self.timeout_s) as client:
+                said = client.post(f"{self.url}/{path}", json=body)
+        except httpx.HTTPError as error:
+            raise CheckpointError(
+                f"the inference engine at {self.url}/{path} did not answer: {sentence(error)}"
+            ) from error
+        if said.is_error:
+            raise CheckpointError(
+                f"the inference engine at {self.url}/{path} refused ({said.status_code}): {' '.join(said.text.split())[:300]}"
+            )
+
+
+@dataclass(frozen=True)
+class VllmRequest(_ServerRequest):
+    """Request to a vLLM server, whose `worker_extension_cls` is `checkpoint_engine.worker.VllmColocateWorkerExtension`.
 
     Args:
         url: such as "http://localhost:8000".
         uds: a Unix socket in place of the address in `url`.
     """
 
-    url: str
-    uds: str | None = None
-    timeout_s: float = 300.0
-
     def __call__(self, handles: Mapping[str, str], version: WeightVersion) -> None:
         body = {"method": "update_weights_from_ipc", "args": [dict(handles)], "timeout": self.timeout_s}
-        _post(f"{self.url}/collective_rpc", body, self.uds, self.timeout_s)
+        self._post("collective_rpc", body)
 
 
 @dataclass(frozen=True)
-class SglangRequest:
-    """Asks an SGLang server, which is told the step as its `weight_version`.
+class SglangRequest(_ServerRequest):
+    """Request to an SGLang server, which gets the step as its `weight_version`.
 
     Args:
         url: such as "http://localhost:30000".
         uds: a Unix socket in place of the address in `url`.
-        flush_cache: forget what has been computed by the weights before.
+        flush_cache: drop the cache that the weights before have computed.
     """
 
-    url: str
-    uds: str | None = None
-    timeout_s: float = 300.0
     flush_cache: bool = True
 
     def __call__(self, handles: Mapping[str, str], version: WeightVersion) -> None:
         body = {"zmq_handles": dict(handles), "flush_cache": self.flush_cache, "weight_version": str(version.step)}
-        _post(f"{self.url}/update_weights_from_ipc", body, self.uds, self.timeout_s)
-
-
-def _post(url: str, body: Mapping[str, Any], uds: str | None, timeout_s: float) -> None:
-    import httpx  # which checkpoint-engine brings, and takes a while
-
-    try:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=uds), timeout=timeout_s) as client:
-            said = client.post(url, json=body)
-    except httpx.HTTPError as error:
-        raise CheckpointError(f"the inference engine at {url} could not be asked: {sentence(error)}") from error
-    if said.is_error:
-        raise CheckpointError(
-            f"the inference engine at {url} refused ({said.status_code}): {' '.join(said.text.split())[:300]}"
-        )
+        self._post("update_weights_from_ipc", body)

@@ -1,10 +1,10 @@
-"""What is said to one worker process of an inference engine, in checkpoint-engine's words: it answers everything once.
+"""The protocol with one worker process of an inference engine, which is checkpoint-engine's: the worker answers each message once.
 
-    we say        the handle of a buffer   tensors in it   ...   None             None again              an error
-    it answers    ""                       "", or a traceback    "": it let go    "": it is done, or ends  nothing: it ends
+    message   handle of a buffer   tensors in it   ...   None                   None again             an error
+    answer    ""                   "", or a traceback    "": it has unmapped    "": done, or it ends   none: it ends
 
-Source: `checkpoint_engine.worker.update_weights_from_ipc`, which is the other side. That one waits without end for what is said next, so
-that nobody is left without a word. Ours is a DEALER socket in place of a REQ one, which may speak before it has an answer.
+Source: `checkpoint_engine.worker.update_weights_from_ipc`, the other side, which waits for the next message without a timeout: each worker
+must be dismissed. This side has a DEALER socket in place of a REQ one, for it may send before it has an answer.
 """
 
 from __future__ import annotations
@@ -12,36 +12,39 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ckpt.errors import CheckpointError, RankAbsentError
+from ckpt.ranks.waiting import OutOfTimeError, in_thread, poll_until
 
 try:
     import zmq
     from zmq.utils.monitor import recv_monitor_message
 except ImportError as error:
     raise ImportError(
-        "workers of inference engines are spoken to by pyzmq, which comes with checkpoint-engine: pip install 'ckpt-coordinator[kimi]'"
+        "messages to workers of inference engines need pyzmq, which comes with checkpoint-engine: pip install 'ckpt-coordinator[kimi]'"
     ) from error
 
 _LOOK_MS = 100
 _LEFT_MS = 1000
-"""For what has been said last to reach a worker that has been let go of."""
+"""How long a closed socket goes on to deliver its last message."""
 _PATIENCE_S = 600.0
-"""With workers that stand still when an update fails, or have not come."""
+"""How long workers that hang when an update fails, or have not connected, are waited for before they are abandoned."""
 
 
 class WorkerLine:
-    """One line, for one update: nobody who comes late from the one before is taken for somebody else.
+    """The connection to one worker for one update: a worker that is late for the update before cannot connect to it.
 
     Args:
-        worker: the name under which the worker looks for `address`.
+        worker: the name under which the worker looks up `address`.
 
     Attributes:
-        address: where it connects; of this host, and of this network namespace. Only a process of this user can.
+        address: to connect to, for processes of this user on this host and network namespace.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], worker: str) -> None:
@@ -50,23 +53,23 @@ class WorkerLine:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(
             zmq.IPC_FILTER_UID, os.geteuid()
-        )  # such an address has no permissions: anybody could connect
+        )  # such an address has no permissions: any user could connect
         self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.bind(self.address)
         self._saying: list[bytes] | None = None
         self._is_due = self._is_dismissed = self._left = False
 
     def say(self, message: Any) -> None:
-        """Send a message, as soon as somebody is there. It is answered before the next one."""
+        """Send a message, as soon as the worker has connected. It must be answered before the next one."""
         assert not self._is_due, "it has not answered yet"
         self._is_due = True
         self._saying = [b"", pickle.dumps(message)]
 
     def look(self) -> bool:
-        """Go on with what has been said; whether it has been answered. Does not wait.
+        """Return whether the last message has been answered. Does not wait.
 
         Raises:
-            CheckpointError: the worker answered with an error, or left.
+            CheckpointError: the worker answered with an error, or has ended.
         """
         if self._is_due and self._saying is not None and self._sent(self._saying):
             self._saying = None
@@ -83,95 +86,103 @@ class WorkerLine:
         return not self._is_due
 
     def register(self, poller: zmq.Poller) -> None:
-        """Let a poller wake up when there may be something new."""
+        """Let a poller wake up at an answer, or when the worker ends."""
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._ends, zmq.POLLIN)
 
     def dismissed(self, why: Exception) -> bool:
-        """Tell a worker that it waits in vain, whatever it waits for; whether it has gone. Does not wait."""
+        """Send the worker the error that ends its update; return whether it has disconnected. Does not wait."""
         if not self._is_dismissed:
             message = [b"", pickle.dumps(why)]
-            self._is_dismissed = self._sent(message) and self._sent(message)  # who has no handle yet acknowledges one
+            self._is_dismissed = self._sent(message) and self._sent(
+                message
+            )  # a worker without a handle acknowledges one
         while self._socket.poll(0):
             self._socket.recv_multipart()
         self._left = self._left or self._has_ended()
         return self._left
 
     def close(self) -> None:
-        """Let go of the socket, but for what has been said."""
+        """Close the socket, after its last message is delivered."""
         self._socket.disable_monitor()
         self._ends.close(linger=0)
         self._socket.close(linger=_LEFT_MS)
 
     def _has_ended(self) -> bool:
-        """Whether the process at the other end has, or its loop."""
+        """Whether the worker's process, or its loop, has ended."""
         return bool(self._ends.poll(0) and recv_monitor_message(self._ends))
 
     def _sent(self, message: list[bytes]) -> bool:
         try:
             self._socket.send_multipart(message, zmq.NOBLOCK)
-        except zmq.Again:  # nobody is there
+        except zmq.Again:  # the worker has not connected
             return False
         return True
 
 
 def await_answers(lines: Sequence[WorkerLine], timeout_s: float, look: Callable[[], None]) -> None:
-    """Wait until all workers have answered what has been said to them.
+    """Wait until all workers have answered.
 
     Args:
         timeout_s: that one may take.
-        look: called now and then; what it raises ends the waiting.
+        look: called several times a second; its errors end the wait.
 
     Raises:
         RankAbsentError: a worker did not answer.
-        CheckpointError: a worker answered with an error, or left.
+        CheckpointError: a worker answered with an error, or has ended.
     """
     poller = zmq.Poller()
     for line in lines:
         line.register(poller)
-    until = time.monotonic() + timeout_s
-    while waiting := [line for line in lines if not line.look()]:
-        look()
-        if time.monotonic() > until:
-            names = ", ".join(line.worker for line in waiting)
-            raise RankAbsentError(f"the inference engine's worker on {names} did not answer for {timeout_s:g} s")
+    waiting: list[str] = []
+
+    def all_answered() -> bool | None:
+        waiting[:] = [line.worker for line in lines if not line.look()]
+        if not waiting:
+            return True
         poller.poll(_LOOK_MS)
+        return None
+
+    def failure() -> RankAbsentError:
+        names = ", ".join(waiting)
+        return RankAbsentError(f"the inference engine's worker on {names} did not answer for {timeout_s:g} s")
+
+    poll_until(all_answered, look=look, nap=None, timeout_s=timeout_s, failure=failure)
 
 
 class Farewell:
-    """Tells workers that an update has failed, beside whatever comes next: those that are busy, and those that come late."""
+    """Dismisses the workers of updates that failed, in threads beside the next update: they may be busy, or connect late."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._told: list[Future[None]] = []
 
     def to(self, lines: Iterable[WorkerLine]) -> None:
-        """Take lines, for good. Who has not come within ten minutes is told no more."""
-        thread = threading.Thread(target=self._tell, args=([*lines],), name="ckpt-farewell", daemon=True)
-        thread.start()
-        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        """Dismiss the workers, and close their lines; after ten minutes also those that have not connected."""
+        self._told = [one for one in self._told if not one.done()]
+        self._told.append(in_thread(partial(self._tell, [*lines]), "ckpt-farewell"))
 
     def end(self) -> bool:
-        """Tell nobody any more; whether all lines are closed."""
+        """Stop; return whether all lines are closed."""
         self._over.set()
-        for thread in self._threads:
-            thread.join(2.0)
-        return not any(thread.is_alive() for thread in self._threads)
+        return not wait(self._told, timeout=2.0).not_done
 
     def _tell(self, lines: list[WorkerLine]) -> None:
         why = RuntimeError("Some workers failed to update weights")
-        until = time.monotonic() + _PATIENCE_S
-        while True:
+
+        def all_gone() -> bool | None:
             for line in [line for line in lines if line.dismissed(why)]:
                 lines.remove(line)
                 line.close()
-            if not lines or time.monotonic() > until or self._over.wait(0.1):
-                break
+            return True if not lines or self._over.wait(0.1) else None
+
+        with suppress(OutOfTimeError):
+            poll_until(all_gone, nap=None, timeout_s=_PATIENCE_S)
         for line in lines:
             line.close()
 
 
 def _cause(answer: bytes) -> str:
-    """The last line of a traceback, which is the error."""
+    """Return the last line of a traceback, the error."""
     lines = answer.decode(errors="replace").strip().splitlines()
     return lines[-1].strip() if lines else "it did not say why"

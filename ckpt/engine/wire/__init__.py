@@ -1,10 +1,11 @@
-"""How weights travel: cut into buckets, held in host memory, sent over groups of our own, and checked.
+"""The transfer of weights: one stream of bytes, cut into buckets, held in host memory, broadcast, and verified by digests.
 
 Files, in the order in which data travels:
 
-    layout, delta           where each weight lies in the stream of buckets; which parts of a bucket have changed
+    layout, delta           the place of each weight in the stream; the parts of each bucket that have changed
     pool                    host memory of both ends
-    buckets                 how large they are, and the device memory that they pass through
-    group, ring, transfer, parts   process groups, and buckets on their way
-    transport               the same for two-stage loads
+    group                   process groups beside torch's
+    buffers                 the size of buckets, and the memory that they pass through
+    transfer                buckets on their way, and their digests
+    transport               broadcasts for two-stage loads
 """

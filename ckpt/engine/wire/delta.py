@@ -1,8 +1,8 @@
-"""What of every bucket has changed since a version that all ranks hold, so that only this travels. Pure.
+"""The parts of each bucket that have changed since a version that all ranks hold, so that only these travel. Pure.
 
-Trainers keep a digest of every block of what they have sent, and compare it with that of what they send now; all ranks learn which blocks
-differ, and cut the same messages of them. A rollout holds the bytes of the others. The digest of a bucket is that of its blocks' digests
-here, so that nothing is digested twice: rollouts digest all of it, whatever has travelled.
+Trainers keep a digest of each block that they have sent, and compare it with that of the same block now; all ranks learn which blocks
+differ, and cut the same broadcasts from them. A rollout has the bytes of the other blocks. The digest of a bucket is that of its blocks'
+digests, so bytes are digested once; rollouts digest whole buckets, whatever has travelled.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ckpt.engine.wire.layout import WeightLayout
 from ckpt.errors import ConfigurationError
 
 BLOCK_KIB = 128
-"""What is compared, and sent, as one. To digest 128 MiB on one core takes, in ms (medians of 9; as one: 6.3), in blocks of 16 KiB 14.2, 32
-KiB 11.1, 64 KiB 8.7, 128 KiB 7.5, 256 KiB 6.8, 512 KiB 6.3: smaller ones are Python's time, and larger ones send more than has changed
-where a few rows of a table have."""
+"""Size of a block. To digest 128 MiB on one core takes, in ms (medians of 9; as one block: 6.3), in blocks of 16 KiB 14.2, 32 KiB 11.1,
+64 KiB 8.7, 128 KiB 7.5, 256 KiB 6.8, 512 KiB 6.3: the overhead of small blocks is Python's, and large ones send more than has changed if
+a few rows of a table have."""
 MOST = 2 / 3
-"""Of a bucket's bytes; where more have changed it is sent whole: to pick them out, and to put them in place, takes what they save. A
-transfer by gloo on one host took, relative to one of whole buckets, 0.83 where 0.4 had changed, 0.98 at 0.7, and 1.37 at 0.8."""
+"""Largest fraction of a bucket that travels in parts; if more has changed, the bucket is sent whole, for gather and scatter take as long.
+A transfer by gloo on one host took, relative to one of whole buckets, 0.83 if 0.4 had changed, 0.98 at 0.7, and 1.37 at 0.8."""
 
 Runs = list[tuple[int, int]]
 """Bytes [start, stop) of a bucket, in order, with gaps between them."""
 
 
 class Digested(NamedTuple):
-    """A bucket in digests.
+    """The digests of a bucket.
 
     Attributes:
-        whole: xxh3-128 of `blocks`, as hex.
-        blocks: xxh3-128 of each block, 16 bytes of each.
+        whole: xxh3-128 of `blocks`, in hex.
+        blocks: xxh3-128 of each block, 16 bytes each.
     """
 
     whole: str
@@ -51,10 +51,10 @@ def digested(host: memoryview, block_bytes: int) -> Digested:
 
 
 class BlockHistory:
-    """What one trainer knows of the blocks that it has sent, and sends.
+    """Digests of the blocks that one trainer has sent, and of those that it is about to send.
 
     Attributes:
-        base: the digest of the version that `changed` compares with; None: there is none, or it was of another layout.
+        base: digest of the version that `changed` compares with; None: there is none, or it had another layout.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class BlockHistory:
         self._now: tuple[str, dict[int, bytes]] | None = None
 
     def take(self, layout: WeightLayout, blocks: Mapping[int, bytes]) -> None:
-        """Know what is to be sent now: the digests of the blocks of every bucket of this rank."""
+        """Set what is sent next: the digests of the blocks of each bucket of this rank."""
         self._now = layout.digest(), dict(blocks)
 
     @property
@@ -72,7 +72,7 @@ class BlockHistory:
         return self._sent[0]
 
     def changed(self) -> str | None:
-        """One bit for each block of each bucket, in order, as text; None: there is nothing to compare with."""
+        """Return one bit for each block of each bucket, in order, as text; None: there is no base."""
         if self.base is None:
             return None
         assert self._sent is not None and self._now is not None
@@ -82,22 +82,22 @@ class BlockHistory:
         return base64.b64encode(zlib.compress(bits.tobytes(), 1)).decode()
 
     def commit(self, version: str) -> None:
-        """All ranks hold what was taken last, which is of this digest."""
+        """All ranks hold the blocks taken last, as the version of this digest."""
         if self._now is not None:
             self._sent = version, *self._now
 
     def forget(self) -> None:
-        """Who holds what is not known any more."""
+        """It is unknown which version the ranks hold."""
         self._sent = None
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What travels of an update, alike on all ranks.
+    """The bytes of an update that travel; equal on all ranks.
 
     Attributes:
-        base: the digest of the version that every rollout holds, and what does not travel is of.
-        runs: the bytes that travel, for every bucket: none, some, or all of it as one run.
+        base: digest of the version that every rollout holds, from which the other bytes are.
+        runs: the bytes that travel, by bucket: none, some, or the whole bucket as one run.
     """
 
     base: str
@@ -111,10 +111,10 @@ class Changes:
 def agreed_changes(
     said: Sequence[Mapping[str, Any]], layout: WeightLayout, rollouts: Sequence[int], block_bytes: int
 ) -> Changes | None:
-    """What all ranks make of what each has said; None: everything travels, for some rank holds another version, or none.
+    """Return what travels; None: everything, for some rank holds another version, or none. Equal on all ranks.
 
     Args:
-        said: by rank. Of trainers: `base` and `changed`, see `BlockHistory`. Of rollouts: `holds`, the digest of what they have.
+        said: by rank. Trainers give `base` and `changed`, see `BlockHistory`; rollouts `holds`, the digest of the version they have.
     """
     trainers = [one for one in said if "base" in one]
     held = {one["base"] for one in trainers} | {said[rank]["holds"] for rank in rollouts}
@@ -133,10 +133,10 @@ def agreed_changes(
 
 
 def require_one_block(said: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ranks of which some compare blocks and some do not, or others.
+    """Check that all ranks compare blocks of the same size, or none does.
 
     Raises:
-        ConfigurationError: it is so.
+        ConfigurationError: they differ.
     """
     for rank, one in enumerate(said):
         if one["block_bytes"] != said[0]["block_bytes"]:
@@ -155,7 +155,7 @@ def bytes_of(runs: Runs) -> int:
 
 
 def without(runs: Runs, num_bytes: int) -> Runs:
-    """The bytes of a bucket that are in none of the runs."""
+    """Return the bytes of a bucket that are in none of the runs."""
     edges = [0, *(edge for run in runs for edge in run), num_bytes]
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 

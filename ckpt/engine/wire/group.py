@@ -1,4 +1,4 @@
-"""Process groups of our own, beside torch's default one or without any: a trainer's is none of our business."""
+"""Process groups independent of torch's default group, which belongs to the training program and may not exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import torch
@@ -18,19 +18,20 @@ from torch.distributed import distributed_c10d
 from ckpt.errors import RankLeftError
 from ckpt.memory.device import Device
 from ckpt.ranks.stores import connection
+from ckpt.ranks.waiting import poll_until
 
 _LOOK = timedelta(seconds=0.2)
 
 
 class OwnGroup:
-    """Some ranks, with the collectives of one device. Each of them makes it, with the same arguments but for `rank`.
+    """A process group with the collectives of one device. Each member makes it, with the same arguments but for `rank`.
 
     Args:
         store: of all ranks of the engine.
         name: equal on all members; used once in this process and in this store.
-        members: ranks of the engine, sorted; this one is among them.
-        device: of this rank; its collectives are the group's, and take nothing but its memory.
-        timeout_s: of every collective.
+        members: ranks of the engine, sorted; this rank is one of them.
+        device: of this rank; the group's collectives take only its memory.
+        timeout_s: of each collective.
     """
 
     def __init__(
@@ -38,11 +39,10 @@ class OwnGroup:
     ) -> None:
         self.members = tuple(members)
         self._timeout_s = timeout_s
-        self._given_up = Event()
         self._is_gloo = device.collectives == "gloo"
         self._device_ids = None if device.type == "cpu" else [device.torch_device.index]
-        # Torch's public calls know groups inside of the default one only. This is what they, and its users with the same
-        # need, call beneath; a test says so if it goes. A connection of its own: it may wait for ranks that are gone.
+        # Torch's public functions make groups inside the default group only. They call this one, as do other projects with the
+        # same need; a test notices if it goes. The store has a connection of its own, which may wait for ranks that are gone.
         made: tuple[Any, Any] = distributed_c10d._new_process_group_helper(
             len(self.members),
             self.members.index(rank),
@@ -56,10 +56,10 @@ class OwnGroup:
         distributed_c10d._world.pg_group_ranks[self._group] = {index: index for index in range(len(self.members))}
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> Callable[[], None]:
-        """Begin to fill `buffer` on all members with that of `source`, a rank of the engine; return what waits for the end of it.
+        """Begin to fill `buffer` on all members with that of `source`, a rank of the engine; return a function that waits for the end.
 
         Raises:
-            RankLeftError: the group has been given up, before or while somebody waits.
+            RankLeftError: the group has been given up, before or during the wait.
         """
         at = self.members.index(source)
         return partial(self._wait, dist.broadcast(buffer, group=self._open(), group_src=at, async_op=True))
@@ -73,18 +73,16 @@ class OwnGroup:
         self._wait(dist.barrier(group=self._open(), async_op=True, device_ids=self._device_ids))
 
     def give_up(self) -> None:
-        """Leave in the middle, and wait for nothing. Who waits for a collective of it raises.
+        """Leave without waiting. A thread that waits for one of its collectives raises.
 
-        What cannot be aborted ends by its timeout, and holds the memory that it was given until then. The process may end before.
+        A collective that cannot be aborted ends by its timeout, and holds its memory until then. The process may end before.
         """
-        self._given_up.set()
         group, self._group = self._group, None
         if group is not None:
             Thread(target=_end_late, args=(group, self._timeout_s), name="ckpt-group", daemon=True).start()
 
     def close(self) -> None:
-        """Leave. Nothing of it is under way any more."""
-        self._given_up.set()
+        """Leave. No collective is under way."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(Exception):  # the others may have left before
@@ -97,22 +95,68 @@ class OwnGroup:
         return group
 
     def _wait(self, work: Any) -> None:
-        if not self._is_gloo:  # those are aborted
+        if not self._is_gloo:  # a device's collectives are aborted
             work.wait()
             return
-        while not self._given_up.is_set():
+
+        def ended() -> bool | None:
+            self._open()
             try:
                 work.wait(_LOOK)
-                return
             except RuntimeError:
-                if work.is_completed():  # so it was not the look that ended
-                    work.wait()
-                    return
-        raise RankLeftError("the process group has been given up")
+                if not work.is_completed():  # the look has ended
+                    return None
+                work.wait()
+            return True
+
+        poll_until(ended, nap=None)
+
+
+class Groups:
+    """The groups of one rank by name. One thread has them made and uses them; `give_up` and `close` may come from another.
+
+    Args:
+        make: makes a group of a name and its members.
+    """
+
+    def __init__(self, make: Callable[[str, Sequence[int]], OwnGroup]) -> None:
+        self._make = make
+        self._made: dict[str, OwnGroup] | None = {}  # None: given up, or closed
+
+    def of(self, name: str, members: Sequence[int]) -> OwnGroup:
+        """Return a group, made at the first call. All members call it, for all their groups in one order.
+
+        Raises:
+            RankLeftError: the groups have been given up.
+        """
+        made = self._made
+        if made is not None and name not in made:
+            group = self._make(name, members)
+            if self._made is None:
+                group.give_up()
+            else:
+                made[name] = group
+        if made is None or name not in made:
+            raise RankLeftError("the process groups have been given up")
+        return made[name]
+
+    def give_up(self) -> None:
+        """Leave all groups without waiting. No group can be had afterwards."""
+        for group in self._taken():
+            group.give_up()
+
+    def close(self) -> None:
+        """Leave all groups. No collective is under way."""
+        for group in self._taken():
+            group.close()
+
+    def _taken(self) -> list[OwnGroup]:
+        made, self._made = self._made, None
+        return [*(made or {}).values()]
 
 
 def _end_late(group: Any, timeout_s: float) -> None:
-    """End a group in which something may be under way. To let go of it would wait for that, and at the end of the process, too."""
+    """End a group with collectives under way. Its destructor would wait for these, at the end of the process too."""
     with suppress(Exception):  # it is broken
         group.abort()
     with suppress(Exception):

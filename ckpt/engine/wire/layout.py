@@ -1,8 +1,8 @@
-"""Where each weight lies in one stream of bytes, how the stream is cut into buckets, and who sends which. Pure.
+"""Layout of all weights in one stream of bytes, which is cut into buckets; each bucket has an owner, the rank that sends it. Pure.
 
-The stream holds the tensors in the order in which trainers yield them, each at a multiple of 256 bytes. Bucket k is its bytes
-from k * bucket_bytes on, whatever tensors they belong to: so a tensor larger than a bucket needs nothing special, owners
-differ by one bucket at most, and every bucket lands in place at the receiver.
+The stream holds the tensors in the order in which trainers yield them, each at a multiple of 256 bytes. Bucket k begins at byte
+k * bucket_bytes, whatever tensors it cuts: a tensor may be larger than a bucket, owners differ by one bucket at most, and a receiver
+needs no copy, for buckets lie side by side.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ class Weight(NamedTuple):
     """One tensor of the stream.
 
     Attributes:
-        dtype: as it travels.
-        start: its first byte in the stream.
+        dtype: in which it travels.
+        start: first byte in the stream.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Weight(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Behind its last byte, padding included."""
+        """End in the stream, padding included."""
         return self.start + aligned(self.num_bytes)
 
 
@@ -49,8 +50,8 @@ class BucketPart(NamedTuple):
     """The bytes of a weight that lie in one bucket.
 
     Attributes:
-        start, stop: bytes of the weight, without padding; multiples of its element's size.
-        at: where they begin in the bucket.
+        start, stop: bytes of the weight, without padding; multiples of the element size.
+        at: offset in the bucket.
     """
 
     bucket: int
@@ -60,15 +61,15 @@ class BucketPart(NamedTuple):
 
 
 class WeightLayout:
-    """Grows with every tensor that a trainer yields; the same on all of them.
+    """The layout of one version; grows with each tensor that a trainer yields, equally on all trainers.
 
     Args:
         bucket_bytes: a multiple of 256.
-        owners: the ranks that send, in the order in which they take turns.
-        aliases: name -> the name under which that tensor travels, or another alias of it.
+        owners: the ranks that send, in turn.
+        aliases: {alias: name under which the tensor travels, or another alias of it}.
 
     Raises:
-        ConfigurationError: names that are aliases of each other.
+        ConfigurationError: aliases form a circle.
     """
 
     def __init__(self, bucket_bytes: int, owners: Sequence[int], aliases: Mapping[str, str] | None = None) -> None:
@@ -82,12 +83,12 @@ class WeightLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of the stream, padding included."""
+        """Bytes of the stream, padding included."""
         return self.weights[-1].stop if self.weights else 0
 
     @property
     def payload_bytes(self) -> int:
-        """Of the tensors alone."""
+        """Bytes of the tensors, without padding."""
         return sum(weight.num_bytes for weight in self.weights)
 
     @property
@@ -95,10 +96,10 @@ class WeightLayout:
         return -(-self.num_bytes // self.bucket_bytes)
 
     def add(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Weight:
-        """Put a tensor behind the others.
+        """Append a tensor.
 
         Raises:
-            ConfigurationError: the name has been there, or no engine can send such a type.
+            ConfigurationError: the name is there already, or no engine can send the type.
         """
         zarr_name(dtype)
         if name in self._names:
@@ -115,7 +116,7 @@ class WeightLayout:
         return weight
 
     def require_sources(self) -> None:
-        """See that every alias stands for a tensor that has been added. Called when the last one has.
+        """Check that each alias stands for a tensor of the layout. Called after the last `add`.
 
         Raises:
             ConfigurationError: one does not.
@@ -127,16 +128,16 @@ class WeightLayout:
                 )
 
     def owner(self, bucket: int) -> int:
-        """The rank that sends a bucket."""
+        """Return the rank that sends a bucket."""
         return self.owners[bucket % len(self.owners)]
 
     def extent(self, bucket: int) -> tuple[int, int]:
-        """The bytes [start, stop) of the stream that a bucket holds. Only the last one is shorter than `bucket_bytes`."""
+        """Return the bytes [start, stop) of the stream in a bucket. Only the last bucket is shorter than `bucket_bytes`."""
         start = bucket * self.bucket_bytes
         return start, min(start + self.bucket_bytes, self.num_bytes)
 
     def parts(self, weight: Weight, owner: int | None = None) -> Iterator[BucketPart]:
-        """The parts of a weight in order, or those of one owner."""
+        """Yield the parts of a weight in order; of one owner, if given."""
         start = weight.start
         while start < weight.start + weight.num_bytes:
             bucket, at = divmod(start, self.bucket_bytes)
@@ -146,31 +147,26 @@ class WeightLayout:
             start = stop
 
     def weights_in(self, bucket: int) -> list[str]:
-        """The names of the weights that a bucket holds something of."""
+        """Return the names of the weights that have bytes in a bucket."""
         start, stop = self.extent(bucket)
         first = bisect_right(self.weights, start, key=lambda weight: weight.stop)
-        names = []
-        for weight in self.weights[first:]:
-            if weight.start >= stop:
-                break
-            if weight.num_bytes:
-                names.append(weight.name)
-        return names
+        inside = takewhile(lambda weight: weight.start < stop, self.weights[first:])
+        return [weight.name for weight in inside if weight.num_bytes]
 
     def digest(self) -> str:
-        """32 hex digits that depend on names, types, shapes, order, aliases and the cut."""
+        """Return 32 hex digits that depend on names, types, shapes, order, aliases, owners and bucket size."""
         if self._digest is None:
             self._digest = digest_of(json.dumps(self.as_rows()).encode())
         return self._digest
 
     def as_rows(self) -> list[Any]:
-        """What `from_rows` makes the same layout of, as plain JSON."""
+        """Return the layout as plain JSON, for `from_rows`."""
         weights = [[weight.name, zarr_name(weight.dtype), list(weight.shape)] for weight in self.weights]
         return [self.bucket_bytes, list(self.owners), sorted(self.aliases.items()), weights]
 
     @classmethod
     def from_rows(cls, rows: Sequence[Any]) -> WeightLayout:
-        """The layout that another rank described."""
+        """Return the layout that another rank described by `as_rows`."""
         bucket_bytes, owners, aliases, weights = rows
         layout = cls(bucket_bytes, owners, dict(aliases))
         for name, dtype, shape in weights:
@@ -183,10 +179,10 @@ def aligned(num_bytes: int) -> int:
 
 
 def first_names(aliases: Mapping[str, str]) -> dict[str, str]:
-    """{alias: name} with names that are no aliases themselves: an alias of an alias is one of the first name.
+    """Return {alias: name} with each alias of an alias resolved.
 
     Raises:
-        ConfigurationError: names that are aliases of each other.
+        ConfigurationError: aliases form a circle.
     """
     found = {}
     for alias, first in aliases.items():
@@ -196,26 +192,26 @@ def first_names(aliases: Mapping[str, str]) -> dict[str, str]:
             first = aliases[first]
         if first in seen:
             raise ConfigurationError(
-                f"tied_names goes in a circle through {', '.join(sorted(seen))}: one of them is first"
+                f"tied_names has a circle, {', '.join(sorted(seen))}: expected one of them to be yielded"
             )
         found[alias] = first
     return found
 
 
 def take_turns(nodes: Sequence[Sequence[int]], senders: Sequence[int]) -> list[int]:
-    """Order the senders such that neighbours in the order live on different hosts, as far as that goes.
+    """Order the senders so that consecutive ones are on different hosts, as far as possible.
 
-    Buckets that are on their way at the same time then leave through different network devices.
+    Buckets in flight at the same time then leave through different network devices.
 
     Args:
-        nodes: ranks per host.
+        nodes: ranks of each host.
     """
     wanted = set(senders)
     waiting = [[rank for rank in node if rank in wanted] for node in nodes]
     turns: list[int] = []
     last: list[int] | None = None
     while any(waiting):
-        # The host with most left: if it came last, its own would be neighbours in the end.
+        # The host with most senders left, which would otherwise be consecutive at the end.
         others = [host for host in waiting if host and host is not last] or [host for host in waiting if host]
         last = max(others, key=len)
         turns.append(last.pop(0))

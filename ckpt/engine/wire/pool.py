@@ -1,4 +1,4 @@
-"""Host memory of the two ends of an update: what a trainer sends, and what has come to a rollout. Kept from update to update."""
+"""Host memory at both ends of an update: buckets to send, on a trainer; the received stream, on a rollout. Kept between updates."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ckpt.memory.memory import HostMemory, staging_memory
 
 
 class HostPool:
-    """The buckets that one rank sends, page-locked where it has an accelerator.
+    """The buckets that one rank sends, page-locked if it has an accelerator.
 
-    Memory is made for a bucket when the first byte of it comes, and used again by all later updates.
+    A bucket's memory is allocated at its first byte, and reused by all later updates.
 
     Args:
-        rank: the owner.
-        block_bytes: of what is compared with the version before; None: nothing is.
+        rank: the owner of the buckets.
+        block_bytes: size of the blocks that are compared with the version before; None: all bytes are sent.
 
     Attributes:
-        history: what has been sent; None: nobody remembers.
+        history: digests of what has been sent; None: without `block_bytes`.
     """
 
     def __init__(self, rank: int, bucket_bytes: int, *, block_bytes: int | None = None) -> None:
@@ -35,25 +35,21 @@ class HostPool:
         self._bucket_bytes = bucket_bytes
         self._block_bytes = block_bytes
         self._segments: dict[int, torch.Tensor] = {}
-        self._pageable = HostMemory()  # one for all, lest each small bucket take a huge page
-        self._devices: set[torch.device] = set()  # with copies that nobody has waited for
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self._segments) * self._bucket_bytes
+        self._pageable = HostMemory()  # one for all buckets, so that small ones share huge pages
+        self._devices: set[torch.device] = set()  # with copies that may be under way
 
     def is_of(self, rank: int, bucket_bytes: int) -> bool:
-        """Whether it is as one of these arguments would be, but for the memory that it has."""
+        """Whether the pool was made with these arguments."""
         return (self._rank, self._bucket_bytes) == (rank, bucket_bytes)
 
     def put(self, layout: WeightLayout, weight: Weight, tensor: torch.Tensor) -> None:
-        """Queue the copy of what this rank owns of a tensor, cast to the type in which it travels. Nothing, if it owns none.
+        """Queue the copy of those parts of a tensor that this rank owns, cast to the weight's type.
 
-        The copy is queued on the tensor's own current stream: what the program does with the tensor's memory next comes after it. What
-        has gaps, or is cast, passes through device memory of the size of a bucket at most.
+        The copy is queued on the tensor's current stream, so later writes of the program to that memory come after it. A tensor with
+        gaps, or one that is cast, passes through device memory, a bucket at most.
         """
         if not weight.start:
-            self._settle()  # copies of an update that failed before `seal`, which would come over those of this one
+            self._settle()  # copies of an update that failed before `seal` would overwrite this one's
         size = weight.dtype.itemsize
         for part in layout.parts(weight, self._rank):
             self._devices.add(tensor.device)
@@ -62,13 +58,13 @@ class HostPool:
                 start = part.at + first * size
                 _fill(segment[start : start + piece.numel() * size], piece, weight.dtype)
             if stop < aligned(stop):
-                segment[stop : aligned(stop)].zero_()  # travels, too, and shall not differ between equal weights
+                segment[stop : aligned(stop)].zero_()  # padding is digested, and is equal for equal weights
 
     def seal(self, layout: WeightLayout) -> dict[int, str]:
-        """Wait for the copies and return the digest of every bucket of this rank. Memory of buckets that are no more is let go of.
+        """Wait for the copies and return the digest of each bucket of this rank. Frees memory of buckets that no longer exist.
 
         Raises:
-            ConfigurationError: a tied name stands for a weight that has not come.
+            ConfigurationError: a tied name stands for a weight that was not yielded.
         """
         self._settle()
         layout.require_sources()
@@ -82,7 +78,7 @@ class HostPool:
         return {bucket: one.whole for bucket, one in found.items()}
 
     def buckets(self, layout: WeightLayout) -> dict[int, torch.Tensor]:
-        """All buckets of this rank by number."""
+        """Return all buckets of this rank by number, flat."""
         return {
             bucket: self.bucket(layout, bucket)
             for bucket in range(layout.num_buckets)
@@ -90,7 +86,7 @@ class HostPool:
         }
 
     def bucket(self, layout: WeightLayout, bucket: int) -> torch.Tensor:
-        """The bytes of a bucket of this rank, flat."""
+        """Return a bucket of this rank, flat."""
         start, stop = layout.extent(bucket)
         return self._segment(bucket)[: stop - start]
 
@@ -107,10 +103,10 @@ class HostPool:
 
 
 class ReceivedStream:
-    """The whole stream at one rollout, in the order of the stream.
+    """Host memory of one rollout for the whole stream of weights.
 
     Attributes:
-        holds: the digest of the version that is there, whole and verified; None: none is, or nobody can say.
+        holds: digest of the version that is there, whole and verified; None: no whole version is.
     """
 
     def __init__(self) -> None:
@@ -118,33 +114,33 @@ class ReceivedStream:
         self._lock = threading.Lock()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._layout: WeightLayout | None = None
-        self._readers: list[None] = []  # one for each iterator over this memory; another list for other memory
+        self._readers: list[None] = []  # one item for each iterator over this memory; new memory has a new list
 
     def make_room(self, layout: WeightLayout) -> None:
-        """Have room for a stream. What was there is no more, but for who reads it still.
+        """Allocate memory for a stream, if there is too little, or an iterator still reads it. The contents become undefined.
 
         Raises:
-            MemoryError, RuntimeError: the host has not so much.
+            MemoryError, RuntimeError: the host has too little memory.
         """
         with self._lock:
             if self._readers or len(self._memory) < layout.num_bytes:
-                self._forget()  # before the new memory is there
+                self._forget()  # freed before the new memory is allocated
                 self._memory = staging_memory(layout.num_bytes)
             self._layout = layout
 
     def let_go(self) -> None:
-        """Drop the memory: something may still write to it. The next update makes new."""
+        """Drop the memory, to which a failed transfer may still write. The next update allocates new memory."""
         with self._lock:
             self._forget()
 
     def bucket(self, bucket: int) -> torch.Tensor:
-        """Where a bucket belongs, flat."""
+        """Return the memory of a bucket, flat."""
         assert self._layout is not None, "make_room comes first"
         start, stop = self._layout.extent(bucket)
         return self._memory[start:stop]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its name, then every alias; host tensors over this memory, which lasts until the iterator ends."""
+        """Yield each weight under its name, then each alias: host tensors over this memory, valid until the iterator ends."""
         with self._lock:
             assert self._layout is not None, "make_room comes first"
             layout, memory, readers = self._layout, self._memory, self._readers
@@ -168,13 +164,13 @@ class ReceivedStream:
 
 
 def digest_of_bucket(host: torch.Tensor, block_bytes: int | None = None) -> str:
-    """The xxh3-128 of flat bytes, or that of the digests of their blocks."""
+    """Return the xxh3-128 of flat bytes, or of the digests of their blocks, in hex."""
     data = raw_bytes(host).numpy().data
     return xxhash.xxh3_128_hexdigest(data) if block_bytes is None else digested(data, block_bytes).whole
 
 
 def _pieces(tensor: torch.Tensor, first: int, last: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """The elements [first, last) of a tensor in row-major order, as parts of it, each with the number of elements before it."""
+    """Yield the elements [first, last) of a tensor in row-major order, as views, each with the number of elements before it."""
     if tensor.is_contiguous():
         yield tensor.view(-1)[first:last], 0
         return
@@ -183,7 +179,7 @@ def _pieces(tensor: torch.Tensor, first: int, last: int) -> Iterator[tuple[torch
 
 
 def _fill(there: torch.Tensor, piece: torch.Tensor, dtype: torch.dtype) -> None:
-    """Put a piece, cast, into flat host memory: in one pass from the host, from a device by a copy that is queued."""
+    """Copy a piece, cast, to flat host memory: at once from the host; from a device the copy is queued."""
     if not piece.is_cpu:
         there.copy_(raw_bytes(contiguous(piece).to(dtype)), non_blocking=True)
         return

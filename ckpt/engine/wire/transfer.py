@@ -1,16 +1,15 @@
-"""Carries buckets from the trainers' host memory to that of the rollouts, one behind the other, and checks each that comes.
+"""Transfer of buckets from the trainers' host memory to the rollouts', in order, each verified by its digest where it arrives.
 
-    owner    host pool --copy stream--> half of a device buffer --broadcast-->
-    rollout                      --broadcast--> half of a device buffer --copy stream--> landing, digest
+    owner    host pool --copy stream--> device buffer --broadcast-->
+    rollout                          --broadcast--> device buffer --copy stream--> landing, digest
 
-Where the collectives take host memory there is nothing between: a bucket leaves the pool and lands where it belongs. Of a bucket that
-has changed in parts, these parts travel as one message, and what they are put into is digested like any other bucket.
+Collectives that take host memory need no buffer: a bucket goes from the pool to its place in the landing. If only parts of a bucket have
+changed, these travel side by side in one broadcast; the rollout puts them into the bucket it has, and digests all of it.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,29 +20,32 @@ from queue import Empty, SimpleQueue
 import torch
 
 from ckpt.engine.update import Update
+from ckpt.engine.wire.buffers import Buffers
 from ckpt.engine.wire.delta import Runs, bytes_of, without
-from ckpt.engine.wire.group import OwnGroup
-from ckpt.engine.wire.parts import Messages, copy_parts, gather, scatter
+from ckpt.engine.wire.group import Groups, OwnGroup
 from ckpt.engine.wire.pool import digest_of_bucket
 from ckpt.errors import CheckpointError, CorruptCheckpointError, RankAbsentError, RankLeftError, sentence
-from ckpt.memory.device import SideStream, device_memory, same_device
+from ckpt.memory.device import same_device
 from ckpt.ranks.topology import Topology
+from ckpt.ranks.waiting import poll_until
 
 IN_FLIGHT = 2
 PHASE = "transfer"
+_END = -1  # in place of a bucket: the thread's work is over
 _LOOK_S = 0.2
 _END_S = 2.0
 
 
 class Network:
-    """Moves buckets in a thread of its own: that one may get stuck, and the calling one must not.
+    """A thread that moves buckets: a collective may hang, and the calling thread must not.
 
     Args:
-        work: moves all of them, and is given what it tells of each that has come.
+        work: moves all buckets; it is given a function, which it calls with the number of each bucket that has arrived.
     """
 
     def __init__(self, work: Callable[[Callable[[int], None]], None]) -> None:
-        self._news: SimpleQueue[int | BaseException | None] = SimpleQueue()
+        self._news: SimpleQueue[int] = SimpleQueue()
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work, same_device()), name="ckpt-weights", daemon=True)
         self._thread.start()
 
@@ -52,96 +54,95 @@ class Network:
             begin()
             work(self._news.put)
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # they hold what is under way, and with it the connections
-            self._news.put(error)
-        else:
-            self._news.put(None)
+            traceback.clear_frames(error.__traceback__)  # they refer to collectives under way, and so to connections
+            self._failure = error
+        self._news.put(_END)
 
-    def buckets(self, topology: Topology, timeout_s: float) -> Iterator[int]:
-        """Yield each bucket as soon as it has come. Within the phase `PHASE`.
+    def buckets(self, topology: Topology) -> Iterator[int]:
+        """Yield the number of each bucket as soon as it has arrived. Called within the phase `PHASE`.
 
         Raises:
-            RankLeftError: another rank has gone, or stands still, or nothing came for `timeout_s`.
-            RankAbsentError: the others have given this one up.
-            CheckpointError: what the thread raised, if it is one.
+            RankLeftError: another rank is gone, or stands still, or no bucket came for `topology.timeout_s`.
+            RankAbsentError: the others timed this rank out.
+            CheckpointError: the thread raised it.
         """
-        heard = time.monotonic()
         others = set(range(topology.world_size)) - {topology.rank}
-        while True:
+
+        def ask() -> int | None:
             topology.progress()
             try:
-                said = self._news.get(timeout=_LOOK_S)
+                return self._news.get(timeout=_LOOK_S)
             except Empty:
-                topology.require_awaited()
-                if (gone := topology.has_raised(others)) is not None:
-                    raise RankLeftError(f"rank {gone} left in the middle of it") from None
-                if (why := topology.why_absent(others, PHASE)) is not None:
-                    raise RankLeftError(why) from None
-                if time.monotonic() - heard > timeout_s:
-                    raise RankLeftError(f"no bucket came for {timeout_s:g} s") from None
-                continue
-            if said is None:
-                self._thread.join()
-                return
-            if isinstance(said, CheckpointError):
-                raise said
-            if isinstance(said, BaseException):
-                raise RankLeftError(f"the network failed: {sentence(said)}") from said
-            heard = time.monotonic()
-            yield said
+                return None
+
+        def look() -> None:
+            topology.require_awaited()
+            if (gone := topology.has_raised(others)) is not None:
+                raise RankLeftError(f"rank {gone} left during the transfer")
+            if (why := topology.why_absent(others, PHASE)) is not None:
+                raise RankLeftError(why)
+
+        def failure() -> RankLeftError:
+            return RankLeftError(f"no bucket came for {topology.timeout_s:g} s")
+
+        while (bucket := poll_until(ask, look=look, nap=None, timeout_s=topology.timeout_s, failure=failure)) != _END:
+            yield bucket
+        self._thread.join()
+        error, self._failure = self._failure, None
+        if isinstance(error, CheckpointError):
+            raise error
+        if error is not None:
+            raise RankLeftError(f"the network failed: {sentence(error)}") from error
 
     def end(self) -> None:
-        """Wait a moment for the thread, whose groups have been given up. If it is stuck all the same it is left to itself."""
+        """Wait up to 2 s for the thread, whose groups have been given up. A thread that still hangs is abandoned."""
         self._thread.join(_END_S)
 
 
 @dataclass
 class Transfer:
-    """One rank's part of one update.
+    """One rank's part of the transfer of one update.
 
-    A rank that finds a bucket changed goes on to take part in what the others wait for, and raises in the end; they would hang
-    otherwise. The network's thread knows memory, not where it comes from: one that is late writes to none that is used again.
+    A rank that finds a bucket corrupt still takes part in all collectives, on which the others wait, and raises at the end. The network's
+    thread holds its own references to memory: one that is late never writes to memory of a later update.
 
     Args:
-        groups: makes or finds the group of each owner with the rollouts, by owner; none for an owner that is the only rollout.
-            The network's thread calls it.
-        receivers: the rollouts.
-        buffers: memory for the collectives; None: they take host memory.
-        messages: host memory for parts of buckets, where they do.
-        timeout_s: that may pass without a bucket.
+        groups: of this rank; used by the network's thread.
+        members: by owner, the ranks of its group with the rollouts. An owner that is the only rollout has none.
+        buffers: memory of the collectives.
     """
 
-    rank: int
     update: Update
-    groups: Callable[[], Mapping[int, OwnGroup]]
-    receivers: Sequence[int]
-    buffers: DeviceBuffers | None
-    messages: Messages
-    timeout_s: float
+    groups: Groups
+    members: Mapping[int, Sequence[int]]
+    buffers: Buffers
 
-    def start(self) -> Network:
-        """Begin to carry everything that this rank sends or receives. All owners and rollouts call it, then `finish`."""
+    def __post_init__(self) -> None:
         update, layout = self.update, self.update.layout
         every = range(layout.num_buckets)
-        self._mine = [bucket for bucket in every if self.rank in (layout.owner(bucket), *self.receivers)]
+        rank, receives = update.topology.rank, update.landing is not None
+        self._mine = [bucket for bucket in every if receives or layout.owner(bucket) == rank]
         self._ours = update.pool.buckets(layout) if update.pool is not None else {}
         self._there = {bucket: update.landing.bucket(bucket) for bucket in every} if update.landing is not None else {}
         self._old = {bucket: update.before.bucket(bucket) for bucket in every} if update.before is not None else {}
         self._runs = update.changes.runs if update.changes is not None else {}
+
+    def start(self) -> Network:
+        """Begin to send and receive. All owners and rollouts call it, then `finish`."""
         return Network(self._carry)
 
     def finish(self, network: Network) -> None:
-        """Verify what comes.
+        """Verify each bucket that arrives, until the last.
 
         Raises:
-            CorruptCheckpointError: a bucket is not what its owner sent; naming it and the weights in it.
+            CorruptCheckpointError: a bucket is not as its owner sent it; names the bucket and its weights.
             RankLeftError: see `Network.buckets`.
         """
-        verifier = Verifier(self.rank, self.update)
+        verifier = Verifier(self.update)
         try:
-            for bucket in network.buckets(self.update.topology, self.timeout_s):
+            for bucket in network.buckets(self.update.topology):
                 if bucket in self._there and verifier.failure is None:
-                    with suppress(CorruptCheckpointError):  # raised when nobody waits for us any more
+                    with suppress(CorruptCheckpointError):  # raised when no other rank waits for this one
                         verifier.check(bucket, self._there[bucket])
         except RankAbsentError as error:
             raise verifier.failure or error from error
@@ -151,7 +152,8 @@ class Transfer:
     # The network's thread
 
     def _carry(self, tell: Callable[[int], None]) -> None:
-        groups = self.groups()
+        prefix = self.update.connections
+        groups = {owner: self.groups.of(f"{prefix}-{owner}", ranks) for owner, ranks in self.members.items()}
         coming: deque[tuple[int, Callable[[], None]]] = deque()
         for bucket in self._mine:
             if len(coming) == IN_FLIGHT:
@@ -161,24 +163,22 @@ class Transfer:
             _land(*coming.popleft(), tell)
 
     def _start(self, bucket: int, groups: Mapping[int, OwnGroup]) -> Callable[[], None]:
-        """Begin to move a bucket; return what waits until it is where it belongs."""
+        """Begin to move a bucket; return a function that waits until it has left, or is in its place."""
         owner = self.update.layout.owner(bucket)
         ours, there, old = self._ours.get(bucket), self._there.get(bucket), self._old.get(bucket)
         host = ours if ours is not None else there
         assert host is not None, "an owner has a pool, and all others receive"
         runs = self._runs.get(bucket, [(0, len(host))])
         if there is not None and old is not None:
-            copy_parts(there, old, without(runs, len(host)))
+            _copy_parts(there, old, without(runs, len(host)))
         if there is not None and ours is not None:
-            copy_parts(there, ours, runs)
+            _copy_parts(there, ours, runs)
         group = groups.get(owner)
         if group is None or not runs:
             return lambda: None
-        if self.buffers is not None:
-            return self.buffers.broadcast(group, owner, ours, there, runs)
-        if bytes_of(runs) == len(host):
+        if self.buffers.are_on_host and bytes_of(runs) == len(host):
             return group.broadcast(host, owner)
-        return self.messages.broadcast(group, owner, ours, there, runs)
+        return self.buffers.broadcast(group, owner, ours, there, runs)
 
 
 def _land(bucket: int, wait: Callable[[], None], tell: Callable[[int], None]) -> None:
@@ -186,95 +186,35 @@ def _land(bucket: int, wait: Callable[[], None], tell: Callable[[int], None]) ->
     tell(bucket)
 
 
+def _copy_parts(there: torch.Tensor, here: torch.Tensor, runs: Runs) -> None:
+    for start, stop in runs:
+        there[start:stop].copy_(here[start:stop])
+
+
 class Verifier:
-    """Holds what comes against what was sent.
+    """Compares the digests of buckets that arrive with those that were agreed on.
 
     Attributes:
-        failure: the first that was found.
+        failure: the mismatch that was found; None: none yet.
     """
 
-    def __init__(self, rank: int, update: Update) -> None:
-        self._rank = rank
+    def __init__(self, update: Update) -> None:
+        self._rank = update.topology.rank
         self._layout, self._digests, self._block_bytes = update.layout, update.digests, update.block_bytes
         self.failure: CorruptCheckpointError | None = None
 
     def check(self, bucket: int, host: torch.Tensor) -> None:
-        """Raise if these bytes are not those of the bucket.
+        """Verify the bytes of a bucket.
 
         Raises:
-            CorruptCheckpointError: naming bucket, weights, sender.
+            CorruptCheckpointError: they differ from what was sent; names bucket, weights and sender.
         """
         if digest_of_bucket(host, self._block_bytes) == self._digests[bucket]:
             return
         names = self._layout.weights_in(bucket)
         of = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         self.failure = CorruptCheckpointError(
-            f"bucket {bucket} of {self._layout.num_buckets}, with {of}, came to rank {self._rank} with other bytes than rank "
+            f"bucket {bucket} of {self._layout.num_buckets}, with {of}, arrived on rank {self._rank} with other bytes than rank "
             f"{self._layout.owner(bucket)} sent"
         )
         raise self.failure
-
-
-class DeviceBuffers:
-    """Memory of a device that buckets pass through, in halves, each used when what was in it has been taken. One thread.
-
-    Args:
-        bucket_bytes: of the largest bucket.
-        halves: 2, or 1 to save memory.
-
-    Raises:
-        DeviceMemoryError: the device has no room.
-    """
-
-    def __init__(self, device: torch.device, bucket_bytes: int, halves: int) -> None:
-        self._halves = [device_memory(bucket_bytes, device) for _ in range(halves)]
-        self._out, self._in = SideStream(device, "weights out"), SideStream(device, "weights in")
-        self._taken: list[Callable[[], None] | None] = [None] * halves
-        self._count = 0
-
-    def broadcast(
-        self, group: OwnGroup, owner: int, ours: torch.Tensor | None, there: torch.Tensor | None, runs: Runs
-    ) -> Callable[[], None]:
-        """Begin to move a bucket; return what waits until it has left, or is in host memory.
-
-        Args:
-            ours: what to send, on the host; None: it is received.
-            there: where it shall land, on the host.
-            runs: what of it travels.
-        """
-        number = self._count % len(self._halves)
-        self._count += 1
-        if (taken := self._taken[number]) is not None:
-            taken()  # nothing is sent from this half, and nothing is copied from it, any more
-        half = self._halves[number][: bytes_of(runs)]
-        side = self._out if ours is not None else self._in
-        with side:
-            if ours is not None:
-                gather(half, ours, runs)
-            wait = group.broadcast(half, owner)  # comes after what is queued on the side stream
-        done = _once(lambda: _finish(side, wait, half, there if ours is None else None, runs))
-        self._taken[number] = done
-        return done
-
-
-def _finish(
-    side: SideStream, wait: Callable[[], None], half: torch.Tensor, there: torch.Tensor | None, runs: Runs
-) -> None:
-    with side:
-        wait()  # some collectives make the stream wait, and not us
-        if there is not None:
-            scatter(there, half, runs)
-    side.wait()
-
-
-def _once(call: Callable[[], None]) -> Callable[[], None]:
-    """Call it the first time only."""
-    called = False
-
-    def wrapped() -> None:
-        nonlocal called
-        if not called:
-            called = True
-            call()
-
-    return wrapped

@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -19,6 +18,7 @@ import torch
 
 from ckpt.errors import RankLeftError
 from ckpt.ranks.topology import Topology
+from ckpt.ranks.waiting import poll_until, unless_timeout
 from ckpt.storage.host_memory import mapped, shared
 
 READY, DONE = 1, 2
@@ -139,17 +139,17 @@ def _patiently(waits: socket.socket, call: Callable[[], _T], ranks: Sequence[int
         RankLeftError: one has failed, or nothing came.
     """
     waits.settimeout(_LOOK_S)
-    deadline = time.monotonic() + topology.timeout_s
-    while True:
+
+    def ask() -> _T | None:
         topology.progress()
-        try:
-            return call()
-        except TimeoutError:
-            gone = topology.has_raised(ranks)
-            if gone is not None:
-                raise RankLeftError(f"rank {gone} left before it had shared its memory", rank=gone) from None
-            if time.monotonic() > deadline:
-                raise
+        return unless_timeout(call)
+
+    def look() -> None:
+        if (gone := topology.has_raised(ranks)) is not None:
+            raise RankLeftError(f"rank {gone} left before it had shared its memory", rank=gone)
+
+    failure = partial(TimeoutError, "timed out")
+    return poll_until(ask, look=look, nap=None, timeout_s=topology.timeout_s, failure=failure)
 
 
 def _mapped(fd: int, num_bytes: int) -> torch.Tensor:

@@ -215,7 +215,7 @@ def test_an_engine_that_has_joined_nobody_says_what_to_do() -> None:
 def test_an_engine_without_cache_and_one_with_an_empty_cache_give_nothing() -> None:
     with pytest.raises(ConfigurationError, match="keeps no weights: make it with cached=True"):
         asyncio.run(_take(BroadcastCheckpointEngine(512).get_weights()))
-    with pytest.raises(ConfigurationError, match="no weights have come yet"):
+    with pytest.raises(ConfigurationError, match="no weights have been received yet"):
         asyncio.run(_take(BroadcastCheckpointEngine(512, cached=True).get_weights()))
 
 

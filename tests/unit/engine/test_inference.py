@@ -99,7 +99,7 @@ def test_a_server_that_refuses_or_is_not_there_is_told_in_a_sentence(server: _Se
     server.answer = 400, '{"success": false, "message": "Device UUID GPU-3 not found"}'
     with pytest.raises(CheckpointError, match=r"/update_weights_from_ipc refused \(400\): .*GPU-3 not found"):
         inference_requests.SglangRequest(server.url)(HANDLES, VERSION)
-    with pytest.raises(CheckpointError, match="/collective_rpc could not be asked: ConnectError"):
+    with pytest.raises(CheckpointError, match="/collective_rpc did not answer: ConnectError"):
         inference_requests.VllmRequest("http://127.0.0.1:9")(HANDLES, VERSION)
 
 
@@ -146,7 +146,7 @@ def test_a_handle_of_host_memory_is_opened_once_and_says_if_it_is_gone() -> None
     assert torch.equal(there[:1000], buffer)
     buffer[500] = 99
     assert there[500] == 99, "it is the same memory"
-    with pytest.raises(CheckpointError, match=f"weights' memory in process {os.getpid()} is gone"):
+    with pytest.raises(CheckpointError, match=f"memory of the weights in process {os.getpid()} is gone"):
         opened(given[0], given[1], given[2] + 1)
     del buffer
     with pytest.raises(CheckpointError, match="is gone"):

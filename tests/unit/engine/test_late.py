@@ -75,7 +75,7 @@ def test_a_checkpoint_that_is_not_what_was_published_is_refused(published: Any) 
     changed = state(STEP)
     changed["table"][3, 3] += 1
     live = live_model()
-    with pytest.raises(CorruptCheckpointError, match=f"the checkpoint of step {STEP} has the weights"):
+    with pytest.raises(CorruptCheckpointError, match=f"the checkpoint of step {STEP} has weights with digest"):
         load_from_checkpoint(live, news, layout, digest_of_bucket, STEP, changed)
     assert live.version is None
 

@@ -188,7 +188,7 @@ def test_an_alias_of_an_alias_is_one_of_the_first_name() -> None:
 
 @pytest.mark.parametrize("aliases", [{"a": "a"}, {"a": "b", "b": "a"}, {"c": "a", "a": "b", "b": "a"}])
 def test_aliases_of_each_other_are_refused(aliases: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match="circle through a"):
+    with pytest.raises(ConfigurationError, match="has a circle, a"):
         first_names(aliases)
 
 

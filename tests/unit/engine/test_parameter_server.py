@@ -206,14 +206,14 @@ def test_kimi_two_jobs_of_one_host_do_not_meet() -> None:
 
 
 def test_kimi_messages_within_a_process_have_no_socket_that_others_could_connect_to() -> None:
-    messages, name = parameter_server._Messages(), "ipc://@checkpoint-engine-some-device-0.sock"
-    server, worker = messages.socket(zmq.REQ), messages.socket(zmq.REP)
-    server.bind(name)
-    worker.connect(name)
-    server.send(b"a pickle")
-    assert worker.recv() == b"a pickle"
-    assert "checkpoint-engine-some-device" not in Path("/proc/net/unix").read_text()
-    messages.close()
+    name = "ipc://@checkpoint-engine-some-device-0.sock"
+    with parameter_server._Messages() as messages:
+        server, worker = messages.socket(zmq.REQ), messages.socket(zmq.REP)
+        server.bind(name)
+        worker.connect(name)
+        server.send(b"a pickle")
+        assert worker.recv() == b"a pickle"
+        assert "checkpoint-engine-some-device" not in Path("/proc/net/unix").read_text()
 
 
 def test_kimi_is_quiet(engine: KimiCheckpointEngine, capfd: pytest.CaptureFixture[str]) -> None:
@@ -231,7 +231,7 @@ def test_kimi_leaves_nothing_registered_after_a_failure(engine: KimiCheckpointEn
     sink = _Sink()
     update(engine, 1, sink)
     server = engine.transport.server
-    assert server is not None and server.metas()[0].memory_buffer_metas_list
+    assert server is not None and server._server.get_metas()[0].memory_buffer_metas_list
     registered = server._server._memory_pool
     assert "weights" in registered
 
@@ -329,7 +329,9 @@ def test_kimi_without_mooncake_has_no_peers_and_reading_from_some_says_what_is_m
 
 
 def test_kimi_the_name_of_a_worker_is_told_or_asked_for() -> None:
-    with pytest.raises(ConfigurationError, match="the name of device 0 .* cannot be known here: .*; give it yourself"):
+    with pytest.raises(
+        ConfigurationError, match="the name of device 0 .* cannot be found out here: .*; set it yourself"
+    ):
         parameter_server.worker_name(0)
 
 

@@ -200,7 +200,7 @@ def test_the_pool_keeps_its_memory_from_update_to_update_and_lets_go_of_what_is_
     assert {bucket: host.data_ptr() for bucket, host in pool.buckets(layout).items()} == {
         bucket: first[bucket] for bucket in (0, 1)
     }
-    assert pool.num_bytes == 2 * 256
+    assert len(pool._segments) == 2
 
 
 @pytest.fixture

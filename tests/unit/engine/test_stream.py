@@ -26,9 +26,7 @@ class Told:
 
     async def _receive(self) -> OpenUpdate:
         self.words.append("received")
-        return OpenUpdate(
-            self._weights(), lambda: self.words.append("moves"), self._finish, self._fail, self.words.append
-        )
+        return OpenUpdate(self._weights(), lambda: self.words.append("moves"), self._finish, self.words.append)
 
     def _weights(self) -> Iterator[NamedTensor]:
         for number in range(3):
@@ -36,11 +34,8 @@ class Told:
                 raise MemoryError("on the device")
             yield f"w{number}", torch.empty(0)
 
-    async def _finish(self) -> None:
-        self.words.append("finished")
-
-    async def _fail(self, error: Exception) -> None:
-        self.words.append(f"failed: {error}")
+    async def _finish(self, error: Exception | None) -> None:
+        self.words.append("finished" if error is None else f"failed: {error}")
 
 
 async def take(weights: AsyncIterator[NamedTensor], until: str | None = None) -> list[str]:

@@ -128,7 +128,7 @@ def test_an_update_is_open_until_the_weights_are_taken(engine: NaiveCheckpointEn
         receive(engine)
     send(engine, 1)
     assert engine.version is None
-    with pytest.raises(ConfigurationError, match="the weights of step 1 have come and have not been taken"):
+    with pytest.raises(ConfigurationError, match="the weights of step 1 have arrived and have not been taken"):
         send(engine, 2)
     receive(engine)
     assert engine.version is not None and engine.version.step == 1

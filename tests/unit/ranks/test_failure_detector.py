@@ -25,13 +25,13 @@ PATIENCE_S = 18.5
 
 
 class Job:
-    """A rank 7 that says what the test has it say, and a lookout for it."""
+    """A rank 7 that says what the test has it say, and a detector for it."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.now = 1000.0
-        self._mailbox = StoreClient(dist.HashStore(), writer=7)
-        self._lookout = FailureDetector(
-            self._mailbox, HERE, f"phase write of {SAVE}", timeout_s, clock=lambda: self.now
+        self._client = StoreClient(dist.HashStore(), writer=7)
+        self._detector = FailureDetector(
+            self._client, HERE, f"phase write of {SAVE}", timeout_s, clock=lambda: self.now
         )
         self.beat = Beat(7, os.getpid(), _born(os.getpid()) or "", "node-1", machine("pid"), 0, HERE, SAVE, "write")
 
@@ -40,10 +40,10 @@ class Job:
             setattr(self.beat, name, value)
         self.beat.number += 1
         self.beat.moves += moved
-        self._mailbox.put(beat_key(7), self.beat.encode())
+        self._client.put(beat_key(7), self.beat.encode())
 
     def absent(self, *, hinted: bool = False) -> Absence | None:
-        return self._lookout.absent([7], hinted=hinted).get(7)
+        return self._detector.absent([7], hinted=hinted).get(7)
 
     def cause_after(self, seconds: float, each_s: float, act: Callable[[], None], *, hinted: bool = False) -> str:
         """Look every `each_s`, after `act`, until the rank is absent; the cause. It is to be found in the last look, and in no other."""

@@ -49,38 +49,38 @@ def test_a_table_of_many_megabytes_is_compressed(store: dist.TCPStore) -> None:
 
 
 def test_values_that_look_like_ours_are_not_taken_for_them(store: dist.TCPStore) -> None:
-    mailbox = StoreClient(store, writer=0)
+    client = StoreClient(store, writer=0)
     for data in (b"", b"?", b"z", b"s[]", b"=", b"\x00\xff"):
-        mailbox.put("key", data)
-        assert mailbox.peek("key") == data
+        client.put("key", data)
+        assert client.peek("key") == data
 
 
 @pytest.mark.parametrize("size", [3, 9 << 20])
 def test_the_first_to_put_wins_and_the_second_reads_it_and_leaves_nothing(store: dist.TCPStore, size: int) -> None:
     first, second = (random.Random(seed).randbytes(size) for seed in (1, 2))
-    mailboxes = [StoreClient(store, writer=rank) for rank in (0, 1)]
+    clients = [StoreClient(store, writer=rank) for rank in (0, 1)]
     before = store.num_keys()
-    assert mailboxes[0].put_first("key", first) == first
+    assert clients[0].put_first("key", first) == first
     keys = store.num_keys()
-    assert mailboxes[1].put_first("key", second) == first
+    assert clients[1].put_first("key", second) == first
     assert store.num_keys() == keys
-    mailboxes[1].delete("key")
+    clients[1].delete("key")
     assert store.num_keys() == before
 
 
 def test_looking_for_what_is_not_there_neither_waits_nor_leaves_a_key(store: dist.TCPStore) -> None:
-    mailbox, before = StoreClient(store, writer=0), store.num_keys()
-    assert mailbox.peek("key") is None
-    assert not mailbox.has(["key"])
-    mailbox.delete("key")
+    client, before = StoreClient(store, writer=0), store.num_keys()
+    assert client.peek("key") is None
+    assert not client.has(["key"])
+    client.delete("key")
     assert store.num_keys() == before
 
 
 def test_a_store_that_has_gone_is_one_error_of_ours_whatever_is_asked() -> None:
     server = serve(LOOPBACK, timeout_s=300.0)
-    mailbox = StoreClient(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False), writer=0)
+    client = StoreClient(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False), writer=0)
     del server
-    for ask in (lambda: mailbox.peek("key"), lambda: mailbox.has(["key"]), lambda: mailbox.take(["key"])):
+    for ask in (lambda: client.peek("key"), lambda: client.has(["key"]), lambda: client.take(["key"])):
         with pytest.raises(StoreGoneError):
             ask()
 
@@ -88,12 +88,12 @@ def test_a_store_that_has_gone_is_one_error_of_ours_whatever_is_asked() -> None:
 # A store whose process is there and does not answer
 
 CALLS: dict[str, Callable[[StoreClient], object]] = {
-    "set": lambda mailbox: [mailbox.put("key", b"x" * (4 << 20), compress=False) for _ in range(16)],
-    "compare_set": lambda mailbox: mailbox.peek("key"),
-    "check": lambda mailbox: mailbox.has(["key"]),
-    "multi_get": lambda mailbox: mailbox.take(["key"]),
-    "add": lambda mailbox: mailbox.add("count", 1),
-    "delete_key": lambda mailbox: mailbox.delete("key"),
+    "set": lambda client: [client.put("key", b"x" * (4 << 20), compress=False) for _ in range(16)],
+    "compare_set": lambda client: client.peek("key"),
+    "check": lambda client: client.has(["key"]),
+    "multi_get": lambda client: client.take(["key"]),
+    "add": lambda client: client.add("count", 1),
+    "delete_key": lambda client: client.delete("key"),
 }
 
 
@@ -102,18 +102,18 @@ def test_every_call_to_a_store_that_hangs_ends_and_says_which_store_and_which_ca
     store: dist.TCPStore, call: str
 ) -> None:
     with Frozen(store.port) as between:
-        mailbox = StoreClient(reach("127.0.0.1", between.port, timeout_s=5.0), writer=1, timeout_s=0.2)
-        mailbox.put("key", b"value")
-        assert mailbox.peek("key") == b"value"
+        client = StoreClient(reach("127.0.0.1", between.port, timeout_s=5.0), writer=1, timeout_s=0.2)
+        client.put("key", b"value")
+        assert client.peek("key") == b"value"
         between.freeze()
         began = time.monotonic()
         where = re.escape(f"127.0.0.1:{between.port}")
         with pytest.raises(StoreGoneError, match=f"^the store at {where} did not answer {call} within 0.2 s$"):
-            CALLS[call](mailbox)
+            CALLS[call](client)
         assert time.monotonic() - began < 2.0
         between.thaw()
         with pytest.raises(StoreGoneError, match=call):  # a late answer is not taken for one to the next call
-            mailbox.peek("key")
+            client.peek("key")
 
 
 def test_a_connection_to_a_store_that_hangs_ends(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from ckpt import StateComponent
 from ckpt.catalog.verify import verify_checkpoint
 from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME
 from ckpt.format.stored import read_index, read_manifest
-from ckpt.ranks.agreement import _nap_s
 from ckpt.ranks.topology import Topology
+from ckpt.ranks.waiting import nap_s
 from ckpt.storage.file_sink import FileSink
 from tests.ranks import run_threads
 from tests.states import BACKENDS, Held, coordinator, global_index
@@ -82,6 +82,6 @@ def test_nothing_of_a_rank_is_written_after_its_one_sync(
 
 
 def test_a_nap_is_a_fraction_of_the_wait_and_longer_where_many_ask() -> None:
-    assert [_nap_s(waited, 4) for waited in (0.0, 0.016, 10.0)] == [0.0002, 0.001, 0.005]
-    assert _nap_s(100.0, 64) == pytest.approx(0.02)
-    assert all(ranks / _nap_s(100.0, ranks) <= 3200.1 for ranks in (1, 16, 64, 1024, 4096))
+    assert [nap_s(waited, 4) for waited in (0.0, 0.016, 10.0)] == [0.0002, 0.001, 0.005]
+    assert nap_s(100.0, 64) == pytest.approx(0.02)
+    assert all(ranks / nap_s(100.0, ranks) <= 3200.1 for ranks in (1, 16, 64, 1024, 4096))
