@@ -42,10 +42,10 @@ def _load_and_watch(topology: Topology, path: Path, cpu_transfer: bool) -> None:
     run, wait_for = SpreadWorker.run, ckpt.memory.device.wait_for
     waited: list[torch.device] = []
 
-    def watched(courier: SpreadWorker) -> None:
+    def watched(worker: SpreadWorker) -> None:
         ckpt.memory.device.wait_for = waited.append
         try:
-            run(courier)
+            run(worker)
         finally:
             ckpt.memory.device.wait_for = wait_for
 

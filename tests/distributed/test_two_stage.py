@@ -247,7 +247,7 @@ def _given_different_memory(topology: Topology, root: Path) -> str:
 
 
 def test_ranks_that_are_given_different_settings_are_told_so(tmp_path: Path) -> None:
-    """They would cut the same bytes into different parcels."""
+    """They would cut the same bytes into different blocks."""
     for says in run_ranks(3, _given_different_memory, tmp_path):
         assert "max_in_flight_mib: rank 2 was given 17, rank 0 16" in says
 
@@ -388,7 +388,7 @@ _GOES: dict[str, Callable[[], None]] = {"killed": _killed, "stopped": _stopped}
 
 
 def _one_goes(topology: Topology, root: Path, how: str) -> tuple[str, float]:
-    """Rank 1 goes when it is about to read its second parcel."""
+    """Rank 1 goes when it is about to read its second block."""
     held = Held({f"w{n}": random_bits((16, 1 << 16), torch.float32, n) for n in range(8)})
     reads = 0
 

@@ -87,7 +87,7 @@ class RankEndpoints:
             read_chunk(parts, self._reader, self._checkpoint, self._own_filling)
 
     def fetch(self, piece: ChunkRange, memory: torch.Tensor) -> None:
-        """See `Ends.fetch`."""
+        """See `Endpoints.fetch`."""
         stored = self._stored[piece.key][0]
         if stored.chunk.raw:
             self._reader.fetch(stored.chunk, piece.start, _memory_of(memory), self._wanted[piece.key].name_of)
@@ -97,12 +97,12 @@ class RankEndpoints:
         memory.copy_(self._decoded[1][piece.start : piece.stop])
 
     def place(self, piece: ChunkRange, memory: torch.Tensor) -> None:
-        """See `Ends.place`."""
+        """See `Endpoints.place`."""
         place = self._filling.place if memory.device.type == "cpu" else self._filling.place_within
         place(self._wanted[piece.key], piece.start, piece.stop, memory)
 
     def read_own(self, pieces: Sequence[ChunkRange]) -> None:
-        """See `Ends.read_own`."""
+        """See `Endpoints.read_own`."""
         stored = self._stored[pieces[0].key]
         chunk = stored[0].chunk
         if not chunk.raw:

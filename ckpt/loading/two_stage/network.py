@@ -1,4 +1,4 @@
-"""Between hosts: something carries a parcel from the rank that has it to one rank on every host that wants it."""
+"""Between hosts: something carries a block from the rank that has it to one rank on every host that wants it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TorchTransport:
 
 
 def _in_tree(me: int, count: int) -> tuple[int | None, list[int]]:
-    """From whom the me-th of so many gets a parcel, and to whom it passes it on. Who has it doubles with every round."""
+    """From whom the me-th of so many gets a block, and to whom it passes it on. Who has it doubles with every round."""
     above, below, width = None, [], 1
     while width < count:
         if me < width and me + width < count:

@@ -1,4 +1,4 @@
-"""The memory that parcels travel in: on the host, or, where the device's own collectives carry them, on the device."""
+"""The memory that blocks travel in: on the host, or, where the device's own collectives carry them, on the device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ckpt.memory.device import SideStream, StreamEvent
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The memory of this rank that parcels travel in: the first `reading` slots for what it reads, the others for what lands.
+    """The memory of this rank that blocks travel in: the first `reading` slots for what it reads, the others for what lands.
 
     Attributes:
         host: of all slots, flat bytes, seen by the neighbours, if they share memory; of the reading ones alone, page-locked, where
-            parcels travel in device memory.
-        on_device: in which parcels travel; None: in `host`.
+            blocks travel in device memory.
+        on_device: in which blocks travel; None: in `host`.
     """
 
     host: torch.Tensor
@@ -27,14 +27,14 @@ class Slots:
     on_device: DeviceSlots | None = None
 
     def memory(self, slot: int) -> torch.Tensor:
-        """What a parcel travels in, as soon as what was read is there."""
+        """What a block travels in, as soon as what was read is there."""
         if self.on_device is None:
             return self.cut(self.host, slot)
         self.on_device.wait(slot)
         return self.cut(self.on_device.memory, slot)
 
     def read_into(self, slot: int) -> torch.Tensor:
-        """What a parcel is read into, on the host."""
+        """What a block is read into, on the host."""
         return self.cut(self.host, slot)
 
     def is_read(self, slot: int, num_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """Who reads which bytes for whom: a pure function of what every rank wants, so every rank finds the same answer.
 
-What one rank alone wants, it reads for itself. What several want is cut into parcels, and each parcel is read by one of
+What one rank alone wants, it reads for itself. What several want is cut into blocks, and each block is read by one of
 them, each rank in the end as many bytes as the others, and each in one stretch of the storage.
 """
 
@@ -18,7 +18,7 @@ ChunkKey = tuple[str, int]
 """File and offset: no two chunks share them."""
 
 PIECE_ALIGNMENT = 64
-"""Every piece begins at a multiple of it in its parcel, so that its elements can be used where they are."""
+"""Every piece begins at a multiple of it in its block, so that its elements can be used where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +70,18 @@ class SpreadBlock:
     """Bytes that travel together.
 
     Attributes:
-        number: its place in the order in which all parcels travel.
+        number: its place in the order in which all blocks travel.
         reader: reads it from storage.
-        wanters: who wants all of it, ascending; the reader need not be one of them where a chunk is decoded as one.
+        destinations: who wants all of it, ascending; the reader need not be one of them where a chunk is decoded as one.
     """
 
     number: int
     reader: int
-    wanters: Ranks
+    destinations: Ranks
     pieces: tuple[ChunkRange, ...]
 
     def places(self) -> Iterator[tuple[int, ChunkRange]]:
-        """Each piece, and where it begins in the memory that the parcel travels in."""
+        """Each piece, and where it begins in the memory that the block travels in."""
         at = 0
         for piece in self.pieces:
             yield at, piece
@@ -99,20 +99,20 @@ class Spread:
 
     Attributes:
         own: rank -> what it reads for itself, in storage order.
-        parcels: in the order in which they travel: the first of each reader, then the second of each; each reader's as they lie in
+        blocks: in the order in which they travel: the first of each reader, then the second of each; each reader's as they lie in
             storage.
     """
 
     own: dict[int, list[ChunkRange]] = field(default_factory=lambda: defaultdict(list))
-    parcels: list[SpreadBlock] = field(default_factory=list)
+    blocks: list[SpreadBlock] = field(default_factory=list)
 
 
-def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], parcel_bytes: int) -> Spread:
+def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], slot_bytes: int) -> Spread:
     """Plan who reads what.
 
     Args:
         wants: what ranks want, and which ranks want just that; every rank is there once.
-        parcel_bytes: room of a parcel; at least the largest unit, and a multiple of `PIECE_ALIGNMENT`.
+        slot_bytes: room of a block; at least the largest unit, and a multiple of `PIECE_ALIGNMENT`.
     """
     spread = Spread()
     load: dict[int, int] = defaultdict(int)
@@ -125,30 +125,30 @@ def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], parcel_bytes: int
                 load[ranks[0]] += stop - start
             else:
                 shared.append((_Unread(anybody if whole else (), ranks, [ChunkRange(key, start, stop)]), unit))
-    parcels = sorted(_packed(shared, parcel_bytes), key=lambda one: (one.pieces[0].key, one.pieces[0].start))
-    readers = _in_one_stretch(parcels, _dealt(parcels, load))
+    blocks = sorted(_packed(shared, slot_bytes), key=lambda one: (one.pieces[0].key, one.pieces[0].start))
+    readers = _in_one_stretch(blocks, _dealt(blocks, load))
     turn: Counter[int] = Counter()
     travel: list[tuple[int, int, _Unread]] = []
-    for reader, parcel in zip(readers, parcels, strict=True):
-        travel.append((turn[reader], reader, parcel))
+    for reader, block in zip(readers, blocks, strict=True):
+        travel.append((turn[reader], reader, block))
         turn[reader] += 1
     travel.sort(key=lambda one: one[:2])
-    spread.parcels = [
-        SpreadBlock(number, reader, parcel.wanters, tuple(parcel.pieces))
-        for number, (_, reader, parcel) in enumerate(travel)
+    spread.blocks = [
+        SpreadBlock(number, reader, block.destinations, tuple(block.pieces))
+        for number, (_, reader, block) in enumerate(travel)
     ]
     return spread
 
 
 class _Unread(NamedTuple):
-    """What several ranks want and nobody reads yet: a parcel, or what will be parts of some.
+    """What several ranks want and nobody reads yet: a block, or what will be parts of some.
 
     Attributes:
         decoders: who may decode the chunk, all of it, where that is done as one; else nobody.
     """
 
     decoders: Ranks
-    wanters: Ranks
+    destinations: Ranks
     pieces: list[ChunkRange]
 
     @property
@@ -156,42 +156,43 @@ class _Unread(NamedTuple):
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-def _dealt(parcels: Sequence[_Unread], load: dict[int, int]) -> list[int]:
-    """Give each parcel to who has the fewest bytes to read so far, of those who may read it; return the readers.
+def _dealt(blocks: Sequence[_Unread], load: dict[int, int]) -> list[int]:
+    """Give each block to who has the fewest bytes to read so far, of those who may read it; return the readers.
 
     Args:
         load: bytes that each rank has to read so far; updated.
     """
     decoder: dict[ChunkKey, int] = {}
     readers = []
-    for parcel in parcels:
-        key = parcel.pieces[0].key
-        reader = decoder.get(key) if parcel.decoders else None
+    for block in blocks:
+        key = block.pieces[0].key
+        reader = decoder.get(key) if block.decoders else None
         if reader is None:
-            reader = min(parcel.decoders or parcel.wanters, key=lambda rank: (load[rank], rank))
-        if parcel.decoders:
+            reader = min(block.decoders or block.destinations, key=lambda rank: (load[rank], rank))
+        if block.decoders:
             decoder[key] = reader
-        load[reader] += parcel.num_bytes
+        load[reader] += block.num_bytes
         readers.append(reader)
     return readers
 
 
-def _in_one_stretch(parcels: Sequence[_Unread], readers: Sequence[int]) -> list[int]:
-    """Deal the parcels that the same ranks want anew, each rank as many bytes, but in one stretch: disks like to be read so."""
+def _in_one_stretch(blocks: Sequence[_Unread], readers: Sequence[int]) -> list[int]:
+    """Deal the blocks that the same ranks want anew, each rank as many bytes, but in one stretch: disks like to be read so."""
     shares: dict[Ranks, Counter[int]] = defaultdict(Counter)
-    for parcel, reader in zip(parcels, readers, strict=True):
-        if not parcel.decoders:
-            shares[parcel.wanters][reader] += parcel.num_bytes
+    for block, reader in zip(blocks, readers, strict=True):
+        if not block.decoders:
+            shares[block.destinations][reader] += block.num_bytes
     ends = {
-        wanters: (sorted(share), list(accumulate(share[r] for r in sorted(share)))) for wanters, share in shares.items()
+        destinations: (sorted(share), list(accumulate(share[r] for r in sorted(share))))
+        for destinations, share in shares.items()
     }
     before: Counter[Ranks] = Counter()
     dealt = []
-    for parcel, reader in zip(parcels, readers, strict=True):
-        if not parcel.decoders:
-            ranks, until = ends[parcel.wanters]
-            reader = ranks[bisect_right(until, before[parcel.wanters] + parcel.num_bytes // 2)]
-            before[parcel.wanters] += parcel.num_bytes
+    for block, reader in zip(blocks, readers, strict=True):
+        if not block.decoders:
+            ranks, until = ends[block.destinations]
+            reader = ranks[bisect_right(until, before[block.destinations] + block.num_bytes // 2)]
+            before[block.destinations] += block.num_bytes
         dealt.append(reader)
     return dealt
 
@@ -229,17 +230,17 @@ def _cut(asked: Sequence[tuple[Want, Ranks]]) -> Iterator[_Segment]:
             yield tuple(sorted(rank for number in wanting for rank in asked[number][1])), start, stop
 
 
-def _packed(shared: Sequence[tuple[_Unread, int]], parcel_bytes: int) -> Iterator[_Unread]:
-    """Fill parcels: pieces of one parcel are wanted by the same ranks and, where a chunk is decoded as one, of one chunk.
+def _packed(shared: Sequence[tuple[_Unread, int]], slot_bytes: int) -> Iterator[_Unread]:
+    """Fill blocks: pieces of one block are wanted by the same ranks and, where a chunk is decoded as one, of one chunk.
 
     Args:
         shared: what several ranks want, each of one piece of any length, and the unit in which that may be cut.
     """
     filling: dict[tuple[Ranks, ChunkKey | None], _Unread] = {}
     room: Counter[tuple[Ranks, ChunkKey | None]] = Counter()
-    for (decoders, wanters, (whole_piece,)), unit in shared:
-        assert unit <= parcel_bytes and parcel_bytes % PIECE_ALIGNMENT == 0
-        kind = wanters, whole_piece.key if decoders else None
+    for (decoders, destinations, (whole_piece,)), unit in shared:
+        assert unit <= slot_bytes and slot_bytes % PIECE_ALIGNMENT == 0
+        kind = destinations, whole_piece.key if decoders else None
         at = whole_piece.start
         while at < whole_piece.stop:
             missing = whole_piece.stop - at
@@ -251,7 +252,7 @@ def _packed(shared: Sequence[tuple[_Unread, int]], parcel_bytes: int) -> Iterato
                 continue
             if kind in filling:
                 yield filling[kind]
-            filling[kind], room[kind] = _Unread(decoders, wanters, []), parcel_bytes
+            filling[kind], room[kind] = _Unread(decoders, destinations, []), slot_bytes
     yield from filling.values()
 
 

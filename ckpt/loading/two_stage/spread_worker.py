@@ -1,4 +1,4 @@
-"""Carries parcels: this rank reads some and takes those it wants, each as soon as it is there; all bounded by the slots.
+"""Carries blocks: this rank reads some and takes those it wants, each as soon as it is there; all bounded by the slots.
 
     reader thread:   storage -> slot of ours          (waits for a free slot)
     network thread:  slot <-> another host            (in the one order that all ranks know)
@@ -34,7 +34,7 @@ from ckpt.memory.device import same_device
 from ckpt.ranks.topology import Topology
 
 IN_FLIGHT = 2
-"""Parcels that are on the network at a time."""
+"""Blocks that are on the network at a time."""
 
 
 class Endpoints(Protocol):
@@ -65,15 +65,15 @@ class Hosts:
         """The ranks on its host, itself included."""
         return self._hosts[self._at[rank][0]]
 
-    def source(self, parcel: SpreadBlock, rank: int) -> int:
-        """The rank on this rank's host that the others there take the parcel from."""
-        host, index = self._at[parcel.reader]
+    def source(self, block: SpreadBlock, rank: int) -> int:
+        """The rank on this rank's host that the others there take the block from."""
+        host, index = self._at[block.reader]
         here = self._at[rank][0]
-        return parcel.reader if here == host else self._hosts[here][index % len(self._hosts[here])]
+        return block.reader if here == host else self._hosts[here][index % len(self._hosts[here])]
 
-    def landing(self, parcel: SpreadBlock) -> list[int]:
-        """The ranks on other hosts that take the parcel from the network."""
-        return sorted({self.source(parcel, rank) for rank in parcel.wanters} - {parcel.reader})
+    def landing(self, block: SpreadBlock) -> list[int]:
+        """The ranks on other hosts that take the block from the network."""
+        return sorted({self.source(block, rank) for rank in block.destinations} - {block.reader})
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Times:
 
 @dataclass(slots=True)
 class _Open:
-    """A slot of ours whose parcel is not yet taken by all."""
+    """A slot of ours whose block is not yet taken by all."""
 
     slot: int
     missing: set[int]
@@ -114,7 +114,7 @@ class SpreadWorker:
     spread: Spread
     hosts: Hosts
     slots: Slots
-    ends: Endpoints
+    endpoints: Endpoints
     link: HostLink | None
     transport: Transport | None
     topology: Topology
@@ -163,27 +163,27 @@ class SpreadWorker:
 
     def _prepare(self) -> None:
         """Work out this rank's part of what all know."""
-        here = [parcel for parcel in self.spread.parcels if self._is_here(parcel)]
-        self._mine = [parcel for parcel in here if parcel.reader == self.rank]
-        landing = {parcel.number: self.hosts.landing(parcel) for parcel in self.spread.parcels}
-        self._on_network = {  # number of a parcel that goes between hosts through this rank -> the ranks that it goes to
-            parcel.number: landing[parcel.number]
-            for parcel in self.spread.parcels
-            if landing[parcel.number] and self.rank in (parcel.reader, *landing[parcel.number])
+        here = [block for block in self.spread.blocks if self._is_here(block)]
+        self._mine = [block for block in here if block.reader == self.rank]
+        landing = {block.number: self.hosts.landing(block) for block in self.spread.blocks}
+        self._on_network = {  # number of a block that goes between hosts through this rank -> the ranks that it goes to
+            block.number: landing[block.number]
+            for block in self.spread.blocks
+            if landing[block.number] and self.rank in (block.reader, *landing[block.number])
         }
-        self._to_take = sum(self.rank in parcel.wanters for parcel in here)
-        self._to_free = sum(self.hosts.source(parcel, self.rank) == self.rank for parcel in here)
-        self._from: Counter[int] = Counter()  # how many parcels we still want of a neighbour
+        self._to_take = sum(self.rank in block.destinations for block in here)
+        self._to_free = sum(self.hosts.source(block, self.rank) == self.rank for block in here)
+        self._from: Counter[int] = Counter()  # how many blocks we still want of a neighbour
         self._owing: Counter[int] = Counter()  # how many of ours it has yet to take
-        for parcel in here:
-            source = self.hosts.source(parcel, self.rank)
+        for block in here:
+            source = self.hosts.source(block, self.rank)
             if source == self.rank:
-                self._owing.update(self._takers(parcel))
-            elif self.rank in parcel.wanters:
+                self._owing.update(self._takers(block))
+            elif self.rank in block.destinations:
                 self._from[source] += 1
         self._to_carry = len(self._on_network)
         self._partners = {
-            rank for number, to in self._on_network.items() for rank in (self.spread.parcels[number].reader, *to)
+            rank for number, to in self._on_network.items() for rank in (self.spread.blocks[number].reader, *to)
         } - {self.rank}
         self._own_is_read = False
         self._open: dict[int, _Open] = {}
@@ -205,14 +205,14 @@ class SpreadWorker:
             self._selector.register(made, selectors.EVENT_READ, neighbour)
         self._heard = time.monotonic()
 
-    def _is_here(self, parcel: SpreadBlock) -> bool:
+    def _is_here(self, block: SpreadBlock) -> bool:
         """Is it read on this host, or wanted here?"""
         neighbours = self.hosts.neighbours(self.rank)
-        return parcel.reader in neighbours or any(rank in neighbours for rank in parcel.wanters)
+        return block.reader in neighbours or any(rank in neighbours for rank in block.destinations)
 
-    def _takers(self, parcel: SpreadBlock) -> set[int]:
-        """The neighbours that take a parcel of ours."""
-        return set(parcel.wanters) & set(self.hosts.neighbours(self.rank)) - {self.rank}
+    def _takers(self, block: SpreadBlock) -> set[int]:
+        """The neighbours that take a block of ours."""
+        return set(block.destinations) & set(self.hosts.neighbours(self.rank)) - {self.rank}
 
     # The calling thread
 
@@ -262,7 +262,7 @@ class SpreadWorker:
         kind, number, slot = said
         if kind == READY:
             self._from[neighbour] -= 1
-            self._take(self.spread.parcels[number], self.slots.cut(self.link.memory[neighbour], slot))
+            self._take(self.spread.blocks[number], self.slots.cut(self.link.memory[neighbour], slot))
             self._say(neighbour, DONE, number, slot)
         else:
             self._owing[neighbour] -= 1
@@ -276,25 +276,25 @@ class SpreadWorker:
         except OSError as error:
             raise _left(neighbour) from error
 
-    def _is_there(self, parcel: SpreadBlock, slot: int) -> None:
-        """A parcel is in a slot of ours: tell the neighbours that want it, and take what we want of it."""
-        takers = self._takers(parcel)
-        to_send = parcel.reader == self.rank and parcel.number in self._on_network
-        if parcel.reader != self.rank:
+    def _is_there(self, block: SpreadBlock, slot: int) -> None:
+        """A block is in a slot of ours: tell the neighbours that want it, and take what we want of it."""
+        takers = self._takers(block)
+        to_send = block.reader == self.rank and block.number in self._on_network
+        if block.reader != self.rank:
             self._to_carry -= 1  # it has landed
-        self._open[parcel.number] = _Open(slot, set(takers), to_send)
+        self._open[block.number] = _Open(slot, set(takers), to_send)
         for neighbour in takers:
-            self._say(neighbour, READY, parcel.number, slot)
-        if self.rank in parcel.wanters:
-            self._take(parcel, self.slots.memory(slot))
-        self._free_if_taken(parcel.number)
+            self._say(neighbour, READY, block.number, slot)
+        if self.rank in block.destinations:
+            self._take(block, self.slots.memory(slot))
+        self._free_if_taken(block.number)
 
-    def _take(self, parcel: SpreadBlock, memory: torch.Tensor) -> None:
+    def _take(self, block: SpreadBlock, memory: torch.Tensor) -> None:
         started = time.perf_counter()
         if self._failure is None:
             try:
-                for at, piece in parcel.places():
-                    self.ends.place(piece, memory[at : at + piece.num_bytes])
+                for at, piece in block.places():
+                    self.endpoints.place(piece, memory[at : at + piece.num_bytes])
             except Exception as error:
                 self._failure = error
         self._to_take -= 1
@@ -329,23 +329,23 @@ class SpreadWorker:
     def _read(self, begin: Callable[[], None]) -> None:
         """The reader thread: what others want too comes first."""
         begin()
-        for parcel in self._mine:
+        for block in self._mine:
             slot = self._free_reading.get()
             if slot is None:
                 return
-            self._attempt(partial(self._fetch, parcel, slot))
-            self._tell(self._is_there, parcel, slot)
-            if parcel.number in self._on_network:
+            self._attempt(partial(self._fetch, block, slot))
+            self._tell(self._is_there, block, slot)
+            if block.number in self._on_network:
                 self._to_send.put(slot)
         for _, pieces in groupby(self.spread.own.get(self.rank, ()), key=lambda piece: piece.key):
-            self._attempt(partial(self.ends.read_own, list(pieces)))
+            self._attempt(partial(self.endpoints.read_own, list(pieces)))
         self._tell(self._finish_own)
 
-    def _fetch(self, parcel: SpreadBlock, slot: int) -> None:
+    def _fetch(self, block: SpreadBlock, slot: int) -> None:
         memory = self.slots.read_into(slot)
-        for at, piece in parcel.places():
-            self.ends.fetch(piece, memory[at : at + piece.num_bytes])
-        self.slots.is_read(slot, parcel.room)
+        for at, piece in block.places():
+            self.endpoints.fetch(piece, memory[at : at + piece.num_bytes])
+        self.slots.is_read(slot, block.room)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         started = time.perf_counter()
@@ -357,44 +357,44 @@ class SpreadWorker:
         self.times.storage += time.perf_counter() - started
 
     def _carry(self, begin: Callable[[], None]) -> None:
-        """The network thread. Two parcels are on their way at a time: one is sent while the next is being met."""
+        """The network thread. Two blocks are on their way at a time: one is sent while the next is being met."""
         coming: deque[tuple[SpreadBlock, int, Callable[[], None]]] = deque()
         try:
             begin()
             for number, to in self._on_network.items():
                 if len(coming) == IN_FLIGHT:
                     self._finish(*coming.popleft())
-                parcel = self.spread.parcels[number]
-                slots = self._to_send if parcel.reader == self.rank else self._free_landing
+                block = self.spread.blocks[number]
+                slots = self._to_send if block.reader == self.rank else self._free_landing
                 while coming and slots.empty():  # which what is on its way may keep, or hold up
                     self._finish(*coming.popleft())
                 slot = slots.get()
                 if slot is None:
                     return
-                coming.append((parcel, slot, self._begin(parcel, slot, to)))
+                coming.append((block, slot, self._begin(block, slot, to)))
             while coming:
                 self._finish(*coming.popleft())
         except BaseException as error:  # as above
             self._tell(self._raise, error)
 
-    def _begin(self, parcel: SpreadBlock, slot: int, to: Sequence[int]) -> Callable[[], None]:
-        """Put a parcel on its way; return what waits for the end of that."""
+    def _begin(self, block: SpreadBlock, slot: int, to: Sequence[int]) -> Callable[[], None]:
+        """Put a block on its way; return what waits for the end of that."""
         assert self.transport is not None
         started = time.perf_counter()
-        memory = self.slots.memory(slot)[: parcel.room]
-        wait = self.slots.carry(partial(self.transport.begin, memory, parcel.reader, to))
+        memory = self.slots.memory(slot)[: block.room]
+        wait = self.slots.carry(partial(self.transport.begin, memory, block.reader, to))
         self.times.network += time.perf_counter() - started
         return wait
 
-    def _finish(self, parcel: SpreadBlock, slot: int, wait: Callable[[], None]) -> None:
-        """Wait until a parcel has gone, or has come."""
+    def _finish(self, block: SpreadBlock, slot: int, wait: Callable[[], None]) -> None:
+        """Wait until a block has gone, or has come."""
         started = time.perf_counter()
         wait()
         self.times.network += time.perf_counter() - started
-        if parcel.reader == self.rank:
-            self._tell(self._is_sent, parcel.number)
+        if block.reader == self.rank:
+            self._tell(self._is_sent, block.number)
         else:
-            self._tell(self._is_there, parcel, slot)
+            self._tell(self._is_there, block, slot)
 
 
 def _left(rank: int) -> RankLeftError:

@@ -1,6 +1,6 @@
 """What several ranks want is read once, by one of them, and spread to the others; what one alone wants it reads itself.
 
-    wants -> parcels (who reads what for whom) -> storage -> slots -> tensors of all ranks that want it
+    wants -> blocks (who reads what for whom) -> storage -> slots -> tensors of all ranks that want it
 
 What ranks of a host hold in its memory since they saved it, each of its ranks takes from there.
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ckpt.engine.wire.transport import EngineTransport
 
 SLOT_BYTES = 4 << 20
-"""A parcel's most usual size: large enough to cost few messages, small enough to stay in the processor's cache."""
+"""A block's most usual size: large enough to cost few messages, small enough to stay in the processor's cache."""
 
 MAX_SLOTS = 64
 """More are of no use. What two ranks may have said of their slots to each other, unread, fits a socket's buffer (277 messages)."""
@@ -59,13 +59,13 @@ class TwoStageLoad:
     Args:
         group: the name of a process group of the run, within whose instances bytes are read once, or the ranks of this rank's
             instance; None: all ranks are one.
-        cpu_transfer: between hosts, parcels travel in host memory, through gloo, and within a host through memory that its ranks
+        cpu_transfer: between hosts, blocks travel in host memory, through gloo, and within a host through memory that its ranks
             share. If not, they travel between all ranks in device memory, by the device's own collectives.
         max_in_flight_mib: the most memory that a rank gives to bytes on their way, in MiB; on the host, and as much on the device
             where they travel in device memory. Besides, what a rank alone wants, and cannot read into tensors as it is, passes
             through one block (4 MiB), and an encoded chunk is decoded whole; what goes to a device passes through 16 MiB of page-locked
             memory, and up to 8 MiB on the device.
-        transport: carries parcels between hosts. "torch": torch.distributed, in groups of its default one. "engine": what carries
+        transport: carries blocks between hosts. "torch": torch.distributed, in groups of its default one. "engine": what carries
             weights to rollouts (ckpt/engine), which needs none. None: "engine" where the coordinator's backend says so, else "torch".
         read_at: how bytes come from an open file.
 
@@ -143,18 +143,18 @@ class TwoStageLoad:
             with topology.phase("plan the read"):
                 shared = link if len(here) < len(mates) else None
                 slots = self._slots(shared, wants, between_hosts=len(here) > 1, alone=len(mates) == 1, device=device)
-                courier = SpreadWorker(
+                worker = SpreadWorker(
                     rank=topology.rank,
                     spread=plan_spread(wants, slots.slot_bytes),
                     hosts=Hosts(here),
                     slots=slots,
-                    ends=mine,
+                    endpoints=mine,
                     link=shared,
                     transport=transport if len(here) > 1 else None,
                     topology=topology,
                 )
             unless_prepared.pop_all()
-        return TwoStageReading(courier, mine, link, self.timers, partial(self._forget_groups, topology.rank))
+        return TwoStageReading(worker, mine, link, self.timers, partial(self._forget_groups, topology.rank))
 
     def _settings(self, verify: bool) -> dict[str, Any]:
         """What every rank's plan follows from, besides what is wanted."""
@@ -162,7 +162,7 @@ class TwoStageLoad:
         return {"max_in_flight_mib": mib, "cpu_transfer": self._cpu_transfer, "verify": verify}
 
     def _link_for(self, topology: Topology, members: Sequence[int]) -> HostLink | None:
-        """A link to the members on this host, if parcels are to travel in memory that they can share."""
+        """A link to the members on this host, if blocks are to travel in memory that they can share."""
         if not self._cpu_transfer or not can_be_shared() or len(_neighbours(topology, members)) == 1:
             return None
         return HostLink(topology.rank, self._in_flight_bytes)
@@ -192,7 +192,7 @@ class TwoStageLoad:
         return list(topology.groups[self._group].members)
 
     def _meet_others(self, topology: Topology, device: Device, instances: Sequence[Sequence[int]]) -> Transport | None:
-        """What carries this rank's parcels between hosts, where any rank's have to be."""
+        """What carries this rank's blocks between hosts, where any rank's have to be."""
         if not instances:
             return None
         if self._transport == "engine":
@@ -316,7 +316,7 @@ class _Said(NamedTuple):
         members: the ranks within which it is to be read once.
         address: where its neighbours reach it; None: nowhere.
         settings: see `TwoStageLoad._settings`.
-        device: the type of device in whose memory parcels travel; None: on the host, or it wants nothing.
+        device: the type of device in whose memory blocks travel; None: on the host, or it wants nothing.
     """
 
     wants: str
@@ -331,13 +331,13 @@ class TwoStageReading:
     """One rank's part in one load. See `Reading`.
 
     Attributes:
-        courier: runs once; None: it has.
+        worker: runs once; None: it has.
         link: was made for this load, even if it is not used.
         failed: called when this rank's part has failed, and nobody knows what is still on the network.
     """
 
-    courier: SpreadWorker | None
-    ends: RankEndpoints
+    worker: SpreadWorker | None
+    endpoints: RankEndpoints
     link: HostLink | None
     timers: Timers
     failed: Callable[[], None]
@@ -348,28 +348,28 @@ class TwoStageReading:
         Its memory is let go of at once, for other readings may follow; and neighbours that wait for a rank which has failed hear of
         it by that, long before all ranks agree on the error.
         """
-        courier, self.courier = self.courier, None
-        assert courier is not None, "a reading runs once"
+        worker, self.worker = self.worker, None
+        assert worker is not None, "a reading runs once"
         try:
-            self.ends.begin()
-            self.ends.read_held()
-            if courier.link is not None:
-                courier.link.join(courier.hosts.neighbours(courier.rank), courier.topology)
-            courier.run()
+            self.endpoints.begin()
+            self.endpoints.read_held()
+            if worker.link is not None:
+                worker.link.join(worker.hosts.neighbours(worker.rank), worker.topology)
+            worker.run()
         except BaseException:
             self.failed()
             raise
         finally:
-            for name, seconds in asdict(courier.times).items():
+            for name, seconds in asdict(worker.times).items():
                 self.timers[name].append(seconds)
-            courier.slots.close()
+            worker.slots.close()
             self.close()
-        return ReadStats(self.ends.bytes_read, self.ends.bytes_needed)
+        return ReadStats(self.endpoints.bytes_read, self.endpoints.bytes_needed)
 
     def close(self) -> None:
         """See `Reading.close`."""
-        self.courier = None
-        self.ends.close()
+        self.worker = None
+        self.endpoints.close()
         if self.link is not None:
             self.link.close()
 

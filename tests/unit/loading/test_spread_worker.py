@@ -1,4 +1,4 @@
-"""The courier of one rank alone with itself: what runs beside what, and that slots bound everything."""
+"""The worker of one rank alone with itself: what runs beside what, and that slots bound everything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOT = 64
 PATIENCE_S = 20.0
 
 
-class Ends:
+class FakeEndpoints:
     """Pieces of 64 bytes that hold their own number; what happens is noted, and may be made to wait."""
 
     def __init__(self) -> None:
@@ -44,108 +44,106 @@ class Ends:
         self.own += pieces
 
 
-def courier(ends: Ends, parcels: int, slots: int) -> SpreadWorker:
+def worker(endpoints: FakeEndpoints, blocks: int, slots: int) -> SpreadWorker:
     spread = Spread()
-    spread.parcels = [
-        SpreadBlock(n, 0, (0,), (ChunkRange(("f", 0), n * SLOT, (n + 1) * SLOT),)) for n in range(parcels)
-    ]
+    spread.blocks = [SpreadBlock(n, 0, (0,), (ChunkRange(("f", 0), n * SLOT, (n + 1) * SLOT),)) for n in range(blocks)]
     spread.own[0] = [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
     return SpreadWorker(
         rank=0,
         spread=spread,
         hosts=Hosts([[0]]),
         slots=Slots(torch.empty(slots * SLOT, dtype=torch.uint8), SLOT, slots, 0),
-        ends=ends,
+        endpoints=endpoints,
         link=None,
         transport=None,
         topology=Topology.alone(),
     )
 
 
-def test_the_next_parcel_is_read_while_one_is_put_in_place() -> None:
+def test_the_next_block_is_read_while_one_is_put_in_place() -> None:
     """S1.55: storage does not stand still while tensors are filled."""
-    ends = Ends()
-    place = ends.place
+    endpoints = FakeEndpoints()
+    place = endpoints.place
 
     def place_slowly(piece: ChunkRange, memory: torch.Tensor) -> None:
         if piece.start == 0:
-            assert ends.begun[1].wait(PATIENCE_S), "nothing is read as long as a parcel is put in place"
+            assert endpoints.begun[1].wait(PATIENCE_S), "nothing is read as long as a block is put in place"
         place(piece, memory)
 
-    ends.place = place_slowly  # type: ignore[method-assign]
-    courier(ends, parcels=3, slots=2).run()
-    assert ends.placed == {0: 0, 1: 1, 2: 2}
+    endpoints.place = place_slowly  # type: ignore[method-assign]
+    worker(endpoints, blocks=3, slots=2).run()
+    assert endpoints.placed == {0: 0, 1: 1, 2: 2}
 
 
-def test_no_more_parcels_are_under_way_than_there_are_slots() -> None:
-    ends = Ends()
-    place = ends.place
+def test_no_more_blocks_are_under_way_than_there_are_slots() -> None:
+    endpoints = FakeEndpoints()
+    place = endpoints.place
     begun_too_early = []
 
     def place_slowly(piece: ChunkRange, memory: torch.Tensor) -> None:
         number = piece.start // SLOT
-        begun_too_early.append(ends.begun[number + 2].wait(0.02))
+        begun_too_early.append(endpoints.begun[number + 2].wait(0.02))
         place(piece, memory)
 
-    ends.place = place_slowly  # type: ignore[method-assign]
-    courier(ends, parcels=10, slots=2).run()
-    assert ends.placed == {n: n for n in range(10)}
+    endpoints.place = place_slowly  # type: ignore[method-assign]
+    worker(endpoints, blocks=10, slots=2).run()
+    assert endpoints.placed == {n: n for n in range(10)}
     assert not any(begun_too_early)
 
 
-def test_what_one_rank_alone_wants_is_read_chunk_by_chunk_after_the_parcels() -> None:
-    ends = Ends()
-    courier(ends, parcels=1, slots=1).run()
-    assert ends.own == [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
+def test_what_one_rank_alone_wants_is_read_chunk_by_chunk_after_the_blocks() -> None:
+    endpoints = FakeEndpoints()
+    worker(endpoints, blocks=1, slots=1).run()
+    assert endpoints.own == [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
 
 
-def test_damage_is_raised_when_all_parcels_have_gone_their_way() -> None:
-    ends = Ends()
-    ends.fails_at = 1
+def test_damage_is_raised_when_all_blocks_have_gone_their_way() -> None:
+    endpoints = FakeEndpoints()
+    endpoints.fails_at = 1
     before = threading.active_count()
-    one = courier(ends, parcels=4, slots=1)
+    one = worker(endpoints, blocks=4, slots=1)
     with pytest.raises(CorruptCheckpointError, match="piece 1 is damaged"):
         one.run()
-    assert not ends.begun[2].is_set(), "nothing is read after damage"
-    assert ends.placed in ({}, {0: 0})
+    assert not endpoints.begun[2].is_set(), "nothing is read after damage"
+    assert endpoints.placed in ({}, {0: 0})
     assert threading.active_count() == before
 
 
 def test_whatever_ends_the_reader_is_raised_by_the_calling_thread() -> None:
     """Which would wait for it for ever, and say all the time that it moves."""
-    ends = Ends()
+    endpoints = FakeEndpoints()
 
     def ended(pieces: Sequence[ChunkRange]) -> None:
         raise SystemExit("enough")
 
-    ends.read_own = ended  # type: ignore[method-assign]
+    endpoints.read_own = ended  # type: ignore[method-assign]
     with pytest.raises(SystemExit, match="enough"):
-        courier(ends, parcels=2, slots=1).run()
+        worker(endpoints, blocks=2, slots=1).run()
 
 
 def test_an_interrupt_ends_both_threads() -> None:
-    ends = Ends()
+    endpoints = FakeEndpoints()
 
     def interrupted(piece: ChunkRange, memory: torch.Tensor) -> None:
         raise KeyboardInterrupt
 
-    ends.place = interrupted  # type: ignore[method-assign]
+    endpoints.place = interrupted  # type: ignore[method-assign]
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
-        courier(ends, parcels=10, slots=2).run()
+        worker(endpoints, blocks=10, slots=2).run()
     assert threading.active_count() == before
 
 
 def test_an_interrupt_ends_a_reader_that_is_far_ahead() -> None:
     """It has more to say than a socket takes, and nobody listens any more."""
-    ends = Ends()
+    endpoints = FakeEndpoints()
 
     def interrupted(piece: ChunkRange, memory: torch.Tensor) -> None:
-        ends.begun[600].wait(1.0)
+        endpoints.begun[600].wait(1.0)
         raise KeyboardInterrupt
 
-    ends.place = interrupted  # type: ignore[method-assign]
+    endpoints.place = interrupted  # type: ignore[method-assign]
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
-        courier(ends, parcels=700, slots=700).run()
+        worker(endpoints, blocks=700, slots=700).run()
     assert threading.active_count() == before

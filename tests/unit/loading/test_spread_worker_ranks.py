@@ -133,7 +133,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 class Wires:
-    """Carries parcels between threads as a network does: who sends waits until it is taken."""
+    """Carries blocks between threads as a network does: who sends waits until it is taken."""
 
     def __init__(self) -> None:
         self._wires: dict[tuple[int, int], SimpleQueue[Any]] = defaultdict(SimpleQueue)
@@ -176,7 +176,7 @@ class Case:
     block_bytes: int
     verify: bool
     slots: int
-    spoil: Callable[[int, RankEndpoints], None] = field(default=lambda rank, ends: None)
+    spoil: Callable[[int, RankEndpoints], None] = field(default=lambda rank, endpoints: None)
     patience_s: float = PATIENCE_S
 
 
@@ -195,8 +195,8 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
     world_size = len(requests)
     topology = Topology.alone()
     topology.timeout_s = case.patience_s
-    ends = [RankEndpoints(mine, stock, topology, case.verify, stock.read_at, 64) for mine in requests]
-    wants = [(one.wants(), (rank,)) for rank, one in enumerate(ends)]
+    endpoints = [RankEndpoints(mine, stock, topology, case.verify, stock.read_at, 64) for mine in requests]
+    wants = [(one.wants(), (rank,)) for rank, one in enumerate(endpoints)]
     unit = max((want.unit for rows, _ in wants for want in rows), default=ALIGNMENT)
     slot_bytes = -(-unit // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
     landing = case.slots if len(case.hosts) > 1 else 0
@@ -210,18 +210,18 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
         if link is not None:
             assert link.reach([(other, made.address) for other in neighbours[rank] if (made := links[other])])
         host = torch.zeros(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[rank]
-        case.spoil(rank, ends[rank])
-        courier = SpreadWorker(
+        case.spoil(rank, endpoints[rank])
+        worker = SpreadWorker(
             rank=rank,
             spread=spread,
             hosts=Hosts(case.hosts),
             slots=Slots(host, slot_bytes, case.slots, landing),
-            ends=ends[rank],
+            endpoints=endpoints[rank],
             link=link,
             transport=wires.end(rank) if len(case.hosts) > 1 else None,
             topology=topology,
         )
-        readings.append(TwoStageReading(courier, ends[rank], link, defaultdict(list), lambda: None))
+        readings.append(TwoStageReading(worker, endpoints[rank], link, defaultdict(list), lambda: None))
     with ThreadPoolExecutor(world_size) as ranks:
         futures = [ranks.submit(reading.run) for reading in readings]
         raised = [future.exception(10 * PATIENCE_S) for future in futures]
@@ -299,9 +299,9 @@ def test_what_fails_on_one_rank_is_raised_there_and_keeps_nobody_waiting(
     """Whatever a rank cannot read or place, it goes on for the others, who may learn of it only when all is carried."""
     failed = []
 
-    def spoil(rank: int, ends: RankEndpoints) -> None:
+    def spoil(rank: int, endpoints: RankEndpoints) -> None:
         if rank == who % len(case.wanted):
-            _spoil(ends, what, nth, lambda: failed.append(rank), ValueError("as it was to be"))
+            _spoil(endpoints, what, nth, lambda: failed.append(rank), ValueError("as it was to be"))
 
     case.spoil = spoil
     before = _held()
@@ -314,10 +314,10 @@ def test_what_fails_on_one_rank_is_raised_there_and_keeps_nobody_waiting(
     assert _held() == before
 
 
-def _spoil(ends: RankEndpoints, what: str, nth: int, note: Callable[[], None], error: BaseException) -> None:
+def _spoil(endpoints: RankEndpoints, what: str, nth: int, note: Callable[[], None], error: BaseException) -> None:
     """Let the nth call of this method raise."""
     calls = iter(range(1000))
-    as_ever = getattr(ends, what)
+    as_ever = getattr(endpoints, what)
 
     def spoilt(*args: Any) -> None:
         if next(calls) == nth:
@@ -325,7 +325,7 @@ def _spoil(ends: RankEndpoints, what: str, nth: int, note: Callable[[], None], e
             raise error
         as_ever(*args)
 
-    setattr(ends, what, spoilt)
+    setattr(endpoints, what, spoilt)
 
 
 def _rows(num: int) -> Array:
@@ -340,12 +340,12 @@ def test_a_rank_that_waits_for_one_that_fails_because_of_a_third_hears_of_it_at_
     """Rank 0 and 1 share an array, rank 1 and 2 another; rank 0 is interrupted, and rank 2 has nothing to do with it."""
     gone = threading.Event()
 
-    def spoil(rank: int, ends: RankEndpoints) -> None:
+    def spoil(rank: int, endpoints: RankEndpoints) -> None:
         if rank == 0:
-            _spoil(ends, "place", 0, gone.set, KeyboardInterrupt())
+            _spoil(endpoints, "place", 0, gone.set, KeyboardInterrupt())
         elif rank == 1:
-            fetch = ends.fetch
-            ends.fetch = lambda piece, memory: (gone.wait(PATIENCE_S), fetch(piece, memory))[1]  # type: ignore[method-assign]
+            fetch = endpoints.fetch
+            endpoints.fetch = lambda piece, memory: (gone.wait(PATIENCE_S), fetch(piece, memory))[1]  # type: ignore[method-assign]
 
     wanted = [[_all_of(0, 40)], [_all_of(0, 40), _all_of(1, 40)], [_all_of(1, 40)]]
     case = Case([_rows(40), _rows(40)], [[0, 1, 2]], wanted, 64, True, 1, spoil)
@@ -359,11 +359,11 @@ def test_a_rank_that_waits_for_one_that_fails_because_of_a_third_hears_of_it_at_
 def test_damage_that_a_rank_has_met_is_told_even_if_its_neighbour_goes(tmp_path: Path) -> None:
     damaged = threading.Event()
 
-    def spoil(rank: int, ends: RankEndpoints) -> None:
+    def spoil(rank: int, endpoints: RankEndpoints) -> None:
         if rank == 0:
-            _spoil(ends, "fetch", 0, damaged.set, CorruptCheckpointError("piece 0 is damaged"))
+            _spoil(endpoints, "fetch", 0, damaged.set, CorruptCheckpointError("piece 0 is damaged"))
         else:
-            _spoil(ends, "place", 0, lambda: damaged.wait(PATIENCE_S), KeyboardInterrupt())
+            _spoil(endpoints, "place", 0, lambda: damaged.wait(PATIENCE_S), KeyboardInterrupt())
 
     case = Case([_rows(40)], [[0, 1]], [[_all_of(0, 40)]] * 2, 64, True, 1, spoil)
     _, _, raised = carry(case, tmp_path)
@@ -376,9 +376,9 @@ def test_what_a_rank_reads_for_itself_may_take_longer_than_the_patience_with_oth
 ) -> None:
     """Nobody is silent then: all that was to come from others is there."""
 
-    def spoil(rank: int, ends: RankEndpoints) -> None:
-        read_own = ends.read_own
-        ends.read_own = lambda pieces: (time.sleep(1.0), read_own(pieces))[1]  # type: ignore[method-assign]
+    def spoil(rank: int, endpoints: RankEndpoints) -> None:
+        read_own = endpoints.read_own
+        endpoints.read_own = lambda pieces: (time.sleep(1.0), read_own(pieces))[1]  # type: ignore[method-assign]
 
     wanted = [[_all_of(0, 4), _all_of(1, 4)], [_all_of(0, 4), _all_of(2, 4)]]
     case = Case([_rows(4)] * 3, hosts, wanted, 64, True, 1, spoil, patience_s=0.4)
