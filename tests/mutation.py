@@ -107,6 +107,7 @@ PARTS = {
             "loading/direct.py",
             "loading/two_stage/two_stage.py",
             "loading/two_stage/endpoints.py",
+            "loading/chunk_reader.py",
             "loading/compatibility.py",
         ),
         (

@@ -242,6 +242,11 @@ def in_flight_bytes(max_in_flight_mib: int) -> int:
     return max_in_flight_mib << 20
 
 
+def bytes_of(requests: Sequence[ReadRequest]) -> int:
+    """The bytes that requests want."""
+    return sum(request.out.numel() * request.out.element_size() for request in requests)
+
+
 def by_chunk(requests: Sequence[ReadRequest], checkpoint: Stored) -> list[list[StoredPart]]:
     """Where all requests lie: groups of parts that lie in one chunk, the groups as they lie in their files."""
     groups: dict[tuple[str, int], list[StoredPart]] = defaultdict(list)

@@ -250,11 +250,9 @@ OF_OTHER_CALLS = {
     "report",  # of a save in the background: test_async_faults.py
     "look into memory",
     "open the memory",  # of a publication: test_publish.py
-    "look for the engine's groups",  # of a load between hosts through them: test_engine_transport.py
 }
 BY_TORCH = {
     "name the data-parallel groups",
-    "look for process groups",
     "make process groups",
 }  # which these ranks, being threads, have not: test_two_stage.py
 

@@ -23,8 +23,10 @@ from ckpt.loading.report import Status
 from ckpt.loading.two_stage import two_stage
 from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import HostLink
+from ckpt.loading.two_stage.network import KeptTransports, TorchTransport
+from ckpt.loading.two_stage.slots import MAX_SLOTS, make_slots
 from ckpt.loading.two_stage.spread_blocks import ChunkRange
-from ckpt.loading.two_stage.two_stage import MAX_SLOTS, TwoStageLoad
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from recipes.benchmark.measuring import PeakMemory
@@ -281,22 +283,22 @@ def test_systems_without_such_memory_spread_over_the_network(tmp_path: Path) -> 
 
 def test_a_strategy_outlives_the_process_groups_it_has_made() -> None:
     """The next ones often lie in memory where those lay."""
-    load = TwoStageLoad()
+    kept = KeptTransports(None, cpu_transfer=True)
+    device = Device(type="cpu", collectives="gloo")
     for _ in range(30):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            groups = load._make_groups(Topology.alone(), Device(type="cpu", collectives="gloo"), [(0,)])
-            assert groups == load._make_groups(Topology.alone(), Device(type="cpu", collectives="gloo"), [(0,)])
-            assert dist.get_process_group_ranks(groups[0]) == [0]
+            first, second = (kept.connect(Topology.alone(), device, [(0,)], [kept.offer()]) for _ in range(2))
+            assert isinstance(first, TorchTransport) and isinstance(second, TorchTransport)
+            assert first._group is second._group
+            assert dist.get_process_group_ranks(first._group) == [0]
         finally:
             dist.destroy_process_group()
 
 
 def test_memory_that_no_slot_needs_is_not_taken() -> None:
-    device = Device(type="cpu", collectives="gloo")
-    load = TwoStageLoad(max_in_flight_mib=4096)
-    slots = load._slots(None, [], between_hosts=True, alone=False, device=device)
-    assert slots.reading + slots.landing == MAX_SLOTS
+    slots = make_slots(4096 << 20, 16, between_hosts=True)
+    assert slots.reading + slots.receiving == MAX_SLOTS
     assert len(slots.host) == MAX_SLOTS * slots.slot_bytes
 
 

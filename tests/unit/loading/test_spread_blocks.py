@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, ChunkRange, Spread, Want, plan_spread
 
 UNIT = 16
-PARCEL_BYTES = 4 * PIECE_ALIGNMENT
+SLOT_BYTES = 4 * PIECE_ALIGNMENT
 
 
 @st.composite
@@ -62,7 +62,7 @@ def _bytes_of(pieces: list[ChunkRange]) -> Counter[tuple[tuple[str, int], int]]:
 @given(_wants())
 @settings(max_examples=25)
 def test_every_rank_gets_each_byte_it_wants_once_and_no_other(wants: list[tuple[list[Want], tuple[int, ...]]]) -> None:
-    got = _pieces_by_rank(plan_spread(wants, PARCEL_BYTES))
+    got = _pieces_by_rank(plan_spread(wants, SLOT_BYTES))
     for rows, ranks in wants:
         wanted = [ChunkRange(want.key, start, stop) for want in rows for start, stop in want.stretches]
         for rank in ranks:
@@ -73,7 +73,7 @@ def test_every_rank_gets_each_byte_it_wants_once_and_no_other(wants: list[tuple[
 @given(_wants())
 @settings(max_examples=25)
 def test_every_wanted_byte_is_read_once_in_the_group(wants: list[tuple[list[Want], tuple[int, ...]]]) -> None:
-    spread = plan_spread(wants, PARCEL_BYTES)
+    spread = plan_spread(wants, SLOT_BYTES)
     read = [piece for pieces in spread.own.values() for piece in pieces]
     read += [piece for block in spread.blocks for piece in block.pieces]
     counted = _bytes_of(read)
@@ -86,17 +86,17 @@ def test_every_wanted_byte_is_read_once_in_the_group(wants: list[tuple[list[Want
 @given(_wants())
 @settings(max_examples=25)
 def test_blocks_fit_travel_in_order_and_are_read_by_who_can(wants: list[tuple[list[Want], tuple[int, ...]]]) -> None:
-    spread = plan_spread(wants, PARCEL_BYTES)
+    spread = plan_spread(wants, SLOT_BYTES)
     chunk_of = {want.key: want for rows, _ in wants for want in rows}
     decoder: dict[tuple[str, int], int] = {}
     for number, block in enumerate(spread.blocks):
         assert block.number == number
-        assert 0 < block.room <= PARCEL_BYTES
+        assert 0 < block.num_bytes <= SLOT_BYTES
         ends = 0
         for at, piece in block.places():
             assert at % PIECE_ALIGNMENT == 0 and at >= ends and piece.start % UNIT == 0
             ends = at + piece.num_bytes
-        assert ends <= block.room
+        assert ends <= block.num_bytes
         whole = [piece.key for piece in block.pieces if chunk_of[piece.key].whole]
         if whole:
             # Who decodes a chunk does it for all, and it must be one that knows where the chunk lies.
@@ -111,17 +111,17 @@ def test_blocks_fit_travel_in_order_and_are_read_by_who_can(wants: list[tuple[li
 )
 def test_ranks_that_want_the_same_read_equally_much(sizes: list[int]) -> None:
     rows = [Want(f"chunk-{n:03}", 0, UNIT, False, ((0, size),)) for n, size in enumerate(sizes)]
-    spread = plan_spread([(rows, (0, 1, 2))], PARCEL_BYTES)
+    spread = plan_spread([(rows, (0, 1, 2))], SLOT_BYTES)
     load = Counter(dict.fromkeys(range(3), 0))
     for block in spread.blocks:
         load[block.reader] += sum(piece.num_bytes for piece in block.pieces)
     assert sum(load.values()) == sum(sizes)
-    assert max(load.values()) - min(load.values()) <= 2 * PARCEL_BYTES
+    assert max(load.values()) - min(load.values()) <= 2 * SLOT_BYTES
 
 
 def test_each_rank_reads_one_stretch_and_all_read_at_a_time() -> None:
     rows = [Want(f"chunk-{n:02}", 0, UNIT, False, ((0, 4096),)) for n in range(40)]
-    spread = plan_spread([(rows, (0, 1, 2))], PARCEL_BYTES)
+    spread = plan_spread([(rows, (0, 1, 2))], SLOT_BYTES)
     assert [block.reader for block in spread.blocks[:6]] == [0, 1, 2, 0, 1, 2]
     of_rank = [
         [piece for block in spread.blocks if block.reader == rank for piece in block.pieces] for rank in range(3)
@@ -133,7 +133,7 @@ def test_each_rank_reads_one_stretch_and_all_read_at_a_time() -> None:
 def test_who_has_much_of_its_own_reads_less_for_others() -> None:
     shared = Want("shared", 0, UNIT, False, ((0, 4096),))
     mine = Want("mine", 0, UNIT, False, ((0, 2048),))
-    spread = plan_spread([([shared, mine], (0,)), ([shared], (1,))], PARCEL_BYTES)
+    spread = plan_spread([([shared, mine], (0,)), ([shared], (1,))], SLOT_BYTES)
     read_by_0 = sum(piece.num_bytes for block in spread.blocks if block.reader == 0 for piece in block.pieces)
     assert spread.own == {0: [ChunkRange(("mine", 0), 0, 2048)]}
     assert read_by_0 == 1024
@@ -141,5 +141,5 @@ def test_who_has_much_of_its_own_reads_less_for_others() -> None:
 
 def test_small_pieces_travel_together() -> None:
     rows = [Want("packed", 64 * n, UNIT, False, ((0, 48),)) for n in range(100)]
-    spread = plan_spread([(rows, (0, 1))], PARCEL_BYTES)
+    spread = plan_spread([(rows, (0, 1))], SLOT_BYTES)
     assert len(spread.blocks) == 25  # four pieces of 48 bytes, each taking 64, in every block

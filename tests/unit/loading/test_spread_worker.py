@@ -1,4 +1,4 @@
-"""The worker of one rank alone with itself: what runs beside what, and that slots bound everything."""
+"""The worker of one rank that is alone: reading and placing overlap, and slots bound the memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from ckpt.errors import CorruptCheckpointError
 from ckpt.loading.two_stage.slots import Slots
-from ckpt.loading.two_stage.spread_blocks import ChunkRange, Spread, SpreadBlock
-from ckpt.loading.two_stage.spread_worker import Hosts, SpreadWorker
+from ckpt.loading.two_stage.spread_blocks import ChunkRange, Hosts, Spread, SpreadBlock, part_of
+from ckpt.loading.two_stage.spread_worker import SpreadWorker, Times
 from ckpt.ranks.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("collected")
@@ -45,18 +45,16 @@ class FakeEndpoints:
 
 
 def worker(endpoints: FakeEndpoints, blocks: int, slots: int) -> SpreadWorker:
-    spread = Spread()
-    spread.blocks = [SpreadBlock(n, 0, (0,), (ChunkRange(("f", 0), n * SLOT, (n + 1) * SLOT),)) for n in range(blocks)]
-    spread.own[0] = [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
+    travel = [SpreadBlock(n, 0, (0,), (ChunkRange(("f", 0), n * SLOT, (n + 1) * SLOT),)) for n in range(blocks)]
+    own = [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
     return SpreadWorker(
-        rank=0,
-        spread=spread,
-        hosts=Hosts([[0]]),
+        part=part_of(Spread({0: own}, travel), Hosts([[0]]), rank=0),
         slots=Slots(torch.empty(slots * SLOT, dtype=torch.uint8), SLOT, slots, 0),
         endpoints=endpoints,
         link=None,
         transport=None,
         topology=Topology.alone(),
+        times=Times(),
     )
 
 

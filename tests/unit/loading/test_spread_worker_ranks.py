@@ -28,13 +28,13 @@ from ckpt.format.box import Box, chunk_box, num_chunks
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
+from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import DONE, READY, HostLink
-from ckpt.loading.two_stage.slots import Slots
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, plan_spread
-from ckpt.loading.two_stage.spread_worker import Hosts, SpreadWorker
-from ckpt.loading.two_stage.two_stage import MAX_SLOTS, TwoStageReading
+from ckpt.loading.two_stage.slots import MAX_SLOTS, Slots
+from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Hosts, part_of, plan_spread
+from ckpt.loading.two_stage.spread_worker import TwoStageReading
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
 from ckpt.storage.extents import ALIGNMENT, WantedBox
@@ -185,6 +185,10 @@ def _out(shape: tuple[int, ...], dtype: torch.dtype, gaps: bool) -> torch.Tensor
     return room[..., 0] if gaps else room
 
 
+def _reader(stock: Stock, topology: Topology, verify: bool) -> ChunkReader:
+    return ChunkReader(stock, verify=verify, slab_bytes=64, progress=topology.progress, read_at=stock.read_at)
+
+
 def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[Any]]:
     """Let all ranks run, and return what each wanted, and None or what it raised."""
     stock = Stock(root, case.arrays, case.block_bytes)
@@ -195,12 +199,12 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
     world_size = len(requests)
     topology = Topology.alone()
     topology.timeout_s = case.patience_s
-    endpoints = [RankEndpoints(mine, stock, topology, case.verify, stock.read_at, 64) for mine in requests]
+    endpoints = [RankEndpoints(mine, stock, _reader(stock, topology, case.verify), 64) for mine in requests]
     wants = [(one.wants(), (rank,)) for rank, one in enumerate(endpoints)]
     unit = max((want.unit for rows, _ in wants for want in rows), default=ALIGNMENT)
     slot_bytes = -(-unit // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-    landing = case.slots if len(case.hosts) > 1 else 0
-    count = case.slots + landing
+    receiving = case.slots if len(case.hosts) > 1 else 0
+    count = case.slots + receiving
     spread = plan_spread(wants, slot_bytes)
     wires = Wires()
     neighbours = {rank: here for here in case.hosts for rank in here}
@@ -211,17 +215,17 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
             assert link.reach([(other, made.address) for other in neighbours[rank] if (made := links[other])])
         host = torch.zeros(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[rank]
         case.spoil(rank, endpoints[rank])
-        worker = SpreadWorker(
-            rank=rank,
-            spread=spread,
-            hosts=Hosts(case.hosts),
-            slots=Slots(host, slot_bytes, case.slots, landing),
+        reading = TwoStageReading(
+            part=part_of(spread, Hosts(case.hosts), rank),
+            slots=Slots(host, slot_bytes, case.slots, receiving),
             endpoints=endpoints[rank],
             link=link,
             transport=wires.end(rank) if len(case.hosts) > 1 else None,
             topology=topology,
+            timers=defaultdict(list),
+            give_up=lambda: None,
         )
-        readings.append(TwoStageReading(worker, endpoints[rank], link, defaultdict(list), lambda: None))
+        readings.append(reading)
     with ThreadPoolExecutor(world_size) as ranks:
         futures = [ranks.submit(reading.run) for reading in readings]
         raised = [future.exception(10 * PATIENCE_S) for future in futures]
