@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -15,21 +14,8 @@ from ckpt.memory.copies import Filling
 from ckpt.storage.extents import WantedBytes
 
 
-class Endpoints(Protocol):
-    """Where the bytes of a rank come from, and where they belong."""
-
-    def fetch(self, piece: ChunkRange, memory: torch.Tensor) -> None:
-        """Read a piece from storage, checked, into host memory. The reader thread calls it."""
-
-    def place(self, piece: ChunkRange, memory: torch.Tensor) -> None:
-        """Copy a piece from memory to the tensors of this rank. The calling thread calls it."""
-
-    def read_own(self, pieces: Sequence[ChunkRange]) -> None:
-        """Read pieces of one chunk that this rank alone wants into its tensors. The reader thread calls it."""
-
-
 class RankEndpoints:
-    """What one rank wants, by chunk. See `Endpoints`.
+    """What one rank wants, by chunk: where its bytes come from, and where they belong.
 
     Args:
         reader: reads for the reader thread.
@@ -81,16 +67,16 @@ class RankEndpoints:
         self._filling.begin(self._devices)
 
     def fetch(self, piece: ChunkRange, memory: torch.Tensor) -> None:
-        """See `Endpoints.fetch`."""
+        """Read a piece from storage, checked, into host memory. The reader thread calls it."""
         self._reader.fetch(self._parts[piece.key][0], piece.start, memory, self._wanted[piece.key].name_of)
 
     def place(self, piece: ChunkRange, memory: torch.Tensor) -> None:
-        """See `Endpoints.place`."""
+        """Copy a piece from memory, on the host or a device, to the tensors of this rank. The calling thread calls it."""
         place = self._filling.place if memory.device.type == "cpu" else self._filling.place_within
         place(self._wanted[piece.key], piece.start, piece.stop, memory)
 
     def read_own(self, pieces: Sequence[ChunkRange]) -> None:
-        """See `Endpoints.read_own`."""
+        """Read pieces of one chunk, which this rank reads for itself, into its tensors. The reader thread calls it."""
         key = pieces[0].key
         ranges = [(piece.start, piece.stop) for piece in pieces] if key in self._wanted else None
         self._reader.read(self._parts[key], ranges)

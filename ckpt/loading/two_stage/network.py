@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ class KeptTransports:
     def offer(self) -> list[str | None]:
         """This rank's part in the choice between kept transports and new ones: the name of the kept ones, a name for new ones."""
         kept = self._engine.name if self._engine is not None else None
-        if self._groups is not None and self._groups.of_this_world():
+        if self._groups is not None and (world := self._groups.world()) is not None and world is dist.group.WORLD:
             kept = self._groups.name
         return [kept, uuid.uuid4().hex]
 
@@ -107,7 +107,9 @@ class KeptTransports:
             if self._groups is None or any(kept != name for kept, _ in offers):
                 with topology.phase("make process groups"):
                     backend = "gloo" if self._cpu_transfer else device.collectives
-                    self._groups = _TorchGroups(name, make_groups(instances, backend, topology.timeout_s))
+                    made = make_groups(instances, backend, topology.timeout_s)
+                assert dist.group.WORLD is not None
+                self._groups = _TorchGroups(name, weakref.ref(dist.group.WORLD), made)
             group = self._groups.by_rank.get(topology.rank)
             return None if group is None else TorchTransport(group)
         return self.choice
@@ -150,18 +152,17 @@ class KeptTransports:
         return self._engine
 
 
-class _TorchGroups:
-    """Process groups made for one set of instances, by rank. They end with torch's default group."""
+class _TorchGroups(NamedTuple):
+    """Process groups made for one set of instances.
 
-    def __init__(self, name: str, by_rank: dict[int, dist.ProcessGroup]) -> None:
-        self.name = name
-        self.by_rank = by_rank
-        world = dist.group.WORLD
-        assert world is not None
-        self._world = weakref.ref(world)  # the next default group may lie where this one lay
+    Attributes:
+        world: torch's default group, with which they end; the next one may lie in memory where it lay.
+        by_rank: the group of each rank that is in one.
+    """
 
-    def of_this_world(self) -> bool:
-        return self._world() is not None and self._world() is dist.group.WORLD
+    name: str
+    world: weakref.ref[dist.ProcessGroup]
+    by_rank: dict[int, dist.ProcessGroup]
 
 
 def _in_tree(me: int, count: int) -> tuple[int | None, list[int]]:

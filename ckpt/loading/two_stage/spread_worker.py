@@ -15,9 +15,9 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 from queue import SimpleQueue
@@ -27,7 +27,7 @@ import torch
 
 from ckpt.errors import RankLeftError, sentence
 from ckpt.loading.strategy import ReadStats
-from ckpt.loading.two_stage.endpoints import Endpoints, RankEndpoints
+from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import DONE, READY, HostLink
 from ckpt.loading.two_stage.network import Transport
 from ckpt.loading.two_stage.slots import Slots
@@ -39,20 +39,33 @@ from ckpt.ranks.topology import Topology
 IN_FLIGHT = 2
 """Blocks that are on the network at a time."""
 
+STEPS = ("storage", "network", "place", "wait")
+"""Names under which seconds are taken: reading; sending or receiving; copying to tensors; nothing to do in the calling thread."""
 
-@dataclass(slots=True)
-class Times:
-    """Seconds that one rank spent; storage and network run beside the rest.
+
+@dataclass(frozen=True, slots=True)
+class SpreadJob:
+    """Everything that one rank needs to run its part; prepared before a byte moves.
 
     Attributes:
-        storage, network, place: reading, sending or receiving, copying to where the bytes belong.
-        wait: nothing to do in the calling thread.
+        link: to the neighbours; None: there are none, or they share no memory.
+        transport: to other hosts; None: there are none.
+        topology: told whenever something has moved; `timeout_s` is how long other ranks may be silent.
     """
 
-    storage: float = 0.0
-    network: float = 0.0
-    place: float = 0.0
-    wait: float = 0.0
+    part: RankPart
+    slots: Slots
+    endpoints: RankEndpoints
+    link: HostLink | None
+    transport: Transport | None
+    topology: Topology
+
+    def close(self) -> None:
+        """Wait for copies to devices; close files and sockets."""
+        self.slots.close()
+        self.endpoints.close()
+        if self.link is not None:
+            self.link.close()
 
 
 @dataclass(slots=True)
@@ -60,49 +73,40 @@ class TwoStageReading:
     """The prepared load of one rank. See `Reading`.
 
     Attributes:
-        slots: None: it has run, once.
-        link: to the neighbours; None: there are none, or they share no memory.
-        transport: to other hosts; None: there are none.
-        timers: `run` adds its `Times` to them.
+        job: None: it has run, once.
+        timers: `run` adds the seconds of each of `STEPS`.
         give_up: called when `run` has failed, and transfers may still be under way.
     """
 
-    part: RankPart
-    slots: Slots | None
-    endpoints: RankEndpoints
-    link: HostLink | None
-    transport: Transport | None
-    topology: Topology
+    job: SpreadJob | None
     timers: Timers
     give_up: Callable[[], None]
 
     def run(self) -> ReadStats:
         """See `Reading.run`. Lets go of all memory at its end: other readings may follow, and neighbours that wait for a rank that
         failed learn of it from its closed sockets, long before all ranks agree on the error."""
-        slots, self.slots = self.slots, None
-        assert slots is not None, "a reading runs once"
-        times = Times()
+        job, self.job = self.job, None
+        assert job is not None, "a reading runs once"
+        seconds = dict.fromkeys(STEPS, 0.0)
         try:
-            self.endpoints.begin()
-            if self.link is not None:
-                self.link.join(self.part.neighbours, self.topology)
-            SpreadWorker(self.part, slots, self.endpoints, self.link, self.transport, self.topology, times).run()
+            job.endpoints.begin()
+            if job.link is not None:
+                job.link.join(job.part.neighbours, job.topology)
+            SpreadWorker(job, seconds).run()
         except BaseException:
             self.give_up()
             raise
         finally:
-            for name, seconds in asdict(times).items():
-                self.timers[name].append(seconds)
-            slots.close()
-            self.close()
-        return ReadStats(self.endpoints.bytes_read, self.endpoints.bytes_needed)
+            for name, taken in seconds.items():
+                self.timers[name].append(taken)
+            job.close()
+        return ReadStats(job.endpoints.bytes_read, job.endpoints.bytes_needed)
 
     def close(self) -> None:
         """See `Reading.close`."""
-        self.slots = None
-        self.endpoints.close()
-        if self.link is not None:
-            self.link.close()
+        if self.job is not None:
+            self.job.close()
+            self.job = None
 
 
 @dataclass(slots=True)
@@ -123,39 +127,25 @@ class SpreadWorker:
     """The three threads of one rank for one load.
 
     Args:
-        link: joined with all neighbours.
-        topology: told whenever something has moved; `timeout_s` is how long other ranks may be silent.
-        times: filled while it runs.
+        job: its link has been joined.
+        seconds: by name, of `STEPS`; counted up while it runs.
     """
 
-    def __init__(
-        self,
-        part: RankPart,
-        slots: Slots,
-        endpoints: Endpoints,
-        link: HostLink | None,
-        transport: Transport | None,
-        topology: Topology,
-        times: Times,
-    ) -> None:
-        self._part = part
-        self._slots = slots
-        self._endpoints = endpoints
-        self._link = link
-        self._transport = transport
-        self._topology = topology
-        self._times = times
+    def __init__(self, job: SpreadJob, seconds: dict[str, float]) -> None:
+        self._job = job
+        self._seconds = seconds
+        part, slots = job.part, job.slots
         self._failure: BaseException | None = None
         self._partners = {rank for number, to in part.network.items() for rank in (part.blocks[number].reader, *to)} - {
             part.rank
         }
-        # Of the calling thread: blocks that are yet to be placed, freed, sent or received, taken from and by each neighbour.
-        self._to_take = part.num_wanted
-        self._to_free = len(part.takers)
+        # Of the calling thread. Unfinished: blocks to place, slots to free, and the reads of this rank for itself.
+        self._unfinished = part.num_wanted + len(part.takers) + 1
         self._to_carry = len(part.network)
-        self._from = Counter(part.sources)
-        self._owing = Counter(chain.from_iterable(part.takers.values()))
-        self._own_is_read = False
+        self._from = Counter(part.sources)  # neighbour -> blocks that this rank has yet to take from it
+        self._owing = Counter(
+            chain.from_iterable(part.takers.values())
+        )  # neighbour -> blocks of ours it has yet to take
         self._open: dict[int, _Open] = {}
         self._last_heard = time.monotonic()
         # Between the threads: slots, None for the end; and calls that the calling thread makes for the others.
@@ -168,8 +158,8 @@ class SpreadWorker:
         # Where it is full the calling thread will wake anyway, and nobody waits for one that has ended.
         self._wake.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
-        for neighbour, made in link.sockets.items() if link else ():
-            made.settimeout(topology.timeout_s)
+        for neighbour, made in job.link.sockets.items() if job.link else ():
+            made.settimeout(job.topology.timeout_s)
             self._selector.register(made, selectors.EVENT_READ, neighbour)
 
     def run(self) -> None:
@@ -181,12 +171,12 @@ class SpreadWorker:
         """
         begin = same_device()
         threads = [threading.Thread(target=self._read, args=(begin,), name="ckpt-read", daemon=True)]
-        if self._part.network:
+        if self._job.part.network:
             threads.append(threading.Thread(target=self._carry, args=(begin,), name="ckpt-network", daemon=True))
         try:
             for thread in threads:
                 thread.start()
-            while self._to_take or self._to_free or not self._own_is_read:
+            while self._unfinished:
                 self._step()
         except BaseException as error:
             ours = self._failure
@@ -211,13 +201,21 @@ class SpreadWorker:
         for queue in (self._free_reading, self._free_receiving, self._to_send):
             queue.put(None)
 
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Count the seconds of a block of code. One thread uses a name."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - started
+
     # The calling thread
 
     def _step(self) -> None:
         """Wait for messages of neighbours and calls of the other threads, and handle those that are there."""
-        started = time.perf_counter()
-        events = self._selector.select(0.2)
-        self._times.wait += time.perf_counter() - started
+        with self._timed("wait"):
+            events = self._selector.select(0.2)
         if not events:
             self._check_silence()
         for key, _ in events:
@@ -230,7 +228,7 @@ class SpreadWorker:
             call, *args = self._calls.get()
             call(*args)
         if events:
-            self._topology.progress()
+            self._job.topology.progress()
 
     def _check_silence(self) -> None:
         """Raise if other ranks owe this one something and have failed, or are silent for too long. Own storage may take its time."""
@@ -238,29 +236,29 @@ class SpreadWorker:
         if not (neighbours or self._to_carry):
             self._last_heard = time.monotonic()
             return
-        self._topology.progress()
+        self._job.topology.progress()
         # Neighbours that go close their sockets; of the others the agreement knows.
-        gone = self._topology.has_raised(self._partners) if self._to_carry else None
+        gone = self._job.topology.has_raised(self._partners) if self._to_carry else None
         if gone is not None:
             raise _left(gone)
-        timeout_s = self._topology.timeout_s
+        timeout_s = self._job.topology.timeout_s
         if time.monotonic() - self._last_heard > timeout_s:
             named = f"rank{'s' * (len(neighbours) > 1)} {', '.join(map(str, neighbours))}"
             raise RankLeftError(f"nothing came from {named if neighbours else 'other hosts'} for {timeout_s:.0f} s")
 
     def _receive(self, neighbour: int) -> None:
         """Handle one message: a block is ready in a neighbour's slot, or a neighbour has taken one of ours."""
-        assert self._link is not None
-        message = self._link.receive(neighbour)
+        assert self._job.link is not None
+        message = self._job.link.receive(neighbour)
         if message is None:
             if self._from[neighbour] or self._owing[neighbour]:
                 raise _left(neighbour)
-            self._selector.unregister(self._link.sockets[neighbour])
+            self._selector.unregister(self._job.link.sockets[neighbour])
             return
         kind, number, slot = message
         if kind == READY:
             self._from[neighbour] -= 1
-            self._take(self._part.blocks[number], self._slots.cut(self._link.memory[neighbour], slot))
+            self._take(self._job.part.blocks[number], self._job.slots.cut(self._job.link.memory[neighbour], slot))
             self._send(neighbour, DONE, number, slot)
         else:
             self._owing[neighbour] -= 1
@@ -268,35 +266,34 @@ class SpreadWorker:
             self._free_if_taken(number)
 
     def _send(self, neighbour: int, kind: int, number: int, slot: int) -> None:
-        assert self._link is not None
+        assert self._job.link is not None
         try:
-            self._link.send(neighbour, kind, number, slot)
+            self._job.link.send(neighbour, kind, number, slot)
         except OSError as error:
             raise _left(neighbour) from error
 
     def _has_come(self, block: SpreadBlock, slot: int) -> None:
         """A block is in a slot of this rank: tell the neighbours that want it, and take it if this rank does."""
-        takers = self._part.takers[block.number]
-        is_own = block.reader == self._part.rank
+        takers = self._job.part.takers[block.number]
+        is_own = block.reader == self._job.part.rank
         if not is_own:
             self._to_carry -= 1
-        self._open[block.number] = _Open(slot, set(takers), is_own and block.number in self._part.network)
+        self._open[block.number] = _Open(slot, set(takers), is_own and block.number in self._job.part.network)
         for neighbour in takers:
             self._send(neighbour, READY, block.number, slot)
-        if self._part.rank in block.destinations:
-            self._take(block, self._slots.memory(slot))
+        if self._job.part.rank in block.destinations:
+            self._take(block, self._job.slots.memory(slot))
         self._free_if_taken(block.number)
 
     def _take(self, block: SpreadBlock, memory: torch.Tensor) -> None:
-        started = time.perf_counter()
         if self._failure is None:
             try:
-                for at, piece in block.places():
-                    self._endpoints.place(piece, memory[at : at + piece.num_bytes])
+                with self._timed("place"):
+                    for at, piece in block.places():
+                        self._job.endpoints.place(piece, memory[at : at + piece.num_bytes])
             except Exception as error:
                 self._failure = error
-        self._to_take -= 1
-        self._times.place += time.perf_counter() - started
+        self._unfinished -= 1
 
     def _is_sent(self, number: int) -> None:
         self._to_carry -= 1
@@ -308,11 +305,11 @@ class SpreadWorker:
         if opened.missing or opened.on_network:
             return
         del self._open[number]
-        self._to_free -= 1
-        (self._free_reading if opened.slot < self._slots.reading else self._free_receiving).put(opened.slot)
+        self._unfinished -= 1
+        (self._free_reading if opened.slot < self._job.slots.reading else self._free_receiving).put(opened.slot)
 
     def _finish_own(self) -> None:
-        self._own_is_read = True
+        self._unfinished -= 1
 
     def _raise(self, error: BaseException) -> None:
         raise RankLeftError(f"the network between the hosts failed: {sentence(error)}") from error
@@ -328,44 +325,43 @@ class SpreadWorker:
     def _read(self, begin: Callable[[], None]) -> None:
         """The reader thread: first the blocks, which other ranks wait for, then what this rank alone wants, by chunk."""
         begin()
-        for block in self._part.reads:
+        for block in self._job.part.reads:
             slot = self._free_reading.get()
             if slot is None:
                 return
             self._attempt(partial(self._fetch, block, slot))
             self._call(self._has_come, block, slot)
-            if block.number in self._part.network:
+            if block.number in self._job.part.network:
                 self._to_send.put(slot)
-        for _, pieces in groupby(self._part.own, key=lambda piece: piece.key):
-            self._attempt(partial(self._endpoints.read_own, list(pieces)))
+        for _, pieces in groupby(self._job.part.own, key=lambda piece: piece.key):
+            self._attempt(partial(self._job.endpoints.read_own, list(pieces)))
         self._call(self._finish_own)
 
     def _fetch(self, block: SpreadBlock, slot: int) -> None:
-        memory = self._slots.read_into(slot)
+        memory = self._job.slots.read_into(slot)
         for at, piece in block.places():
-            self._endpoints.fetch(piece, memory[at : at + piece.num_bytes])
-        self._slots.is_read(slot, block.num_bytes)
+            self._job.endpoints.fetch(piece, memory[at : at + piece.num_bytes])
+        self._job.slots.is_read(slot, block.num_bytes)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         """Read, unless something has failed; the calling thread raises the error, at the end."""
-        started = time.perf_counter()
         if self._failure is None:
             try:
-                work()
+                with self._timed("storage"):
+                    work()
             except BaseException as error:  # also SystemExit: the calling thread waits for this one
                 self._failure = error
-        self._times.storage += time.perf_counter() - started
 
     def _carry(self, begin: Callable[[], None]) -> None:
         """The network thread. `IN_FLIGHT` blocks are on their way at a time: the next transfer begins before one has ended."""
         coming: deque[tuple[SpreadBlock, int, Callable[[], None]]] = deque()
         try:
             begin()
-            for number, to in self._part.network.items():
+            for number, to in self._job.part.network.items():
                 if len(coming) == IN_FLIGHT:
                     self._finish(*coming.popleft())
-                block = self._part.blocks[number]
-                slots = self._to_send if block.reader == self._part.rank else self._free_receiving
+                block = self._job.part.blocks[number]
+                slots = self._to_send if block.reader == self._job.part.rank else self._free_receiving
                 while coming and slots.empty():  # blocks under way may keep the slots, or hold up what frees them
                     self._finish(*coming.popleft())
                 slot = slots.get()
@@ -379,19 +375,16 @@ class SpreadWorker:
 
     def _begin(self, block: SpreadBlock, slot: int, to: Sequence[int]) -> Callable[[], None]:
         """Begin to send or receive a block; return a function that waits for the end."""
-        assert self._transport is not None
-        started = time.perf_counter()
-        memory = self._slots.memory(slot)[: block.num_bytes]
-        wait = self._slots.carry(partial(self._transport.begin, memory, block.reader, to))
-        self._times.network += time.perf_counter() - started
-        return wait
+        assert self._job.transport is not None
+        with self._timed("network"):
+            memory = self._job.slots.memory(slot)[: block.num_bytes]
+            return self._job.slots.carry(partial(self._job.transport.begin, memory, block.reader, to))
 
     def _finish(self, block: SpreadBlock, slot: int, wait: Callable[[], None]) -> None:
         """Wait until a block has been sent, or received."""
-        started = time.perf_counter()
-        wait()
-        self._times.network += time.perf_counter() - started
-        if block.reader == self._part.rank:
+        with self._timed("network"):
+            wait()
+        if block.reader == self._job.part.rank:
             self._call(self._is_sent, block.number)
         else:
             self._call(self._has_come, block, slot)

@@ -29,8 +29,8 @@ from ckpt.loading.two_stage.host import HostLink
 from ckpt.loading.two_stage.network import KeptTransports, Transport
 from ckpt.loading.two_stage.slots import SLOT_BYTES, Slots, make_slots
 from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Hosts, Want, part_of, plan_spread
-from ckpt.loading.two_stage.spread_worker import TwoStageReading
-from ckpt.loading.two_stage.timing import Timers, summarize, timed
+from ckpt.loading.two_stage.spread_worker import SpreadJob, TwoStageReading
+from ckpt.loading.two_stage.timing import Timers, timed
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology, first_difference, group_of
 from ckpt.storage.extents import ALIGNMENT, ReadAt
@@ -55,7 +55,8 @@ class TwoStageLoad:
         read_at: how bytes come from an open file.
 
     Attributes:
-        timers: seconds of this rank: `prepare`; then `storage`, `network` and `place`, which run beside each other, and `wait`.
+        timers: seconds of this rank: `prepare`; then `storage`, `network` and `place`, which run beside each other, and `wait`. See
+            `ckpt.loading.two_stage.timing.summarize`.
 
     Raises:
         ConfigurationError: `max_in_flight_mib` is not positive, or there is no such transport.
@@ -141,14 +142,8 @@ class TwoStageLoad:
                 slots = self._slots(link, wants, device, num_hosts=len(here), alone=len(group.members) == 1)
                 part = part_of(plan_spread(wants, slots.slot_bytes), Hosts(here), topology.rank, endpoints.held)
             unless_prepared.pop_all()
-        give_up = partial(self._transports.give_up, topology.rank)
-        return TwoStageReading(part, slots, endpoints, link, transport, topology, self.timers, give_up)
-
-    def summarize_load_times(self, topology: Topology) -> dict[str, tuple[float, float]]:
-        """Return for each name in any rank's `timers` the slowest rank's seconds and the mean; then forget them. Collective."""
-        summary = summarize(self.timers, topology)
-        self.timers.clear()
-        return summary
+        job = SpreadJob(part, slots, endpoints, link, transport, topology)
+        return TwoStageReading(job, self.timers, partial(self._transports.give_up, topology.rank))
 
     def close(self) -> None:
         """See `LoadingStrategy.close`."""

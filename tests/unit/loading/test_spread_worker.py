@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 import torch
 
 from ckpt.errors import CorruptCheckpointError
+from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.slots import Slots
 from ckpt.loading.two_stage.spread_blocks import ChunkRange, Hosts, Spread, SpreadBlock, part_of
-from ckpt.loading.two_stage.spread_worker import SpreadWorker, Times
+from ckpt.loading.two_stage.spread_worker import STEPS, SpreadJob, SpreadWorker
 from ckpt.ranks.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("collected")
@@ -47,15 +49,15 @@ class FakeEndpoints:
 def worker(endpoints: FakeEndpoints, blocks: int, slots: int) -> SpreadWorker:
     travel = [SpreadBlock(n, 0, (0,), (ChunkRange(("f", 0), n * SLOT, (n + 1) * SLOT),)) for n in range(blocks)]
     own = [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
-    return SpreadWorker(
+    job = SpreadJob(
         part=part_of(Spread({0: own}, travel), Hosts([[0]]), rank=0),
         slots=Slots(torch.empty(slots * SLOT, dtype=torch.uint8), SLOT, slots, 0),
-        endpoints=endpoints,
+        endpoints=cast(RankEndpoints, endpoints),
         link=None,
         transport=None,
         topology=Topology.alone(),
-        times=Times(),
     )
+    return SpreadWorker(job, dict.fromkeys(STEPS, 0.0))
 
 
 def test_the_next_block_is_read_while_one_is_put_in_place() -> None:

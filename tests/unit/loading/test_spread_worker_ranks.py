@@ -34,7 +34,7 @@ from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import DONE, READY, HostLink
 from ckpt.loading.two_stage.slots import MAX_SLOTS, Slots
 from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Hosts, part_of, plan_spread
-from ckpt.loading.two_stage.spread_worker import TwoStageReading
+from ckpt.loading.two_stage.spread_worker import SpreadJob, TwoStageReading
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
 from ckpt.storage.extents import ALIGNMENT, WantedBox
@@ -215,17 +215,15 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
             assert link.reach([(other, made.address) for other in neighbours[rank] if (made := links[other])])
         host = torch.zeros(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[rank]
         case.spoil(rank, endpoints[rank])
-        reading = TwoStageReading(
+        job = SpreadJob(
             part=part_of(spread, Hosts(case.hosts), rank),
             slots=Slots(host, slot_bytes, case.slots, receiving),
             endpoints=endpoints[rank],
             link=link,
             transport=wires.end(rank) if len(case.hosts) > 1 else None,
             topology=topology,
-            timers=defaultdict(list),
-            give_up=lambda: None,
         )
-        readings.append(reading)
+        readings.append(TwoStageReading(job, defaultdict(list), lambda: None))
     with ThreadPoolExecutor(world_size) as ranks:
         futures = [ranks.submit(reading.run) for reading in readings]
         raised = [future.exception(10 * PATIENCE_S) for future in futures]
