@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Ranks = tuple[int, ...]
 ChunkKey = tuple[str, int]
@@ -24,9 +24,8 @@ PIECE_ALIGNMENT = 64
 """Every piece begins at a multiple of it in its block, so that its elements can be used where they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
-    """The bytes that a rank wants of one chunk.
+class Want(NamedTuple):
+    """The bytes that a rank wants of one chunk. Travels as JSON.
 
     Attributes:
         unit: bytes that are read as one.
@@ -44,19 +43,13 @@ class Want:
     def key(self) -> ChunkKey:
         return self.file, self.offset
 
-    def to_json(self) -> list[object]:
-        return [self.file, self.offset, self.unit, self.whole, self.stretches]
-
     @classmethod
-    def from_json(cls, row: Sequence[object]) -> Want:
-        file, offset, unit, whole, stretches = row
-        assert isinstance(file, str) and isinstance(offset, int) and isinstance(unit, int)
-        assert isinstance(stretches, list)
-        return cls(file, offset, unit, bool(whole), tuple((start, stop) for start, stop in stretches))
+    def from_json(cls, row: Sequence[Any]) -> Want:
+        *first, stretches = row
+        return cls(*first, tuple((start, stop) for start, stop in stretches))
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRange:
+class ChunkRange(NamedTuple):
     """The bytes [start, stop) of one chunk."""
 
     key: ChunkKey
@@ -110,32 +103,6 @@ class Spread:
     blocks: Sequence[SpreadBlock]
 
 
-class Hosts:
-    """The ranks of one group by host, and the rank of each host that receives a block for its neighbours.
-
-    Args:
-        hosts: a host of its own for every rank, where ranks share no memory.
-    """
-
-    def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
-        self._hosts = hosts
-        self._at = {rank: (host, index) for host, ranks in enumerate(hosts) for index, rank in enumerate(ranks)}
-
-    def neighbours(self, rank: int) -> Sequence[int]:
-        """The ranks on its host, itself included."""
-        return self._hosts[self._at[rank][0]]
-
-    def source(self, block: SpreadBlock, rank: int) -> int:
-        """The rank on this rank's host whose slot the block is taken from."""
-        host, index = self._at[block.reader]
-        here = self._at[rank][0]
-        return block.reader if here == host else self._hosts[here][index % len(self._hosts[here])]
-
-    def receivers(self, block: SpreadBlock) -> list[int]:
-        """The ranks on other hosts that take the block from the network."""
-        return sorted({self.source(block, rank) for rank in block.destinations} - {block.reader})
-
-
 @dataclass(frozen=True, slots=True)
 class RankPart:
     """Everything that one rank does in one spread; known before a byte moves.
@@ -161,30 +128,36 @@ class RankPart:
     num_wanted: int
 
 
-def part_of(spread: Spread, hosts: Hosts, rank: int, held: Sequence[ChunkRange] = ()) -> RankPart:
-    """Return the part of one rank.
+def part_of(spread: Spread, hosts: Sequence[Sequence[int]], rank: int, held: Sequence[ChunkRange] = ()) -> RankPart:
+    """Return the part of one rank. On every host, the ranks take a block from a slot of one of them: its reader, or its receiver.
 
     Args:
-        held: ranges in memory of this host that it reads for itself besides.
+        hosts: the ranks of the group by host; a host of its own for every rank, where ranks share no memory.
+        held: ranges in memory of this host that the rank reads for itself besides.
     """
-    neighbours = set(hosts.neighbours(rank))
+    host_of = {one: (ranks, index) for ranks in hosts for index, one in enumerate(ranks)}
+
+    def source(block: SpreadBlock, taker: int) -> int:
+        """The rank on the taker's host whose slot it takes the block from."""
+        (there, index), (here, _) = host_of[block.reader], host_of[taker]
+        return block.reader if here is there else here[index % len(here)]
+
+    neighbours = host_of[rank][0]
     network, takers = {}, {}
     sources: Counter[int] = Counter()
     for block in spread.blocks:
-        receivers = hosts.receivers(block)
+        receivers = sorted({source(block, taker) for taker in block.destinations} - {block.reader})
         if receivers and rank in (block.reader, *receivers):
             network[block.number] = receivers
-        is_here = block.reader in neighbours or not neighbours.isdisjoint(block.destinations)
-        if not is_here:
-            continue
-        source = hosts.source(block, rank)
-        if source == rank:
-            takers[block.number] = neighbours.intersection(block.destinations) - {rank}
-        elif rank in block.destinations:
-            sources[source] += 1
+        takers_here = set(block.destinations).intersection(neighbours)
+        mine = source(block, rank)
+        if mine == rank and (takers_here or block.reader == rank):
+            takers[block.number] = takers_here - {rank}
+        elif rank in takers_here:
+            sources[mine] += 1
     return RankPart(
         rank,
-        sorted(neighbours),
+        neighbours,
         spread.blocks,
         own=[*held, *spread.own.get(rank, ())],
         reads=[block for block in spread.blocks if block.reader == rank],

@@ -28,7 +28,7 @@ from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import HostLink
 from ckpt.loading.two_stage.network import KeptTransports, Transport
 from ckpt.loading.two_stage.slots import SLOT_BYTES, Slots, make_slots
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Hosts, Want, part_of, plan_spread
+from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Want, part_of, plan_spread
 from ckpt.loading.two_stage.spread_worker import SpreadJob, TwoStageReading
 from ckpt.loading.two_stage.timing import Timers, timed
 from ckpt.memory.device import Device
@@ -106,7 +106,7 @@ class TwoStageLoad:
                     role="filling by the reader thread",
                 )
                 endpoints = RankEndpoints(requests, checkpoint, reader, SLOT_BYTES)
-                rows = [want.to_json() for want in endpoints.wants()]
+                rows = endpoints.wants()
                 members = self._members(topology)
                 link = self._link_for(topology, members)
                 if link is not None:
@@ -140,7 +140,7 @@ class TwoStageLoad:
                     link.close()
                     link = None
                 slots = self._slots(link, wants, device, num_hosts=len(here), alone=len(group.members) == 1)
-                part = part_of(plan_spread(wants, slots.slot_bytes), Hosts(here), topology.rank, endpoints.held)
+                part = part_of(plan_spread(wants, slots.slot_bytes), here, topology.rank, endpoints.held)
             unless_prepared.pop_all()
         job = SpreadJob(part, slots, endpoints, link, transport, topology)
         return TwoStageReading(job, self.timers, partial(self._transports.give_up, topology.rank))

@@ -12,7 +12,7 @@ import torch
 from ckpt.errors import CorruptCheckpointError
 from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.slots import Slots
-from ckpt.loading.two_stage.spread_blocks import ChunkRange, Hosts, Spread, SpreadBlock, part_of
+from ckpt.loading.two_stage.spread_blocks import ChunkRange, Spread, SpreadBlock, part_of
 from ckpt.loading.two_stage.spread_worker import STEPS, SpreadJob, SpreadWorker
 from ckpt.ranks.topology import Topology
 
@@ -50,7 +50,7 @@ def worker(endpoints: FakeEndpoints, blocks: int, slots: int) -> SpreadWorker:
     travel = [SpreadBlock(n, 0, (0,), (ChunkRange(("f", 0), n * SLOT, (n + 1) * SLOT),)) for n in range(blocks)]
     own = [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
     job = SpreadJob(
-        part=part_of(Spread({0: own}, travel), Hosts([[0]]), rank=0),
+        part=part_of(Spread({0: own}, travel), [[0]], rank=0),
         slots=Slots(torch.empty(slots * SLOT, dtype=torch.uint8), SLOT, slots, 0),
         endpoints=cast(RankEndpoints, endpoints),
         link=None,

@@ -33,7 +33,7 @@ from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import DONE, READY, HostLink
 from ckpt.loading.two_stage.slots import MAX_SLOTS, Slots
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Hosts, part_of, plan_spread
+from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, part_of, plan_spread
 from ckpt.loading.two_stage.spread_worker import SpreadJob, TwoStageReading
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
@@ -216,7 +216,7 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
         host = torch.zeros(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[rank]
         case.spoil(rank, endpoints[rank])
         job = SpreadJob(
-            part=part_of(spread, Hosts(case.hosts), rank),
+            part=part_of(spread, case.hosts, rank),
             slots=Slots(host, slot_bytes, case.slots, receiving),
             endpoints=endpoints[rank],
             link=link,
