@@ -96,14 +96,14 @@ def forecast(path: Path, ranks: Sequence[Rank], device: Device, *, strict: bool,
     """
     sources = _sources(path, ranks, device, allow_pickle)
     numbers = range(len(ranks[0].components))
-    foreseen = [_foresee(sources, [rank.components[number] for rank in ranks], strict) for number in numbers]
-    if any(one.refusal for one in foreseen):
-        return Forecast(foreseen)
+    previews = [_preview(sources, [rank.components[number] for rank in ranks], strict) for number in numbers]
+    if any(one.refusal for one in previews):
+        return Forecast(previews)
     try:
-        require_something({one.key: one.report for one in foreseen if one.report is not None})
+        require_something({one.key: one.report for one in previews if one.report is not None})
     except CheckpointError as error:
-        return Forecast(foreseen, str(error))
-    return Forecast(foreseen)
+        return Forecast(previews, str(error))
+    return Forecast(previews)
 
 
 def _sources(path: Path, ranks: Sequence[Rank], device: Device, allow_pickle: bool) -> list[CheckpointSource]:
@@ -113,17 +113,17 @@ def _sources(path: Path, ranks: Sequence[Rank], device: Device, allow_pickle: bo
     return [CommittedSource(stored, "", rank.topology, DirectLoad(), device, verify=True) for rank in ranks]
 
 
-def _foresee(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent], strict: bool) -> LoadPreview:
+def _preview(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent], strict: bool) -> LoadPreview:
     """The forecast for one component.
 
     Args:
         ones: the component of each rank.
     """
     first = ones[0]
-    foreseen = LoadPreview(first)
+    preview = LoadPreview(first)
     try:
         if sources[0].holds(first.key):
-            foreseen = LoadPreview(first, misfits=_misfits(sources, ones), moved=sources[0].moved(first))
+            preview = LoadPreview(first, misfits=_misfits(sources, ones), moved=sources[0].moved(first))
         matches = [_matched(source, one, strict) for source, one in zip(sources, ones, strict=True)]
         report = settle(first, [match.to_json() for match in matches], matches[0].saved_keys, strict=strict)
         if report.changed:
@@ -133,9 +133,9 @@ def _foresee(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent]
         if goes_on(report):
             report = _applied(matches, report)
     except Exception as error:  # whatever an object raises when it is asked, it would raise in the load
-        return dataclasses.replace(foreseen, refusal=_named(first.key, sentence(error)))
+        return dataclasses.replace(preview, refusal=_named(first.key, sentence(error)))
     return dataclasses.replace(
-        foreseen,
+        preview,
         report=report,
         plain=_plain(sources[0], first) if goes_on(report) else (),
         bytes_by_rank=[bytes_of(match.requests) if goes_on(report) else 0 for match in matches],

@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +245,16 @@ class Loader:
         wait_for_all(request.out for one in going for request in one.requests)
         required = [request for one in going if one.component.required for request in one.requests]
         optional = [(one, beside_own_memory(one)) for one in going if not one.component.required]
-        with ExitStack() as open_readings:
-            readings = []
-            for requests in [required, *(requests for _, requests in optional)]:
-                readings.append(source.prepare(requests))
-                open_readings.callback(readings[-1].close)
+        readings: deque[tuple[Reading, str | None]] = deque()
+        try:
+            for key, requests in [(None, required), *((one.key, requests) for one, requests in optional)]:
+                readings.append((source.prepare(requests), key))
             with self._topology.phase("read") as phase:
-                stats, failed = _run(readings, [None, *(one.key for one, _ in optional)])
+                stats, failed = _run(readings)
                 phase.payload = [sum(s.bytes_read for s in stats), sum(s.bytes_needed for s in stats), failed]
+        finally:
+            for reading, _ in readings:
+                reading.close()
         _note_failures(reports, [rank[2] for rank in phase.payloads])
         for one, requests in optional:
             if goes_on(reports[one.key]):
@@ -296,11 +299,12 @@ def committed_newest_first(root: Path) -> list[Path]:
     return [one.path for one in reversed(Ledger(root, run_id="reader").committed())]
 
 
-def _run(readings: Sequence[Reading], optional: Sequence[str | None]) -> tuple[list[ReadStats], dict[str, Any]]:
+def _run(readings: deque[tuple[Reading, str | None]]) -> tuple[list[ReadStats], dict[str, Any]]:
     """Run all readings, also after one has failed, for other ranks may wait for this one in each; then raise the first error.
 
     Args:
-        optional: for each reading, the optional component that it fills; None: required ones.
+        readings: each with the optional component that it fills; None: it fills required ones. Those that have run are removed, and
+            their memory is free for the next.
 
     Returns:
         stats of the readings, and the optional components that failed: key -> `describe` of the error.
@@ -308,11 +312,12 @@ def _run(readings: Sequence[Reading], optional: Sequence[str | None]) -> tuple[l
     stats: list[ReadStats] = []
     failed: dict[str, Any] = {}
     fatal: Exception | None = None
-    for reading, key in zip(readings, optional, strict=True):
+    while readings:
+        reading, key = readings.popleft()
         try:
             stats.append(reading.run())
         except RankAbsentError:
-            for one in readings:
+            for one, _ in readings:
                 one.close()  # so ranks that wait for this one in a later reading learn of it now
             raise
         except Exception as error:

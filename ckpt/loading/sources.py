@@ -148,9 +148,9 @@ class CommittedSource:
                 then, now = self._manifest.topology["groups"][name], [list(g) for g in group.instances] if group else []
                 what = f"groups {name} = "
             case _:
-                then, now = self._manifest.world_size, topology.world_size
-                ranks = f"{then} rank{'' if then == 1 else 's'}"
-                return None if then == now else f"saved by {ranks}, this run has {now}"
+                count = self._manifest.world_size
+                by = f"{count} rank{'' if count == 1 else 's'}"
+                return None if count == topology.world_size else f"saved by {by}, this run has {topology.world_size}"
         return None if then == now else f"saved by {what}{then}, this run has {now or 'no group of that name'}"
 
     def first_difference(self, component: StateComponent) -> str | None:

@@ -127,19 +127,19 @@ class Match:
 
     def to_json(self) -> dict[str, Any]:
         """The part that other ranks need for `settle`; small where everything matches."""
-        said: dict[str, Any] = {"count": [self.restored, self.wanted]}
+        row: dict[str, Any] = {"count": [self.restored, self.wanted]}
         if self.trouble is not None:
-            said["trouble"] = describe(self.trouble)
+            row["trouble"] = describe(self.trouble)
         if not self.fits:
-            said["fits"] = False
+            row["fits"] = False
         if self.misfits:
             # Of a sharded component each rank leaves most keys to the others: it tells those that it claims.
             is_sharded = self.component.pattern is SharingPattern.SHARDED
             if is_sharded and self.misfits.only_saved:
-                said["claimed"] = _runs_without(self.misfits.only_saved, self.saved_keys)
+                row["claimed"] = _runs_without(self.misfits.only_saved, self.saved_keys)
             only_saved = () if is_sharded else self.misfits.only_saved
-            said["misfits"] = [only_saved, self.misfits.only_wanted, dict(self.misfits.unfit)]
-        return said
+            row["misfits"] = [only_saved, self.misfits.only_wanted, dict(self.misfits.unfit)]
+        return row
 
     def forget_prepared(self) -> None:
         """Let the object forget what it prepared for this load."""
@@ -230,7 +230,7 @@ def beside_own_memory(one: Match) -> list[ReadRequest]:
 
 
 def settle(
-    component: StateComponent, said: Sequence[Mapping[str, Any]], saved_keys: Sequence[str], *, strict: bool
+    component: StateComponent, of_ranks: Sequence[Mapping[str, Any]], saved_keys: Sequence[str], *, strict: bool
 ) -> ComponentReport:
     """Decide whether a component is loaded, from the matches of all ranks (`Match.to_json`); equal on all ranks.
 
@@ -241,13 +241,13 @@ def settle(
         MissingStateError: a required component does not match, and the load is strict, or nothing of it does.
     """
     key = component.key
-    for rank, one in enumerate(said):
+    for rank, one in enumerate(of_ranks):
         if "trouble" in one:
-            return report_of_trouble(key, rank, rebuild(one["trouble"]), len(said))
-    if not all(one.get("fits", True) for one in said):
+            return report_of_trouble(key, rank, rebuild(one["trouble"]), len(of_ranks))
+    if not all(one.get("fits", True) for one in of_ranks):
         return ComponentReport(key, Status.RESTORED, changed=True)
-    misfits = _joined_misfits(component, said, saved_keys)
-    restored, wanted = (sum(one["count"][i] for one in said) for i in (0, 1))
+    misfits = _joined_misfits(component, of_ranks, saved_keys)
+    restored, wanted = (sum(one["count"][i] for one in of_ranks) for i in (0, 1))
     if not misfits:
         return ComponentReport(key, Status.RESTORED, "", restored, wanted)
     nothing = restored == 0
@@ -334,11 +334,13 @@ def _new_tensor(requests: list[ReadRequest], component: str, key: str, saved: Sa
     return tensor
 
 
-def _joined_misfits(component: StateComponent, said: Sequence[Mapping[str, Any]], saved_keys: Sequence[str]) -> Misfits:
+def _joined_misfits(
+    component: StateComponent, of_ranks: Sequence[Mapping[str, Any]], saved_keys: Sequence[str]
+) -> Misfits:
     """The misfits of all ranks. A saved key of a SHARDED component is left over only if no rank claims it."""
-    misfits = [one.get("misfits", ((), (), {})) for one in said]
+    misfits = [one.get("misfits", ((), (), {})) for one in of_ranks]
     if component.pattern is SharingPattern.SHARDED:
-        only_saved = _claimed_by_none([one.get("claimed") for one in said], saved_keys)
+        only_saved = _claimed_by_none([one.get("claimed") for one in of_ranks], saved_keys)
     else:
         only_saved = {key for one in misfits for key in one[0]}
     unfit: dict[str, str] = {}

@@ -198,7 +198,7 @@ class Reading(Protocol):
     """The prepared load of one rank: only the bytes are still to be moved."""
 
     def run(self) -> ReadStats:
-        """Fill every request's `out`. All ranks call it, inside one phase, also a rank for which an earlier reading failed.
+        """Fill every request's `out`, once, and close. All ranks call it, inside one phase, also after an earlier reading has failed.
 
         Raises:
             CorruptCheckpointError: bytes are missing or not as they were written.
@@ -207,7 +207,7 @@ class Reading(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of files and memory. Always called, last."""
+        """Let go of files, sockets and memory; also of a reading that has not run."""
 
 
 class LoadingStrategy(Protocol):

@@ -61,7 +61,7 @@ def test_ranks_that_load_into_different_memory_are_told_so(tmp_path: Path) -> No
     assert (
         said
         == [
-            "cpu_transfer=False: rank 0 into npu memory, rank 1 into cpu memory; bytes cannot travel between the two so, give "
+            "cpu_transfer=False: rank 0 into npu memory, rank 1 into cpu memory; bytes cannot travel between them; give "
             "cpu_transfer=True"
         ]
         * 2

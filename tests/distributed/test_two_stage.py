@@ -232,7 +232,7 @@ def _refused(topology: Topology, root: Path, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"max_in_flight_mib": 3}, "max_in_flight_mib=3: 4 MiB are the least, for 1 block of 4 MiB"),
+        ({"max_in_flight_mib": 3}, "max_in_flight_mib=3: expected at least 4, for 1 block of 4 MiB"),
         ({"group": "data"}, "group=data of TwoStageLoad: the run has no process group of that name, it has none"),
         ({"cpu_transfer": False}, "torch.distributed, which is not initialized"),
     ],

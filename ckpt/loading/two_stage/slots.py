@@ -138,8 +138,8 @@ def make_slots(
     count = min(in_flight_bytes // slot_bytes, MAX_SLOTS)
     if count < kinds:
         raise ConfigurationError(
-            f"max_in_flight_mib={in_flight_bytes >> 20}: {-(-slot_bytes * kinds >> 20)} MiB are the least, for "
-            f"{kinds} block{'s' * (kinds - 1)} of {slot_bytes / 2**20:.0f} MiB, which are checked as one"
+            f"max_in_flight_mib={in_flight_bytes >> 20}: expected at least {-(-slot_bytes * kinds >> 20)}, for "
+            f"{kinds} block{'s' * (kinds - 1)} of {slot_bytes / 2**20:.0f} MiB, each of which is checked as one"
         )
     on_device = None if device is None else DeviceSlots(_device_memory(slot_bytes, count, kinds, device))
     if on_device is not None:

@@ -45,8 +45,8 @@ class Want(NamedTuple):
 
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> Want:
-        *first, stretches = row
-        return cls(*first, tuple((start, stop) for start, stop in stretches))
+        file, offset, unit, whole, stretches = row
+        return cls(file, offset, unit, whole, tuple((start, stop) for start, stop in stretches))
 
 
 class ChunkRange(NamedTuple):

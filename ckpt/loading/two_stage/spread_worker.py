@@ -44,13 +44,15 @@ STEPS = ("storage", "network", "place", "wait")
 
 
 @dataclass(frozen=True, slots=True)
-class SpreadJob:
-    """Everything that one rank needs to run its part; prepared before a byte moves.
+class TwoStageReading:
+    """The prepared load of one rank: everything it needs, before a byte moves. See `Reading`.
 
     Attributes:
         link: to the neighbours; None: there are none, or they share no memory.
         transport: to other hosts; None: there are none.
         topology: told whenever something has moved; `timeout_s` is how long other ranks may be silent.
+        timers: `run` adds the seconds of each of `STEPS`.
+        give_up: called when `run` has failed, and transfers may still be under way.
     """
 
     part: RankPart
@@ -59,54 +61,33 @@ class SpreadJob:
     link: HostLink | None
     transport: Transport | None
     topology: Topology
-
-    def close(self) -> None:
-        """Wait for copies to devices; close files and sockets."""
-        self.slots.close()
-        self.endpoints.close()
-        if self.link is not None:
-            self.link.close()
-
-
-@dataclass(slots=True)
-class TwoStageReading:
-    """The prepared load of one rank. See `Reading`.
-
-    Attributes:
-        job: None: it has run, once.
-        timers: `run` adds the seconds of each of `STEPS`.
-        give_up: called when `run` has failed, and transfers may still be under way.
-    """
-
-    job: SpreadJob | None
     timers: Timers
     give_up: Callable[[], None]
 
     def run(self) -> ReadStats:
-        """See `Reading.run`. Lets go of all memory at its end: other readings may follow, and neighbours that wait for a rank that
-        failed learn of it from its closed sockets, long before all ranks agree on the error."""
-        job, self.job = self.job, None
-        assert job is not None, "a reading runs once"
+        """See `Reading.run`. Closes sockets at its end, from which neighbours that wait for a rank that failed learn of it, long before
+        all ranks agree on the error."""
         seconds = dict.fromkeys(STEPS, 0.0)
         try:
-            job.endpoints.begin()
-            if job.link is not None:
-                job.link.join(job.part.neighbours, job.topology)
-            SpreadWorker(job, seconds).run()
+            self.endpoints.begin()
+            if self.link is not None:
+                self.link.join(self.part.neighbours, self.topology)
+            SpreadWorker(self, seconds).run()
         except BaseException:
             self.give_up()
             raise
         finally:
             for name, taken in seconds.items():
                 self.timers[name].append(taken)
-            job.close()
-        return ReadStats(job.endpoints.bytes_read, job.endpoints.bytes_needed)
+            self.close()
+        return ReadStats(self.endpoints.bytes_read, self.endpoints.bytes_needed)
 
     def close(self) -> None:
         """See `Reading.close`."""
-        if self.job is not None:
-            self.job.close()
-            self.job = None
+        self.slots.close()
+        self.endpoints.close()
+        if self.link is not None:
+            self.link.close()
 
 
 @dataclass(slots=True)
@@ -127,25 +108,23 @@ class SpreadWorker:
     """The three threads of one rank for one load.
 
     Args:
-        job: its link has been joined.
+        job: its link has been joined, and it is closed by the caller.
         seconds: by name, of `STEPS`; counted up while it runs.
     """
 
-    def __init__(self, job: SpreadJob, seconds: dict[str, float]) -> None:
+    def __init__(self, job: TwoStageReading, seconds: dict[str, float]) -> None:
         self._job = job
         self._seconds = seconds
         part, slots = job.part, job.slots
         self._failure: BaseException | None = None
-        self._partners = {rank for number, to in part.network.items() for rank in (part.blocks[number].reader, *to)} - {
-            part.rank
-        }
+        carried = [(part.blocks[number].reader, *to) for number, to in part.network.items()]
+        self._partners = set(chain.from_iterable(carried)) - {part.rank}
         # Of the calling thread. Unfinished: blocks to place, slots to free, and the reads of this rank for itself.
         self._unfinished = part.num_wanted + len(part.takers) + 1
         self._to_carry = len(part.network)
-        self._from = Counter(part.sources)  # neighbour -> blocks that this rank has yet to take from it
-        self._owing = Counter(
-            chain.from_iterable(part.takers.values())
-        )  # neighbour -> blocks of ours it has yet to take
+        # Neighbour -> blocks that this rank has yet to take from it; blocks of this rank that it has yet to take.
+        self._from = Counter(part.sources)
+        self._owing = Counter(chain.from_iterable(part.takers.values()))
         self._open: dict[int, _Open] = {}
         self._last_heard = time.monotonic()
         # Between the threads: slots, None for the end; and calls that the calling thread makes for the others.
@@ -398,4 +377,4 @@ def _queue_of(slots: Iterable[int]) -> SimpleQueue[int | None]:
 
 
 def _left(rank: int) -> RankLeftError:
-    return RankLeftError(f"rank {rank} left before it had given and taken all", rank=rank)
+    return RankLeftError(f"rank {rank} left before all blocks had been exchanged", rank=rank)

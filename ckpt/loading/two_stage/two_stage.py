@@ -29,7 +29,7 @@ from ckpt.loading.two_stage.host import HostLink
 from ckpt.loading.two_stage.network import KeptTransports, Transport
 from ckpt.loading.two_stage.slots import SLOT_BYTES, Slots, make_slots
 from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Want, part_of, plan_spread
-from ckpt.loading.two_stage.spread_worker import SpreadJob, TwoStageReading
+from ckpt.loading.two_stage.spread_worker import TwoStageReading
 from ckpt.loading.two_stage.timing import Timers, timed
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology, first_difference, group_of
@@ -142,8 +142,8 @@ class TwoStageLoad:
                 slots = self._slots(link, wants, device, num_hosts=len(here), alone=len(group.members) == 1)
                 part = part_of(plan_spread(wants, slots.slot_bytes), here, topology.rank, endpoints.held)
             unless_prepared.pop_all()
-        job = SpreadJob(part, slots, endpoints, link, transport, topology)
-        return TwoStageReading(job, self.timers, partial(self._transports.give_up, topology.rank))
+        give_up = partial(self._transports.give_up, topology.rank)
+        return TwoStageReading(part, slots, endpoints, link, transport, topology, self.timers, give_up)
 
     def close(self) -> None:
         """See `LoadingStrategy.close`."""
@@ -256,5 +256,5 @@ def _require_one_device(devices: Sequence[str | None]) -> None:
     if len(first) > 1:
         ways = ", ".join(f"rank {rank} into {device} memory" for device, rank in first.items())
         raise ConfigurationError(
-            f"cpu_transfer=False: {ways}; bytes cannot travel between the two so, give cpu_transfer=True"
+            f"cpu_transfer=False: {ways}; bytes cannot travel between them; give cpu_transfer=True"
         )

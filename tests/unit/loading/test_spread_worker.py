@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import cast
 
@@ -13,7 +14,7 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.slots import Slots
 from ckpt.loading.two_stage.spread_blocks import ChunkRange, Spread, SpreadBlock, part_of
-from ckpt.loading.two_stage.spread_worker import STEPS, SpreadJob, SpreadWorker
+from ckpt.loading.two_stage.spread_worker import STEPS, SpreadWorker, TwoStageReading
 from ckpt.ranks.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("collected")
@@ -49,13 +50,15 @@ class FakeEndpoints:
 def worker(endpoints: FakeEndpoints, blocks: int, slots: int) -> SpreadWorker:
     travel = [SpreadBlock(n, 0, (0,), (ChunkRange(("f", 0), n * SLOT, (n + 1) * SLOT),)) for n in range(blocks)]
     own = [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
-    job = SpreadJob(
+    job = TwoStageReading(
         part=part_of(Spread({0: own}, travel), [[0]], rank=0),
         slots=Slots(torch.empty(slots * SLOT, dtype=torch.uint8), SLOT, slots, 0),
         endpoints=cast(RankEndpoints, endpoints),
         link=None,
         transport=None,
         topology=Topology.alone(),
+        timers=defaultdict(list),
+        give_up=lambda: None,
     )
     return SpreadWorker(job, dict.fromkeys(STEPS, 0.0))
 

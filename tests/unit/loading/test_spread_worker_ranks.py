@@ -34,7 +34,7 @@ from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import DONE, READY, HostLink
 from ckpt.loading.two_stage.slots import MAX_SLOTS, Slots
 from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, part_of, plan_spread
-from ckpt.loading.two_stage.spread_worker import SpreadJob, TwoStageReading
+from ckpt.loading.two_stage.spread_worker import TwoStageReading
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
 from ckpt.storage.extents import ALIGNMENT, WantedBox
@@ -215,15 +215,17 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
             assert link.reach([(other, made.address) for other in neighbours[rank] if (made := links[other])])
         host = torch.zeros(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[rank]
         case.spoil(rank, endpoints[rank])
-        job = SpreadJob(
+        reading = TwoStageReading(
             part=part_of(spread, case.hosts, rank),
             slots=Slots(host, slot_bytes, case.slots, receiving),
             endpoints=endpoints[rank],
             link=link,
             transport=wires.end(rank) if len(case.hosts) > 1 else None,
             topology=topology,
+            timers=defaultdict(list),
+            give_up=lambda: None,
         )
-        readings.append(TwoStageReading(job, defaultdict(list), lambda: None))
+        readings.append(reading)
     with ThreadPoolExecutor(world_size) as ranks:
         futures = [ranks.submit(reading.run) for reading in readings]
         raised = [future.exception(10 * PATIENCE_S) for future in futures]
@@ -354,7 +356,7 @@ def test_a_rank_that_waits_for_one_that_fails_because_of_a_third_hears_of_it_at_
     started = time.monotonic()
     _, _, raised = carry(case, tmp_path)
     assert [type(error) for error in raised] == [KeyboardInterrupt, RankLeftError, RankLeftError]
-    assert str(raised[2]) == "rank 1 left before it had given and taken all"
+    assert str(raised[2]) == "rank 1 left before all blocks had been exchanged"
     assert time.monotonic() - started < PATIENCE_S / 2
 
 
