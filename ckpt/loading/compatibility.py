@@ -42,12 +42,15 @@ def rows_for_object(source: CheckpointSource, component: StateComponent) -> list
     return [source.rows(component, prefix) for prefix in _prefixes_for_object(source, component)]
 
 
-def copies_for_object(source: CheckpointSource, component: StateComponent, rows: Sequence[Rows]) -> list[SavedCopy]:
+def copies_for_object(
+    source: CheckpointSource, component: StateComponent, rows: Sequence[Rows] | None = None
+) -> list[SavedCopy]:
     """The copies that an object is given when the ranks have changed.
 
     Args:
-        rows: `rows_for_object`.
+        rows: `rows_for_object`, as another rank has read them; None: they are read here.
     """
+    rows = rows_for_object(source, component) if rows is None else rows
     return [
         SavedCopy.of(f"{component.key}/{prefix}", source.entries(component, prefix), of_copy)
         for prefix, of_copy in zip(_prefixes_for_object(source, component), rows, strict=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointError, describe, rebuild, sentence
 from ckpt.format.stored import read_manifest
-from ckpt.loading.compatibility import copies_for_object, fit, goes_on, require_something, rows_for_object
+from ckpt.loading.compatibility import copies_for_object, fit, goes_on, require_something
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.legacy import OldSource, old_files
 from ckpt.loading.report import ComponentReport, Misfits, Status
@@ -127,7 +127,8 @@ def _preview(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent]
         matches = [_matched(source, one, strict) for source, one in zip(sources, ones, strict=True)]
         report = settle(first, [match.to_json() for match in matches], matches[0].saved_keys, strict=strict)
         if report.changed:
-            matches = [_with_all_copies(source, one) for source, one in zip(sources, ones, strict=True)]
+            copies = [copies_for_object(source, one) for source, one in zip(sources, ones, strict=True)]
+            matches = [match_changed(one, of_rank) for one, of_rank in zip(ones, copies, strict=True)]
             count = sum(match.restored for match in matches)
             report = dataclasses.replace(report, restored=count, wanted=count)
         if goes_on(report):
@@ -159,10 +160,6 @@ def _misfits(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent]
     return settle(optional[0], [one.to_json() for one in matches], matches[0].saved_keys, strict=False).misfits
 
 
-def _with_all_copies(source: CheckpointSource, component: StateComponent) -> Match:
-    return match_changed(component, copies_for_object(source, component, rows_for_object(source, component)))
-
-
 def _applied(matches: Sequence[Match], report: ComponentReport) -> ComponentReport:
     """Apply the matches to objects that need no tensor, or hold their tensors themselves."""
     for rank, one in enumerate(matches):
@@ -181,8 +178,7 @@ def _applied(matches: Sequence[Match], report: ComponentReport) -> ComponentRepo
 def _plain(source: CheckpointSource, component: StateComponent) -> list[dict[Any, Any]]:
     if component.elastic not in DECIDED_BY_OBJECT:
         return []
-    copies = copies_for_object(source, component, rows_for_object(source, component))
-    return [copy.nested_plain for copy in copies]
+    return [copy.nested_plain for copy in copies_for_object(source, component)]
 
 
 def _named(key: str, text: str) -> str:

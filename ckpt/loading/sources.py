@@ -133,7 +133,9 @@ class CommittedSource:
                 f"component {component.key} out.",
                 component=component.key,
             )
-        return _own_prefix(was, saved.group_name or "", self._topology)
+        group = saved.group_name or ""
+        numbers = {SharingPattern.PER_RANK: self._topology.rank, SharingPattern.PER_NODE: self._topology.node_rank}
+        return copy_prefix(was, numbers[was] if was in numbers else self._topology.groups[group].instance, group)
 
     def moved(self, component: StateComponent) -> str | None:
         """See `CheckpointSource.moved`."""
@@ -290,14 +292,6 @@ def _same_ones(pattern: SharingPattern, world_size: int) -> str:
     if pattern is SharingPattern.PER_RANK:
         return f"Run on {world_size} ranks"
     return "Run on the same nodes" if pattern is SharingPattern.PER_NODE else "Run with the same groups"
-
-
-def _own_prefix(pattern: SharingPattern, group: str, topology: Topology) -> str:
-    if pattern is SharingPattern.PER_RANK:
-        return copy_prefix(pattern, topology.rank)
-    if pattern is SharingPattern.PER_NODE:
-        return copy_prefix(pattern, topology.node_rank)
-    return copy_prefix(pattern, topology.groups[group].instance, group)
 
 
 def _note_damage(

@@ -8,7 +8,7 @@ import torch
 
 from ckpt.format.gc_pause import gc_paused
 from ckpt.loading.chunk_reader import ChunkReader, delivered
-from ckpt.loading.strategy import ReadRequest, Stored, StoredPart, by_chunk, bytes_of
+from ckpt.loading.strategy import ReadRequest, ReadStats, Stored, StoredPart, by_chunk, bytes_of
 from ckpt.loading.two_stage.spread_blocks import ChunkKey, ChunkRange, Want
 from ckpt.memory.copies import Filling
 from ckpt.storage.extents import WantedBytes
@@ -29,7 +29,7 @@ class RankEndpoints:
     def __init__(
         self, requests: Sequence[ReadRequest], checkpoint: Stored, reader: ChunkReader, slab_bytes: int
     ) -> None:
-        self.bytes_needed = bytes_of(requests)
+        self._bytes_needed = bytes_of(requests)
         self._reader = reader
         self._filling = Filling(slab_bytes)
         self._devices = {request.out.device for request in requests}
@@ -46,10 +46,9 @@ class RankEndpoints:
             if key not in held
         }
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that this rank has read from storage."""
-        return self._reader.bytes_read
+    def stats(self) -> ReadStats:
+        """The bytes that this rank has read from storage, and needs."""
+        return ReadStats(self._reader.bytes_read, self._bytes_needed)
 
     def wants(self) -> list[Want]:
         """What this rank wants of the chunks in storage, for all ranks to know."""

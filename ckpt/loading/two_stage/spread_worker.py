@@ -80,7 +80,7 @@ class TwoStageReading:
             for name, taken in seconds.items():
                 self.timers[name].append(taken)
             self.close()
-        return ReadStats(self.endpoints.bytes_read, self.endpoints.bytes_needed)
+        return self.endpoints.stats()
 
     def close(self) -> None:
         """See `Reading.close`."""
