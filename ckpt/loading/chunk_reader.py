@@ -6,18 +6,17 @@ load also into blocks that travel (`ChunkReader.fetch`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ckpt.format.box import Box, chunk_box, num_chunks
-from ckpt.format.dtypes import item_bytes, raw_bytes, torch_dtype
+from ckpt.format.dtypes import raw_bytes, torch_dtype
 from ckpt.format.records import ChunkExtent
 from ckpt.loading.strategy import Stored, StoredPart
 from ckpt.memory.copies import Filling
-from ckpt.storage.extents import ALIGNMENT, ExtentReader, ReadAt
+from ckpt.storage.extents import ExtentReader, ReadAt
 
 
 class ChunkReader:
@@ -61,10 +60,6 @@ class ChunkReader:
         """Bytes read from storage so far; bytes found in host memory do not count."""
         return self._extents.bytes_read + self._bytes_unchecked
 
-    def unit_of(self, chunk: ChunkExtent) -> int:
-        """The bytes of a chunk that are read, and checked, as one; of an encoded chunk, the unit in which its decoded bytes may be cut."""
-        return self._extents.unit_of(chunk) if chunk.raw else ALIGNMENT
-
     def read(self, parts: Sequence[StoredPart], ranges: Sequence[tuple[int, int]] | None = None) -> None:
         """Fill the parts of one chunk, on any device.
 
@@ -86,7 +81,7 @@ class ChunkReader:
         """Read bytes of the chunk that a part lies in, from byte `start` on, into host memory. A decoded chunk is kept for the next call.
 
         Args:
-            memory: flat uint8, as long as the bytes; they are whole units (`unit_of`).
+            memory: flat uint8, as long as the bytes; of a raw chunk with digests, whole blocks.
             name_of: name of the tensor that wants the bytes [begin, end), for messages.
 
         Raises: as `read`.
@@ -132,14 +127,6 @@ class ChunkReader:
         if out is not inside:
             inside.copy_(out)
         return raw_bytes(decoded)
-
-
-def delivered(one: StoredPart) -> ChunkExtent:
-    """The chunk that a part lies in, as `ChunkReader.fetch` gives its bytes: an encoded one as long as its decoded bytes."""
-    chunk = one.chunk
-    if chunk.raw:
-        return chunk
-    return ChunkExtent(chunk.file, chunk.offset, math.prod(one.array.grid) * item_bytes(one.array.dtype), ())
 
 
 def _chunk_of(one: StoredPart) -> Box:

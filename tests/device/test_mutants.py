@@ -191,7 +191,7 @@ MUTANTS = [
     Mutant(
         "a load in two stages waits for whole devices while ranks wait for each other",
         "ckpt/loading/two_stage/spread_worker.py: TwoStageReading.run",
-        "self.endpoints.begin()",
+        "filling.begin(self.wants.devices)",
         "",
         (f"{TWO_STAGE}::test_once_ranks_wait_for_each_other_none_waits_for_its_whole_device",),
     ),

@@ -248,6 +248,7 @@ OF_OTHER_CALLS = {
     "look for newer",  # where a checkpoint is loaded by its path: test_coordinator.py
     "look for links",  # where a damaged file is met in the search for the newest checkpoint: test_incremental_ranks.py
     "report",  # of a save in the background: test_async_faults.py
+    "finalize",  # of an AsyncRequest: test_async_queue.py
     "look into memory",
     "open the memory",  # of a publication: test_publish.py
 }

@@ -21,15 +21,15 @@ from ckpt.format.manifest import CheckpointManifest, Index
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.loading.report import Status
 from ckpt.loading.two_stage import two_stage
-from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import HostLink
 from ckpt.loading.two_stage.network import KeptTransports, TorchTransport
 from ckpt.loading.two_stage.slots import MAX_SLOTS, make_slots
-from ckpt.loading.two_stage.spread_blocks import ChunkRange
 from ckpt.loading.two_stage.timing import summarize
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
+from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
+from ckpt.storage.extents import WantedBytes
 from recipes.benchmark.measuring import PeakMemory
 from tests.ranks import Dead, run_ranks
 from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits, same_bits
@@ -354,10 +354,10 @@ def _one_cannot_place(topology: Topology, root: Path, options: dict[str, Any]) -
     path = made.save_checkpoint(checkpoint_id="1")
     if topology.rank == 1:
 
-        def place(self: RankEndpoints, piece: ChunkRange, memory: torch.Tensor) -> None:
+        def place(self: Filling, wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
             raise RuntimeError("the device is full")
 
-        RankEndpoints.place = place  # type: ignore[method-assign]
+        Filling.place = place  # type: ignore[method-assign]
     started = time.monotonic()
     with pytest.raises(CheckpointError) as caught:
         made.load_checkpoint(path)

@@ -3,7 +3,7 @@
 Files, in the order in which data travels:
 
     two_stage               the loading strategy: ranks agree on a plan
-    endpoints               what one rank wants; where its bytes come from, and where they belong
+    wants                   the bytes that one rank wants, by chunk
     spread_blocks           the plan: which rank reads which bytes for which ranks
     spread_worker           reads, sends, receives and places blocks
     slots                   the memory that blocks travel in, which bounds them

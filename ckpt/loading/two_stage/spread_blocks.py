@@ -14,51 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from ckpt.loading.two_stage.wants import ChunkKey, ChunkRange, Want
 
 Ranks = tuple[int, ...]
-ChunkKey = tuple[str, int]
-"""File and offset: no two chunks share them."""
 
 PIECE_ALIGNMENT = 64
 """Every piece begins at a multiple of it in its block, so that its elements can be used where they are."""
-
-
-class Want(NamedTuple):
-    """The bytes that a rank wants of one chunk. Travels as JSON.
-
-    Attributes:
-        unit: bytes that are read as one.
-        whole: the chunk is decoded as one, by the rank that reads of it.
-        stretches: ascending [start, stop), of whole units but for the end of the chunk.
-    """
-
-    file: str
-    offset: int
-    unit: int
-    whole: bool
-    stretches: tuple[tuple[int, int], ...]
-
-    @property
-    def key(self) -> ChunkKey:
-        return self.file, self.offset
-
-    @classmethod
-    def from_json(cls, row: Sequence[Any]) -> Want:
-        file, offset, unit, whole, stretches = row
-        return cls(file, offset, unit, whole, tuple((start, stop) for start, stop in stretches))
-
-
-class ChunkRange(NamedTuple):
-    """The bytes [start, stop) of one chunk."""
-
-    key: ChunkKey
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,15 @@ from typing import Any
 import torch
 
 from ckpt.errors import RankLeftError, sentence
+from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadStats
-from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import DONE, READY, HostLink
 from ckpt.loading.two_stage.network import Transport
 from ckpt.loading.two_stage.slots import Slots
 from ckpt.loading.two_stage.spread_blocks import RankPart, SpreadBlock
 from ckpt.loading.two_stage.timing import Timers
+from ckpt.loading.two_stage.wants import ChunkRange, RankWants
+from ckpt.memory.copies import Filling
 from ckpt.memory.device import same_device
 from ckpt.ranks.topology import Topology
 
@@ -48,6 +50,8 @@ class TwoStageReading:
     """The prepared load of one rank: everything it needs, before a byte moves. See `Reading`.
 
     Attributes:
+        reader: reads for the reader thread, from storage to slots, and to tensors what this rank alone wants.
+        filling: copies from slots to tensors, for the calling thread.
         link: to the neighbours; None: there are none, or they share no memory.
         transport: to other hosts; None: there are none.
         topology: told whenever something has moved; `timeout_s` is how long other ranks may be silent.
@@ -56,8 +60,10 @@ class TwoStageReading:
     """
 
     part: RankPart
+    wants: RankWants
+    reader: ChunkReader
+    filling: Filling
     slots: Slots
-    endpoints: RankEndpoints
     link: HostLink | None
     transport: Transport | None
     topology: Topology
@@ -69,7 +75,8 @@ class TwoStageReading:
         all ranks agree on the error."""
         seconds = dict.fromkeys(STEPS, 0.0)
         try:
-            self.endpoints.begin()
+            for filling in (self.reader.filling, self.filling):
+                filling.begin(self.wants.devices)  # to wait for devices later could mean waiting for other ranks
             if self.link is not None:
                 self.link.join(self.part.neighbours, self.topology)
             SpreadWorker(self, seconds).run()
@@ -80,12 +87,13 @@ class TwoStageReading:
             for name, taken in seconds.items():
                 self.timers[name].append(taken)
             self.close()
-        return self.endpoints.stats()
+        return ReadStats(self.reader.bytes_read, self.wants.num_bytes)
 
     def close(self) -> None:
         """See `Reading.close`."""
         self.slots.close()
-        self.endpoints.close()
+        self.reader.close()
+        self.filling.close()
         if self.link is not None:
             self.link.close()
 
@@ -268,8 +276,10 @@ class SpreadWorker:
         if self._failure is None:
             try:
                 with self._timed("place"):
+                    place = self._job.filling.place if memory.device.type == "cpu" else self._job.filling.place_within
                     for at, piece in block.places():
-                        self._job.endpoints.place(piece, memory[at : at + piece.num_bytes])
+                        wanted = self._job.wants.places[piece.key]
+                        place(wanted, piece.start, piece.stop, memory[at : at + piece.num_bytes])
             except Exception as error:
                 self._failure = error
         self._unfinished -= 1
@@ -313,14 +323,22 @@ class SpreadWorker:
             if block.number in self._job.part.network:
                 self._to_send.put(slot)
         for _, pieces in groupby(self._job.part.own, key=lambda piece: piece.key):
-            self._attempt(partial(self._job.endpoints.read_own, list(pieces)))
+            self._attempt(partial(self._read_own, list(pieces)))
         self._call(self._finish_own)
 
     def _fetch(self, block: SpreadBlock, slot: int) -> None:
         memory = self._job.slots.read_into(slot)
         for at, piece in block.places():
-            self._job.endpoints.fetch(piece, memory[at : at + piece.num_bytes])
+            part = self._job.wants.parts[piece.key][0]
+            name_of = self._job.wants.places[piece.key].name_of
+            self._job.reader.fetch(part, piece.start, memory[at : at + piece.num_bytes], name_of)
         self._job.slots.is_read(slot, block.num_bytes)
+
+    def _read_own(self, pieces: Sequence[ChunkRange]) -> None:
+        """Read pieces of one chunk to the tensors of this rank; a chunk in memory of this host as it is wanted."""
+        wants, key = self._job.wants, pieces[0].key
+        ranges = [(piece.start, piece.stop) for piece in pieces] if key in wants.places else None
+        self._job.reader.read(wants.parts[key], ranges)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         """Read, unless something has failed; the calling thread raises the error, at the end."""

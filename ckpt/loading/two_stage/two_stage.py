@@ -24,13 +24,14 @@ from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import digest_of
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, Stored, in_flight_bytes
-from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import HostLink
 from ckpt.loading.two_stage.network import KeptTransports, Transport
 from ckpt.loading.two_stage.slots import SLOT_BYTES, Slots, make_slots
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Want, part_of, plan_spread
+from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, part_of, plan_spread
 from ckpt.loading.two_stage.spread_worker import TwoStageReading
 from ckpt.loading.two_stage.timing import Timers, timed
+from ckpt.loading.two_stage.wants import Want, wants_of
+from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology, first_difference, group_of
 from ckpt.storage.extents import ALIGNMENT, ReadAt
@@ -97,26 +98,17 @@ class TwoStageLoad:
         with ExitStack() as unless_prepared:
             with topology.phase("say what is wanted") as phase:
                 verify = verify and checkpoint.has_digests
-                reader = ChunkReader(
-                    checkpoint,
-                    verify=verify,
-                    slab_bytes=SLOT_BYTES,
-                    progress=topology.progress,
-                    read_at=self._read_at,
-                    role="filling by the reader thread",
-                )
-                endpoints = RankEndpoints(requests, checkpoint, reader, SLOT_BYTES)
-                rows = endpoints.wants()
+                mine = wants_of(requests, checkpoint, verify=verify)
                 members = self._members(topology)
                 link = self._link_for(topology, members)
                 if link is not None:
                     unless_prepared.callback(link.close)
                 phase.payload = _Announcement(
-                    digest_of(json.dumps(rows).encode()),
+                    digest_of(json.dumps(mine.wants).encode()),
                     members,
                     link.address if link is not None else None,
                     self._settings(verify),
-                    device.type if rows and not self._cpu_transfer else None,
+                    device.type if mine.wants and not self._cpu_transfer else None,
                 )
             announced = [_Announcement(*one) for one in phase.payloads]
             _require_alike([one.settings for one in announced])
@@ -125,7 +117,7 @@ class TwoStageLoad:
             with topology.phase("meet") as phase:
                 alike = [rank for rank in group.members if announced[rank].wants == announced[topology.rank].wants]
                 has_met = _has_met(link, announced, _neighbours(topology, group.members))
-                phase.payload = [rows if topology.rank == min(alike) else None, has_met, self._transports.offer()]
+                phase.payload = [mine.wants if topology.rank == min(alike) else None, has_met, self._transports.offer()]
             rows_of, met, offers = zip(*phase.payloads, strict=True)
             hosts = {
                 instance: _by_host(topology, instance, share=all(met[rank] for rank in instance))
@@ -140,10 +132,20 @@ class TwoStageLoad:
                     link.close()
                     link = None
                 slots = self._slots(link, wants, device, num_hosts=len(here), alone=len(group.members) == 1)
-                part = part_of(plan_spread(wants, slots.slot_bytes), here, topology.rank, endpoints.held)
+                part = part_of(plan_spread(wants, slots.slot_bytes), here, topology.rank, mine.held)
             unless_prepared.pop_all()
+        reader = ChunkReader(
+            checkpoint,
+            verify=verify,
+            slab_bytes=SLOT_BYTES,
+            progress=topology.progress,
+            read_at=self._read_at,
+            role="filling by the reader thread",
+        )
         give_up = partial(self._transports.give_up, topology.rank)
-        return TwoStageReading(part, slots, endpoints, link, transport, topology, self.timers, give_up)
+        return TwoStageReading(
+            part, mine, reader, Filling(SLOT_BYTES), slots, link, transport, topology, self.timers, give_up
+        )
 
     def close(self) -> None:
         """See `LoadingStrategy.close`."""

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, ChunkRange, Spread, Want, plan_spread
+from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Spread, plan_spread
+from ckpt.loading.two_stage.wants import ChunkRange, Want
 
 UNIT = 16
 SLOT_BYTES = 4 * PIECE_ALIGNMENT

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
 import torch
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.loading.two_stage.endpoints import RankEndpoints
+from ckpt.format.records import ChunkExtent
+from ckpt.loading.chunk_reader import ChunkReader
+from ckpt.loading.strategy import StoredPart
 from ckpt.loading.two_stage.slots import Slots
-from ckpt.loading.two_stage.spread_blocks import ChunkRange, Spread, SpreadBlock, part_of
+from ckpt.loading.two_stage.spread_blocks import Spread, SpreadBlock, part_of
 from ckpt.loading.two_stage.spread_worker import STEPS, SpreadWorker, TwoStageReading
+from ckpt.loading.two_stage.wants import ChunkRange, RankWants
+from ckpt.memory.copies import Filling
 from ckpt.ranks.topology import Topology
+from ckpt.storage.extents import WantedBytes
 
 pytestmark = pytest.mark.usefixtures("collected")
 
@@ -24,36 +29,40 @@ PATIENCE_S = 20.0
 
 
 class FakeEndpoints:
-    """Pieces of 64 bytes that hold their own number; what happens is noted, and may be made to wait."""
+    """Reads and places pieces of 64 bytes that hold their own number; notes what happens, and may be made to wait."""
 
     def __init__(self) -> None:
         self.placed: dict[int, int] = {}
-        self.own: list[ChunkRange] = []
+        self.own: list[list[tuple[int, int]]] = []
         self.begun = [threading.Event() for _ in range(1000)]
         self.fails_at: int | None = None
 
-    def fetch(self, piece: ChunkRange, memory: torch.Tensor) -> None:
-        number = piece.start // SLOT
+    def fetch(self, part: StoredPart, start: int, memory: torch.Tensor, name_of: Callable[[int, int], str]) -> None:
+        number = start // SLOT
         self.begun[number].set()
         if number == self.fails_at:
             raise CorruptCheckpointError(f"piece {number} is damaged")
         memory.fill_(number % 256)
 
-    def place(self, piece: ChunkRange, memory: torch.Tensor) -> None:
+    def place(self, wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
         assert memory.unique().numel() == 1
-        self.placed[piece.start // SLOT] = int(memory[0])
+        self.placed[start // SLOT] = int(memory[0])
 
-    def read_own(self, pieces: Sequence[ChunkRange]) -> None:
-        self.own += pieces
+    def read(self, parts: Sequence[StoredPart], ranges: list[tuple[int, int]]) -> None:
+        self.own.append(ranges)
 
 
 def worker(endpoints: FakeEndpoints, blocks: int, slots: int) -> SpreadWorker:
     travel = [SpreadBlock(n, 0, (0,), (ChunkRange(("f", 0), n * SLOT, (n + 1) * SLOT),)) for n in range(blocks)]
     own = [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
+    keys = {piece.key for piece in [*own, *(block.pieces[0] for block in travel)]}
+    places = {key: WantedBytes(ChunkExtent(*key, 0, ()), []) for key in keys}
     job = TwoStageReading(
         part=part_of(Spread({0: own}, travel), [[0]], rank=0),
+        wants=RankWants({key: [cast(StoredPart, None)] for key in keys}, places, [], [], set(), 0),
+        reader=cast(ChunkReader, endpoints),
+        filling=cast(Filling, endpoints),
         slots=Slots(torch.empty(slots * SLOT, dtype=torch.uint8), SLOT, slots, 0),
-        endpoints=cast(RankEndpoints, endpoints),
         link=None,
         transport=None,
         topology=Topology.alone(),
@@ -68,10 +77,10 @@ def test_the_next_block_is_read_while_one_is_put_in_place() -> None:
     endpoints = FakeEndpoints()
     place = endpoints.place
 
-    def place_slowly(piece: ChunkRange, memory: torch.Tensor) -> None:
-        if piece.start == 0:
+    def place_slowly(wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
+        if start == 0:
             assert endpoints.begun[1].wait(PATIENCE_S), "nothing is read as long as a block is put in place"
-        place(piece, memory)
+        place(wanted, start, stop, memory)
 
     endpoints.place = place_slowly  # type: ignore[method-assign]
     worker(endpoints, blocks=3, slots=2).run()
@@ -83,10 +92,10 @@ def test_no_more_blocks_are_under_way_than_there_are_slots() -> None:
     place = endpoints.place
     begun_too_early = []
 
-    def place_slowly(piece: ChunkRange, memory: torch.Tensor) -> None:
-        number = piece.start // SLOT
+    def place_slowly(wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
+        number = start // SLOT
         begun_too_early.append(endpoints.begun[number + 2].wait(0.02))
-        place(piece, memory)
+        place(wanted, start, stop, memory)
 
     endpoints.place = place_slowly  # type: ignore[method-assign]
     worker(endpoints, blocks=10, slots=2).run()
@@ -97,7 +106,7 @@ def test_no_more_blocks_are_under_way_than_there_are_slots() -> None:
 def test_what_one_rank_alone_wants_is_read_chunk_by_chunk_after_the_blocks() -> None:
     endpoints = FakeEndpoints()
     worker(endpoints, blocks=1, slots=1).run()
-    assert endpoints.own == [ChunkRange(("a", 0), 0, 10), ChunkRange(("a", 0), 20, 30), ChunkRange(("b", 0), 0, 5)]
+    assert endpoints.own == [[(0, 10), (20, 30)], [(0, 5)]]
 
 
 def test_damage_is_raised_when_all_blocks_have_gone_their_way() -> None:
@@ -116,10 +125,10 @@ def test_whatever_ends_the_reader_is_raised_by_the_calling_thread() -> None:
     """Which would wait for it for ever, and say all the time that it moves."""
     endpoints = FakeEndpoints()
 
-    def ended(pieces: Sequence[ChunkRange]) -> None:
+    def ended(parts: Sequence[StoredPart], ranges: list[tuple[int, int]]) -> None:
         raise SystemExit("enough")
 
-    endpoints.read_own = ended  # type: ignore[method-assign]
+    endpoints.read = ended  # type: ignore[method-assign]
     with pytest.raises(SystemExit, match="enough"):
         worker(endpoints, blocks=2, slots=1).run()
 
@@ -127,7 +136,7 @@ def test_whatever_ends_the_reader_is_raised_by_the_calling_thread() -> None:
 def test_an_interrupt_ends_both_threads() -> None:
     endpoints = FakeEndpoints()
 
-    def interrupted(piece: ChunkRange, memory: torch.Tensor) -> None:
+    def interrupted(wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
         raise KeyboardInterrupt
 
     endpoints.place = interrupted  # type: ignore[method-assign]
@@ -141,7 +150,7 @@ def test_an_interrupt_ends_a_reader_that_is_far_ahead() -> None:
     """It has more to say than a socket takes, and nobody listens any more."""
     endpoints = FakeEndpoints()
 
-    def interrupted(piece: ChunkRange, memory: torch.Tensor) -> None:
+    def interrupted(wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
         endpoints.begun[600].wait(1.0)
         raise KeyboardInterrupt
 

@@ -30,11 +30,12 @@ from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, StoredPart
-from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import DONE, READY, HostLink
 from ckpt.loading.two_stage.slots import MAX_SLOTS, Slots
 from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, part_of, plan_spread
 from ckpt.loading.two_stage.spread_worker import TwoStageReading
+from ckpt.loading.two_stage.wants import wants_of
+from ckpt.memory.copies import Filling
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
 from ckpt.storage.extents import ALIGNMENT, WantedBox
@@ -176,7 +177,7 @@ class Case:
     block_bytes: int
     verify: bool
     slots: int
-    spoil: Callable[[int, RankEndpoints], None] = field(default=lambda rank, endpoints: None)
+    spoil: Callable[[TwoStageReading], None] = field(default=lambda reading: None)
     patience_s: float = PATIENCE_S
 
 
@@ -199,8 +200,8 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
     world_size = len(requests)
     topology = Topology.alone()
     topology.timeout_s = case.patience_s
-    endpoints = [RankEndpoints(mine, stock, _reader(stock, topology, case.verify), 64) for mine in requests]
-    wants = [(one.wants(), (rank,)) for rank, one in enumerate(endpoints)]
+    wants_by_rank = [wants_of(mine, stock, verify=case.verify) for mine in requests]
+    wants = [(one.wants, (rank,)) for rank, one in enumerate(wants_by_rank)]
     unit = max((want.unit for rows, _ in wants for want in rows), default=ALIGNMENT)
     slot_bytes = -(-unit // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
     receiving = case.slots if len(case.hosts) > 1 else 0
@@ -214,17 +215,19 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
         if link is not None:
             assert link.reach([(other, made.address) for other in neighbours[rank] if (made := links[other])])
         host = torch.zeros(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[rank]
-        case.spoil(rank, endpoints[rank])
         reading = TwoStageReading(
             part=part_of(spread, case.hosts, rank),
             slots=Slots(host, slot_bytes, case.slots, receiving),
-            endpoints=endpoints[rank],
+            wants=wants_by_rank[rank],
+            reader=_reader(stock, topology, case.verify),
+            filling=Filling(64),
             link=link,
             transport=wires.end(rank) if len(case.hosts) > 1 else None,
             topology=topology,
             timers=defaultdict(list),
             give_up=lambda: None,
         )
+        case.spoil(reading)
         readings.append(reading)
     with ThreadPoolExecutor(world_size) as ranks:
         futures = [ranks.submit(reading.run) for reading in readings]
@@ -295,7 +298,7 @@ def test_every_rank_ends_with_its_bytes_and_each_is_read_once_and_nothing_is_lef
 
 
 @pytest.mark.usefixtures("turns")
-@given(_cases(), st.integers(0, 5), st.sampled_from(["fetch", "place", "read_own"]), st.integers(0, 3))
+@given(_cases(), st.integers(0, 5), st.sampled_from(["fetch", "place", "read"]), st.integers(0, 3))
 @settings(max_examples=20)
 def test_what_fails_on_one_rank_is_raised_there_and_keeps_nobody_waiting(
     case: Case, who: int, what: str, nth: int
@@ -303,9 +306,10 @@ def test_what_fails_on_one_rank_is_raised_there_and_keeps_nobody_waiting(
     """Whatever a rank cannot read or place, it goes on for the others, who may learn of it only when all is carried."""
     failed = []
 
-    def spoil(rank: int, endpoints: RankEndpoints) -> None:
+    def spoil(reading: TwoStageReading) -> None:
+        rank = reading.part.rank
         if rank == who % len(case.wanted):
-            _spoil(endpoints, what, nth, lambda: failed.append(rank), ValueError("as it was to be"))
+            _spoil(reading, what, nth, lambda: failed.append(rank), ValueError("as it was to be"))
 
     case.spoil = spoil
     before = _held()
@@ -318,10 +322,11 @@ def test_what_fails_on_one_rank_is_raised_there_and_keeps_nobody_waiting(
     assert _held() == before
 
 
-def _spoil(endpoints: RankEndpoints, what: str, nth: int, note: Callable[[], None], error: BaseException) -> None:
+def _spoil(reading: TwoStageReading, what: str, nth: int, note: Callable[[], None], error: BaseException) -> None:
     """Let the nth call of this method raise."""
     calls = iter(range(1000))
-    as_ever = getattr(endpoints, what)
+    one: Any = reading.filling if what == "place" else reading.reader
+    as_ever = getattr(one, what)
 
     def spoilt(*args: Any) -> None:
         if next(calls) == nth:
@@ -329,7 +334,7 @@ def _spoil(endpoints: RankEndpoints, what: str, nth: int, note: Callable[[], Non
             raise error
         as_ever(*args)
 
-    setattr(endpoints, what, spoilt)
+    setattr(one, what, spoilt)
 
 
 def _rows(num: int) -> Array:
@@ -344,12 +349,12 @@ def test_a_rank_that_waits_for_one_that_fails_because_of_a_third_hears_of_it_at_
     """Rank 0 and 1 share an array, rank 1 and 2 another; rank 0 is interrupted, and rank 2 has nothing to do with it."""
     gone = threading.Event()
 
-    def spoil(rank: int, endpoints: RankEndpoints) -> None:
-        if rank == 0:
-            _spoil(endpoints, "place", 0, gone.set, KeyboardInterrupt())
-        elif rank == 1:
-            fetch = endpoints.fetch
-            endpoints.fetch = lambda piece, memory: (gone.wait(PATIENCE_S), fetch(piece, memory))[1]  # type: ignore[method-assign]
+    def spoil(reading: TwoStageReading) -> None:
+        if reading.part.rank == 0:
+            _spoil(reading, "place", 0, gone.set, KeyboardInterrupt())
+        elif reading.part.rank == 1:
+            fetch = reading.reader.fetch
+            reading.reader.fetch = lambda *args: (gone.wait(PATIENCE_S), fetch(*args))[1]  # type: ignore[method-assign]
 
     wanted = [[_all_of(0, 40)], [_all_of(0, 40), _all_of(1, 40)], [_all_of(1, 40)]]
     case = Case([_rows(40), _rows(40)], [[0, 1, 2]], wanted, 64, True, 1, spoil)
@@ -363,11 +368,11 @@ def test_a_rank_that_waits_for_one_that_fails_because_of_a_third_hears_of_it_at_
 def test_damage_that_a_rank_has_met_is_told_even_if_its_neighbour_goes(tmp_path: Path) -> None:
     damaged = threading.Event()
 
-    def spoil(rank: int, endpoints: RankEndpoints) -> None:
-        if rank == 0:
-            _spoil(endpoints, "fetch", 0, damaged.set, CorruptCheckpointError("piece 0 is damaged"))
+    def spoil(reading: TwoStageReading) -> None:
+        if reading.part.rank == 0:
+            _spoil(reading, "fetch", 0, damaged.set, CorruptCheckpointError("piece 0 is damaged"))
         else:
-            _spoil(endpoints, "place", 0, lambda: damaged.wait(PATIENCE_S), KeyboardInterrupt())
+            _spoil(reading, "place", 0, lambda: damaged.wait(PATIENCE_S), KeyboardInterrupt())
 
     case = Case([_rows(40)], [[0, 1]], [[_all_of(0, 40)]] * 2, 64, True, 1, spoil)
     _, _, raised = carry(case, tmp_path)
@@ -380,9 +385,9 @@ def test_what_a_rank_reads_for_itself_may_take_longer_than_the_patience_with_oth
 ) -> None:
     """Nobody is silent then: all that was to come from others is there."""
 
-    def spoil(rank: int, endpoints: RankEndpoints) -> None:
-        read_own = endpoints.read_own
-        endpoints.read_own = lambda pieces: (time.sleep(1.0), read_own(pieces))[1]  # type: ignore[method-assign]
+    def spoil(reading: TwoStageReading) -> None:
+        read = reading.reader.read
+        reading.reader.read = lambda *args: (time.sleep(1.0), read(*args))[1]  # type: ignore[method-assign]
 
     wanted = [[_all_of(0, 4), _all_of(1, 4)], [_all_of(0, 4), _all_of(2, 4)]]
     case = Case([_rows(4)] * 3, hosts, wanted, 64, True, 1, spoil, patience_s=0.4)
