@@ -1,4 +1,4 @@
-"""Who reads what for whom, as properties: any chunks, any stretches, any ranks."""
+"""Properties of the plan of a two-stage load: any chunks, any stretches, any ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Spread, plan_spread
+from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Spread, part_of, plan_spread
 from ckpt.loading.two_stage.wants import ChunkRange, Want
 
 UNIT = 16
@@ -105,6 +105,31 @@ def test_blocks_fit_travel_in_order_and_are_read_by_who_can(wants: list[tuple[li
             assert any(block.reader in ranks for rows, ranks in wants for want in rows if want.key == whole[0])
         else:
             assert block.reader in block.destinations
+
+
+@pytest.mark.usefixtures("turns")
+@given(_wants(), st.lists(st.integers(0, 2), min_size=6, max_size=6))
+@settings(max_examples=25)
+def test_on_every_host_one_rank_has_a_block_and_the_others_take_it_from_there(
+    wants: list[tuple[list[Want], tuple[int, ...]]], host_of: list[int]
+) -> None:
+    """The parts of all ranks agree: a block that one sends or gives, another receives or takes."""
+    ranks = sorted(rank for _, some in wants for rank in some)
+    hosts = [here for host in range(3) if (here := [rank for rank in ranks if host_of[rank] == host])]
+    spread = plan_spread(wants, SLOT_BYTES)
+    parts = {rank: part_of(spread, hosts, rank) for rank in ranks}
+    for block in spread.blocks:
+        for here in hosts:
+            having = [rank for rank in here if block.number in parts[rank].takers]
+            assert len(having) == any(rank in here for rank in (block.reader, *block.destinations))
+            taken_by = {taker for rank in having for taker in parts[rank].takers[block.number]}
+            assert taken_by == set(block.destinations) & set(here) - set(having)
+        carrying = {rank for rank in ranks if block.number in parts[rank].network}
+        holders = {rank for rank in ranks if block.number in parts[rank].takers}
+        assert carrying == (holders if len(holders) > 1 else set())
+    for rank, part in parts.items():
+        gives = Counter({giver: sum(rank in some for some in parts[giver].takers.values()) for giver in ranks})
+        assert part.sources == +gives
 
 
 @pytest.mark.parametrize(

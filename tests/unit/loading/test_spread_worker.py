@@ -73,7 +73,7 @@ def worker(endpoints: FakeEndpoints, blocks: int, slots: int) -> SpreadWorker:
 
 
 def test_the_next_block_is_read_while_one_is_put_in_place() -> None:
-    """S1.55: storage does not stand still while tensors are filled."""
+    """S1.55: storage is read while tensors are filled."""
     endpoints = FakeEndpoints()
     place = endpoints.place
 
@@ -122,7 +122,7 @@ def test_damage_is_raised_when_all_blocks_have_gone_their_way() -> None:
 
 
 def test_whatever_ends_the_reader_is_raised_by_the_calling_thread() -> None:
-    """Which would wait for it for ever, and say all the time that it moves."""
+    """Otherwise that thread would wait for ever, and report progress all the time."""
     endpoints = FakeEndpoints()
 
     def ended(parts: Sequence[StoredPart], ranges: list[tuple[int, int]]) -> None:
@@ -147,7 +147,7 @@ def test_an_interrupt_ends_both_threads() -> None:
 
 
 def test_an_interrupt_ends_a_reader_that_is_far_ahead() -> None:
-    """It has more to say than a socket takes, and nobody listens any more."""
+    """It sends more wake-ups than a socket takes, and the calling thread has stopped to receive them."""
     endpoints = FakeEndpoints()
 
     def interrupted(wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are threads, on hosts that are made up, carry what they want to each other: any wants, any hosts, any readers."""
+"""Spread blocks between ranks that are threads, on made-up hosts: any wants, any hosts, any failures."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 class Wires:
-    """Carries blocks between threads as a network does: who sends waits until it is taken."""
+    """Carries blocks between threads as a network does: a sender waits until its block is taken."""
 
     def __init__(self) -> None:
         self._wires: dict[tuple[int, int], SimpleQueue[Any]] = defaultdict(SimpleQueue)
@@ -191,7 +191,7 @@ def _reader(stock: Stock, topology: Topology, verify: bool) -> ChunkReader:
 
 
 def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[Any]]:
-    """Let all ranks run, and return what each wanted, and None or what it raised."""
+    """Run all ranks; return the requests of each, and None or the error that it raised."""
     stock = Stock(root, case.arrays, case.block_bytes)
     requests = [
         [ReadRequest(str(n), f"t{n}", box, _out(box.shape, stock.values[n].dtype, gaps)) for n, box, gaps in wanted]
@@ -303,7 +303,7 @@ def test_every_rank_ends_with_its_bytes_and_each_is_read_once_and_nothing_is_lef
 def test_what_fails_on_one_rank_is_raised_there_and_keeps_nobody_waiting(
     case: Case, who: int, what: str, nth: int
 ) -> None:
-    """Whatever a rank cannot read or place, it goes on for the others, who may learn of it only when all is carried."""
+    """A rank that cannot read or place goes on for the others, and raises when all blocks are exchanged."""
     failed = []
 
     def spoil(reading: TwoStageReading) -> None:
@@ -365,7 +365,7 @@ def test_a_rank_that_waits_for_one_that_fails_because_of_a_third_hears_of_it_at_
     assert time.monotonic() - started < PATIENCE_S / 2
 
 
-def test_damage_that_a_rank_has_met_is_told_even_if_its_neighbour_goes(tmp_path: Path) -> None:
+def test_damage_that_a_rank_has_met_is_raised_even_if_its_neighbour_goes(tmp_path: Path) -> None:
     damaged = threading.Event()
 
     def spoil(reading: TwoStageReading) -> None:
@@ -383,7 +383,7 @@ def test_damage_that_a_rank_has_met_is_told_even_if_its_neighbour_goes(tmp_path:
 def test_what_a_rank_reads_for_itself_may_take_longer_than_the_patience_with_others(
     tmp_path: Path, hosts: list[list[int]]
 ) -> None:
-    """Nobody is silent then: all that was to come from others is there."""
+    """No rank is silent then: all blocks of the others have come."""
 
     def spoil(reading: TwoStageReading) -> None:
         read = reading.reader.read
@@ -398,7 +398,7 @@ def test_what_a_rank_reads_for_itself_may_take_longer_than_the_patience_with_oth
 
 
 def test_a_rank_has_one_descriptor_on_its_way_to_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system allows a user as many as a process may have open files: 64 ranks that tell all others at once need 2016."""
+    """Linux limits descriptors in flight per user to the open files of a process: 64 ranks that send to all others need 2016."""
     lock = threading.Lock()
     under_way, most = 0, 0
 
@@ -429,7 +429,7 @@ def test_a_rank_has_one_descriptor_on_its_way_to_its_neighbours(monkeypatch: pyt
 
 
 def test_all_that_two_ranks_may_have_said_of_their_slots_fits_a_socket() -> None:
-    """Both may be sending: neither listens then."""
+    """Two ranks may be sending to each other, and neither receives then."""
     links = [HostLink(rank, 64) for rank in range(2)]
     links[1].reach([(0, links[0].address)])
     with ThreadPoolExecutor(2) as ranks:
