@@ -6,9 +6,8 @@ not foreseen: only reading finds it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +129,12 @@ def _preview(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent]
             copies = [copies_for_object(source, one) for source, one in zip(sources, ones, strict=True)]
             matches = [match_changed(one, of_rank) for one, of_rank in zip(ones, copies, strict=True)]
             count = sum(match.restored for match in matches)
-            report = dataclasses.replace(report, restored=count, wanted=count)
+            report = replace(report, restored=count, wanted=count)
         if goes_on(report):
             report = _applied(matches, report)
     except Exception as error:  # whatever an object raises when it is asked, it would raise in the load
-        return dataclasses.replace(preview, refusal=_named(first.key, sentence(error)))
-    return dataclasses.replace(
+        return replace(preview, refusal=_named(first.key, sentence(error)))
+    return replace(
         preview,
         report=report,
         plain=_plain(sources[0], first) if goes_on(report) else (),
@@ -155,7 +154,7 @@ def _matched(source: CheckpointSource, component: StateComponent, strict: bool) 
 
 def _misfits(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent]) -> Misfits:
     """The misfits of a load that would leave out whatever does not fit."""
-    optional = [dataclasses.replace(one, required=False) for one in ones]
+    optional = [replace(one, required=False) for one in ones]
     matches = [_matched(source, one, strict=False) for source, one in zip(sources, optional, strict=True)]
     return settle(optional[0], [one.to_json() for one in matches], matches[0].saved_keys, strict=False).misfits
 
@@ -171,7 +170,7 @@ def _applied(matches: Sequence[Match], report: ComponentReport) -> ComponentRepo
             if one.component.required:
                 raise
             failed = report_of_trouble(one.key, rank, rebuild(describe(error)), len(matches))
-            return dataclasses.replace(failed, status=Status.FAILED)
+            return replace(failed, status=Status.FAILED)
     return report
 
 

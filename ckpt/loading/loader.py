@@ -8,12 +8,12 @@ load, or is left out on all ranks: compatibility.py and state_matching.py decide
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ def _is_restored_last(one: Match) -> bool:
     return isinstance(stateful, RestoredLast) and stateful.restored_last
 
 
+@dataclass(frozen=True, slots=True)
 class Loader:
     """Loads one checkpoint into the objects of the components.
 
@@ -80,24 +81,14 @@ class Loader:
         files_of: returns the files that this host holds in memory, of the checkpoint with the manifest given; None: there are none.
     """
 
-    def __init__(
-        self,
-        components: Sequence[StateComponent],
-        topology: Topology,
-        strategy: LoadingStrategy,
-        device: Device,
-        *,
-        verify: bool,
-        allow_pickle: bool,
-        files_of: Callable[[bytes, Topology], HeldFiles] | None = None,
-    ) -> None:
-        self._files_of = files_of
-        self._components = list(components)
-        self._topology = topology
-        self._strategy = strategy
-        self._device = device
-        self._verify = verify
-        self._allow_pickle = allow_pickle
+    components: Sequence[StateComponent]
+    topology: Topology
+    strategy: LoadingStrategy
+    device: Device
+    _: KW_ONLY
+    verify: bool
+    allow_pickle: bool
+    files_of: Callable[[bytes, Topology], HeldFiles] | None = None
 
     def load(self, path: Path, *, strict: bool, may_be_old: bool = False) -> LoadReport:
         """Load once. See `CheckpointCoordinator.load_checkpoint`. Collective.
@@ -108,7 +99,7 @@ class Loader:
         Raises:
             CheckpointGoneError: it was removed meanwhile.
         """
-        before = identity_of(path) if self._topology.is_lead else None
+        before = identity_of(path) if self.topology.is_lead else None
         try:
             report = self._load(path, strict=strict, may_be_old=may_be_old)
         except _MAY_COME_OF_REMOVAL as error:
@@ -128,20 +119,20 @@ class Loader:
         Raises:
             CheckpointGoneError: it has been removed; on every rank.
         """
-        with self._topology.operation(f"load of {path.name}"), self._topology.phase("look again") as phase:
-            if self._topology.is_lead:
+        with self.topology.operation(f"load of {path.name}"), self.topology.phase("look again") as phase:
+            if self.topology.is_lead:
                 phase.payload = before is not None and identity_of(path) != before
         if phase.payloads[0]:
             raise gone(path) from cause
 
     def _load(self, path: Path, *, strict: bool, may_be_old: bool) -> LoadReport:
         started = time.perf_counter()
-        with self._topology.operation(f"load of {path.name}"), _forgetting_unless_loaded() as matches:
+        with self.topology.operation(f"load of {path.name}"), _forgetting_unless_loaded() as matches:
             source = self._open(path, may_be_old)
-            with self._topology.phase("check") as phase:
+            with self.topology.phase("check") as phase:
                 self._match(source, strict, phase, matches)
                 phase.payload = {key: one.to_json() for key, one in matches.items()}
-            with self._topology.phase("compare keys"):
+            with self.topology.phase("compare keys"):
                 reports = self._settle(matches, phase.payloads, strict)
             self._gather_copies(source, matches, reports)
             totals = self._read(source, matches, reports)
@@ -161,37 +152,35 @@ class Loader:
         """Open the checkpoint: the lead reads and checks the manifest once, and all ranks parse the same bytes; or it finds old files."""
         where = str(path / MANIFEST_NAME)
         manifest: CheckpointManifest | None = None
-        with self._topology.phase("open") as phase:
-            if self._topology.is_lead:
-                files = old_files(path, allow_pickle=self._allow_pickle) if may_be_old else []
+        with self.topology.phase("open") as phase:
+            if self.topology.is_lead:
+                files = old_files(path, allow_pickle=self.allow_pickle) if may_be_old else []
                 if files:
                     phase.payload = files
                 else:
                     data = read_manifest_bytes(path)
                     manifest = parse_manifest(data, where)
-                    listed = CONFIG_NAME in manifest.files
-                    held = self._held(data)
-                    with refusing(CONFIG_NAME):
-                        config = read_listed_file(path, manifest, CONFIG_NAME, held).decode() if listed else ""
-                    phase.payload = {"manifest": data.decode(), "config": config}
+                    phase.payload = {"manifest": data.decode(), "config": ""}
+                    if CONFIG_NAME in manifest.files:
+                        with refusing(CONFIG_NAME):
+                            config = read_listed_file(path, manifest, CONFIG_NAME, self._held(data))
+                            phase.payload["config"] = config.decode()
         found = phase.payloads[0]
         if isinstance(found, list):
-            return OldSource(path, found, self._topology)
+            return OldSource(path, found, self.topology)
         data = found["manifest"].encode()
         stored = StoredCheckpoint(path, manifest or parse_manifest(data, where), self._held(data))
-        return CommittedSource(
-            stored, found["config"], self._topology, self._strategy, self._device, verify=self._verify
-        )
+        return CommittedSource(stored, found["config"], self.topology, self.strategy, self.device, verify=self.verify)
 
     def _held(self, manifest: bytes) -> HeldFiles:
         """The files in memory of this host, of the checkpoint with this manifest."""
-        return NOTHING_HELD if self._files_of is None else self._files_of(manifest, self._topology)
+        return NOTHING_HELD if self.files_of is None else self.files_of(manifest, self.topology)
 
     def _match(self, source: CheckpointSource, strict: bool, phase: Phase, matches: dict[str, Match]) -> None:
         """Compare every component with its saved state. Raises for a mismatch that stops the load; others are noted in the match."""
-        optional = {component.key for component in self._components if not component.required}
+        optional = {component.key for component in self.components if not component.required}
         damaged = source.check(optional)
-        for component in self._components:
+        for component in self.components:
             phase.component = component.key
             matches[component.key] = Match(component)  # so that the object is told if this load fails
             matches[component.key] = fit(source, component, strict=strict, damage=damaged.get(component.key))
@@ -205,7 +194,7 @@ class Loader:
             component.key: settle(
                 component, [one[component.key] for one in of_ranks], matches[component.key].saved_keys, strict=strict
             )
-            for component in self._components
+            for component in self.components
         }
         require_something(reports)
         for key, report in reports.items():
@@ -217,22 +206,22 @@ class Loader:
         self, source: CheckpointSource, matches: dict[str, Match], reports: dict[str, ComponentReport]
     ) -> None:
         """Match components that are made from other ranks' copies with all of these; the lead reads their plain values."""
-        changed = [component for component in self._components if reports[component.key].changed]
+        changed = [component for component in self.components if reports[component.key].changed]
         if not changed:
             return
-        with self._topology.phase("gather copies") as phase:
-            if self._topology.is_lead:
+        with self.topology.phase("gather copies") as phase:
+            if self.topology.is_lead:
                 phase.payload = {one.key: _rows_of_copies(source, one, phase) for one in changed}
                 phase.component = None
         for component in changed:
             key = component.key
             got = phase.payloads[0][key]
             if isinstance(got, dict):
-                reports[key] = report_of_trouble(key, 0, rebuild(got), self._topology.world_size)
+                reports[key] = report_of_trouble(key, 0, rebuild(got), self.topology.world_size)
                 continue
             matches[key] = match_changed(component, copies_for_object(source, component, got))
-            count = matches[key].restored * self._topology.world_size
-            reports[key] = dataclasses.replace(reports[key], restored=count, wanted=count)
+            count = matches[key].restored * self.topology.world_size
+            reports[key] = replace(reports[key], restored=count, wanted=count)
 
     def _read(
         self, source: CheckpointSource, matches: Mapping[str, Match], reports: dict[str, ComponentReport]
@@ -249,7 +238,7 @@ class Loader:
         try:
             for key, requests in [(None, required), *((one.key, requests) for one, requests in optional)]:
                 readings.append((source.prepare(requests), key))
-            with self._topology.phase("read") as phase:
+            with self.topology.phase("read") as phase:
                 stats, failed = _run(readings)
                 phase.payload = [sum(s.bytes_read for s in stats), sum(s.bytes_needed for s in stats), failed]
         finally:
@@ -266,7 +255,7 @@ class Loader:
 
     def _apply(self, matches: dict[str, Match], reports: dict[str, ComponentReport], started: float) -> float:
         """Give every object its state, random generators last; return the seconds of the load on the slowest rank."""
-        with self._topology.phase("apply") as phase:
+        with self.topology.phase("apply") as phase:
             going = [one for key, one in matches.items() if goes_on(reports[key])]
             failed: dict[str, Any] = {}
             for one in sorted(going, key=_is_restored_last):
@@ -286,7 +275,7 @@ class Loader:
 
     def _tell(self, report: LoadReport) -> None:
         """Log a line, by the lead, for each component that was not restored as it was saved."""
-        if self._topology.is_lead:
+        if self.topology.is_lead:
             for component in report.components:
                 if component.status is not Status.RESTORED:
                     _log.warning("component %s", component)
@@ -356,7 +345,7 @@ def _note_failures(reports: dict[str, ComponentReport], failed: Sequence[Mapping
     """Report an optional component as failed if it failed on any rank, with the reason of the lowest one."""
     for rank, by_key in reversed(list(enumerate(failed))):
         for key, description in by_key.items():
-            reports[key] = dataclasses.replace(
+            reports[key] = replace(
                 reports[key],
                 status=Status.FAILED,
                 reason=f"{CheckpointError(description['message'])}" + (f" (rank {rank})" if len(failed) > 1 else ""),

@@ -239,7 +239,8 @@ NO_SAVE_OR_LOAD = (
     "topology",
     "digest",
     "timing",
-)  # joining, naming groups, digesting the state for a test, summing up times
+    "async_utils",
+)  # joining, naming groups, digesting the state for a test, summing up times, requests of other programs (test_async_queue.py)
 OTHER_WAY_IN = ("dist_checkpointing",)  # see test_dist_checkpointing_faults.py
 NO_CHECKPOINT = ("engine",)  # see test_engine_faults.py
 ONLY_WHERE_COPIES_DIFFER = {"values", "distances"}  # and are compared number by number: the save fails anyway
@@ -248,7 +249,6 @@ OF_OTHER_CALLS = {
     "look for newer",  # where a checkpoint is loaded by its path: test_coordinator.py
     "look for links",  # where a damaged file is met in the search for the newest checkpoint: test_incremental_ranks.py
     "report",  # of a save in the background: test_async_faults.py
-    "finalize",  # of an AsyncRequest: test_async_queue.py
     "look into memory",
     "open the memory",  # of a publication: test_publish.py
 }
