@@ -375,16 +375,12 @@ def _claimed_by_none(claimed: Sequence[Sequence[tuple[int, int]] | None], keys: 
 
 def _unfit(label: str, dtype: str, shape: tuple[int, ...], saved: ArrayEntry, component: str) -> ShapeMismatchError:
     """The error for a tensor whose shape or data type is not the saved one."""
+    found, wanted, advice = saved.dtype, dtype, "Restore with the data type it was saved in."
     if saved.shape != shape:
-        return ShapeMismatchError(
-            f"{label}: the checkpoint holds global shape {list(saved.shape)}, this run asks for "
-            f"{list(shape)}. Restore with the model "
-            f"it was saved from, or leave component {component} out.",
-            component=component,
-        )
+        found, wanted = f"global shape {list(saved.shape)}", f"{list(shape)}"
+        advice = f"Restore with the model it was saved from, or leave component {component} out."
     return ShapeMismatchError(
-        f"{label}: the checkpoint holds {saved.dtype}, this run asks for {dtype}. Restore with the data type it was saved in.",
-        component=component,
+        f"{label}: the checkpoint holds {found}, this run asks for {wanted}. {advice}", component=component
     )
 
 

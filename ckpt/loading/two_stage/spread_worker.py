@@ -41,6 +41,9 @@ from ckpt.ranks.topology import Topology
 IN_FLIGHT = 2
 """Blocks that are on the network at a time."""
 
+OTHER_HOSTS = -1
+"""Stands for a transfer to other hosts among the ranks that have yet to take a block from its slot."""
+
 STEPS = ("storage", "network", "place", "wait")
 """Names under which seconds are taken: reading; sending or receiving; copying to tensors; nothing to do in the calling thread."""
 
@@ -98,20 +101,6 @@ class TwoStageReading:
             self.link.close()
 
 
-@dataclass(slots=True)
-class _Open:
-    """A block in a slot of this rank.
-
-    Attributes:
-        missing: neighbours that have yet to take it.
-        on_network: it has yet to be sent.
-    """
-
-    slot: int
-    missing: set[int]
-    on_network: bool
-
-
 class SpreadWorker:
     """The three threads of one rank for one load.
 
@@ -133,7 +122,7 @@ class SpreadWorker:
         # Neighbour -> blocks that this rank has yet to take from it; blocks of this rank that it has yet to take.
         self._from = Counter(part.sources)
         self._owing = Counter(chain.from_iterable(part.takers.values()))
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, tuple[int, set[int]]] = {}  # number of a block -> its slot, and who has yet to take it
         self._last_heard = time.monotonic()
         # Between the threads: slots, None for the end; and calls that the calling thread makes for the others.
         self._free_reading = _queue_of(range(slots.reading))
@@ -249,8 +238,7 @@ class SpreadWorker:
             self._send(neighbour, DONE, number, slot)
         else:
             self._owing[neighbour] -= 1
-            self._open[number].missing.discard(neighbour)
-            self._free_if_taken(number)
+            self._is_taken(number, neighbour)
 
     def _send(self, neighbour: int, kind: int, number: int, slot: int) -> None:
         assert self._job.link is not None
@@ -261,16 +249,18 @@ class SpreadWorker:
 
     def _has_come(self, block: SpreadBlock, slot: int) -> None:
         """A block is in a slot of this rank: tell the neighbours that want it, and take it if this rank does."""
-        takers = self._job.part.takers[block.number]
-        is_own = block.reader == self._job.part.rank
-        if not is_own:
+        part = self._job.part
+        missing = {part.rank, *part.takers[block.number]}
+        if block.reader != part.rank:
             self._to_carry -= 1
-        self._open[block.number] = _Open(slot, set(takers), is_own and block.number in self._job.part.network)
-        for neighbour in takers:
+        elif block.number in part.network:
+            missing.add(OTHER_HOSTS)
+        self._open[block.number] = slot, missing
+        for neighbour in part.takers[block.number]:
             self._send(neighbour, READY, block.number, slot)
-        if self._job.part.rank in block.destinations:
+        if part.rank in block.destinations:
             self._take(block, self._job.slots.memory(slot))
-        self._free_if_taken(block.number)
+        self._is_taken(block.number, part.rank)
 
     def _take(self, block: SpreadBlock, memory: torch.Tensor) -> None:
         if self._failure is None:
@@ -286,16 +276,16 @@ class SpreadWorker:
 
     def _is_sent(self, number: int) -> None:
         self._to_carry -= 1
-        self._open[number].on_network = False
-        self._free_if_taken(number)
+        self._is_taken(number, OTHER_HOSTS)
 
-    def _free_if_taken(self, number: int) -> None:
-        opened = self._open[number]
-        if opened.missing or opened.on_network:
-            return
-        del self._open[number]
-        self._unfinished -= 1
-        (self._free_reading if opened.slot < self._job.slots.reading else self._free_receiving).put(opened.slot)
+    def _is_taken(self, number: int, by: int) -> None:
+        """Free the slot of a block when the last rank has taken it."""
+        slot, missing = self._open[number]
+        missing.discard(by)
+        if not missing:
+            del self._open[number]
+            self._unfinished -= 1
+            (self._free_reading if slot < self._job.slots.reading else self._free_receiving).put(slot)
 
     def _finish_own(self) -> None:
         self._unfinished -= 1
