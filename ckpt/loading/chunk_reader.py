@@ -1,7 +1,7 @@
 """Read the chunks of one checkpoint: raw ones by their byte ranges in files, encoded ones through the library of their format.
 
-The only file in which a load reads tensor bytes from storage. A direct load reads into tensors (`ChunkReader.read`), a two-stage
-load also into blocks that travel (`ChunkReader.fetch`).
+Both strategies read the bytes of tensors here: a direct load into tensors (`ChunkReader.read`), a two-stage load also into blocks
+that travel (`ChunkReader.fetch`).
 """
 
 from __future__ import annotations

@@ -104,6 +104,8 @@ class TwoStageReading:
 class SpreadWorker:
     """The three threads of one rank for one load.
 
+        a slot of this rank:  free -> filled, by storage or another host -> taken by all neighbours, sent to other hosts -> free
+
     Args:
         job: its link has been joined, and it is closed by the caller.
         seconds: by name, of `STEPS`; counted up while it runs.
@@ -131,7 +133,7 @@ class SpreadWorker:
         self._calls: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
-        # Where it is full the calling thread will wake anyway, and nobody waits for one that has ended.
+        # A full socket wakes the calling thread anyway, and no thread waits for a calling thread that has ended.
         self._wake.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for neighbour, made in job.link.sockets.items() if job.link else ():
@@ -158,7 +160,7 @@ class SpreadWorker:
             ours = self._failure
             self._stop_threads(error)
             if threads[0].ident is not None:
-                threads[0].join()  # the other may be waiting for a host that is gone, and wants none of our memory then
+                threads[0].join()  # the network thread may wait for a host that is gone; it uses none of our memory then
             if ours is not None and isinstance(error, RankLeftError):
                 raise ours from error
             raise
@@ -293,12 +295,12 @@ class SpreadWorker:
     def _raise(self, error: BaseException) -> None:
         raise RankLeftError(f"the network between the hosts failed: {sentence(error)}") from error
 
-    # The other two threads, which change nothing of the calling one's
+    # The other two threads; they leave the fields of the calling thread alone
 
     def _call(self, *call: Any) -> None:
         """Let the calling thread call a method."""
         self._calls.put(call)
-        with suppress(OSError):  # it is full, or the calling thread has given up and closed its end
+        with suppress(OSError):  # the socket is full, or the calling thread has given up and closed its end
             self._wake.send(b".")
 
     def _read(self, begin: Callable[[], None]) -> None:
@@ -336,7 +338,7 @@ class SpreadWorker:
             try:
                 with self._timed("storage"):
                     work()
-            except BaseException as error:  # also SystemExit: the calling thread waits for this one
+            except BaseException as error:  # also SystemExit: the calling thread waits for the reader
                 self._failure = error
 
     def _carry(self, begin: Callable[[], None]) -> None:
@@ -357,7 +359,7 @@ class SpreadWorker:
                 coming.append((block, slot, self._begin(block, slot, to)))
             while coming:
                 self._finish(*coming.popleft())
-        except BaseException as error:  # as above
+        except BaseException as error:  # also SystemExit
             self._call(self._raise, error)
 
     def _begin(self, block: SpreadBlock, slot: int, to: Sequence[int]) -> Callable[[], None]:
