@@ -124,7 +124,7 @@ class SpreadWorker:
         # Neighbour -> blocks that this rank has yet to take from it; blocks of this rank that it has yet to take.
         self._from = Counter(part.sources)
         self._owing = Counter(chain.from_iterable(part.takers.values()))
-        self._open: dict[int, tuple[int, set[int]]] = {}  # number of a block -> its slot, and who has yet to take it
+        self._open: dict[int, tuple[int, set[int]]] = {}  # block -> its slot, and the ranks that have yet to take it
         self._last_heard = time.monotonic()
         # Between the threads: slots, None for the end; and calls that the calling thread makes for the others.
         self._free_reading = _queue_of(range(slots.reading))
@@ -160,7 +160,7 @@ class SpreadWorker:
             ours = self._failure
             self._stop_threads(error)
             if threads[0].ident is not None:
-                threads[0].join()  # the network thread may wait for a host that is gone; it uses none of our memory then
+                threads[0].join()  # the network thread may wait for a host that is gone, without using our memory
             if ours is not None and isinstance(error, RankLeftError):
                 raise ours from error
             raise
