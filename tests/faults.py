@@ -212,7 +212,7 @@ def run_jobs(topology: Topology, root: Path, jobs: Sequence[Callable[[Job], _T]]
 
 
 class ThroughStore:
-    """Carries parcels between ranks that are threads, and so have no process group. See `ckpt.loading.two_stage.network.Transport`."""
+    """Carries blocks between ranks that are threads, and so have no process group. See `ckpt.loading.two_stage.network.Transport`."""
 
     def __init__(self, topology: Topology) -> None:
         self._rank = topology.rank

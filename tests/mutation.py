@@ -106,7 +106,8 @@ PARTS = {
             "loading/strategy.py",
             "loading/direct.py",
             "loading/two_stage/two_stage.py",
-            "loading/two_stage/endpoints.py",
+            "loading/two_stage/wants.py",
+            "loading/chunk_reader.py",
             "loading/compatibility.py",
         ),
         (

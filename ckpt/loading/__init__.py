@@ -1,11 +1,12 @@
-"""From a committed checkpoint into the objects of a run. Nothing is read before every rank has found that all fits.
+"""Load a committed checkpoint into the objects of a run, once every rank has found that it fits.
 
 Files, in the order in which data travels:
 
     loader                  the steps, in order
-    sources, legacy         what a checkpoint answers: a committed one; a folder of torch.save files
-    compatibility, state_matching   may a component be loaded here; what it wants against what was saved
-    strategy, direct        what every loading strategy works with; each rank reads what it wants
-    two_stage/              what several ranks want is read once and spread
+    sources, legacy         answer what a checkpoint holds: a committed one; a folder of torch.save files
+    compatibility, state_matching   decide whether a component is loaded; match its tensors with the saved ones
+    strategy                interfaces of loading strategies, and a committed checkpoint that locates its chunks
+    direct, two_stage/      the strategies: each rank reads what it wants; ranks read for each other
+    chunk_reader            reads chunks from storage, for both
     report, forecast        what a load did; what it would do
 """

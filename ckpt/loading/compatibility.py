@@ -1,6 +1,6 @@
-"""May a component be loaded here, and which of its saved copies? Decided before anything is read into it, one rank at a time.
+"""Decide whether one rank may load a component, and which of its saved copies, before anything is read into it.
 
-A load asks, and so does `recipes.plan` for ranks that do not exist yet: both get the answers of these functions.
+Used by a load, and by forecast.py for ranks that do not exist yet.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ckpt.state.sharing import DECIDED_BY_OBJECT, StateComponent
 def fit(
     source: CheckpointSource, component: StateComponent, *, strict: bool, damage: dict[str, Any] | None = None
 ) -> Match:
-    """Compare a component with what was saved of it, for this rank. What the load may do without is noted in the match.
+    """Compare a component with its saved state, for this rank. Trouble of a component that the load can do without is noted in the match.
 
     Args:
-        damage: `describe` of what is wrong with its files, if that is known.
+        damage: `describe` of the damage of its files, if there is any.
 
     Raises:
-        CheckpointError: it cannot be loaded, and this load does not do without it.
+        CheckpointError: it cannot be loaded, and this load cannot do without it.
     """
     try:
         if damage is not None:
@@ -37,27 +37,38 @@ def fit(
         return Match(component, rebuild(describe(error)))
 
 
-def prefixes_for_object(source: CheckpointSource, component: StateComponent) -> list[str]:
-    """The copies that an object gets to see when the ranks have changed."""
+def rows_for_object(source: CheckpointSource, component: StateComponent) -> list[Rows]:
+    """The plain values of each copy that an object is given when the ranks have changed."""
+    return [source.rows(component, prefix) for prefix in _prefixes_for_object(source, component)]
+
+
+def copies_for_object(
+    source: CheckpointSource, component: StateComponent, rows: Sequence[Rows] | None = None
+) -> list[SavedCopy]:
+    """The copies that an object is given when the ranks have changed.
+
+    Args:
+        rows: `rows_for_object`, as another rank has read them; None: they are read here.
+    """
+    rows = rows_for_object(source, component) if rows is None else rows
+    return [
+        SavedCopy.of(f"{component.key}/{prefix}", source.entries(component, prefix), of_copy)
+        for prefix, of_copy in zip(_prefixes_for_object(source, component), rows, strict=True)
+    ]
+
+
+def _prefixes_for_object(source: CheckpointSource, component: StateComponent) -> list[str]:
     prefixes = source.prefixes(component)
     return prefixes[:1] if component.elastic == "derive" else prefixes
 
 
-def copies_for_object(source: CheckpointSource, component: StateComponent, rows: Sequence[Rows]) -> list[SavedCopy]:
-    """Those copies, given the plain values of each."""
-    return [
-        SavedCopy.of(f"{component.key}/{prefix}", source.entries(component, prefix), of_copy)
-        for prefix, of_copy in zip(prefixes_for_object(source, component), rows, strict=True)
-    ]
-
-
 def goes_on(report: ComponentReport) -> bool:
-    """Whether the component is loaded, as far as has been decided."""
+    """Whether the component is loaded, as far as is known."""
     return report.status in (Status.RESTORED, Status.PARTLY)
 
 
 def require_something(reports: Mapping[str, ComponentReport]) -> None:
-    """A load that restored nothing at all, whatever it may do without, is no load."""
+    """Raise if a load restores no component at all, also where every one is optional."""
     if reports and not any(goes_on(report) for report in reports.values()):
         raise MissingStateError(
             f"nothing could be restored: {'; '.join(map(str, reports.values()))}. Name a checkpoint that this run can go on from."
@@ -80,7 +91,7 @@ def _fit(source: CheckpointSource, component: StateComponent, strict: bool) -> M
 
 
 def _prefix_of_copy(source: CheckpointSource, component: StateComponent) -> str | None:
-    """Which saved copy this rank loads; None: none, for the ranks have changed, and the object keeps what it has built."""
+    """The prefix of the copy that this rank loads; None: the ranks have changed, and the object keeps the state it has built."""
     try:
         prefix = source.own_prefix(component)
     except WorldSizeError as error:
@@ -101,7 +112,7 @@ def _prefix_of_copy(source: CheckpointSource, component: StateComponent) -> str 
 
 
 def _any_copy(source: CheckpointSource, component: StateComponent, changed: WorldSizeError) -> str:
-    """The first of several copies that are all equal."""
+    """The prefix of the first of several copies that are all equal."""
     differing = source.first_difference(component)
     if differing is not None:
         raise WorldSizeError(

@@ -1,4 +1,4 @@
-"""Every rank reads just the boxes it wants, straight into the memory that wants them."""
+"""Direct loading: every rank reads the boxes it wants, straight into its tensors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
-
 from ckpt.backends.base import Backend
 from ckpt.format.gc_pause import gc_paused
-from ckpt.loading.strategy import ReadRequest, ReadStats, Stored, StoredPart, by_chunk, in_flight_bytes
-from ckpt.memory.copies import Filling
+from ckpt.loading.chunk_reader import ChunkReader
+from ckpt.loading.strategy import ReadRequest, ReadStats, Stored, StoredPart, by_chunk, bytes_of, in_flight_bytes
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
-from ckpt.storage.extents import ExtentReader, ReadAt
+from ckpt.storage.extents import ReadAt
 
 
 class DirectLoad:
@@ -40,7 +38,14 @@ class DirectLoad:
         self, requests: Sequence[ReadRequest], checkpoint: Stored, topology: Topology, device: Device, *, verify: bool
     ) -> DirectReading:
         """See `LoadingStrategy.prepare`; there is nothing to agree on, so any rank may call it, anywhere."""
-        return DirectReading(requests, checkpoint, topology, verify, self._slab_bytes, self._read_at)
+        reader = ChunkReader(
+            checkpoint,
+            verify=verify,
+            slab_bytes=self._slab_bytes,
+            progress=topology.progress,
+            read_at=self._read_at,
+        )
+        return DirectReading(requests, checkpoint, reader, topology.rank / topology.world_size)
 
     def bind(self, backend: Backend) -> None:
         """See `LoadingStrategy.bind`: nothing travels between ranks."""
@@ -51,70 +56,34 @@ class DirectLoad:
 
 @dataclass(frozen=True, slots=True)
 class DirectReading:
-    """See `Reading`."""
+    """See `Reading`. It talks to no other rank.
+
+    Attributes:
+        start: the share of all bytes, in storage order, that is read after the rest.
+    """
 
     requests: Sequence[ReadRequest]
     checkpoint: Stored
-    topology: Topology
-    verify: bool
-    slab_bytes: int
-    read_at: ReadAt
+    reader: ChunkReader
+    start: float
 
     @gc_paused()
     def run(self) -> ReadStats:
-        """See `Reading.run`; it talks to nobody."""
+        """See `Reading.run`. Reads every wanted byte and closes the files."""
         chunks = by_chunk(self.requests, self.checkpoint)
-        start = _start(chunks, self.topology.rank / self.topology.world_size)
-        root, progress = self.checkpoint.root, self.topology.progress
-        verify = self.verify and self.checkpoint.has_digests
-        with (
-            Filling(self.slab_bytes) as filling,
-            ExtentReader(
-                root,
-                verify=verify,
-                progress=progress,
-                read_at=self.read_at,
-                slab_bytes=self.slab_bytes,
-                landing=filling,
-                held=self.checkpoint.held,
-            ) as reader,
-        ):
+        start = _chunk_at(chunks, self.start)
+        try:
             for parts in chunks[start:] + chunks[:start]:
-                read_chunk(parts, reader, self.checkpoint, filling)
-        return ReadStats(reader.bytes_read, bytes_of(self.requests))
+                self.reader.read(parts)
+        finally:
+            self.reader.close()
+        return ReadStats(self.reader.bytes_read, bytes_of(self.requests))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """See `Reading.close`: `run` has closed the files."""
 
 
-def _start(chunks: Sequence[Sequence[StoredPart]], share: float) -> int:
-    """The chunk before which this share of all chunks' bytes lies: equal shares, or ranks run into each other on a cold disk."""
+def _chunk_at(chunks: Sequence[Sequence[StoredPart]], share: float) -> int:
+    """The first chunk after this share of all chunks' bytes. Shares are equal, so that ranks stay apart on a cold disk."""
     ends = list(accumulate(parts[0].chunk.length for parts in chunks))
     return bisect_right(ends, share * ends[-1]) if ends else 0
-
-
-def bytes_of(requests: Sequence[ReadRequest]) -> int:
-    """How many bytes are wanted."""
-    return sum(request.out.numel() * request.out.element_size() for request in requests)
-
-
-def read_chunk(stored: Sequence[StoredPart], reader: ExtentReader, checkpoint: Stored, filling: Filling) -> None:
-    """Fill the parts of one chunk, wherever their memory is."""
-    if stored[0].chunk.raw:
-        reader.read(stored[0].chunk, [one.part for one in stored])
-        return
-    reader.check(stored[0].chunk, stored[0].part.name)
-    for one in stored:
-        _decode(one, checkpoint, filling)
-
-
-def _decode(stored: StoredPart, checkpoint: Stored, filling: Filling) -> None:
-    """Read an encoded part through its format's own library; a packed piece is unrolled and cut here."""
-    part = stored.part
-    is_box = stored.source.shape == tuple(part.out.shape)
-    if is_box and part.out.device.type == "cpu":
-        checkpoint.decode(stored, stored.source, part.out)
-        return
-    host = torch.empty(stored.source.shape, dtype=part.out.dtype)
-    checkpoint.decode(stored, stored.source, host)
-    filling.fill(part.out, host if is_box else host.view(part.region)[part.box.slices])

@@ -1,38 +1,38 @@
-"""What a load would do, told before it does: for ranks that need not exist, and without reading a tensor.
+"""Forecast a load: for ranks that need not exist, and without reading a tensor.
 
-The decisions are the load's own (compatibility.py, state_matching.py), asked once for each rank. What they do not see is damage in the
-bytes of tensors, which only reading finds.
+The decisions are those of a load (compatibility.py, state_matching.py), made once for each rank. Damage in the bytes of tensors is
+not foreseen: only reading finds it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt.errors import CheckpointError, describe, rebuild, sentence
 from ckpt.format.stored import read_manifest
-from ckpt.loading.compatibility import copies_for_object, fit, goes_on, prefixes_for_object, require_something
+from ckpt.loading.compatibility import copies_for_object, fit, goes_on, require_something
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.legacy import OldSource, not_allowed, old_files
+from ckpt.loading.legacy import OldSource, old_files
 from ckpt.loading.report import ComponentReport, Misfits, Status
 from ckpt.loading.sources import CheckpointSource, CommittedSource
 from ckpt.loading.state_matching import Match, match_changed, report_of_trouble, settle
-from ckpt.loading.strategy import StoredCheckpoint
+from ckpt.loading.strategy import StoredCheckpoint, bytes_of
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
+from ckpt.state.abilities import Prepared
 from ckpt.state.sharing import DECIDED_BY_OBJECT, StateComponent
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of the load that is foreseen.
+    """One rank of the load.
 
     Attributes:
         topology: its place, such as `Topology.supposed`.
-        components: as its coordinator would be given them; their objects are asked, filled with nothing and thrown away.
+        components: as its coordinator would be given them. Their objects are used up: plain values may be loaded into them.
     """
 
     topology: Topology
@@ -41,16 +41,16 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class LoadPreview:
-    """What a load would do with one component.
+    """Forecast for one component.
 
     Attributes:
         component: as rank 0 declares it.
-        report: as the load would give it; None where it would end.
-        refusal: why it would end, on all ranks; "" if it does not.
-        misfits: the keys of either side that find nothing on the other, also where the load refuses or leaves out all of it.
+        report: as the load would give it; None: it would fail.
+        refusal: the error that it would fail with, on all ranks; "": it would not.
+        misfits: keys that match nothing on the other side, also where the load refuses or leaves out all of the component.
         moved: how ranks, nodes or groups have changed since the save; None: not at all, or it was not saved.
-        plain: plain values of the copies that an object with `elastic=derive|repartition` would go on from.
-        bytes_by_rank: that each rank would read of it, if its objects hold the tensors that it would have.
+        plain: plain values of the copies that an object with `elastic=derive|repartition` would be made from.
+        bytes_by_rank: the bytes that each rank would read of it.
     """
 
     component: StateComponent
@@ -68,10 +68,10 @@ class LoadPreview:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a load would do.
+    """Forecast for a load.
 
     Attributes:
-        refusal: why it would end though no single component ends it: nothing would be restored. "" if it does not.
+        refusal: the error that it would fail with because nothing would be restored, though no component refuses; "": it would not.
     """
 
     components: Sequence[LoadPreview]
@@ -84,10 +84,10 @@ class Forecast:
 
 
 def forecast(path: Path, ranks: Sequence[Rank], device: Device, *, strict: bool, allow_pickle: bool) -> Forecast:
-    """Say what `load_checkpoint(path, strict=strict)` would do on these ranks.
+    """Forecast `load_checkpoint(path, strict=strict)` on these ranks.
 
-    Objects are really given the plain values that they would get, wherever that takes no tensor, so that their own refusals
-    are foreseen too.
+    Objects that need no tensor, or hold their own, are given the plain values that they would get, so that an error that they raise
+    is foreseen too.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at the path.
@@ -95,53 +95,55 @@ def forecast(path: Path, ranks: Sequence[Rank], device: Device, *, strict: bool,
     """
     sources = _sources(path, ranks, device, allow_pickle)
     numbers = range(len(ranks[0].components))
-    foreseen = [_foresee(sources, [rank.components[number] for rank in ranks], strict) for number in numbers]
-    if any(one.refusal for one in foreseen):
-        return Forecast(foreseen)
+    previews = [_preview(sources, [rank.components[number] for rank in ranks], strict) for number in numbers]
+    if any(one.refusal for one in previews):
+        return Forecast(previews)
     try:
-        require_something({one.key: one.report for one in foreseen if one.report is not None})
+        require_something({one.key: one.report for one in previews if one.report is not None})
     except CheckpointError as error:
-        return Forecast(foreseen, str(error))
-    return Forecast(foreseen)
+        return Forecast(previews, str(error))
+    return Forecast(previews)
 
 
 def _sources(path: Path, ranks: Sequence[Rank], device: Device, allow_pickle: bool) -> list[CheckpointSource]:
-    files = old_files(path)
-    if files and not allow_pickle:
-        raise not_allowed(path, files)
-    if files:
+    if files := old_files(path, allow_pickle=allow_pickle):
         return [OldSource(path, files, rank.topology) for rank in ranks]
     stored = StoredCheckpoint(path, read_manifest(path))  # one for all, so that each index is read once
     return [CommittedSource(stored, "", rank.topology, DirectLoad(), device, verify=True) for rank in ranks]
 
 
-def _foresee(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent], strict: bool) -> LoadPreview:
-    """Ask for one component, given by rank."""
+def _preview(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent], strict: bool) -> LoadPreview:
+    """The forecast for one component.
+
+    Args:
+        ones: the component of each rank.
+    """
     first = ones[0]
-    foreseen = LoadPreview(first)
+    preview = LoadPreview(first)
     try:
         if sources[0].holds(first.key):
-            foreseen = LoadPreview(first, misfits=_misfits(sources, ones), moved=sources[0].moved(first))
+            preview = LoadPreview(first, misfits=_misfits(sources, ones), moved=sources[0].moved(first))
         matches = [_matched(source, one, strict) for source, one in zip(sources, ones, strict=True)]
         report = settle(first, [match.to_json() for match in matches], matches[0].saved_keys, strict=strict)
         if report.changed:
-            matches = [_with_all_copies(source, one) for source, one in zip(sources, ones, strict=True)]
+            copies = [copies_for_object(source, one) for source, one in zip(sources, ones, strict=True)]
+            matches = [match_changed(one, of_rank) for one, of_rank in zip(ones, copies, strict=True)]
             count = sum(match.restored for match in matches)
-            report = dataclasses.replace(report, restored=count, wanted=count)
+            report = replace(report, restored=count, wanted=count)
         if goes_on(report):
             report = _applied(matches, report)
     except Exception as error:  # whatever an object raises when it is asked, it would raise in the load
-        return dataclasses.replace(foreseen, refusal=_named(first.key, sentence(error)))
-    return dataclasses.replace(
-        foreseen,
+        return replace(preview, refusal=_named(first.key, sentence(error)))
+    return replace(
+        preview,
         report=report,
         plain=_plain(sources[0], first) if goes_on(report) else (),
-        bytes_by_rank=[_num_bytes(match) if goes_on(report) else 0 for match in matches],
+        bytes_by_rank=[bytes_of(match.requests) if goes_on(report) else 0 for match in matches],
     )
 
 
 def _matched(source: CheckpointSource, component: StateComponent, strict: bool) -> Match:
-    """This rank's answer. Ranks may share objects here, so what one prepares must not be there for the next."""
+    """The match of one rank. Ranks may share objects here, so an object forgets what it prepared for one before the next."""
     found = Match(component)
     try:
         found = fit(source, component, strict=strict)
@@ -151,21 +153,16 @@ def _matched(source: CheckpointSource, component: StateComponent, strict: bool) 
 
 
 def _misfits(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent]) -> Misfits:
-    """All that does not fit: what a load that does without would leave out."""
-    optional = [dataclasses.replace(one, required=False) for one in ones]
+    """The misfits of a load that would leave out whatever does not fit."""
+    optional = [replace(one, required=False) for one in ones]
     matches = [_matched(source, one, strict=False) for source, one in zip(sources, optional, strict=True)]
     return settle(optional[0], [one.to_json() for one in matches], matches[0].saved_keys, strict=False).misfits
 
 
-def _with_all_copies(source: CheckpointSource, component: StateComponent) -> Match:
-    rows = [source.rows(component, prefix) for prefix in prefixes_for_object(source, component)]
-    return match_changed(component, copies_for_object(source, component, rows))
-
-
 def _applied(matches: Sequence[Match], report: ComponentReport) -> ComponentReport:
-    """Hand the objects what they would get, where no tensor belongs to it, or they hold their tensors themselves."""
+    """Apply the matches to objects that need no tensor, or hold their tensors themselves."""
     for rank, one in enumerate(matches):
-        if one.requests and (one.copies is not None or not hasattr(one.component.stateful, "prepare_to_load")):
+        if one.requests and (one.copies is not None or not isinstance(one.component.stateful, Prepared)):
             continue
         try:
             one.apply()
@@ -173,21 +170,16 @@ def _applied(matches: Sequence[Match], report: ComponentReport) -> ComponentRepo
             if one.component.required:
                 raise
             failed = report_of_trouble(one.key, rank, rebuild(describe(error)), len(matches))
-            return dataclasses.replace(failed, status=Status.FAILED)
+            return replace(failed, status=Status.FAILED)
     return report
 
 
 def _plain(source: CheckpointSource, component: StateComponent) -> list[dict[Any, Any]]:
     if component.elastic not in DECIDED_BY_OBJECT:
         return []
-    rows = [source.rows(component, prefix) for prefix in prefixes_for_object(source, component)]
-    return [copy.nested_plain for copy in copies_for_object(source, component, rows)]
-
-
-def _num_bytes(one: Match) -> int:
-    return sum(request.out.numel() * request.out.element_size() for request in one.requests)
+    return [copy.nested_plain for copy in copies_for_object(source, component)]
 
 
 def _named(key: str, text: str) -> str:
-    """The sentence, with the component in front of it if it does not name it itself."""
+    """The sentence, with the component in front unless it names it."""
     return text if text.startswith((f"{key}:", f"component {key} ", f"component {key}:")) else f"{key}: {text}"

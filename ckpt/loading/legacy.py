@@ -1,4 +1,4 @@
-"""Old checkpoints: a folder of `torch.save` files without a manifest, as the third reference wrote before it had one.
+"""Read old checkpoints: folders of `torch.save` files without a manifest, as the third reference wrote before it had one.
 
 | file | holds the state of |
 |---|---|
@@ -9,9 +9,9 @@
 | `<key>_state_<name>_<n>.pt` | the n-th instance of group `name` |
 | `<key>_state_node_<n>_rank_<r>.pt`, `<key>_state_node_<n>.pt` | the n-th node (PER_NODE) |
 
-They are pickles, so they are read only where that is asked for (`allow_pickle`), and by torch's reader that builds tensors
-and plain values and refuses everything else. They hold no digests: damage shows only where it makes a file unreadable.
-Model weights that were saved in another form, such as safetensors, are not read here: leave the model out, or convert it.
+They are pickles: a load reads them only with `allow_pickle`, through torch's reader, which builds tensors and plain values and
+refuses everything else. They hold no digests, so only damage that makes a file unreadable is found. Model weights in another
+form, such as safetensors, are not read here: leave the model out, or convert it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckpt.format.dtypes import raw_bytes, zarr_name
 from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry
 from ckpt.format.unpickling import unpickle_state_dict
 from ckpt.loading.sources import Rows, require_same_kind
-from ckpt.loading.strategy import ReadRequest, ReadStats
+from ckpt.loading.strategy import ReadRequest, ReadStats, bytes_of
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import NamedFromPositions
 from ckpt.state.flatten import Leaves, flatten, path_to_json, to_json
@@ -47,23 +47,25 @@ _KINDS = {
         r"_(?P<name>.+)_(?P<n>\d+)",
     ),
 }
-"""What stands between `_state` and `.pt`; the first pattern that fits counts."""
+"""Patterns of the text between `_state` and `.pt`; the first that fits counts."""
 _LEADER = "leader-"
 
 
-def old_files(folder: Path) -> list[str]:
-    """The files of an old checkpoint in a folder; [] if it is none. A folder with a manifest is never an old one."""
+def old_files(folder: Path, *, allow_pickle: bool) -> list[str]:
+    """The files of an old checkpoint in a folder; [] if it is none. A folder with a manifest is never an old one.
+
+    Raises:
+        CheckpointNotFoundError: it is an old checkpoint, and `allow_pickle` is false.
+    """
     if (folder / MANIFEST_NAME).exists() or not folder.is_dir():
         return []
-    return sorted(name for name in os.listdir(folder) if _FILE.fullmatch(name))
-
-
-def not_allowed(folder: Path, files: Sequence[str]) -> CheckpointNotFoundError:
-    """What to raise for an old checkpoint where nobody has said that pickles may be read."""
-    return CheckpointNotFoundError(
-        f"{folder} has no {MANIFEST_NAME}; it looks like an old checkpoint of pickled files ({files[0]}, ...). To read tensors and "
-        "plain values from them, and nothing else, load with allow_pickle=True."
-    )
+    files = sorted(name for name in os.listdir(folder) if _FILE.fullmatch(name))
+    if files and not allow_pickle:
+        raise CheckpointNotFoundError(
+            f"{folder} has no {MANIFEST_NAME}; it looks like an old checkpoint of pickled files ({files[0]}, ...). To read tensors and "
+            "plain values from them, and nothing else, load with allow_pickle=True."
+        )
+    return files
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class _Copying:
 
 
 class OldSource:
-    """A folder of pickled files, open for reading by one rank; answers what `ckpt.loading.sources.CheckpointSource` asks.
+    """A folder of pickled files, open for reading by one rank. See `ckpt.loading.sources.CheckpointSource`.
 
     Args:
         files: `old_files` of the folder, as the lead sees it.
@@ -161,30 +163,29 @@ class OldSource:
         return rows
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Nothing can be checked: old files hold no digests."""
+        """See `CheckpointSource.check`: old files hold no digests."""
         return {}
 
     def prepare(self, requests: Sequence[ReadRequest]) -> _Copying:
-        """See `Source.prepare`."""
+        """See `CheckpointSource.prepare`."""
         return _Copying(self, requests)
 
     def fill(self, requests: Sequence[ReadRequest]) -> ReadStats:
         """Copy every wanted box out of the files, which are mapped, not read whole."""
-        num_bytes = 0
         for request in requests:
             key, _, rest = request.name.partition("/")
             prefix = next(p for k, p in self._leaves if k == key and rest.startswith(p))
             saved = _plain_tensor(self._leaves[key, prefix].tensors[rest.removeprefix(prefix)])
             request.out.copy_(saved[request.box.slices])
-            num_bytes += request.out.numel() * request.out.element_size()
             self._topology.progress()
+        num_bytes = bytes_of(requests)
         return ReadStats(num_bytes, num_bytes)
 
     def _copies_of(self, component: StateComponent) -> tuple[SharingPattern, dict[str, str]]:
-        """How a component was saved, by its file names, and prefix -> file of each copy, in order.
+        """The pattern a component was saved under, by its file names, and prefix -> file of each copy, in order.
 
         Raises:
-            MissingStateError: the names do not say which files are meant.
+            MissingStateError: files of several patterns, and none of them the declared one.
         """
         if component.key not in self._copies:
             found = _copies_by_kind(self._files, component)
@@ -201,7 +202,7 @@ class OldSource:
         return self._copies[component.key]
 
     def _prefixes_here(self, component: StateComponent, saved: Collection[str]) -> list[str]:
-        """The prefix of each rank's copy in this run; an instance goes by the rank that saved for it, if names give that."""
+        """The prefix of each rank's copy in this run. A group instance is found by the rank that saved it, where names give that."""
         topology, kind = self._topology, component.pattern
         sets = holders_of(component, topology) if kind in OWN_COPIES else [range(topology.world_size)]
         here: dict[int, str] = {}
@@ -211,7 +212,7 @@ class OldSource:
         return [here[rank] for rank in range(topology.world_size)]
 
     def _load(self, component: StateComponent, prefix: str) -> Leaves:
-        """The leaves of one file, kept: its tensors are views of the mapped file."""
+        """The leaves of one file, kept for later calls; its tensors are views of the mapped file."""
         at = component.key, prefix
         if at not in self._leaves:
             name = self._copies_of(component)[1][prefix]
@@ -225,7 +226,7 @@ class OldSource:
 
 
 def _read_name(name: str, key: str) -> tuple[SharingPattern, dict[str, str]] | None:
-    """What a file's name says: the pattern a component was saved under, and `n`, `name` and `leader`; None: not of it."""
+    """Parse a file name: the pattern a component was saved under, and `n`, `name` and `leader`; None: no file of it."""
     start = f"{key}_state"
     if not (name.startswith(start) and name.endswith(".pt")):
         return None

@@ -1,15 +1,19 @@
-"""The steps of a load, in order. Nothing is read before every rank has found that all it wants is there and fits.
+"""Load a committed checkpoint into the objects of a run, on all ranks or on none. The steps of a load, in order.
 
-A component that does not match stops the load or is left out, on all ranks alike: compatibility.py and state_matching.py decide.
+    open -> check -> settle -> gather copies -> read -> apply
+
+No tensor is read before every rank has found that its components fit the checkpoint. A component that does not fit stops the
+load, or is left out on all ranks: compatibility.py and state_matching.py decide.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +33,8 @@ from ckpt.format.manifest import CONFIG_NAME, MANIFEST_NAME, CheckpointManifest
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.stored import gone, identity_of, read_listed_file, read_manifest_bytes
 from ckpt.format.strict_json import refusing
-from ckpt.loading.compatibility import copies_for_object, fit, goes_on, prefixes_for_object, require_something
-from ckpt.loading.legacy import OldSource, not_allowed, old_files
+from ckpt.loading.compatibility import copies_for_object, fit, goes_on, require_something, rows_for_object
+from ckpt.loading.legacy import OldSource, old_files
 from ckpt.loading.report import ComponentReport, LoadReport, Status
 from ckpt.loading.sources import CheckpointSource, CommittedSource, Rows
 from ckpt.loading.state_matching import (
@@ -49,27 +53,19 @@ from ckpt.state.sharing import StateComponent
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]
 
 _MAY_COME_OF_REMOVAL = (CorruptCheckpointError, StorageError, CheckpointNotFoundError, MissingStateError)
-"""What a load raises whose checkpoint is removed meanwhile; the last one where all components are optional."""
+"""Errors of a load whose checkpoint is removed meanwhile; the last one where all components are optional."""
 
 _log = logging.getLogger("ckpt")
 
 
 def require_checkpoint(path: Path, *, allow_pickle: bool) -> None:
-    """Make sure that a folder holds a checkpoint, before there are ranks to load it. Any process.
+    """Raise unless a folder holds a checkpoint, before there are ranks to load it. Any process.
 
     Raises:
         CheckpointNotFoundError: it holds none, or an old one, and `allow_pickle` is false.
     """
-    if not _old_files(path, allow_pickle):
+    if not old_files(path, allow_pickle=allow_pickle):
         read_manifest_bytes(path)
-
-
-def _old_files(path: Path, allow_pickle: bool) -> list[str]:
-    """The files of an old checkpoint; none if it is one with a manifest."""
-    files = old_files(path)
-    if files and not allow_pickle:
-        raise not_allowed(path, files)
-    return files
 
 
 def _is_restored_last(one: Match) -> bool:
@@ -77,42 +73,33 @@ def _is_restored_last(one: Match) -> bool:
     return isinstance(stateful, RestoredLast) and stateful.restored_last
 
 
+@dataclass(frozen=True, slots=True)
 class Loader:
     """Loads one checkpoint into the objects of the components.
 
     Args: those of `CheckpointCoordinator`, which makes one, and
-        files_of: says what this host has in memory of the checkpoint with the manifest given; None: nothing.
+        files_of: returns the files that this host holds in memory, of the checkpoint with the manifest given; None: there are none.
     """
 
-    def __init__(
-        self,
-        components: Sequence[StateComponent],
-        topology: Topology,
-        strategy: LoadingStrategy,
-        device: Device,
-        *,
-        verify: bool,
-        allow_pickle: bool,
-        files_of: Callable[[bytes, Topology], HeldFiles] | None = None,
-    ) -> None:
-        self._files_of = files_of
-        self._components = list(components)
-        self._topology = topology
-        self._strategy = strategy
-        self._device = device
-        self._verify = verify
-        self._allow_pickle = allow_pickle
+    components: Sequence[StateComponent]
+    topology: Topology
+    strategy: LoadingStrategy
+    device: Device
+    _: KW_ONLY
+    verify: bool
+    allow_pickle: bool
+    files_of: Callable[[bytes, Topology], HeldFiles] | None = None
 
     def load(self, path: Path, *, strict: bool, may_be_old: bool = False) -> LoadReport:
-        """Load once. See `CheckpointCoordinator.load_checkpoint`.
+        """Load once. See `CheckpointCoordinator.load_checkpoint`. Collective.
 
         Args:
-            may_be_old: the user has named this folder, so it may be one without a manifest.
+            may_be_old: the folder may be an old checkpoint without a manifest: the user has named it.
 
         Raises:
             CheckpointGoneError: it was removed meanwhile.
         """
-        before = identity_of(path) if self._topology.is_lead else None
+        before = identity_of(path) if self.topology.is_lead else None
         try:
             report = self._load(path, strict=strict, may_be_old=may_be_old)
         except _MAY_COME_OF_REMOVAL as error:
@@ -124,28 +111,28 @@ class Loader:
         return report
 
     def _require_still_there(self, path: Path, before: tuple[int, ...] | None, cause: Exception | None) -> None:
-        """Look, by the lead, whether what was found damaged has been removed. Collective.
+        """Let the lead check that a checkpoint found damaged has not been removed meanwhile. Collective.
 
         Args:
-            before: what was there when the load began.
+            before: `identity_of` the checkpoint when the load began.
 
         Raises:
-            CheckpointGoneError: it has, on every rank.
+            CheckpointGoneError: it has been removed; on every rank.
         """
-        with self._topology.operation(f"load of {path.name}"), self._topology.phase("look again") as phase:
-            if self._topology.is_lead:
+        with self.topology.operation(f"load of {path.name}"), self.topology.phase("look again") as phase:
+            if self.topology.is_lead:
                 phase.payload = before is not None and identity_of(path) != before
         if phase.payloads[0]:
             raise gone(path) from cause
 
     def _load(self, path: Path, *, strict: bool, may_be_old: bool) -> LoadReport:
         started = time.perf_counter()
-        with self._topology.operation(f"load of {path.name}"), _forgetting_unless_loaded() as matches:
+        with self.topology.operation(f"load of {path.name}"), _forgetting_unless_loaded() as matches:
             source = self._open(path, may_be_old)
-            with self._topology.phase("check") as phase:
+            with self.topology.phase("check") as phase:
                 self._match(source, strict, phase, matches)
                 phase.payload = {key: one.to_json() for key, one in matches.items()}
-            with self._topology.phase("compare keys"):
+            with self.topology.phase("compare keys"):
                 reports = self._settle(matches, phase.payloads, strict)
             self._gather_copies(source, matches, reports)
             totals = self._read(source, matches, reports)
@@ -162,54 +149,52 @@ class Loader:
         )
 
     def _open(self, path: Path, may_be_old: bool) -> CheckpointSource:
-        """The lead reads and checks the manifest once; all ranks parse the same bytes. Or it finds an old checkpoint."""
+        """Open the checkpoint: the lead reads and checks the manifest once, and all ranks parse the same bytes; or it finds old files."""
         where = str(path / MANIFEST_NAME)
         manifest: CheckpointManifest | None = None
-        with self._topology.phase("open") as phase:
-            if self._topology.is_lead:
-                files = _old_files(path, self._allow_pickle) if may_be_old else []
+        with self.topology.phase("open") as phase:
+            if self.topology.is_lead:
+                files = old_files(path, allow_pickle=self.allow_pickle) if may_be_old else []
                 if files:
                     phase.payload = files
                 else:
                     data = read_manifest_bytes(path)
                     manifest = parse_manifest(data, where)
-                    listed = CONFIG_NAME in manifest.files
-                    held = self._held(data)
-                    with refusing(CONFIG_NAME):
-                        config = read_listed_file(path, manifest, CONFIG_NAME, held).decode() if listed else ""
-                    phase.payload = {"manifest": data.decode(), "config": config}
-        said = phase.payloads[0]
-        if isinstance(said, list):
-            return OldSource(path, said, self._topology)
-        data = said["manifest"].encode()
+                    phase.payload = {"manifest": data.decode(), "config": ""}
+                    if CONFIG_NAME in manifest.files:
+                        with refusing(CONFIG_NAME):
+                            config = read_listed_file(path, manifest, CONFIG_NAME, self._held(data))
+                            phase.payload["config"] = config.decode()
+        found = phase.payloads[0]
+        if isinstance(found, list):
+            return OldSource(path, found, self.topology)
+        data = found["manifest"].encode()
         stored = StoredCheckpoint(path, manifest or parse_manifest(data, where), self._held(data))
-        return CommittedSource(
-            stored, said["config"], self._topology, self._strategy, self._device, verify=self._verify
-        )
+        return CommittedSource(stored, found["config"], self.topology, self.strategy, self.device, verify=self.verify)
 
     def _held(self, manifest: bytes) -> HeldFiles:
-        """What need not be read from the folder of the checkpoint with this manifest."""
-        return NOTHING_HELD if self._files_of is None else self._files_of(manifest, self._topology)
+        """The files in memory of this host, of the checkpoint with this manifest."""
+        return NOTHING_HELD if self.files_of is None else self.files_of(manifest, self.topology)
 
     def _match(self, source: CheckpointSource, strict: bool, phase: Phase, matches: dict[str, Match]) -> None:
-        """Compare every component with what was saved of it; what this load may do without is noted, the rest raises."""
-        optional = {component.key for component in self._components if not component.required}
+        """Compare every component with its saved state. Raises for a mismatch that stops the load; others are noted in the match."""
+        optional = {component.key for component in self.components if not component.required}
         damaged = source.check(optional)
-        for component in self._components:
+        for component in self.components:
             phase.component = component.key
-            matches[component.key] = Match(component)  # so that it is told, whatever happens now
+            matches[component.key] = Match(component)  # so that the object is told if this load fails
             matches[component.key] = fit(source, component, strict=strict, damage=damaged.get(component.key))
         phase.component = None
 
     def _settle(
-        self, matches: Mapping[str, Match], said: Sequence[Mapping[str, Any]], strict: bool
+        self, matches: Mapping[str, Match], of_ranks: Sequence[Mapping[str, Any]], strict: bool
     ) -> dict[str, ComponentReport]:
-        """Decide for every component, from what all ranks say, whether it is loaded; the same on all of them."""
+        """Decide for every component, from the matches of all ranks, whether it is loaded; equal on all of them."""
         reports = {
             component.key: settle(
-                component, [one[component.key] for one in said], matches[component.key].saved_keys, strict=strict
+                component, [one[component.key] for one in of_ranks], matches[component.key].saved_keys, strict=strict
             )
-            for component in self._components
+            for component in self.components
         }
         require_something(reports)
         for key, report in reports.items():
@@ -220,43 +205,45 @@ class Loader:
     def _gather_copies(
         self, source: CheckpointSource, matches: dict[str, Match], reports: dict[str, ComponentReport]
     ) -> None:
-        """Where a component goes on from what other ranks saved, all get all copies; the lead reads the plain values."""
-        changed = [component for component in self._components if reports[component.key].changed]
+        """Match components that are made from other ranks' copies with all of these; the lead reads their plain values."""
+        changed = [component for component in self.components if reports[component.key].changed]
         if not changed:
             return
-        with self._topology.phase("gather copies") as phase:
-            if self._topology.is_lead:
+        with self.topology.phase("gather copies") as phase:
+            if self.topology.is_lead:
                 phase.payload = {one.key: _rows_of_copies(source, one, phase) for one in changed}
                 phase.component = None
         for component in changed:
             key = component.key
             got = phase.payloads[0][key]
             if isinstance(got, dict):
-                reports[key] = report_of_trouble(key, 0, rebuild(got), self._topology.world_size)
+                reports[key] = report_of_trouble(key, 0, rebuild(got), self.topology.world_size)
                 continue
             matches[key] = match_changed(component, copies_for_object(source, component, got))
-            count = matches[key].restored * self._topology.world_size
-            reports[key] = dataclasses.replace(reports[key], restored=count, wanted=count)
+            count = matches[key].restored * self.topology.world_size
+            reports[key] = replace(reports[key], restored=count, wanted=count)
 
     def _read(
         self, source: CheckpointSource, matches: Mapping[str, Match], reports: dict[str, ComponentReport]
     ) -> tuple[int, int]:
         """Fill the tensors; return the bytes read and needed, by all ranks.
 
-        An optional component is read beside its own memory, and so keeps its state if a part of it proves damaged.
+        An optional component is read into new memory first, and so keeps its state if a part of it proves damaged.
         """
         going = [matches[key] for key, report in reports.items() if goes_on(report)]
         wait_for_all(request.out for one in going for request in one.requests)
         required = [request for one in going if one.component.required for request in one.requests]
         optional = [(one, beside_own_memory(one)) for one in going if not one.component.required]
-        with ExitStack() as open_readings:
-            readings = []
-            for requests in [required, *(requests for _, requests in optional)]:
-                readings.append(source.prepare(requests))
-                open_readings.callback(readings[-1].close)
-            with self._topology.phase("read") as phase:
-                stats, failed = _run(readings, [None, *(one.key for one, _ in optional)])
+        readings: deque[tuple[Reading, str | None]] = deque()
+        try:
+            for key, requests in [(None, required), *((one.key, requests) for one, requests in optional)]:
+                readings.append((source.prepare(requests), key))
+            with self.topology.phase("read") as phase:
+                stats, failed = _run(readings)
                 phase.payload = [sum(s.bytes_read for s in stats), sum(s.bytes_needed for s in stats), failed]
+        finally:
+            for reading, _ in readings:
+                reading.close()
         _note_failures(reports, [rank[2] for rank in phase.payloads])
         for one, requests in optional:
             if goes_on(reports[one.key]):
@@ -267,8 +254,8 @@ class Loader:
         return sum(rank[0] for rank in phase.payloads), sum(rank[1] for rank in phase.payloads)
 
     def _apply(self, matches: dict[str, Match], reports: dict[str, ComponentReport], started: float) -> float:
-        """Hand every object its state, random generators last; return the seconds of the slowest rank."""
-        with self._topology.phase("apply") as phase:
+        """Give every object its state, random generators last; return the seconds of the load on the slowest rank."""
+        with self.topology.phase("apply") as phase:
             going = [one for key, one in matches.items() if goes_on(reports[key])]
             failed: dict[str, Any] = {}
             for one in sorted(going, key=_is_restored_last):
@@ -287,8 +274,8 @@ class Loader:
         return float(max(rank[0] for rank in phase.payloads))
 
     def _tell(self, report: LoadReport) -> None:
-        """One line of the lead for each component that is not just what it was."""
-        if self._topology.is_lead:
+        """Log a line, by the lead, for each component that was not restored as it was saved."""
+        if self.topology.is_lead:
             for component in report.components:
                 if component.status is not Status.RESTORED:
                     _log.warning("component %s", component)
@@ -301,24 +288,26 @@ def committed_newest_first(root: Path) -> list[Path]:
     return [one.path for one in reversed(Ledger(root, run_id="reader").committed())]
 
 
-def _run(readings: Sequence[Reading], optional: Sequence[str | None]) -> tuple[list[ReadStats], dict[str, Any]]:
-    """Run all of them, whatever fails, for other ranks may wait for this one in each; then raise what must be raised.
+def _run(readings: deque[tuple[Reading, str | None]]) -> tuple[list[ReadStats], dict[str, Any]]:
+    """Run all readings, also after one has failed, for other ranks may wait for this one in each; then raise the first error.
 
     Args:
-        optional: for each, the component that the load can do without; None: what it cannot.
+        readings: each with the optional component that it fills; None: it fills required ones. Those that have run are removed, and
+            their memory is free for the next.
 
     Returns:
-        what was read, and the optional components that failed: key -> `describe` of the error.
+        stats of the readings, and the optional components that failed: key -> `describe` of the error.
     """
     stats: list[ReadStats] = []
     failed: dict[str, Any] = {}
     fatal: Exception | None = None
-    for reading, key in zip(readings, optional, strict=True):
+    while readings:
+        reading, key = readings.popleft()
         try:
             stats.append(reading.run())
         except RankAbsentError:
-            for one in readings:
-                one.close()  # ranks that wait for this one in the next of them hear of it now
+            for one, _ in readings:
+                one.close()  # so ranks that wait for this one in a later reading learn of it now
             raise
         except Exception as error:
             if key is not None and isinstance(error, (CorruptCheckpointError, OSError)):
@@ -332,7 +321,7 @@ def _run(readings: Sequence[Reading], optional: Sequence[str | None]) -> tuple[l
 
 @contextmanager
 def _forgetting_unless_loaded() -> Iterator[dict[str, Match]]:
-    """Tell the objects that are still in the dictionary at the end that the load they prepared for did not come."""
+    """Tell the objects whose matches are still in the dictionary at the end to forget what they prepared."""
     matches: dict[str, Match] = {}
     try:
         yield matches
@@ -342,10 +331,10 @@ def _forgetting_unless_loaded() -> Iterator[dict[str, Match]]:
 
 
 def _rows_of_copies(source: CheckpointSource, component: StateComponent, phase: Phase) -> list[Rows] | dict[str, Any]:
-    """The plain values of those copies, or `describe` of the damage of an optional component."""
+    """The plain values of the copies for one object, or `describe` of the damage of an optional component."""
     phase.component = component.key
     try:
-        return [source.rows(component, prefix) for prefix in prefixes_for_object(source, component)]
+        return rows_for_object(source, component)
     except CorruptCheckpointError as error:
         if component.required:
             raise
@@ -353,10 +342,10 @@ def _rows_of_copies(source: CheckpointSource, component: StateComponent, phase: 
 
 
 def _note_failures(reports: dict[str, ComponentReport], failed: Sequence[Mapping[str, Any]]) -> None:
-    """Report an optional component as failed that failed on any rank; the lowest one's reason is given."""
+    """Report an optional component as failed if it failed on any rank, with the reason of the lowest one."""
     for rank, by_key in reversed(list(enumerate(failed))):
         for key, description in by_key.items():
-            reports[key] = dataclasses.replace(
+            reports[key] = replace(
                 reports[key],
                 status=Status.FAILED,
                 reason=f"{CheckpointError(description['message'])}" + (f" (rank {rank})" if len(failed) > 1 else ""),

@@ -1,4 +1,4 @@
-"""What a load did, component by component: pure data, and the lines that a person reads."""
+"""Report of a load, component by component: pure data, and the lines for people."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 MAX_NAMED = 5
-"""How many keys a sentence names before it says how many more there are."""
+"""Keys that a sentence names; of the others it gives the number."""
 
 
 class Status(Enum):
-    """How a component came out of a load. The strings are the ones of `LoadReport.summary`."""
+    """Result of a load for one component. The strings are those of `LoadReport.summary`."""
 
     RESTORED = "restored"
-    """All of it, and all that was saved of it."""
+    """All its values were loaded, and all saved ones were used."""
     PARTLY = "partly"
-    """Some keys were left out, as `strict=False` allows; those keep their values."""
+    """Some keys were left out, as `strict=False` allows; they keep their values."""
     SKIPPED = "skipped"
     """It is not in the checkpoint, or does not match it; the object keeps its state."""
     FAILED = "failed"
-    """It is damaged, or the object refused it on some rank. An optional one only: the load goes on without it."""
+    """It is damaged, or the object refused it on some rank. Optional components only: the load goes on without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Misfits:
     Attributes:
         only_saved: keys only in the checkpoint.
         only_wanted: keys only wanted: the object has them, the checkpoint does not.
-        unfit: key -> what was found, and what was expected.
+        unfit: key -> shape and data type found and expected.
     """
 
     only_saved: tuple[str, ...] = ()
@@ -52,14 +52,14 @@ class Misfits:
 
 @dataclass(frozen=True, slots=True)
 class ComponentReport:
-    """What a load did to one component, the same on every rank.
+    """Result of a load for one component, equal on every rank.
 
     Attributes:
         reason: why it was skipped or failed; "" otherwise.
         restored: elements that were filled, summed over the ranks; a plain value counts as one.
         wanted: elements that the objects of all ranks asked for, counted alike.
         misfits: the keys that were left out.
-        changed: whether the object made its state from other ranks' copies (`elastic`).
+        changed: the object made its state from other ranks' copies (`elastic`).
     """
 
     key: str
@@ -72,7 +72,7 @@ class ComponentReport:
 
     @property
     def fraction(self) -> float:
-        """How much of what was wanted is restored, from 0 to 1; nothing of nothing is all of it."""
+        """The share of wanted elements that was restored, from 0 to 1; 1 if none was wanted."""
         if self.status in (Status.SKIPPED, Status.FAILED):
             return 0.0
         return self.restored / self.wanted if self.wanted else 1.0
@@ -90,7 +90,7 @@ class ComponentReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did.
+    """Result of a load.
 
     Attributes:
         path: of the checkpoint that was loaded.
@@ -99,9 +99,9 @@ class LoadReport:
         bytes_read: from storage, summed over ranks; less than `bytes_needed` where ranks share reads.
         bytes_needed: by all ranks together.
         config_text: the config of the run that saved it; "" if it gave none.
-        fell_back_from: damaged newer checkpoints that were passed over, the newest first.
+        fell_back_from: damaged newer checkpoints that were passed over, newest first.
         components: one report each, in the order in which they were declared.
-        run_id: of the training history that the checkpoint belongs to; None: it does not say.
+        run_id: of the training history that the checkpoint belongs to; None: unknown.
     """
 
     path: str
@@ -128,6 +128,6 @@ class LoadReport:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """The first `MAX_NAMED` names, and the number of the others."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more

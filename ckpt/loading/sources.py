@@ -1,4 +1,4 @@
-"""Where a load takes its components from: what every kind of checkpoint answers, and the committed checkpoint's answers."""
+"""Answer what a checkpoint holds of a component: the questions to every kind of checkpoint, and the answers of a committed one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt.errors import CorruptCheckpointError, MissingStateError, WorldSizeErro
 from ckpt.format.box import num_chunks, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import raw_bytes, torch_dtype
-from ckpt.format.manifest import ArrayEntry, CheckpointManifest, digest_of
+from ckpt.format.manifest import ArrayEntry, digest_of
 from ckpt.format.names import PLAIN_NAME
 from ckpt.format.stored import check_file, read_listed_file, read_plain_file
 from ckpt.loading.direct import DirectLoad
@@ -24,18 +24,18 @@ from ckpt.state.flatten import rows_from_json
 from ckpt.state.sharing import OWN_COPIES, SharingPattern, StateComponent, copy_prefix
 
 Rows = Mapping[str, Sequence[Any]]
-"""Joined key -> [path, value] of a plain value, [path] of a tensor, as JSON: what a plain.json holds."""
+"""Joined key -> [path, value] of a plain value, [path] of a tensor, as JSON; the content of a plain.json."""
 
 
 class CheckpointSource(Protocol):
-    """A checkpoint, open for reading by one rank; the same questions for every kind. A *prefix* names one of the copies."""
+    """A checkpoint of any kind, open for reading by one rank. A *prefix* names one of the copies of a component."""
 
     checkpoint_id: str
     run_id: str | None
     config_text: str
 
     def holds(self, key: str) -> bool:
-        """Whether it has this component."""
+        """Whether it holds this component."""
 
     def component_keys(self) -> Collection[str]:
         """The components it holds, for messages."""
@@ -44,24 +44,24 @@ class CheckpointSource(Protocol):
         """The prefix of this rank's copy.
 
         Raises:
-            MissingStateError: it was saved under a pattern that does not say which copy is whose here.
+            MissingStateError: the pattern it was saved under does not say which copy belongs to this rank.
             WorldSizeError: the copies belong to other ranks, nodes or groups than these.
         """
 
     def moved(self, component: StateComponent) -> str | None:
         """How the ranks, nodes or groups that hold its copies have changed since, such as "saved by 4 ranks, this run has 3".
 
-        A component that all ranks share has moved if their number has changed. None: nothing has, and each copy is whose it was.
+        A component that all ranks share has moved if their number has changed. None: nothing has changed.
         """
 
     def first_difference(self, component: StateComponent) -> str | None:
-        """The first key in which its copies differ, by the digests of their bytes; None: they are equal, so any will do."""
+        """The first key in which its copies differ, by the digests of their bytes; None: they are equal."""
 
     def same_pattern(self, component: StateComponent) -> bool:
         """Whether it was saved under the pattern, and the process group, that is declared now."""
 
     def prefixes(self, component: StateComponent) -> list[str]:
-        """Of all copies, in the order of the ranks, nodes or instances that saved them."""
+        """The prefixes of all copies, in the order of the ranks, nodes or instances that saved them."""
 
     def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
         """Key -> array of one copy."""
@@ -70,7 +70,7 @@ class CheckpointSource(Protocol):
         """The plain values of one copy."""
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Check this rank's share of what reading does not check anyway.
+        """Check this rank's share of the bytes that reading the tensors does not check.
 
         Returns:
             component -> `describe` of the damage, for the optional ones that are damaged.
@@ -80,11 +80,11 @@ class CheckpointSource(Protocol):
         """
 
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
-        """Work out how every request is filled. All ranks call it, outside of a phase, each with its own requests."""
+        """Plan how every request is filled. All ranks call it, outside of a phase, each with its own requests."""
 
 
 class CommittedSource:
-    """A checkpoint with a manifest."""
+    """A checkpoint with a manifest. See `CheckpointSource`."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class CommittedSource:
         return (saved.sharing_pattern, saved.group_name) == now
 
     def own_prefix(self, component: StateComponent) -> str:
-        """See `CheckpointSource.own_prefix`; goes by the pattern it was *saved* under."""
+        """See `CheckpointSource.own_prefix`; by the pattern it was *saved* under."""
         saved = self._manifest.components[component.key]
         was = SharingPattern(saved.sharing_pattern)
         require_same_kind(component, was)
@@ -133,10 +133,27 @@ class CommittedSource:
                 f"component {component.key} out.",
                 component=component.key,
             )
-        return _own_prefix(was, saved.group_name or "", self._topology)
+        group = saved.group_name or ""
+        numbers = {SharingPattern.PER_RANK: self._topology.rank, SharingPattern.PER_NODE: self._topology.node_rank}
+        return copy_prefix(was, numbers[was] if was in numbers else self._topology.groups[group].instance, group)
 
     def moved(self, component: StateComponent) -> str | None:
-        return moved(self._manifest, component.key, self._topology)
+        """See `CheckpointSource.moved`."""
+        saved, topology = self._manifest.components[component.key], self._topology
+        match SharingPattern(saved.sharing_pattern):
+            case SharingPattern.PER_NODE:
+                then, now = self._manifest.topology["nodes"], [list(ranks) for ranks in topology.nodes]
+                what = "nodes of ranks "
+            case SharingPattern.PER_GROUP:
+                name = saved.group_name or ""
+                group = topology.groups.get(name)
+                then, now = self._manifest.topology["groups"][name], [list(g) for g in group.instances] if group else []
+                what = f"groups {name} = "
+            case _:
+                count = self._manifest.world_size
+                by = f"{count} rank{'' if count == 1 else 's'}"
+                return None if count == topology.world_size else f"saved by {by}, this run has {topology.world_size}"
+        return None if then == now else f"saved by {what}{then}, this run has {now or 'no group of that name'}"
 
     def first_difference(self, component: StateComponent) -> str | None:
         first, *others = self.prefixes(component)
@@ -169,7 +186,7 @@ class CommittedSource:
         }
 
     def rows(self, component: StateComponent, prefix: str) -> Rows:
-        """Joined key -> row of the copy under `prefix`."""
+        """See `CheckpointSource.rows`."""
         saved = self._manifest.components[component.key]
         writer = saved.plain_in.get(prefix)
         if writer is None:
@@ -186,9 +203,9 @@ class CommittedSource:
         return rows_from_json(data, path)
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Check size and loose bytes of the checkpoint's files, each file on one rank; arrays are checked when read.
+        """See `CheckpointSource.check`. Compares size and loose bytes of the files, each file on one rank; arrays are checked when read.
 
-        Damage in a file of an optional component alone is that component's; in one that several share it is the checkpoint's.
+        Damage in a file of an optional component alone is that component's; in a file of several components it is the checkpoint's.
         """
         damaged: dict[str, dict[str, Any]] = {}
         if not self._verify:
@@ -208,7 +225,7 @@ class CommittedSource:
         return self._strategy.prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
 
     def _contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
-        """Key -> what is equal exactly where two copies hold equal bits. Of large arrays only the digests are looked at."""
+        """Key -> a value that is equal for two copies exactly if their bits are. Of large arrays only the digests are compared."""
         start = f"{component.key}/{prefix}"
         found: dict[str, tuple[Any, ...]] = {key: tuple(row) for key, row in self.rows(component, prefix).items()}
         small = []
@@ -223,7 +240,7 @@ class CommittedSource:
         requests = [
             ReadRequest(start + key, f"{component.key}: {key}", whole(form[1]), out) for key, form, out in small
         ]
-        # Not by the strategy of the load, which may want all ranks to take part.
+        # Not by the strategy of the load, which may need all ranks.
         reading = DirectLoad().prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
         reading.run()
         return found | {key: (*form, digest_of(raw_bytes(out).numpy().data)) for key, form, out in small}
@@ -235,7 +252,7 @@ class CommittedSource:
             yield index.chunks[entry.path][number].digests
 
     def _require_same_group(self, component: StateComponent, then: str | None) -> None:
-        """A group of another name will do if it has the same instances; else its members would get different states."""
+        """Accept a group of another name with the same instances; the members of any other would get different states."""
         now = component.process_group_name
         here, there = (self._topology.groups.get(name or "") for name in (now, then))
         if here is not None and there is not None and here.instances != there.instances:
@@ -259,7 +276,7 @@ class CommittedSource:
 
 
 def require_same_kind(component: StateComponent, was: SharingPattern) -> None:
-    """Shared state loads as shared state; a copy per rank, group or node only as the same."""
+    """Raise unless the component is declared as it was saved: shared by all ranks, or with copies of the same pattern."""
     now = component.pattern
     if was is not now and (was in OWN_COPIES or now in OWN_COPIES):
         raise MissingStateError(
@@ -270,43 +287,17 @@ def require_same_kind(component: StateComponent, was: SharingPattern) -> None:
         )
 
 
-def moved(manifest: CheckpointManifest, key: str, topology: Topology) -> str | None:
-    """See `CheckpointSource.moved`. Pure: what the manifest says against the ranks, nodes and groups of this run."""
-    saved = manifest.components[key]
-    match SharingPattern(saved.sharing_pattern):
-        case SharingPattern.PER_NODE:
-            what, then, now = "nodes of ranks ", manifest.topology["nodes"], [list(ranks) for ranks in topology.nodes]
-        case SharingPattern.PER_GROUP:
-            name = saved.group_name or ""
-            group = topology.groups.get(name)
-            what, then = f"groups {name} = ", manifest.topology["groups"][name]
-            now = [list(ranks) for ranks in group.instances] if group else []
-        case _:
-            count = f"{manifest.world_size} rank{'' if manifest.world_size == 1 else 's'}"
-            has = topology.world_size
-            return None if manifest.world_size == has else f"saved by {count}, this run has {has}"
-    return None if then == now else f"saved by {what}{then}, this run has {now or 'no group of that name'}"
-
-
 def _same_ones(pattern: SharingPattern, world_size: int) -> str:
-    """What to run on, as advice, so that every copy is whose it was."""
+    """Advice: the ranks, nodes or groups to run on, so that every copy belongs to the one that saved it."""
     if pattern is SharingPattern.PER_RANK:
         return f"Run on {world_size} ranks"
     return "Run on the same nodes" if pattern is SharingPattern.PER_NODE else "Run with the same groups"
 
 
-def _own_prefix(pattern: SharingPattern, group: str, topology: Topology) -> str:
-    if pattern is SharingPattern.PER_RANK:
-        return copy_prefix(pattern, topology.rank)
-    if pattern is SharingPattern.PER_NODE:
-        return copy_prefix(pattern, topology.node_rank)
-    return copy_prefix(pattern, topology.groups[group].instance, group)
-
-
 def _note_damage(
     damaged: dict[str, dict[str, Any]], path: str, error: CorruptCheckpointError, optional: Collection[str]
 ) -> None:
-    """Put damage down to the optional component whose folder the file lies in, or raise it."""
+    """Note damage of the optional component whose folder the file lies in; raise any other."""
     component = path.partition("/")[0]
     if component not in optional or "/" not in path:
         raise error

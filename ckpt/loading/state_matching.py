@@ -1,7 +1,7 @@
-"""What a component wants against what a checkpoint holds of it: pure functions, on one rank and over what all ranks say.
+"""Match the tensors and plain values of a component with its saved ones: pure functions, on one rank and over all ranks.
 
 `strict` decides what counts as a mismatch, `required` what a mismatch does: a required component stops the load, an optional
-one is left out whole. One vocabulary: keys are *only in the checkpoint*, *only wanted*, or they do not fit.
+one is left out whole. Keys that do not match are *only in the checkpoint*, *only wanted*, or do not *fit*.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ckpt.state.flatten import Leaves, Path, flatten, from_json, path_from_json,
 from ckpt.state.sharing import SharingPattern, StateComponent, find_aliases
 
 MISMATCHES = (MissingStateError, WorldSizeError, ShapeMismatchError)
-"""What `strict=False` forgives: the checkpoint is sound, and this run asks for something else."""
+"""Errors that `strict=False` forgives: the checkpoint is sound, and this run asks for something else."""
 
 
 @dataclass(slots=True)
@@ -45,10 +45,10 @@ class SavedCopy:
     """One copy of a component, as a checkpoint holds it.
 
     Attributes:
-        start: what the names of its arrays begin with, `<component>/<prefix>`.
+        start: beginning of the names of its arrays, `<component>/<prefix>`.
         entries: key -> array; `alias_of` holds a whole name.
         plain: joined key -> plain value.
-        paths: joined key -> the way to it in the nested state dict, where the checkpoint knows.
+        paths: joined key -> path in the nested state dict, where the checkpoint knows it.
     """
 
     start: str
@@ -80,12 +80,12 @@ class SavedCopy:
         return unflatten(self.plain, self.paths)
 
     def name_of(self, key: str) -> str:
-        """The array that holds a key's bytes; never an alias."""
+        """The name of the array that holds a key's bytes; never an alias."""
         return self.entries[key].alias_of or self.start + key
 
 
 def _plain_value(start: str, key: str, value: Any) -> Any:
-    """A saved plain value; what is wrong with it is told of the file that holds it."""
+    """Parse a saved plain value; an error names the file that holds it."""
     try:
         return from_json(value)
     except CorruptCheckpointError as error:
@@ -97,15 +97,15 @@ class Match:
     """One component on one rank, compared with its saved copy; nothing has been read into it.
 
     Attributes:
-        trouble: why the component as a whole cannot be loaded here; None if it can.
-        fits: whether this rank may go on with its copy; False only where the object decides (`elastic`).
-        leaves: of the object's own state dict: where the tensors go.
+        trouble: the error for which the whole component cannot be loaded here; None: there is none.
+        fits: this rank may go on with its copy; False only where the object decides (`elastic`).
+        leaves: of the object's own state dict, with the tensors to fill.
         requests: the boxes to read, and the memory for them.
-        new: tensors the object does not hold, made for it because it takes whatever was saved.
+        new: tensors that the object does not hold, made because it takes whatever was saved.
         plain: joined key -> saved value, and under `strict=False` own values that were not saved.
-        saved_keys: the tensors of the saved copy, in its order.
+        saved_keys: keys of the tensors of the saved copy, in its order.
         restored, wanted: elements on this rank; a plain value counts as one.
-        copies: what `load_changed` gets instead of all this, once another rank's verdict is known.
+        copies: given to `load_changed` instead of all this, if the ranks have changed; see `match_changed`.
     """
 
     component: StateComponent
@@ -126,28 +126,28 @@ class Match:
         return self.component.key
 
     def to_json(self) -> dict[str, Any]:
-        """What the other ranks need to know; small where all is well."""
-        said: dict[str, Any] = {"count": [self.restored, self.wanted]}
+        """The part that other ranks need for `settle`; small where everything matches."""
+        row: dict[str, Any] = {"count": [self.restored, self.wanted]}
         if self.trouble is not None:
-            said["trouble"] = describe(self.trouble)
+            row["trouble"] = describe(self.trouble)
         if not self.fits:
-            said["fits"] = False
+            row["fits"] = False
         if self.misfits:
-            # Of a sharded component each rank leaves most keys to the others: it says which ones it does not.
+            # Of a sharded component each rank leaves most keys to the others: it tells those that it claims.
             is_sharded = self.component.pattern is SharingPattern.SHARDED
             if is_sharded and self.misfits.only_saved:
-                said["claimed"] = _runs_without(self.misfits.only_saved, self.saved_keys)
+                row["claimed"] = _runs_without(self.misfits.only_saved, self.saved_keys)
             only_saved = () if is_sharded else self.misfits.only_saved
-            said["misfits"] = [only_saved, self.misfits.only_wanted, dict(self.misfits.unfit)]
-        return said
+            row["misfits"] = [only_saved, self.misfits.only_wanted, dict(self.misfits.unfit)]
+        return row
 
     def forget_prepared(self) -> None:
-        """Tell the object that the load it prepared for does not come."""
+        """Let the object forget what it prepared for this load."""
         if isinstance(self.component.stateful, Forgetful):
             self.component.stateful.forget_prepared()
 
     def apply(self) -> None:
-        """Hand the object its state: its own tensors, filled, and the plain values that were saved; or others' copies."""
+        """Give the object its state: its own tensors, filled, and the saved plain values; or the copies of other ranks."""
         if self.copies is not None:
             cast(Elastic, self.component.stateful).load_changed([copy.nested() for copy in self.copies])
             return
@@ -157,7 +157,7 @@ class Match:
 
 @dataclass(slots=True)
 class Loaded:
-    """Another rank's copy: its plain values, and new tensors that a read fills."""
+    """A copy of another rank: its plain values, and new tensors that a read fills."""
 
     plain: dict[str, Any]
     tensors: dict[str, torch.Tensor]
@@ -169,7 +169,7 @@ class Loaded:
 
 @gc_paused()
 def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match:
-    """Find, for each tensor of a component, the box to read, and what of either side is left over.
+    """Find the box to read for each tensor of a component, and the keys of either side that are left over.
 
     Raises:
         ShapeMismatchError: a tensor does not fit what was saved, and the load is strict.
@@ -185,7 +185,7 @@ def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match
     found = _Found()
     tied = find_aliases(one.leaves.tensors, {})
     _match_tensors(one, saved, tied, found, strict)
-    # Whoever knows what to want can do without; others may count on all the keys that their own state_dict() has.
+    # A Prepared object knows which keys it can do without; others may rely on all keys of their own state_dict().
     _match_plain(one, saved, found, keep_own=not is_prepared and not strict)
     unclaimed = [k for k, entry in saved.entries.items() if k not in one.leaves.tensors and entry.alias_of is None]
     unclaimed += [k for k, first in tied.items() if k in saved.entries and saved.entries[k].alias_of is None]
@@ -203,7 +203,7 @@ def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match
 
 
 def match_changed(component: StateComponent, copies: Sequence[SavedCopy]) -> Match:
-    """Make room for all of `copies`, for an object that makes its state from what others saved."""
+    """Make new tensors for all of `copies`, for an object that makes its state from those of other ranks."""
     one = Match(component, fits=False, copies=[])
     assert one.copies is not None
     for saved in copies:
@@ -218,7 +218,7 @@ def match_changed(component: StateComponent, copies: Sequence[SavedCopy]) -> Mat
 def beside_own_memory(one: Match) -> list[ReadRequest]:
     """The requests of a component, but into new memory wherever they would fill the object's own.
 
-    It is on the same device; on the host, where the device has no room for it.
+    The new memory is on the same device, or on the host, where the device has no room for it.
     """
     made = {id(tensor) for tensor in one.new.values()}
     return [
@@ -230,9 +230,9 @@ def beside_own_memory(one: Match) -> list[ReadRequest]:
 
 
 def settle(
-    component: StateComponent, said: Sequence[Mapping[str, Any]], saved_keys: Sequence[str], *, strict: bool
+    component: StateComponent, of_ranks: Sequence[Mapping[str, Any]], saved_keys: Sequence[str], *, strict: bool
 ) -> ComponentReport:
-    """Decide, from what every rank says of a component (`Match.to_json`), whether it is loaded; equal on all ranks.
+    """Decide whether a component is loaded, from the matches of all ranks (`Match.to_json`); equal on all ranks.
 
     Args:
         saved_keys: those of any rank's match.
@@ -241,13 +241,13 @@ def settle(
         MissingStateError: a required component does not match, and the load is strict, or nothing of it does.
     """
     key = component.key
-    for rank, one in enumerate(said):
+    for rank, one in enumerate(of_ranks):
         if "trouble" in one:
-            return report_of_trouble(key, rank, rebuild(one["trouble"]), len(said))
-    if not all(one.get("fits", True) for one in said):
+            return report_of_trouble(key, rank, rebuild(one["trouble"]), len(of_ranks))
+    if not all(one.get("fits", True) for one in of_ranks):
         return ComponentReport(key, Status.RESTORED, changed=True)
-    misfits = _joined_misfits(component, said, saved_keys)
-    restored, wanted = (sum(one["count"][i] for one in said) for i in (0, 1))
+    misfits = _joined_misfits(component, of_ranks, saved_keys)
+    restored, wanted = (sum(one["count"][i] for one in of_ranks) for i in (0, 1))
     if not misfits:
         return ComponentReport(key, Status.RESTORED, "", restored, wanted)
     nothing = restored == 0
@@ -265,7 +265,7 @@ def settle(
 
 
 def report_of_trouble(key: str, rank: int, error: CheckpointError, world_size: int) -> ComponentReport:
-    """The report of a component that cannot be loaded, by what one rank met."""
+    """The report of a component that cannot be loaded, from the error of one rank."""
     status = Status.SKIPPED if isinstance(error, MISMATCHES) else Status.FAILED
     where = f" (rank {rank})" if world_size > 1 and status is Status.FAILED else ""
     return ComponentReport(key, status, f"{error}{where}")
@@ -273,7 +273,7 @@ def report_of_trouble(key: str, rank: int, error: CheckpointError, world_size: i
 
 @dataclass(slots=True)
 class _Found:
-    """What a comparison leaves over."""
+    """The mismatches of one component on this rank, while they are found."""
 
     only_saved: list[str] = field(default_factory=list)
     only_wanted: list[str] = field(default_factory=list)
@@ -309,7 +309,7 @@ def _match_tensors(one: Match, saved: SavedCopy, tied: Mapping[str, str], found:
 
 
 def _match_plain(one: Match, saved: SavedCopy, found: _Found, *, keep_own: bool) -> None:
-    """Plain values that were saved are given to the object, whether it has them or not; one that was not is missing."""
+    """Give the object all saved plain values, also those that it does not have; note its own that were not saved."""
     one.plain = {
         key: value
         for key, value in saved.plain.items()
@@ -318,7 +318,7 @@ def _match_plain(one: Match, saved: SavedCopy, found: _Found, *, keep_own: bool)
     missing = {key: value for key, value in one.leaves.plain.items() if key not in saved.plain}
     known = {way for key in (*saved.plain, *saved.entries) for way in _ways(key)} if missing else set()
     for key, value in missing.items():
-        # A dictionary on one side may be a single value, such as None or {}, on the other: not a matter of keys.
+        # A dictionary on one side may be a single value, such as None or {}, on the other: no key is missing then.
         if key in known or any(way in saved.plain for way in _ways(key)):
             continue
         found.only_wanted.append(key)
@@ -334,11 +334,13 @@ def _new_tensor(requests: list[ReadRequest], component: str, key: str, saved: Sa
     return tensor
 
 
-def _joined_misfits(component: StateComponent, said: Sequence[Mapping[str, Any]], saved_keys: Sequence[str]) -> Misfits:
-    """Those of all ranks. What is saved of a SHARDED component and wanted by another rank is wanted."""
-    misfits = [one.get("misfits", ((), (), {})) for one in said]
+def _joined_misfits(
+    component: StateComponent, of_ranks: Sequence[Mapping[str, Any]], saved_keys: Sequence[str]
+) -> Misfits:
+    """The misfits of all ranks. A saved key of a SHARDED component is left over only if no rank claims it."""
+    misfits = [one.get("misfits", ((), (), {})) for one in of_ranks]
     if component.pattern is SharingPattern.SHARDED:
-        only_saved = _claimed_by_none([one.get("claimed") for one in said], saved_keys)
+        only_saved = _claimed_by_none([one.get("claimed") for one in of_ranks], saved_keys)
     else:
         only_saved = {key for one in misfits for key in one[0]}
     unfit: dict[str, str] = {}
@@ -361,7 +363,7 @@ def _runs_without(left: Collection[str], keys: Sequence[str]) -> list[tuple[int,
 
 
 def _claimed_by_none(claimed: Sequence[Sequence[tuple[int, int]] | None], keys: Sequence[str]) -> set[str]:
-    """The keys that are in nobody's runs; None: a rank claims all of them."""
+    """The keys that are in no rank's runs; None among them: that rank claims all keys."""
     open_ones = bytearray(b"\1" * len(keys))
     for runs in claimed:
         if runs is None:
@@ -372,17 +374,13 @@ def _claimed_by_none(claimed: Sequence[Sequence[tuple[int, int]] | None], keys: 
 
 
 def _unfit(label: str, dtype: str, shape: tuple[int, ...], saved: ArrayEntry, component: str) -> ShapeMismatchError:
-    """The refusal of a tensor whose shape or data type is not the one that was saved."""
+    """The error for a tensor whose shape or data type is not the saved one."""
+    found, wanted, advice = saved.dtype, dtype, "Restore with the data type it was saved in."
     if saved.shape != shape:
-        return ShapeMismatchError(
-            f"{label}: the checkpoint holds global shape {list(saved.shape)}, this run asks for "
-            f"{list(shape)}. Restore with the model "
-            f"it was saved from, or leave component {component} out.",
-            component=component,
-        )
+        found, wanted = f"global shape {list(saved.shape)}", f"{list(shape)}"
+        advice = f"Restore with the model it was saved from, or leave component {component} out."
     return ShapeMismatchError(
-        f"{label}: the checkpoint holds {saved.dtype}, this run asks for {dtype}. Restore with the data type it was saved in.",
-        component=component,
+        f"{label}: the checkpoint holds {found}, this run asks for {wanted}. {advice}", component=component
     )
 
 
@@ -391,12 +389,12 @@ def _form(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _inside_a_tensor(key: str, leaves: Leaves) -> bool:
-    """Whether a saved key leads into what is a tensor here."""
+    """Whether a saved key leads into a tensor of this object."""
     return any(way in leaves.tensors for way in _ways(key) if way != key)
 
 
 def _ways(key: str) -> Iterator[str]:
-    """A joined key and all keys it goes through: `a.b.c`, `a.b`, `a`."""
+    """Yield a joined key and all keys above it: `a.b.c`, `a.b`, `a`."""
     yield key
     while "." in key:
         key = key.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""What every loading strategy works with: the boxes a rank wants, and a committed checkpoint that knows where they lie."""
+"""Interfaces of loading strategies: the boxes a rank wants, a stored checkpoint that locates their chunks, and a prepared reading."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckpt.storage.extents import WantedBox
 
 @dataclass(slots=True)  # not frozen: there may be very many, and a frozen one takes three times as long to make
 class ReadRequest:
-    """One box of one array, wanted in memory that exists already.
+    """One box of one array, and the memory to read it into.
 
     Attributes:
         name: of the array in the manifest; never an alias.
@@ -47,12 +47,12 @@ class ReadRequest:
 
 @dataclass(slots=True)  # not frozen: see ReadRequest
 class StoredPart:
-    """A part of a request, and the chunk it lies in.
+    """A part of a request that lies in one chunk.
 
     Attributes:
-        chunk: where the chunk's bytes are.
-        part: which of them are wanted, and where they go.
-        array, store, source: how the format's own library finds them: `source` is a box of `array`, and has the shape of
+        chunk: the place of the chunk's bytes.
+        part: the bytes that are wanted of them, and their memory.
+        array, store, source: the same for the format's own library: `source` is a box of `array`, and has the shape of
             `part.out` or, in a packed array, the 1-D extent of `part.region`.
     """
 
@@ -68,8 +68,8 @@ class Stored(Protocol):
 
     Attributes:
         root: its folder, to which all paths are relative.
-        has_digests: whether its chunks can be checked.
-        held: what of it is in memory, too.
+        has_digests: its chunks can be checked.
+        held: the files that are in memory of this host, too.
     """
 
     root: Path
@@ -77,18 +77,18 @@ class Stored(Protocol):
     held: HeldFiles
 
     def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
-        """Yield where the wanted box lies, part by part, in storage order.
+        """Yield the parts of the wanted box, one for each chunk that it meets, in storage order.
 
         Raises:
             CorruptCheckpointError: chunks are not where they must be.
         """
 
     def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
-        """Fill `out` (host, shape box.shape) with a box of the array that the part is of, by its format's own library."""
+        """Fill `out` (host, shape box.shape) with a box of the part's array, by its format's own library."""
 
 
 class StoredCheckpoint:
-    """A committed checkpoint, open for reading by one rank. Indexes are read, and checked, when they are first needed."""
+    """A committed checkpoint, open for reading by one rank. See `Stored`. An index is read, and checked, when first needed."""
 
     has_digests = True
 
@@ -122,7 +122,7 @@ class StoredCheckpoint:
         return iter(self._packed_parts(request, entry)) if entry.grid is None else self._own_parts(request, entry)
 
     def _own_parts(self, request: ReadRequest, entry: ArrayEntry) -> Iterator[StoredPart]:
-        """Of an array that is not packed."""
+        """The parts of a box of an array with chunks of its own."""
         assert entry.path is not None and entry.store is not None and entry.grid is not None
         spec = ArraySpec(entry.path, entry.dtype, entry.shape, entry.grid)
         for number, chunk_box, wanted in needed_chunks(entry.shape, entry.grid, request.box):
@@ -147,14 +147,14 @@ class StoredCheckpoint:
         backend_of_store(store).read(self.root, array, box, out)
 
     def _require_regular(self, path: str) -> None:
-        """Look once through a folder, for the libraries follow links out of it."""
+        """Refuse links in a folder, once: a library would follow them out of the checkpoint."""
         if path not in self._regular:
             with CheckpointFolder(self.root) as folder:
                 folder.require_regular_below(path)
             self._regular.add(path)
 
     def _packed_array(self, index: Index, path: str, dtype: str) -> tuple[ArraySpec, ChunkExtent, int]:
-        """A packed array, its one chunk and the bytes of an element: looked up once for all that lies in it."""
+        """A packed array, its one chunk and the bytes of an element; looked up once for all pieces in it."""
         if path not in self._packed:
             spec = ArraySpec(path, dtype, (index.packed[path],), (index.packed[path],))
             self._packed[path] = spec, index.chunks[path][0], item_bytes(dtype)
@@ -195,10 +195,10 @@ class ReadStats:
 
 
 class Reading(Protocol):
-    """What a strategy has worked out for one rank: all that is left is to move the bytes."""
+    """The prepared load of one rank: only the bytes are still to be moved."""
 
     def run(self) -> ReadStats:
-        """Fill every request's `out`. All ranks call it, inside one phase, whatever has failed for this one before.
+        """Fill every request's `out`, once, and close. All ranks call it, inside one phase, also after an earlier reading has failed.
 
         Raises:
             CorruptCheckpointError: bytes are missing or not as they were written.
@@ -207,11 +207,11 @@ class Reading(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of what `run` would have used. Called always, and last."""
+        """Let go of files, sockets and memory; also of a reading that has not run."""
 
 
 class LoadingStrategy(Protocol):
-    """Who reads, and how it spreads."""
+    """Decides which rank reads which bytes, and how they get to the other ranks."""
 
     def prepare(
         self,
@@ -222,17 +222,17 @@ class LoadingStrategy(Protocol):
         *,
         verify: bool,
     ) -> Reading:
-        """Work out who reads what. All ranks call it, outside of a phase, each with its own requests, which may be none."""
+        """Plan the read. All ranks call it, outside of a phase, each with its own requests, which may be none."""
 
     def bind(self, backend: Backend) -> None:
-        """Take from a run's backend what loads spread by, where it brings something and nothing else has been chosen."""
+        """Use the transport that a run's backend brings, unless one has been chosen."""
 
     def close(self) -> None:
-        """Let go of what is kept from load to load; nothing is under way."""
+        """Let go of what is kept from load to load. No load is under way."""
 
 
 def in_flight_bytes(max_in_flight_mib: int) -> int:
-    """The bytes that `max_in_flight_mib` of a strategy stands for.
+    """The bytes of a strategy's `max_in_flight_mib`.
 
     Raises:
         ConfigurationError: it is not positive.
@@ -242,8 +242,13 @@ def in_flight_bytes(max_in_flight_mib: int) -> int:
     return max_in_flight_mib << 20
 
 
+def bytes_of(requests: Sequence[ReadRequest]) -> int:
+    """The bytes that requests want."""
+    return sum(request.out.numel() * request.out.element_size() for request in requests)
+
+
 def by_chunk(requests: Sequence[ReadRequest], checkpoint: Stored) -> list[list[StoredPart]]:
-    """Where all requests lie: groups of parts that lie in one chunk, the groups as they lie in their files."""
+    """The parts of all requests, grouped by chunk, the chunks in storage order."""
     groups: dict[tuple[str, int], list[StoredPart]] = defaultdict(list)
     for request in requests:
         for part in checkpoint.parts(request):

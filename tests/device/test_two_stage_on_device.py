@@ -42,10 +42,10 @@ def _load_and_watch(topology: Topology, path: Path, cpu_transfer: bool) -> None:
     run, wait_for = SpreadWorker.run, ckpt.memory.device.wait_for
     waited: list[torch.device] = []
 
-    def watched(courier: SpreadWorker) -> None:
+    def watched(worker: SpreadWorker) -> None:
         ckpt.memory.device.wait_for = waited.append
         try:
-            run(courier)
+            run(worker)
         finally:
             ckpt.memory.device.wait_for = wait_for
 
@@ -61,7 +61,7 @@ def test_ranks_that_load_into_different_memory_are_told_so(tmp_path: Path) -> No
     assert (
         said
         == [
-            "cpu_transfer=False: rank 0 into npu memory, rank 1 into cpu memory; bytes cannot travel between the two so, give "
+            "cpu_transfer=False: rank 0 into npu memory, rank 1 into cpu memory; bytes cannot travel between them; give "
             "cpu_transfer=True"
         ]
         * 2

@@ -1,4 +1,4 @@
-"""Two-stage loads between hosts through the engine's own groups: without torch's default one, two parcels at a time."""
+"""Two-stage loads between hosts through the engine's own groups: without torch's default one, two blocks at a time."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def fail_and_load_again(topology: Topology, root: Path) -> float:
     with made(topology, root, held, backend=KimiEngineBackend(), strategy=strategy) as checkpoints:
         fails = False
         checkpoints.load_checkpoint()
-        first = strategy._engine_transport
+        first = strategy._transports._engine
         reads, fails = 0, True
         began = time.monotonic()
         with pytest.raises(CheckpointError, match=r"rank 1.*Input/output error"):
@@ -97,7 +97,7 @@ def fail_and_load_again(topology: Topology, root: Path) -> float:
         fails = False
         checkpoints.load_checkpoint()
         require_same(held, wanted)
-        assert isinstance(first, EngineTransport) and strategy._engine_transport is not first
+        assert isinstance(first, EngineTransport) and strategy._transports._engine is not first
     return took
 
 
@@ -127,7 +127,7 @@ def test_a_rank_that_dies_in_the_middle_is_named_and_nobody_hangs(tmp_path: Path
 
 
 class Recorded:
-    """Passes parcels on, and notes when each is begun, and waited for."""
+    """Passes blocks on, and notes when each is begun, and waited for."""
 
     def __init__(self, transport: EngineTransport) -> None:
         self.transport = transport
@@ -160,7 +160,7 @@ def count_under_way(topology: Topology, root: Path) -> int:
     return recorded.most
 
 
-def test_two_parcels_are_on_their_way_at_a_time(tmp_path: Path) -> None:
+def test_two_blocks_are_on_their_way_at_a_time(tmp_path: Path) -> None:
     assert run_ranks(2, count_under_way, tmp_path, nodes=[1, 1]) == [2, 2]
 
 

@@ -21,12 +21,15 @@ from ckpt.format.manifest import CheckpointManifest, Index
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.loading.report import Status
 from ckpt.loading.two_stage import two_stage
-from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import HostLink
-from ckpt.loading.two_stage.spread_blocks import ChunkRange
-from ckpt.loading.two_stage.two_stage import MAX_SLOTS, TwoStageLoad
+from ckpt.loading.two_stage.network import KeptTransports, TorchTransport
+from ckpt.loading.two_stage.slots import MAX_SLOTS, make_slots
+from ckpt.loading.two_stage.timing import summarize
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
+from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
+from ckpt.storage.extents import WantedBytes
 from recipes.benchmark.measuring import PeakMemory
 from tests.ranks import Dead, run_ranks
 from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits, same_bits
@@ -229,7 +232,7 @@ def _refused(topology: Topology, root: Path, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"max_in_flight_mib": 3}, "max_in_flight_mib=3: 4 MiB are the least, for 1 block of 4 MiB"),
+        ({"max_in_flight_mib": 3}, "max_in_flight_mib=3: expected at least 4, for 1 block of 4 MiB"),
         ({"group": "data"}, "group=data of TwoStageLoad: the run has no process group of that name, it has none"),
         ({"cpu_transfer": False}, "torch.distributed, which is not initialized"),
     ],
@@ -247,7 +250,7 @@ def _given_different_memory(topology: Topology, root: Path) -> str:
 
 
 def test_ranks_that_are_given_different_settings_are_told_so(tmp_path: Path) -> None:
-    """They would cut the same bytes into different parcels."""
+    """They would cut the same bytes into different blocks."""
     for says in run_ranks(3, _given_different_memory, tmp_path):
         assert "max_in_flight_mib: rank 2 was given 17, rank 0 16" in says
 
@@ -281,22 +284,22 @@ def test_systems_without_such_memory_spread_over_the_network(tmp_path: Path) -> 
 
 def test_a_strategy_outlives_the_process_groups_it_has_made() -> None:
     """The next ones often lie in memory where those lay."""
-    load = TwoStageLoad()
+    kept = KeptTransports(None, cpu_transfer=True)
+    device = Device(type="cpu", collectives="gloo")
     for _ in range(30):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            groups = load._make_groups(Topology.alone(), Device(type="cpu", collectives="gloo"), [(0,)])
-            assert groups == load._make_groups(Topology.alone(), Device(type="cpu", collectives="gloo"), [(0,)])
-            assert dist.get_process_group_ranks(groups[0]) == [0]
+            first, second = (kept.connect(Topology.alone(), device, [(0,)], [kept.offer()]) for _ in range(2))
+            assert isinstance(first, TorchTransport) and isinstance(second, TorchTransport)
+            assert first._group is second._group
+            assert dist.get_process_group_ranks(first._group) == [0]
         finally:
             dist.destroy_process_group()
 
 
 def test_memory_that_no_slot_needs_is_not_taken() -> None:
-    device = Device(type="cpu", collectives="gloo")
-    load = TwoStageLoad(max_in_flight_mib=4096)
-    slots = load._slots(None, [], between_hosts=True, alone=False, device=device)
-    assert slots.reading + slots.landing == MAX_SLOTS
+    slots = make_slots(4096 << 20, 16, between_hosts=True)
+    assert slots.reading + slots.receiving == MAX_SLOTS
     assert len(slots.host) == MAX_SLOTS * slots.slot_bytes
 
 
@@ -351,10 +354,10 @@ def _one_cannot_place(topology: Topology, root: Path, options: dict[str, Any]) -
     path = made.save_checkpoint(checkpoint_id="1")
     if topology.rank == 1:
 
-        def place(self: RankEndpoints, piece: ChunkRange, memory: torch.Tensor) -> None:
+        def place(self: Filling, wanted: WantedBytes, start: int, stop: int, memory: torch.Tensor) -> None:
             raise RuntimeError("the device is full")
 
-        RankEndpoints.place = place  # type: ignore[method-assign]
+        Filling.place = place  # type: ignore[method-assign]
     started = time.monotonic()
     with pytest.raises(CheckpointError) as caught:
         made.load_checkpoint(path)
@@ -388,7 +391,7 @@ _GOES: dict[str, Callable[[], None]] = {"killed": _killed, "stopped": _stopped}
 
 
 def _one_goes(topology: Topology, root: Path, how: str) -> tuple[str, float]:
-    """Rank 1 goes when it is about to read its second parcel."""
+    """Rank 1 goes when it is about to read its second block."""
     held = Held({f"w{n}": random_bits((16, 1 << 16), torch.float32, n) for n in range(8)})
     reads = 0
 
@@ -449,9 +452,7 @@ def _summarized(topology: Topology, root: Path) -> dict[str, tuple[float, float]
     made.load_checkpoint(made.save_checkpoint(checkpoint_id="1"))
     if topology.rank == 1:
         strategy.timers["known to one rank alone"] = [2.0, 1.0]
-    summary = strategy.summarize_load_times(topology)
-    assert not strategy.timers
-    return summary
+    return summarize(strategy.timers, topology)
 
 
 def test_times_are_summed_up_over_ranks_that_know_different_names(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
-"""What several ranks want is read once, by one of them, and spread to the others.
+"""Read bytes that several ranks want once, by one of them, and spread them to the others.
 
 Files, in the order in which data travels:
 
-    two_stage               the loading strategy
-    spread_blocks           who reads which bytes for whom
-    endpoints               where the bytes of a rank come from, and where they belong
-    spread_worker, slots    reads, sends and receives blocks; the memory that bounds it
+    two_stage               the loading strategy: ranks agree on a plan
+    wants                   the bytes that one rank wants, by chunk
+    spread_blocks           the plan: which rank reads which bytes for which ranks
+    spread_worker           reads, sends, receives and places blocks
+    slots                   the memory that blocks travel in, which bounds them
     host, network           between the ranks of a host; between hosts
-    timing                  how long each step took
+    timing                  seconds of each step
 """

@@ -1,68 +1,27 @@
-"""Who reads which bytes for whom: a pure function of what every rank wants, so every rank finds the same answer.
+"""Plan a two-stage load: which rank reads which bytes for which ranks. Pure functions of the wants of all ranks, equal on every rank.
 
-What one rank alone wants, it reads for itself. What several want is cut into parcels, and each parcel is read by one of
-them, each rank in the end as many bytes as the others, and each in one stretch of the storage.
+    wants of all ranks --plan_spread--> own reads and blocks --part_of--> the part of one rank
+
+A rank reads for itself what no other rank wants. Bytes that several ranks want are cut into blocks, and one of these ranks reads
+each block. All ranks read about as many bytes, each in one contiguous range of the storage.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
+from ckpt.loading.two_stage.wants import ChunkKey, ChunkRange, Want
+
 Ranks = tuple[int, ...]
-ChunkKey = tuple[str, int]
-"""File and offset: no two chunks share them."""
 
 PIECE_ALIGNMENT = 64
-"""Every piece begins at a multiple of it in its parcel, so that its elements can be used where they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """What a rank wants of one chunk.
-
-    Attributes:
-        unit: bytes that are read as one.
-        whole: the chunk is decoded as one, by whoever reads of it.
-        stretches: ascending [start, stop), of whole units but for the end of the chunk.
-    """
-
-    file: str
-    offset: int
-    unit: int
-    whole: bool
-    stretches: tuple[tuple[int, int], ...]
-
-    @property
-    def key(self) -> ChunkKey:
-        return self.file, self.offset
-
-    def to_json(self) -> list[object]:
-        return [self.file, self.offset, self.unit, self.whole, self.stretches]
-
-    @classmethod
-    def from_json(cls, row: Sequence[object]) -> Want:
-        file, offset, unit, whole, stretches = row
-        assert isinstance(file, str) and isinstance(offset, int) and isinstance(unit, int)
-        assert isinstance(stretches, list)
-        return cls(file, offset, unit, bool(whole), tuple((start, stop) for start, stop in stretches))
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRange:
-    """The bytes [start, stop) of one chunk."""
-
-    key: ChunkKey
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
+"""Every piece begins at a multiple of it in its block, so that its elements can be used where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,85 +29,150 @@ class SpreadBlock:
     """Bytes that travel together.
 
     Attributes:
-        number: its place in the order in which all parcels travel.
-        reader: reads it from storage.
-        wanters: who wants all of it, ascending; the reader need not be one of them where a chunk is decoded as one.
+        number: its place in the order in which all blocks travel.
+        reader: the rank that reads it from storage.
+        destinations: the ranks that want all of it, ascending; the reader need not be one of them where a chunk is decoded as one.
     """
 
     number: int
     reader: int
-    wanters: Ranks
+    destinations: Ranks
     pieces: tuple[ChunkRange, ...]
 
     def places(self) -> Iterator[tuple[int, ChunkRange]]:
-        """Each piece, and where it begins in the memory that the parcel travels in."""
+        """Yield each piece, and the byte at which it begins in the memory that the block travels in."""
         at = 0
         for piece in self.pieces:
             yield at, piece
-            at += _room(piece.num_bytes)
+            at += _padded(piece.num_bytes)
 
     @property
-    def room(self) -> int:
-        """The bytes of memory it takes."""
-        return sum(_room(piece.num_bytes) for piece in self.pieces)
+    def num_bytes(self) -> int:
+        """The bytes of memory it takes, padding included."""
+        return sum(_padded(piece.num_bytes) for piece in self.pieces)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Spread:
-    """How everything that the ranks of one group want gets to them.
+    """The reads and blocks of one group of ranks.
 
     Attributes:
-        own: rank -> what it reads for itself, in storage order.
-        parcels: in the order in which they travel: the first of each reader, then the second of each; each reader's as they lie in
-            storage.
+        own: rank -> ranges that it reads for itself, in storage order.
+        blocks: in the order in which they travel: the first of each reader, then the second of each; those of one reader in
+            storage order.
     """
 
-    own: dict[int, list[ChunkRange]] = field(default_factory=lambda: defaultdict(list))
-    parcels: list[SpreadBlock] = field(default_factory=list)
+    own: Mapping[int, Sequence[ChunkRange]]
+    blocks: Sequence[SpreadBlock]
 
 
-def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], parcel_bytes: int) -> Spread:
-    """Plan who reads what.
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """Everything that one rank does in one spread; known before a byte moves.
+
+    Attributes:
+        blocks: all blocks of the group, by number.
+        own: ranges that this rank reads for itself.
+        reads: blocks that it reads.
+        network: number of each block that it sends to other hosts, or receives from one -> the ranks that receive it.
+        takers: number of each block that passes through a slot of this rank -> the neighbours that take it from there.
+        sources: neighbour -> how many blocks this rank takes from its slots.
+        num_wanted: how many blocks this rank wants.
+    """
+
+    rank: int
+    neighbours: Sequence[int]
+    blocks: Sequence[SpreadBlock]
+    own: Sequence[ChunkRange]
+    reads: Sequence[SpreadBlock]
+    network: Mapping[int, Sequence[int]]
+    takers: Mapping[int, AbstractSet[int]]
+    sources: Counter[int]
+    num_wanted: int
+
+
+def part_of(spread: Spread, hosts: Sequence[Sequence[int]], rank: int, held: Sequence[ChunkRange] = ()) -> RankPart:
+    """Return the part of one rank. On every host, the ranks take a block from a slot of one of them: its reader, or its receiver.
 
     Args:
-        wants: what ranks want, and which ranks want just that; every rank is there once.
-        parcel_bytes: room of a parcel; at least the largest unit, and a multiple of `PIECE_ALIGNMENT`.
+        hosts: the ranks of the group by host; a host of its own for every rank, where ranks share no memory.
+        held: ranges in memory of this host that the rank reads for itself besides.
     """
-    spread = Spread()
+    host_of = {one: (ranks, index) for ranks in hosts for index, one in enumerate(ranks)}
+
+    def source(block: SpreadBlock, taker: int) -> int:
+        """The rank on the taker's host whose slot it takes the block from."""
+        (there, index), (here, _) = host_of[block.reader], host_of[taker]
+        return block.reader if here is there else here[index % len(here)]
+
+    neighbours = host_of[rank][0]
+    network, takers = {}, {}
+    sources: Counter[int] = Counter()
+    for block in spread.blocks:
+        receivers = sorted({source(block, taker) for taker in block.destinations} - {block.reader})
+        if receivers and rank in (block.reader, *receivers):
+            network[block.number] = receivers
+        takers_here = set(block.destinations).intersection(neighbours)
+        mine = source(block, rank)
+        if mine == rank and (takers_here or block.reader == rank):
+            takers[block.number] = takers_here - {rank}
+        elif rank in takers_here:
+            sources[mine] += 1
+    return RankPart(
+        rank,
+        neighbours,
+        spread.blocks,
+        own=[*held, *spread.own.get(rank, ())],
+        reads=[block for block in spread.blocks if block.reader == rank],
+        network=network,
+        takers=takers,
+        sources=sources,
+        num_wanted=sum(rank in block.destinations for block in spread.blocks),
+    )
+
+
+def plan_spread(wants: Sequence[tuple[Sequence[Want], Ranks]], slot_bytes: int) -> Spread:
+    """Assign every wanted byte to the rank that reads it.
+
+    Args:
+        wants: a set of wants, and the ranks that have just these; every rank is there once.
+        slot_bytes: the most bytes of a block; at least the largest unit, and a multiple of `PIECE_ALIGNMENT`.
+    """
+    own: dict[int, list[ChunkRange]] = defaultdict(list)
     load: dict[int, int] = defaultdict(int)
     shared: list[tuple[_Unread, int]] = []
     for key, unit, whole, segments in _segments(wants):
-        anybody = tuple(sorted({rank for ranks, _, _ in segments for rank in ranks}))
+        candidates = tuple(sorted({rank for ranks, _, _ in segments for rank in ranks}))
         for ranks, start, stop in segments:
-            if len(ranks) == 1 and (not whole or len(anybody) == 1):
-                spread.own[ranks[0]].append(ChunkRange(key, start, stop))
+            if len(ranks) == 1 and (not whole or len(candidates) == 1):
+                own[ranks[0]].append(ChunkRange(key, start, stop))
                 load[ranks[0]] += stop - start
             else:
-                shared.append((_Unread(anybody if whole else (), ranks, [ChunkRange(key, start, stop)]), unit))
-    parcels = sorted(_packed(shared, parcel_bytes), key=lambda one: (one.pieces[0].key, one.pieces[0].start))
-    readers = _in_one_stretch(parcels, _dealt(parcels, load))
+                shared.append((_Unread(candidates if whole else (), ranks, [ChunkRange(key, start, stop)]), unit))
+    blocks = sorted(_packed(shared, slot_bytes), key=lambda one: (one.pieces[0].key, one.pieces[0].start))
+    readers = _in_one_range(blocks, _balanced(blocks, load))
     turn: Counter[int] = Counter()
     travel: list[tuple[int, int, _Unread]] = []
-    for reader, parcel in zip(readers, parcels, strict=True):
-        travel.append((turn[reader], reader, parcel))
+    for reader, block in zip(readers, blocks, strict=True):
+        travel.append((turn[reader], reader, block))
         turn[reader] += 1
     travel.sort(key=lambda one: one[:2])
-    spread.parcels = [
-        SpreadBlock(number, reader, parcel.wanters, tuple(parcel.pieces))
-        for number, (_, reader, parcel) in enumerate(travel)
+    in_order = [
+        SpreadBlock(number, reader, block.destinations, tuple(block.pieces))
+        for number, (_, reader, block) in enumerate(travel)
     ]
-    return spread
+    return Spread(own, in_order)
 
 
 class _Unread(NamedTuple):
-    """What several ranks want and nobody reads yet: a parcel, or what will be parts of some.
+    """Bytes that several ranks want and no rank reads yet: a block, or parts of blocks to be.
 
     Attributes:
-        decoders: who may decode the chunk, all of it, where that is done as one; else nobody.
+        decoders: the ranks that may decode the chunk, where that is done as one; else ().
     """
 
     decoders: Ranks
-    wanters: Ranks
+    destinations: Ranks
     pieces: list[ChunkRange]
 
     @property
@@ -156,44 +180,45 @@ class _Unread(NamedTuple):
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-def _dealt(parcels: Sequence[_Unread], load: dict[int, int]) -> list[int]:
-    """Give each parcel to who has the fewest bytes to read so far, of those who may read it; return the readers.
+def _balanced(blocks: Sequence[_Unread], load: dict[int, int]) -> list[int]:
+    """Assign each block to the rank with the fewest bytes to read so far, of those that may read it; return the readers.
 
     Args:
         load: bytes that each rank has to read so far; updated.
     """
     decoder: dict[ChunkKey, int] = {}
     readers = []
-    for parcel in parcels:
-        key = parcel.pieces[0].key
-        reader = decoder.get(key) if parcel.decoders else None
+    for block in blocks:
+        key = block.pieces[0].key
+        reader = decoder.get(key) if block.decoders else None
         if reader is None:
-            reader = min(parcel.decoders or parcel.wanters, key=lambda rank: (load[rank], rank))
-        if parcel.decoders:
+            reader = min(block.decoders or block.destinations, key=lambda rank: (load[rank], rank))
+        if block.decoders:
             decoder[key] = reader
-        load[reader] += parcel.num_bytes
+        load[reader] += block.num_bytes
         readers.append(reader)
     return readers
 
 
-def _in_one_stretch(parcels: Sequence[_Unread], readers: Sequence[int]) -> list[int]:
-    """Deal the parcels that the same ranks want anew, each rank as many bytes, but in one stretch: disks like to be read so."""
+def _in_one_range(blocks: Sequence[_Unread], readers: Sequence[int]) -> list[int]:
+    """Assign blocks with the same destinations anew: as many bytes to each reader, but contiguous, which disks read faster."""
     shares: dict[Ranks, Counter[int]] = defaultdict(Counter)
-    for parcel, reader in zip(parcels, readers, strict=True):
-        if not parcel.decoders:
-            shares[parcel.wanters][reader] += parcel.num_bytes
+    for block, reader in zip(blocks, readers, strict=True):
+        if not block.decoders:
+            shares[block.destinations][reader] += block.num_bytes
     ends = {
-        wanters: (sorted(share), list(accumulate(share[r] for r in sorted(share)))) for wanters, share in shares.items()
+        destinations: (sorted(share), list(accumulate(share[r] for r in sorted(share))))
+        for destinations, share in shares.items()
     }
     before: Counter[Ranks] = Counter()
-    dealt = []
-    for parcel, reader in zip(parcels, readers, strict=True):
-        if not parcel.decoders:
-            ranks, until = ends[parcel.wanters]
-            reader = ranks[bisect_right(until, before[parcel.wanters] + parcel.num_bytes // 2)]
-            before[parcel.wanters] += parcel.num_bytes
-        dealt.append(reader)
-    return dealt
+    assigned = []
+    for block, reader in zip(blocks, readers, strict=True):
+        if not block.decoders:
+            ranks, until = ends[block.destinations]
+            reader = ranks[bisect_right(until, before[block.destinations] + block.num_bytes // 2)]
+            before[block.destinations] += block.num_bytes
+        assigned.append(reader)
+    return assigned
 
 
 _Segment = tuple[Ranks, int, int]
@@ -229,31 +254,31 @@ def _cut(asked: Sequence[tuple[Want, Ranks]]) -> Iterator[_Segment]:
             yield tuple(sorted(rank for number in wanting for rank in asked[number][1])), start, stop
 
 
-def _packed(shared: Sequence[tuple[_Unread, int]], parcel_bytes: int) -> Iterator[_Unread]:
-    """Fill parcels: pieces of one parcel are wanted by the same ranks and, where a chunk is decoded as one, of one chunk.
+def _packed(shared: Sequence[tuple[_Unread, int]], slot_bytes: int) -> Iterator[_Unread]:
+    """Fill blocks: the pieces of a block have the same destinations and, where a chunk is decoded as one, are of one chunk.
 
     Args:
-        shared: what several ranks want, each of one piece of any length, and the unit in which that may be cut.
+        shared: bytes that several ranks want, each of one piece of any length, and the unit in which that may be cut.
     """
     filling: dict[tuple[Ranks, ChunkKey | None], _Unread] = {}
-    room: Counter[tuple[Ranks, ChunkKey | None]] = Counter()
-    for (decoders, wanters, (whole_piece,)), unit in shared:
-        assert unit <= parcel_bytes and parcel_bytes % PIECE_ALIGNMENT == 0
-        kind = wanters, whole_piece.key if decoders else None
+    free: Counter[tuple[Ranks, ChunkKey | None]] = Counter()
+    for (decoders, destinations, (whole_piece,)), unit in shared:
+        assert unit <= slot_bytes and slot_bytes % PIECE_ALIGNMENT == 0
+        kind = destinations, whole_piece.key if decoders else None
         at = whole_piece.start
         while at < whole_piece.stop:
             missing = whole_piece.stop - at
-            fits = missing if missing <= room[kind] else room[kind] // unit * unit
+            fits = missing if missing <= free[kind] else free[kind] // unit * unit
             if fits:
                 filling[kind].pieces.append(ChunkRange(whole_piece.key, at, at + fits))
-                room[kind] -= _room(fits)
+                free[kind] -= _padded(fits)
                 at += fits
                 continue
             if kind in filling:
                 yield filling[kind]
-            filling[kind], room[kind] = _Unread(decoders, wanters, []), parcel_bytes
+            filling[kind], free[kind] = _Unread(decoders, destinations, []), slot_bytes
     yield from filling.values()
 
 
-def _room(num_bytes: int) -> int:
+def _padded(num_bytes: int) -> int:
     return -(-num_bytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT

@@ -1,11 +1,11 @@
-"""Carries parcels: this rank reads some and takes those it wants, each as soon as it is there; all bounded by the slots.
+"""Run one rank's part in a two-stage load: read blocks, exchange them, and place each as soon as it is here. Slots bound the memory.
 
-    reader thread:   storage -> slot of ours          (waits for a free slot)
-    network thread:  slot <-> another host            (in the one order that all ranks know)
-    calling thread:  slot, ours or a neighbour's -> tensors; says so to whose slot it is; frees slots that all have taken
+    reader thread:   storage -> slot of this rank         (waits for a free slot)
+    network thread:  slot <-> another host                (in the order of block numbers, which all ranks know)
+    calling thread:  slot of this rank or a neighbour -> tensors; tells the slot's rank; frees slots that all neighbours have taken
 
-The calling thread never waits for a slot or for the network, so every slot is freed in the end. A rank whose reading fails
-goes on, with bytes that nobody will use: the error is raised when all have what they wait for, and nobody is left waiting.
+The calling thread never waits for a slot or for the network, so every slot is freed in the end. A rank whose reading fails goes on
+with bytes that are never used, so that no rank waits for it: it raises the error once all blocks have been exchanged.
 """
 
 from __future__ import annotations
@@ -15,134 +15,152 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ckpt.errors import RankLeftError, sentence
+from ckpt.loading.chunk_reader import ChunkReader
+from ckpt.loading.strategy import ReadStats
 from ckpt.loading.two_stage.host import DONE, READY, HostLink
 from ckpt.loading.two_stage.network import Transport
 from ckpt.loading.two_stage.slots import Slots
-from ckpt.loading.two_stage.spread_blocks import ChunkRange, Spread, SpreadBlock
+from ckpt.loading.two_stage.spread_blocks import RankPart, SpreadBlock
+from ckpt.loading.two_stage.timing import Timers
+from ckpt.loading.two_stage.wants import ChunkRange, RankWants
+from ckpt.memory.copies import Filling
 from ckpt.memory.device import same_device
 from ckpt.ranks.topology import Topology
 
 IN_FLIGHT = 2
-"""Parcels that are on the network at a time."""
+"""Blocks that are on the network at a time."""
+
+OTHER_HOSTS = -1
+"""Stands for a transfer to other hosts among the ranks that have yet to take a block from its slot."""
+
+STEPS = ("storage", "network", "place", "wait")
+"""Names under which seconds are taken: reading; sending or receiving; copying to tensors; nothing to do in the calling thread."""
 
 
-class Endpoints(Protocol):
-    """Where a rank's bytes come from, and where they go."""
-
-    def fetch(self, piece: ChunkRange, memory: torch.Tensor) -> None:
-        """Read a piece from storage, checked, into host memory. The reader thread calls it."""
-
-    def place(self, piece: ChunkRange, memory: torch.Tensor) -> None:
-        """Put a piece where this rank wants it."""
-
-    def read_own(self, pieces: Sequence[ChunkRange]) -> None:
-        """Read what this rank alone wants of one chunk straight to where it belongs. The reader thread calls it."""
-
-
-class Hosts:
-    """Which rank stands for whom on which host.
-
-    Args:
-        hosts: the ranks of the group by host; each a host of its own where none share memory.
-    """
-
-    def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
-        self._hosts = hosts
-        self._at = {rank: (host, index) for host, ranks in enumerate(hosts) for index, rank in enumerate(ranks)}
-
-    def neighbours(self, rank: int) -> Sequence[int]:
-        """The ranks on its host, itself included."""
-        return self._hosts[self._at[rank][0]]
-
-    def source(self, parcel: SpreadBlock, rank: int) -> int:
-        """The rank on this rank's host that the others there take the parcel from."""
-        host, index = self._at[parcel.reader]
-        here = self._at[rank][0]
-        return parcel.reader if here == host else self._hosts[here][index % len(self._hosts[here])]
-
-    def landing(self, parcel: SpreadBlock) -> list[int]:
-        """The ranks on other hosts that take the parcel from the network."""
-        return sorted({self.source(parcel, rank) for rank in parcel.wanters} - {parcel.reader})
-
-
-@dataclass(slots=True)
-class Times:
-    """Seconds that one rank spent; storage and network run beside the rest.
+@dataclass(frozen=True, slots=True)
+class TwoStageReading:
+    """The prepared load of one rank: everything it needs, before a byte moves. See `Reading`.
 
     Attributes:
-        storage, network, place: reading, sending or receiving, copying to where the bytes belong.
-        wait: nothing to do in the calling thread.
-    """
-
-    storage: float = 0.0
-    network: float = 0.0
-    place: float = 0.0
-    wait: float = 0.0
-
-
-@dataclass(slots=True)
-class _Open:
-    """A slot of ours whose parcel is not yet taken by all."""
-
-    slot: int
-    missing: set[int]
-    on_network: bool
-
-
-@dataclass
-class SpreadWorker:
-    """Everything of one rank for one load.
-
-    Args:
-        link: to the neighbours; None: there are none.
+        reader: reads for the reader thread, from storage to slots, and to tensors what this rank alone wants.
+        filling: copies from slots to tensors, for the calling thread.
+        link: to the neighbours; None: there are none, or they share no memory.
         transport: to other hosts; None: there are none.
-        topology: told whenever something has moved; its `timeout_s` is how long to wait for others without a word from any.
+        topology: told whenever something has moved; `timeout_s` is how long other ranks may be silent.
+        timers: `run` adds the seconds of each of `STEPS`.
+        give_up: called when `run` has failed, and transfers may still be under way.
     """
 
-    rank: int
-    spread: Spread
-    hosts: Hosts
+    part: RankPart
+    wants: RankWants
+    reader: ChunkReader
+    filling: Filling
     slots: Slots
-    ends: Endpoints
     link: HostLink | None
     transport: Transport | None
     topology: Topology
-    times: Times = field(default_factory=Times)
-    _failure: BaseException | None = None
+    timers: Timers
+    give_up: Callable[[], None]
+
+    def run(self) -> ReadStats:
+        """See `Reading.run`. Closes sockets at its end, from which neighbours that wait for a rank that failed learn of it, long before
+        all ranks agree on the error."""
+        seconds = dict.fromkeys(STEPS, 0.0)
+        try:
+            for filling in (self.reader.filling, self.filling):
+                filling.begin(self.wants.devices)  # to wait for devices later could mean waiting for other ranks
+            if self.link is not None:
+                self.link.join(self.part.neighbours, self.topology)
+            SpreadWorker(self, seconds).run()
+        except BaseException:
+            self.give_up()
+            raise
+        finally:
+            for name, taken in seconds.items():
+                self.timers[name].append(taken)
+            self.close()
+        return ReadStats(self.reader.bytes_read, self.wants.num_bytes)
+
+    def close(self) -> None:
+        """See `Reading.close`."""
+        self.slots.close()
+        self.reader.close()
+        self.filling.close()
+        if self.link is not None:
+            self.link.close()
+
+
+class SpreadWorker:
+    """The three threads of one rank for one load.
+
+        a slot of this rank:  free -> filled, by storage or another host -> taken by all neighbours, sent to other hosts -> free
+
+    Args:
+        job: its link has been joined, and it is closed by the caller.
+        seconds: by name, of `STEPS`; counted up while it runs.
+    """
+
+    def __init__(self, job: TwoStageReading, seconds: dict[str, float]) -> None:
+        self._job = job
+        self._seconds = seconds
+        part, slots = job.part, job.slots
+        self._failure: BaseException | None = None
+        carried = [(part.blocks[number].reader, *to) for number, to in part.network.items()]
+        self._partners = set(chain.from_iterable(carried)) - {part.rank}
+        # Of the calling thread. Unfinished: blocks to place, slots to free, and the reads of this rank for itself.
+        self._unfinished = part.num_wanted + len(part.takers) + 1
+        self._to_carry = len(part.network)
+        # Neighbour -> blocks that this rank has yet to take from it; blocks of this rank that it has yet to take.
+        self._from = Counter(part.sources)
+        self._owing = Counter(chain.from_iterable(part.takers.values()))
+        self._open: dict[int, tuple[int, set[int]]] = {}  # block -> its slot, and the ranks that have yet to take it
+        self._last_heard = time.monotonic()
+        # Between the threads: slots, None for the end; and calls that the calling thread makes for the others.
+        self._free_reading = _queue_of(range(slots.reading))
+        self._free_receiving = _queue_of(range(slots.reading, slots.reading + slots.receiving))
+        self._to_send = _queue_of(())
+        self._calls: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = socket.socketpair()
+        # A full socket wakes the calling thread anyway, and no thread waits for a calling thread that has ended.
+        self._wake.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        for neighbour, made in job.link.sockets.items() if job.link else ():
+            made.settimeout(job.topology.timeout_s)
+            self._selector.register(made, selectors.EVENT_READ, neighbour)
 
     def run(self) -> None:
-        """Carry everything. All ranks of the group call it.
+        """Exchange all blocks, once. All ranks of the group call it.
 
         Raises:
-            RankLeftError: another rank has gone, or does nothing.
+            RankLeftError: another rank has gone, or is silent.
             Exception: the first that this rank's reading or placing met; it is raised even if another rank has gone since.
         """
-        self._prepare()
         begin = same_device()
         threads = [threading.Thread(target=self._read, args=(begin,), name="ckpt-read", daemon=True)]
-        if self._on_network:
+        if self._job.part.network:
             threads.append(threading.Thread(target=self._carry, args=(begin,), name="ckpt-network", daemon=True))
         try:
             for thread in threads:
                 thread.start()
-            while self._to_take or self._to_free or not self._own_is_read:
+            while self._unfinished:
                 self._step()
         except BaseException as error:
             ours = self._failure
-            self._give_up(error)
+            self._stop_threads(error)
             if threads[0].ident is not None:
-                threads[0].join()  # the other may be waiting for a host that is gone, and wants none of our memory then
+                threads[0].join()  # the network thread may wait for a host that is gone, without using our memory
             if ours is not None and isinstance(error, RankLeftError):
                 raise ours from error
             raise
@@ -155,247 +173,218 @@ class SpreadWorker:
         if self._failure is not None:
             raise self._failure
 
-    def _give_up(self, error: BaseException) -> None:
+    def _stop_threads(self, error: BaseException) -> None:
         """Make the other threads end: nothing more is read, and no slot is waited for."""
         self._failure = self._failure or RankLeftError(str(error))
-        for queue in (self._free_reading, self._free_landing, self._to_send):
+        for queue in (self._free_reading, self._free_receiving, self._to_send):
             queue.put(None)
 
-    def _prepare(self) -> None:
-        """Work out this rank's part of what all know."""
-        here = [parcel for parcel in self.spread.parcels if self._is_here(parcel)]
-        self._mine = [parcel for parcel in here if parcel.reader == self.rank]
-        landing = {parcel.number: self.hosts.landing(parcel) for parcel in self.spread.parcels}
-        self._on_network = {  # number of a parcel that goes between hosts through this rank -> the ranks that it goes to
-            parcel.number: landing[parcel.number]
-            for parcel in self.spread.parcels
-            if landing[parcel.number] and self.rank in (parcel.reader, *landing[parcel.number])
-        }
-        self._to_take = sum(self.rank in parcel.wanters for parcel in here)
-        self._to_free = sum(self.hosts.source(parcel, self.rank) == self.rank for parcel in here)
-        self._from: Counter[int] = Counter()  # how many parcels we still want of a neighbour
-        self._owing: Counter[int] = Counter()  # how many of ours it has yet to take
-        for parcel in here:
-            source = self.hosts.source(parcel, self.rank)
-            if source == self.rank:
-                self._owing.update(self._takers(parcel))
-            elif self.rank in parcel.wanters:
-                self._from[source] += 1
-        self._to_carry = len(self._on_network)
-        self._partners = {
-            rank for number, to in self._on_network.items() for rank in (self.spread.parcels[number].reader, *to)
-        } - {self.rank}
-        self._own_is_read = False
-        self._open: dict[int, _Open] = {}
-        self._news: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
-        self._free_reading: SimpleQueue[int | None] = SimpleQueue()
-        self._free_landing: SimpleQueue[int | None] = SimpleQueue()
-        self._to_send: SimpleQueue[int | None] = SimpleQueue()
-        for slot in range(self.slots.reading):
-            self._free_reading.put(slot)
-        for slot in range(self.slots.reading, self.slots.reading + self.slots.landing):
-            self._free_landing.put(slot)
-        self._selector = selectors.DefaultSelector()
-        self._woken, self._wake = socket.socketpair()
-        # Where it is full the calling thread will wake anyway, and nobody waits for one that has ended.
-        self._wake.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
-        for neighbour, made in self.link.sockets.items() if self.link else ():
-            made.settimeout(self.topology.timeout_s)
-            self._selector.register(made, selectors.EVENT_READ, neighbour)
-        self._heard = time.monotonic()
-
-    def _is_here(self, parcel: SpreadBlock) -> bool:
-        """Is it read on this host, or wanted here?"""
-        neighbours = self.hosts.neighbours(self.rank)
-        return parcel.reader in neighbours or any(rank in neighbours for rank in parcel.wanters)
-
-    def _takers(self, parcel: SpreadBlock) -> set[int]:
-        """The neighbours that take a parcel of ours."""
-        return set(parcel.wanters) & set(self.hosts.neighbours(self.rank)) - {self.rank}
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Count the seconds of a block of code. One thread uses a name."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - started
 
     # The calling thread
 
     def _step(self) -> None:
-        started = time.perf_counter()
-        events = self._selector.select(0.2)
-        self.times.wait += time.perf_counter() - started
+        """Wait for messages of neighbours and calls of the other threads, and handle those that are there."""
+        with self._timed("wait"):
+            events = self._selector.select(0.2)
         if not events:
-            self._have_patience()
+            self._check_silence()
         for key, _ in events:
-            self._heard = time.monotonic()
+            self._last_heard = time.monotonic()
             if key.data is None:
                 self._woken.recv(4096)
             else:
-                self._listen_to(key.data)
-        while not self._news.empty():
-            what, *about = self._news.get()
-            what(*about)
+                self._receive(key.data)
+        while not self._calls.empty():
+            call, *args = self._calls.get()
+            call(*args)
         if events:
-            self.topology.progress()
+            self._job.topology.progress()
 
-    def _have_patience(self) -> None:
-        """While others have bytes of ours, or we want theirs, silence is theirs; else it is our own storage that is slow."""
+    def _check_silence(self) -> None:
+        """Raise if other ranks owe this one something and have failed, or are silent for too long. Own storage may take its time."""
         neighbours = sorted(+self._from | +self._owing)
         if not (neighbours or self._to_carry):
-            self._heard = time.monotonic()
+            self._last_heard = time.monotonic()
             return
-        self.topology.progress()
+        self._job.topology.progress()
         # Neighbours that go close their sockets; of the others the agreement knows.
-        gone = self.topology.has_raised(self._partners) if self._to_carry else None
+        gone = self._job.topology.has_raised(self._partners) if self._to_carry else None
         if gone is not None:
             raise _left(gone)
-        if time.monotonic() - self._heard > self.topology.timeout_s:
-            whom = (
-                f"rank{'s' * (len(neighbours) > 1)} {', '.join(map(str, neighbours))}" if neighbours else "other hosts"
-            )
-            raise RankLeftError(f"nothing came from {whom} for {self.topology.timeout_s:.0f} s")
+        timeout_s = self._job.topology.timeout_s
+        if time.monotonic() - self._last_heard > timeout_s:
+            named = f"rank{'s' * (len(neighbours) > 1)} {', '.join(map(str, neighbours))}"
+            raise RankLeftError(f"nothing came from {named if neighbours else 'other hosts'} for {timeout_s:.0f} s")
 
-    def _listen_to(self, neighbour: int) -> None:
-        assert self.link is not None
-        said = self.link.receive(neighbour)
-        if said is None:
+    def _receive(self, neighbour: int) -> None:
+        """Handle one message: a block is ready in a neighbour's slot, or a neighbour has taken one of ours."""
+        assert self._job.link is not None
+        message = self._job.link.receive(neighbour)
+        if message is None:
             if self._from[neighbour] or self._owing[neighbour]:
                 raise _left(neighbour)
-            self._selector.unregister(self.link.sockets[neighbour])
+            self._selector.unregister(self._job.link.sockets[neighbour])
             return
-        kind, number, slot = said
+        kind, number, slot = message
         if kind == READY:
             self._from[neighbour] -= 1
-            self._take(self.spread.parcels[number], self.slots.cut(self.link.memory[neighbour], slot))
-            self._say(neighbour, DONE, number, slot)
+            self._take(self._job.part.blocks[number], self._job.slots.cut(self._job.link.memory[neighbour], slot))
+            self._send(neighbour, DONE, number, slot)
         else:
             self._owing[neighbour] -= 1
-            self._open[number].missing.discard(neighbour)
-            self._free_if_taken(number)
+            self._is_taken(number, neighbour)
 
-    def _say(self, neighbour: int, kind: int, number: int, slot: int) -> None:
-        assert self.link is not None
+    def _send(self, neighbour: int, kind: int, number: int, slot: int) -> None:
+        assert self._job.link is not None
         try:
-            self.link.send(neighbour, kind, number, slot)
+            self._job.link.send(neighbour, kind, number, slot)
         except OSError as error:
             raise _left(neighbour) from error
 
-    def _is_there(self, parcel: SpreadBlock, slot: int) -> None:
-        """A parcel is in a slot of ours: tell the neighbours that want it, and take what we want of it."""
-        takers = self._takers(parcel)
-        to_send = parcel.reader == self.rank and parcel.number in self._on_network
-        if parcel.reader != self.rank:
-            self._to_carry -= 1  # it has landed
-        self._open[parcel.number] = _Open(slot, set(takers), to_send)
-        for neighbour in takers:
-            self._say(neighbour, READY, parcel.number, slot)
-        if self.rank in parcel.wanters:
-            self._take(parcel, self.slots.memory(slot))
-        self._free_if_taken(parcel.number)
+    def _has_come(self, block: SpreadBlock, slot: int) -> None:
+        """A block is in a slot of this rank: tell the neighbours that want it, and take it if this rank does."""
+        part = self._job.part
+        missing = {part.rank, *part.takers[block.number]}
+        if block.reader != part.rank:
+            self._to_carry -= 1
+        elif block.number in part.network:
+            missing.add(OTHER_HOSTS)
+        self._open[block.number] = slot, missing
+        for neighbour in part.takers[block.number]:
+            self._send(neighbour, READY, block.number, slot)
+        if part.rank in block.destinations:
+            self._take(block, self._job.slots.memory(slot))
+        self._is_taken(block.number, part.rank)
 
-    def _take(self, parcel: SpreadBlock, memory: torch.Tensor) -> None:
-        started = time.perf_counter()
+    def _take(self, block: SpreadBlock, memory: torch.Tensor) -> None:
         if self._failure is None:
             try:
-                for at, piece in parcel.places():
-                    self.ends.place(piece, memory[at : at + piece.num_bytes])
+                with self._timed("place"):
+                    place = self._job.filling.place if memory.device.type == "cpu" else self._job.filling.place_within
+                    for at, piece in block.places():
+                        wanted = self._job.wants.places[piece.key]
+                        place(wanted, piece.start, piece.stop, memory[at : at + piece.num_bytes])
             except Exception as error:
                 self._failure = error
-        self._to_take -= 1
-        self.times.place += time.perf_counter() - started
+        self._unfinished -= 1
 
     def _is_sent(self, number: int) -> None:
         self._to_carry -= 1
-        self._open[number].on_network = False
-        self._free_if_taken(number)
+        self._is_taken(number, OTHER_HOSTS)
 
-    def _free_if_taken(self, number: int) -> None:
-        opened = self._open[number]
-        if opened.missing or opened.on_network:
-            return
-        del self._open[number]
-        self._to_free -= 1
-        (self._free_reading if opened.slot < self.slots.reading else self._free_landing).put(opened.slot)
+    def _is_taken(self, number: int, by: int) -> None:
+        """Free the slot of a block when the last rank has taken it."""
+        slot, missing = self._open[number]
+        missing.discard(by)
+        if not missing:
+            del self._open[number]
+            self._unfinished -= 1
+            (self._free_reading if slot < self._job.slots.reading else self._free_receiving).put(slot)
 
     def _finish_own(self) -> None:
-        self._own_is_read = True
+        self._unfinished -= 1
 
     def _raise(self, error: BaseException) -> None:
         raise RankLeftError(f"the network between the hosts failed: {sentence(error)}") from error
 
-    # The other two threads, which only ever tell the calling one
+    # The other two threads; they leave the fields of the calling thread alone
 
-    def _tell(self, *news: Any) -> None:
-        self._news.put(news)
-        with suppress(OSError):  # it is full, or the calling thread has given up and closed its end
+    def _call(self, *call: Any) -> None:
+        """Let the calling thread call a method."""
+        self._calls.put(call)
+        with suppress(OSError):  # the socket is full, or the calling thread has given up and closed its end
             self._wake.send(b".")
 
     def _read(self, begin: Callable[[], None]) -> None:
-        """The reader thread: what others want too comes first."""
+        """The reader thread: first the blocks, which other ranks wait for, then what this rank alone wants, by chunk."""
         begin()
-        for parcel in self._mine:
+        for block in self._job.part.reads:
             slot = self._free_reading.get()
             if slot is None:
                 return
-            self._attempt(partial(self._fetch, parcel, slot))
-            self._tell(self._is_there, parcel, slot)
-            if parcel.number in self._on_network:
+            self._attempt(partial(self._fetch, block, slot))
+            self._call(self._has_come, block, slot)
+            if block.number in self._job.part.network:
                 self._to_send.put(slot)
-        for _, pieces in groupby(self.spread.own.get(self.rank, ()), key=lambda piece: piece.key):
-            self._attempt(partial(self.ends.read_own, list(pieces)))
-        self._tell(self._finish_own)
+        for _, pieces in groupby(self._job.part.own, key=lambda piece: piece.key):
+            self._attempt(partial(self._read_own, list(pieces)))
+        self._call(self._finish_own)
 
-    def _fetch(self, parcel: SpreadBlock, slot: int) -> None:
-        memory = self.slots.read_into(slot)
-        for at, piece in parcel.places():
-            self.ends.fetch(piece, memory[at : at + piece.num_bytes])
-        self.slots.is_read(slot, parcel.room)
+    def _fetch(self, block: SpreadBlock, slot: int) -> None:
+        memory = self._job.slots.read_into(slot)
+        for at, piece in block.places():
+            part = self._job.wants.parts[piece.key][0]
+            name_of = self._job.wants.places[piece.key].name_of
+            self._job.reader.fetch(part, piece.start, memory[at : at + piece.num_bytes], name_of)
+        self._job.slots.is_read(slot, block.num_bytes)
+
+    def _read_own(self, pieces: Sequence[ChunkRange]) -> None:
+        """Read pieces of one chunk to the tensors of this rank; a chunk in memory of this host as it is wanted."""
+        wants, key = self._job.wants, pieces[0].key
+        ranges = [(piece.start, piece.stop) for piece in pieces] if key in wants.places else None
+        self._job.reader.read(wants.parts[key], ranges)
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        started = time.perf_counter()
+        """Read, unless something has failed; the calling thread raises the error, at the end."""
         if self._failure is None:
             try:
-                work()
-            except BaseException as error:  # whatever it is: the calling thread raises it, which waits for this one
+                with self._timed("storage"):
+                    work()
+            except BaseException as error:  # also SystemExit: the calling thread waits for the reader
                 self._failure = error
-        self.times.storage += time.perf_counter() - started
 
     def _carry(self, begin: Callable[[], None]) -> None:
-        """The network thread. Two parcels are on their way at a time: one is sent while the next is being met."""
+        """The network thread. `IN_FLIGHT` blocks are on their way at a time: the next transfer begins before one has ended."""
         coming: deque[tuple[SpreadBlock, int, Callable[[], None]]] = deque()
         try:
             begin()
-            for number, to in self._on_network.items():
+            for number, to in self._job.part.network.items():
                 if len(coming) == IN_FLIGHT:
                     self._finish(*coming.popleft())
-                parcel = self.spread.parcels[number]
-                slots = self._to_send if parcel.reader == self.rank else self._free_landing
-                while coming and slots.empty():  # which what is on its way may keep, or hold up
+                block = self._job.part.blocks[number]
+                slots = self._to_send if block.reader == self._job.part.rank else self._free_receiving
+                while coming and slots.empty():  # blocks under way may keep the slots, or hold up what frees them
                     self._finish(*coming.popleft())
                 slot = slots.get()
                 if slot is None:
                     return
-                coming.append((parcel, slot, self._begin(parcel, slot, to)))
+                coming.append((block, slot, self._begin(block, slot, to)))
             while coming:
                 self._finish(*coming.popleft())
-        except BaseException as error:  # as above
-            self._tell(self._raise, error)
+        except BaseException as error:  # also SystemExit
+            self._call(self._raise, error)
 
-    def _begin(self, parcel: SpreadBlock, slot: int, to: Sequence[int]) -> Callable[[], None]:
-        """Put a parcel on its way; return what waits for the end of that."""
-        assert self.transport is not None
-        started = time.perf_counter()
-        memory = self.slots.memory(slot)[: parcel.room]
-        wait = self.slots.carry(partial(self.transport.begin, memory, parcel.reader, to))
-        self.times.network += time.perf_counter() - started
-        return wait
+    def _begin(self, block: SpreadBlock, slot: int, to: Sequence[int]) -> Callable[[], None]:
+        """Begin to send or receive a block; return a function that waits for the end."""
+        assert self._job.transport is not None
+        with self._timed("network"):
+            memory = self._job.slots.memory(slot)[: block.num_bytes]
+            return self._job.slots.carry(partial(self._job.transport.begin, memory, block.reader, to))
 
-    def _finish(self, parcel: SpreadBlock, slot: int, wait: Callable[[], None]) -> None:
-        """Wait until a parcel has gone, or has come."""
-        started = time.perf_counter()
-        wait()
-        self.times.network += time.perf_counter() - started
-        if parcel.reader == self.rank:
-            self._tell(self._is_sent, parcel.number)
+    def _finish(self, block: SpreadBlock, slot: int, wait: Callable[[], None]) -> None:
+        """Wait until a block has been sent, or received."""
+        with self._timed("network"):
+            wait()
+        if block.reader == self._job.part.rank:
+            self._call(self._is_sent, block.number)
         else:
-            self._tell(self._is_there, parcel, slot)
+            self._call(self._has_come, block, slot)
+
+
+def _queue_of(slots: Iterable[int]) -> SimpleQueue[int | None]:
+    queue: SimpleQueue[int | None] = SimpleQueue()
+    for slot in slots:
+        queue.put(slot)
+    return queue
 
 
 def _left(rank: int) -> RankLeftError:
-    return RankLeftError(f"rank {rank} left before it had given and taken all", rank=rank)
+    return RankLeftError(f"rank {rank} left before all blocks had been exchanged", rank=rank)

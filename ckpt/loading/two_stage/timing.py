@@ -1,4 +1,4 @@
-"""How long each step takes on each rank, and over all ranks, without ever waiting for a name that only some ranks know."""
+"""Seconds of each step of a load on each rank, and over all ranks, also where ranks took different steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from ckpt.ranks.topology import Topology
 
@@ -19,16 +19,23 @@ Timers = defaultdict[str, list[float]]
 """Name -> seconds of every call."""
 
 timers: Timers = defaultdict(list)
-"""Of timed functions that belong to no object with timers of its own."""
+"""Of timed functions whose first argument has no timers of its own; Megatron-Core has one such dictionary under this name."""
+
+
+@runtime_checkable
+class HasTimers(Protocol):
+    """An object whose timed methods note their seconds in it."""
+
+    timers: Timers
 
 
 def timed(verbose: bool = True) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Return a decorator that notes how long each call takes, under the function's name.
+    """Return a decorator that notes the seconds of each call under the function's name.
 
     The seconds go to `timers` of the object whose method it is, if that has any, else to `ckpt.loading.two_stage.timing.timers`.
 
     Args:
-        verbose: also log, at level debug, that a call begins and what it took.
+        verbose: also log, at level debug, the beginning of a call and its seconds.
     """
 
     def decorate(fn: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -53,14 +60,14 @@ def timed(verbose: bool = True) -> Callable[[Callable[_P, _T]], Callable[_P, _T]
 
 
 def _timers_of(args: Sequence[Any]) -> Timers:
-    own = getattr(args[0], "timers", None) if args else None
+    own = args[0].timers if args and isinstance(args[0], HasTimers) else None
     return own if isinstance(own, defaultdict) else timers
 
 
 def summarize(taken: Mapping[str, Sequence[float]], topology: Topology) -> dict[str, tuple[float, float]]:
-    """Return for every name that any rank knows the seconds of the slowest rank, and the mean over all ranks. Collective.
+    """Return for every name that any rank has the seconds of the slowest rank, and the mean over all ranks. Collective.
 
-    A rank that does not know a name spent no time on it. The lead logs a line for each.
+    A rank without a name spent no time on it. The lead logs a line for each.
     """
     with topology.phase("summarize the times") as phase:
         phase.payload = {name: sum(seconds) for name, seconds in taken.items()}

@@ -1,56 +1,41 @@
-"""What several ranks want is read once, by one of them, and spread to the others; what one alone wants it reads itself.
+"""Two-stage loading: one rank reads the bytes that several ranks want, and spreads them to the others.
 
-    wants -> parcels (who reads what for whom) -> storage -> slots -> tensors of all ranks that want it
+    wants of all ranks -> blocks, each with a reader and destinations -> storage -> slots -> tensors
 
-What ranks of a host hold in its memory since they saved it, each of its ranks takes from there.
-
-Within a host the slots are memory that all its ranks see; between hosts torch.distributed carries them, once per host. Ranks
-read different parts at the same time, each as many bytes as the others, while the parts before are spread and put in place.
+Ranks of a host share the memory of their slots; between hosts a transport carries each block once per host. Ranks read different
+blocks at the same time, each as many bytes as the others, while earlier blocks are spread and placed. A rank reads by itself the
+bytes that it alone wants, and those that its host holds in memory since they were saved.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import uuid
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-import xxhash
 
 from ckpt.backends.base import Backend, BringsTransport
 from ckpt.errors import ConfigurationError
-from ckpt.loading.strategy import ReadRequest, ReadStats, Stored, in_flight_bytes
-from ckpt.loading.two_stage.endpoints import RankEndpoints
+from ckpt.format.manifest import digest_of
+from ckpt.loading.chunk_reader import ChunkReader
+from ckpt.loading.strategy import ReadRequest, Stored, in_flight_bytes
 from ckpt.loading.two_stage.host import HostLink
-from ckpt.loading.two_stage.network import TorchTransport, Transport, make_groups
-from ckpt.loading.two_stage.slots import DeviceSlots, Slots
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, Want, plan_spread
-from ckpt.loading.two_stage.spread_worker import Hosts, SpreadWorker
-from ckpt.loading.two_stage.timing import Timers, summarize, timed
-from ckpt.memory.device import Device, device_memory_within, pinned
+from ckpt.loading.two_stage.network import KeptTransports, Transport
+from ckpt.loading.two_stage.slots import SLOT_BYTES, Slots, make_slots
+from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, part_of, plan_spread
+from ckpt.loading.two_stage.spread_worker import TwoStageReading
+from ckpt.loading.two_stage.timing import Timers, timed
+from ckpt.loading.two_stage.wants import Want, wants_of
+from ckpt.memory.copies import Filling
+from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology, first_difference, group_of
 from ckpt.storage.extents import ALIGNMENT, ReadAt
 from ckpt.storage.host_memory import can_be_shared
-
-if TYPE_CHECKING:
-    from ckpt.engine.wire.transport import EngineTransport
-
-SLOT_BYTES = 4 << 20
-"""A parcel's most usual size: large enough to cost few messages, small enough to stay in the processor's cache."""
-
-MAX_SLOTS = 64
-"""More are of no use. What two ranks may have said of their slots to each other, unread, fits a socket's buffer (277 messages)."""
-
-_log = logging.getLogger("ckpt")
 
 
 class TwoStageLoad:
@@ -59,18 +44,20 @@ class TwoStageLoad:
     Args:
         group: the name of a process group of the run, within whose instances bytes are read once, or the ranks of this rank's
             instance; None: all ranks are one.
-        cpu_transfer: between hosts, parcels travel in host memory, through gloo, and within a host through memory that its ranks
+        cpu_transfer: between hosts, blocks travel in host memory, through gloo, and within a host through memory that its ranks
             share. If not, they travel between all ranks in device memory, by the device's own collectives.
         max_in_flight_mib: the most memory that a rank gives to bytes on their way, in MiB; on the host, and as much on the device
-            where they travel in device memory. Besides, what a rank alone wants, and cannot read into tensors as it is, passes
-            through one block (4 MiB), and an encoded chunk is decoded whole; what goes to a device passes through 16 MiB of page-locked
-            memory, and up to 8 MiB on the device.
-        transport: carries parcels between hosts. "torch": torch.distributed, in groups of its default one. "engine": what carries
-            weights to rollouts (ckpt/engine), which needs none. None: "engine" where the coordinator's backend says so, else "torch".
+            where they travel in device memory. Besides, the bytes that a rank alone wants, and cannot read into tensors as they are,
+            pass through 4 MiB, and an encoded chunk is decoded whole; bytes for a device pass through 16 MiB of page-locked memory,
+            and up to 8 MiB on the device.
+        transport: carries blocks between hosts. "torch": torch.distributed, in groups of its default one. "engine": the transport
+            that carries weights to rollouts (ckpt/engine), which needs none. None: "engine" where the coordinator's backend says so,
+            else "torch".
         read_at: how bytes come from an open file.
 
     Attributes:
-        timers: seconds of this rank: `prepare`; then `storage`, `network` and `place`, which run beside each other, and `wait`.
+        timers: seconds of this rank: `prepare`; then `storage`, `network` and `place`, which run beside each other, and `wait`. See
+            `ckpt.loading.two_stage.timing.summarize`.
 
     Raises:
         ConfigurationError: `max_in_flight_mib` is not positive, or there is no such transport.
@@ -88,22 +75,20 @@ class TwoStageLoad:
         self._group = group
         self._cpu_transfer = cpu_transfer
         self._in_flight_bytes = in_flight_bytes(max_in_flight_mib)
-        self._transport = _checked(transport)
+        self._transports = KeptTransports(transport, cpu_transfer=cpu_transfer)
         self._read_at = read_at
-        self._engine_transport: EngineTransport | None = None
-        self._torch_groups: dict[Any, dict[int, dist.ProcessGroup]] = {}
         self.timers: Timers = defaultdict(list)
 
     def bind(self, backend: Backend) -> None:
         """See `LoadingStrategy.bind`: the transport."""
-        if self._transport is None and isinstance(backend, BringsTransport):
-            self._transport = backend.transport
+        if self._transports.choice is None and isinstance(backend, BringsTransport):
+            self._transports.choice = backend.transport
 
     @timed()
     def prepare(
         self, requests: Sequence[ReadRequest], checkpoint: Stored, topology: Topology, device: Device, *, verify: bool
     ) -> TwoStageReading:
-        """See `LoadingStrategy.prepare`.
+        """See `LoadingStrategy.prepare`. Three agreements: ranks announce their wants, meet their neighbours, and plan the read.
 
         Raises:
             ConfigurationError: there is no such group, a block does not fit the memory allowed, several hosts share no network, or
@@ -113,73 +98,66 @@ class TwoStageLoad:
         with ExitStack() as unless_prepared:
             with topology.phase("say what is wanted") as phase:
                 verify = verify and checkpoint.has_digests
-                mine = RankEndpoints(requests, checkpoint, topology, verify, self._read_at, SLOT_BYTES)
-                rows = [want.to_json() for want in mine.wants()]
+                mine = wants_of(requests, checkpoint, verify=verify)
                 members = self._members(topology)
                 link = self._link_for(topology, members)
-                unless_prepared.callback(lambda: link.close() if link is not None else None)
-                phase.payload = _Said(
-                    _digest_of(rows),
+                if link is not None:
+                    unless_prepared.callback(link.close)
+                phase.payload = _Announcement(
+                    digest_of(json.dumps(mine.wants).encode()),
                     members,
                     link.address if link is not None else None,
                     self._settings(verify),
-                    device.type if rows and not self._cpu_transfer else None,
+                    device.type if mine.wants and not self._cpu_transfer else None,
                 )
-            said = [_Said(*one) for one in phase.payloads]
-            _require_alike([one.settings for one in said])
-            _require_one_device([one.device for one in said])
-            instances = group_of("of two-stage loading", [one.members for one in said], topology.rank).instances
-            mates = next(instance for instance in instances if topology.rank in instance)
+            announced = [_Announcement(*one) for one in phase.payloads]
+            _require_alike([one.settings for one in announced])
+            _require_one_device([one.device for one in announced])
+            group = group_of("of two-stage loading", [one.members for one in announced], topology.rank)
             with topology.phase("meet") as phase:
-                is_first = topology.rank == min(rank for rank in mates if said[rank].wants == said[topology.rank].wants)
-                phase.payload = [rows if is_first else None, _reaches(link, said, _neighbours(topology, mates))]
+                alike = [rank for rank in group.members if announced[rank].wants == announced[topology.rank].wants]
+                has_met = _has_met(link, announced, _neighbours(topology, group.members))
+                phase.payload = [mine.wants if topology.rank == min(alike) else None, has_met, self._transports.offer()]
+            rows_of, met, offers = zip(*phase.payloads, strict=True)
             hosts = {
-                instance: _by_host(topology, instance, share=all(phase.payloads[rank][1] for rank in instance))
-                for instance in instances
+                instance: _by_host(topology, instance, share=all(met[rank] for rank in instance))
+                for instance in group.instances
             }
-            here = hosts[mates]
-            wants = _wants_of(mates, [one.wants for one in said], [rows for rows, _ in phase.payloads])
-            transport = self._meet_others(topology, device, [one for one in instances if len(hosts[one]) > 1])
+            here = hosts[group.members]
+            wants = _wants_of(group.members, [one.wants for one in announced], rows_of)
+            between_hosts = [instance for instance in group.instances if len(hosts[instance]) > 1]
+            transport = self._transports.connect(topology, device, between_hosts, offers) if between_hosts else None
             with topology.phase("plan the read"):
-                shared = link if len(here) < len(mates) else None
-                slots = self._slots(shared, wants, between_hosts=len(here) > 1, alone=len(mates) == 1, device=device)
-                courier = SpreadWorker(
-                    rank=topology.rank,
-                    spread=plan_spread(wants, slots.slot_bytes),
-                    hosts=Hosts(here),
-                    slots=slots,
-                    ends=mine,
-                    link=shared,
-                    transport=transport if len(here) > 1 else None,
-                    topology=topology,
-                )
+                if link is not None and len(here) == len(group.members):  # they share no memory
+                    link.close()
+                    link = None
+                slots = self._slots(link, wants, device, num_hosts=len(here), alone=len(group.members) == 1)
+                part = part_of(plan_spread(wants, slots.slot_bytes), here, topology.rank, mine.held)
             unless_prepared.pop_all()
-        return TwoStageReading(courier, mine, link, self.timers, partial(self._forget_groups, topology.rank))
-
-    def _settings(self, verify: bool) -> dict[str, Any]:
-        """What every rank's plan follows from, besides what is wanted."""
-        mib = self._in_flight_bytes >> 20
-        return {"max_in_flight_mib": mib, "cpu_transfer": self._cpu_transfer, "verify": verify}
-
-    def _link_for(self, topology: Topology, members: Sequence[int]) -> HostLink | None:
-        """A link to the members on this host, if parcels are to travel in memory that they can share."""
-        if not self._cpu_transfer or not can_be_shared() or len(_neighbours(topology, members)) == 1:
-            return None
-        return HostLink(topology.rank, self._in_flight_bytes)
-
-    def summarize_load_times(self, topology: Topology) -> dict[str, tuple[float, float]]:
-        """Return for each name in any rank's `timers` the slowest rank's seconds and the mean; then forget them. Collective."""
-        summary = summarize(self.timers, topology)
-        self.timers.clear()
-        return summary
+        reader = ChunkReader(
+            checkpoint,
+            verify=verify,
+            slab_bytes=SLOT_BYTES,
+            progress=topology.progress,
+            read_at=self._read_at,
+            role="filling by the reader thread",
+        )
+        give_up = partial(self._transports.give_up, topology.rank)
+        return TwoStageReading(
+            part, mine, reader, Filling(SLOT_BYTES), slots, link, transport, topology, self.timers, give_up
+        )
 
     def close(self) -> None:
         """See `LoadingStrategy.close`."""
-        engine, self._engine_transport = self._engine_transport, None
-        if engine is not None:
-            engine.close()
+        self._transports.close()
+
+    def _settings(self, verify: bool) -> dict[str, Any]:
+        """The settings that every rank's plan follows from."""
+        mib = self._in_flight_bytes >> 20
+        return {"max_in_flight_mib": mib, "cpu_transfer": self._cpu_transfer, "verify": verify}
 
     def _members(self, topology: Topology) -> list[int]:
+        """The ranks of the instance that this one is in, for which each byte is read once."""
         if self._group is None:
             return list(range(topology.world_size))
         if not isinstance(self._group, str):
@@ -191,132 +169,42 @@ class TwoStageLoad:
             )
         return list(topology.groups[self._group].members)
 
-    def _meet_others(self, topology: Topology, device: Device, instances: Sequence[Sequence[int]]) -> Transport | None:
-        """What carries this rank's parcels between hosts, where any rank's have to be."""
-        if not instances:
+    def _link_for(self, topology: Topology, members: Sequence[int]) -> HostLink | None:
+        """A link to the members on this host, if blocks are to travel in memory that they can share."""
+        if not self._cpu_transfer or not can_be_shared() or len(_neighbours(topology, members)) == 1:
             return None
-        if self._transport == "engine":
-            return self._make_engine(topology, device)
-        if self._transport in (None, "torch"):
-            groups = self._make_groups(topology, device, instances)
-            return TorchTransport(groups[topology.rank]) if topology.rank in groups else None
-        assert not isinstance(self._transport, str | None)
-        return self._transport
-
-    def _make_engine(self, topology: Topology, device: Device) -> Transport:
-        """The engine's transport: that of the load before, if all ranks have it still."""
-        from ckpt.engine.wire.transport import EngineTransport  # with it come all engines, which few loads need
-
-        with topology.phase("look for the engine's groups") as phase:
-            known = self._engine_transport.name if self._engine_transport is not None else None
-            phase.payload = [known, uuid.uuid4().hex]
-        if any(name is None or name != phase.payloads[0][0] for name, _ in phase.payloads):
-            self._forget_groups(topology.rank)
-            store = topology.store_for("ckpt-two-stage")
-            assert store is not None, "a rank that is alone meets nobody"
-            self._engine_transport = EngineTransport(
-                store,
-                phase.payloads[0][1],
-                topology.rank,
-                device=Device(type="cpu", collectives="gloo") if self._cpu_transfer else device,
-                timeout_s=topology.timeout_s,
-            )
-        assert self._engine_transport is not None
-        return self._engine_transport
-
-    def _make_groups(
-        self, topology: Topology, device: Device, instances: Sequence[Sequence[int]]
-    ) -> dict[int, dist.ProcessGroup]:
-        """The process groups that carry bytes between hosts, made once, and again after a load that failed; all ranks make all of them,
-        in one order."""
-        world = dist.group.WORLD  # all groups go with it, and the next one may lie where it lay
-        key = world and weakref.ref(world), tuple(tuple(instance) for instance in instances)
-        with topology.phase("look for process groups") as phase:
-            phase.payload = key in self._torch_groups
-        if not all(phase.payloads):
-            with topology.phase("make process groups"):
-                backend = "gloo" if self._cpu_transfer else device.collectives
-                self._torch_groups = {key: make_groups(instances, backend, topology.timeout_s)}
-        return self._torch_groups[key]
-
-    def _forget_groups(self, rank: int) -> None:
-        """End what is under way on this rank's own process group, as far as it can, and never use any of them again."""
-        own = [groups[rank] for groups in self._torch_groups.values() if rank in groups]
-        for group in own if not self._cpu_transfer else ():  # a device would wait for ever; gloo gives up after a time
-            with suppress(RuntimeError):  # collectives that cannot be aborted
-                group.abort()
-        self._torch_groups = {}
-        engine, self._engine_transport = self._engine_transport, None
-        if engine is not None:
-            engine.give_up()
+        return HostLink(topology.rank, self._in_flight_bytes)
 
     def _slots(
         self,
         link: HostLink | None,
         wants: Sequence[tuple[Sequence[Want], tuple[int, ...]]],
-        *,
-        between_hosts: bool,
-        alone: bool,
         device: Device,
+        *,
+        num_hosts: int,
+        alone: bool,
     ) -> Slots:
-        """Cut the memory allowed into slots that take the largest unit: for reading, and for what lands from other hosts."""
-        unit = max((want.unit for rows, _ in wants for want in rows), default=ALIGNMENT)
-        kinds = 2 if between_hosts else 1
-        slot_bytes = max(unit, min(SLOT_BYTES, self._in_flight_bytes // (2 * kinds)))
-        slot_bytes = -(-slot_bytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-        count = min(self._in_flight_bytes // slot_bytes, MAX_SLOTS)
         if alone:
-            return Slots(torch.empty(0, dtype=torch.uint8), slot_bytes, 0, 0)
-        if count < kinds:
-            raise ConfigurationError(
-                f"max_in_flight_mib={self._in_flight_bytes >> 20}: {-(-slot_bytes * kinds >> 20)} MiB are the least, for "
-                f"{kinds} block{'s' * (kinds - 1)} of {slot_bytes / 2**20:.0f} MiB, which are checked as one"
-            )
-        if self._cpu_transfer or device.type == "cpu":
-            landing = count // 2 if between_hosts else 0
-            host = torch.empty(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[link.rank]
-            return Slots(host, slot_bytes, count - landing, landing)
-        travel = _device_slots(slot_bytes, count, kinds, device.torch_device)
-        count = len(travel) // slot_bytes
-        landing = count // 2 if between_hosts else 0
-        return Slots(pinned((count - landing) * slot_bytes), slot_bytes, count - landing, landing, DeviceSlots(travel))
-
-
-def _device_slots(slot_bytes: int, count: int, least: int, device: torch.device) -> torch.Tensor:
-    """Memory of a device for so many slots, or for as many as there is room for.
-
-    Raises:
-        DeviceMemoryError: there is no room for the least.
-    """
-    wanted = count * slot_bytes
-    memory = device_memory_within(least * slot_bytes, wanted, device, unit=slot_bytes)
-    if len(memory) < wanted:
-        _log.warning(
-            "%s has no room for %.0f MiB in flight: loading with %.0f MiB, which takes longer; max_in_flight_mib says how much",
-            device,
-            wanted / 2**20,
-            len(memory) / 2**20,
+            return Slots(torch.empty(0, dtype=torch.uint8), PIECE_ALIGNMENT, 0, 0)
+        in_host_memory = self._cpu_transfer or device.type == "cpu"
+        return make_slots(
+            self._in_flight_bytes,
+            unit=max((want.unit for rows, _ in wants for want in rows), default=ALIGNMENT),
+            between_hosts=num_hosts > 1,
+            shared=None if link is None else link.memory[link.rank],
+            device=None if in_host_memory else device.torch_device,
         )
-    return memory
 
 
-def _checked(transport: Transport | str | None) -> Transport | str | None:
-    if isinstance(transport, str) and transport not in ("torch", "engine"):
-        raise ConfigurationError(
-            f"transport={transport} of TwoStageLoad: expected torch or engine, a Transport, or None"
-        )
-    return transport
-
-
-class _Said(NamedTuple):
+class _Announcement(NamedTuple):
     """What a rank tells all others first.
 
     Attributes:
-        wants: digest of the rows that say what it wants.
-        members: the ranks within which it is to be read once.
-        address: where its neighbours reach it; None: nowhere.
+        wants: digest of its wants as JSON.
+        members: the ranks for which each byte is read once.
+        address: of its `HostLink`; None: it has none.
         settings: see `TwoStageLoad._settings`.
-        device: the type of device in whose memory parcels travel; None: on the host, or it wants nothing.
+        device: the type of device in whose memory blocks travel; None: on the host, or it wants nothing.
     """
 
     wants: str
@@ -326,85 +214,33 @@ class _Said(NamedTuple):
     device: str | None
 
 
-@dataclass(slots=True)
-class TwoStageReading:
-    """One rank's part in one load. See `Reading`.
-
-    Attributes:
-        courier: runs once; None: it has.
-        link: was made for this load, even if it is not used.
-        failed: called when this rank's part has failed, and nobody knows what is still on the network.
-    """
-
-    courier: SpreadWorker | None
-    ends: RankEndpoints
-    link: HostLink | None
-    timers: Timers
-    failed: Callable[[], None]
-
-    def run(self) -> ReadStats:
-        """See `Reading.run`.
-
-        Its memory is let go of at once, for other readings may follow; and neighbours that wait for a rank which has failed hear of
-        it by that, long before all ranks agree on the error.
-        """
-        courier, self.courier = self.courier, None
-        assert courier is not None, "a reading runs once"
-        try:
-            self.ends.begin()
-            self.ends.read_held()
-            if courier.link is not None:
-                courier.link.join(courier.hosts.neighbours(courier.rank), courier.topology)
-            courier.run()
-        except BaseException:
-            self.failed()
-            raise
-        finally:
-            for name, seconds in asdict(courier.times).items():
-                self.timers[name].append(seconds)
-            courier.slots.close()
-            self.close()
-        return ReadStats(self.ends.bytes_read, self.ends.bytes_needed)
-
-    def close(self) -> None:
-        """See `Reading.close`."""
-        self.courier = None
-        self.ends.close()
-        if self.link is not None:
-            self.link.close()
-
-
 def _neighbours(topology: Topology, members: Sequence[int]) -> list[int]:
     here = set(topology.nodes[topology.node_rank])
     return [rank for rank in members if rank in here]
 
 
-def _reaches(link: HostLink | None, said: Sequence[_Said], neighbours: Sequence[int]) -> bool:
-    """Whether this rank can share memory with its neighbours; those below it are called."""
+def _has_met(link: HostLink | None, announced: Sequence[_Announcement], neighbours: Sequence[int]) -> bool:
+    """Whether this rank can share memory with its neighbours. Connects to those below it."""
     if len(neighbours) == 1:
         return True
-    addresses = [(rank, address) for rank in neighbours if (address := said[rank].address) is not None]
+    addresses = [(rank, address) for rank in neighbours if (address := announced[rank].address) is not None]
     return link is not None and len(addresses) == len(neighbours) and link.reach(addresses)
 
 
 def _by_host(topology: Topology, members: Sequence[int], *, share: bool) -> list[list[int]]:
-    """The members by host; each one its own, where they do not share memory."""
+    """The members by host; a host of its own for each one, where they share no memory."""
     if not share:
         return [[rank] for rank in members]
     on_hosts = ([rank for rank in ranks if rank in set(members)] for ranks in topology.nodes)
     return [ranks for ranks in on_hosts if ranks]
 
 
-def _digest_of(rows: Sequence[Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())
-
-
 def _wants_of(
-    mates: Sequence[int], digests: Sequence[str], rows: Sequence[Any]
+    members: Sequence[int], digests: Sequence[str], rows: Sequence[Any]
 ) -> list[tuple[list[Want], tuple[int, ...]]]:
-    """What the ranks of this group want: everything once, with the ranks that want just that."""
+    """Each set of wants once, with the ranks that have just these."""
     alike: dict[str, list[int]] = {}
-    for rank in mates:
+    for rank in members:
         alike.setdefault(digests[rank], []).append(rank)
     return [([Want.from_json(row) for row in rows[ranks[0]]], tuple(ranks)) for ranks in alike.values()]
 
@@ -422,5 +258,5 @@ def _require_one_device(devices: Sequence[str | None]) -> None:
     if len(first) > 1:
         ways = ", ".join(f"rank {rank} into {device} memory" for device, rank in first.items())
         raise ConfigurationError(
-            f"cpu_transfer=False: {ways}; bytes cannot travel between the two so, give cpu_transfer=True"
+            f"cpu_transfer=False: {ways}; bytes cannot travel between them; give cpu_transfer=True"
         )

@@ -1,4 +1,4 @@
-"""Ranks that are threads, on hosts that are made up, carry what they want to each other: any wants, any hosts, any readers."""
+"""Spread blocks between ranks that are threads, on made-up hosts: any wants, any hosts, any failures."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from ckpt.format.box import Box, chunk_box, num_chunks
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
+from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, StoredPart
-from ckpt.loading.two_stage.endpoints import RankEndpoints
 from ckpt.loading.two_stage.host import DONE, READY, HostLink
-from ckpt.loading.two_stage.slots import Slots
-from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, plan_spread
-from ckpt.loading.two_stage.spread_worker import Hosts, SpreadWorker
-from ckpt.loading.two_stage.two_stage import MAX_SLOTS, TwoStageReading
+from ckpt.loading.two_stage.slots import MAX_SLOTS, Slots
+from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, part_of, plan_spread
+from ckpt.loading.two_stage.spread_worker import TwoStageReading
+from ckpt.loading.two_stage.wants import wants_of
+from ckpt.memory.copies import Filling
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
 from ckpt.storage.extents import ALIGNMENT, WantedBox
@@ -133,7 +134,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 class Wires:
-    """Carries parcels between threads as a network does: who sends waits until it is taken."""
+    """Carries blocks between threads as a network does: a sender waits until its block is taken."""
 
     def __init__(self) -> None:
         self._wires: dict[tuple[int, int], SimpleQueue[Any]] = defaultdict(SimpleQueue)
@@ -176,7 +177,7 @@ class Case:
     block_bytes: int
     verify: bool
     slots: int
-    spoil: Callable[[int, RankEndpoints], None] = field(default=lambda rank, ends: None)
+    spoil: Callable[[TwoStageReading], None] = field(default=lambda reading: None)
     patience_s: float = PATIENCE_S
 
 
@@ -185,8 +186,12 @@ def _out(shape: tuple[int, ...], dtype: torch.dtype, gaps: bool) -> torch.Tensor
     return room[..., 0] if gaps else room
 
 
+def _reader(stock: Stock, topology: Topology, verify: bool) -> ChunkReader:
+    return ChunkReader(stock, verify=verify, slab_bytes=64, progress=topology.progress, read_at=stock.read_at)
+
+
 def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[Any]]:
-    """Let all ranks run, and return what each wanted, and None or what it raised."""
+    """Run all ranks; return the requests of each, and None or the error that it raised."""
     stock = Stock(root, case.arrays, case.block_bytes)
     requests = [
         [ReadRequest(str(n), f"t{n}", box, _out(box.shape, stock.values[n].dtype, gaps)) for n, box, gaps in wanted]
@@ -195,12 +200,12 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
     world_size = len(requests)
     topology = Topology.alone()
     topology.timeout_s = case.patience_s
-    ends = [RankEndpoints(mine, stock, topology, case.verify, stock.read_at, 64) for mine in requests]
-    wants = [(one.wants(), (rank,)) for rank, one in enumerate(ends)]
+    wants_by_rank = [wants_of(mine, stock, verify=case.verify) for mine in requests]
+    wants = [(one.wants, (rank,)) for rank, one in enumerate(wants_by_rank)]
     unit = max((want.unit for rows, _ in wants for want in rows), default=ALIGNMENT)
     slot_bytes = -(-unit // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-    landing = case.slots if len(case.hosts) > 1 else 0
-    count = case.slots + landing
+    receiving = case.slots if len(case.hosts) > 1 else 0
+    count = case.slots + receiving
     spread = plan_spread(wants, slot_bytes)
     wires = Wires()
     neighbours = {rank: here for here in case.hosts for rank in here}
@@ -210,18 +215,20 @@ def carry(case: Case, root: Path) -> tuple[Stock, list[list[ReadRequest]], list[
         if link is not None:
             assert link.reach([(other, made.address) for other in neighbours[rank] if (made := links[other])])
         host = torch.zeros(count * slot_bytes, dtype=torch.uint8) if link is None else link.memory[rank]
-        case.spoil(rank, ends[rank])
-        courier = SpreadWorker(
-            rank=rank,
-            spread=spread,
-            hosts=Hosts(case.hosts),
-            slots=Slots(host, slot_bytes, case.slots, landing),
-            ends=ends[rank],
+        reading = TwoStageReading(
+            part=part_of(spread, case.hosts, rank),
+            slots=Slots(host, slot_bytes, case.slots, receiving),
+            wants=wants_by_rank[rank],
+            reader=_reader(stock, topology, case.verify),
+            filling=Filling(64),
             link=link,
             transport=wires.end(rank) if len(case.hosts) > 1 else None,
             topology=topology,
+            timers=defaultdict(list),
+            give_up=lambda: None,
         )
-        readings.append(TwoStageReading(courier, ends[rank], link, defaultdict(list), lambda: None))
+        case.spoil(reading)
+        readings.append(reading)
     with ThreadPoolExecutor(world_size) as ranks:
         futures = [ranks.submit(reading.run) for reading in readings]
         raised = [future.exception(10 * PATIENCE_S) for future in futures]
@@ -291,17 +298,18 @@ def test_every_rank_ends_with_its_bytes_and_each_is_read_once_and_nothing_is_lef
 
 
 @pytest.mark.usefixtures("turns")
-@given(_cases(), st.integers(0, 5), st.sampled_from(["fetch", "place", "read_own"]), st.integers(0, 3))
+@given(_cases(), st.integers(0, 5), st.sampled_from(["fetch", "place", "read"]), st.integers(0, 3))
 @settings(max_examples=20)
 def test_what_fails_on_one_rank_is_raised_there_and_keeps_nobody_waiting(
     case: Case, who: int, what: str, nth: int
 ) -> None:
-    """Whatever a rank cannot read or place, it goes on for the others, who may learn of it only when all is carried."""
+    """A rank that cannot read or place goes on for the others, and raises when all blocks are exchanged."""
     failed = []
 
-    def spoil(rank: int, ends: RankEndpoints) -> None:
+    def spoil(reading: TwoStageReading) -> None:
+        rank = reading.part.rank
         if rank == who % len(case.wanted):
-            _spoil(ends, what, nth, lambda: failed.append(rank), ValueError("as it was to be"))
+            _spoil(reading, what, nth, lambda: failed.append(rank), ValueError("as it was to be"))
 
     case.spoil = spoil
     before = _held()
@@ -314,10 +322,11 @@ def test_what_fails_on_one_rank_is_raised_there_and_keeps_nobody_waiting(
     assert _held() == before
 
 
-def _spoil(ends: RankEndpoints, what: str, nth: int, note: Callable[[], None], error: BaseException) -> None:
+def _spoil(reading: TwoStageReading, what: str, nth: int, note: Callable[[], None], error: BaseException) -> None:
     """Let the nth call of this method raise."""
     calls = iter(range(1000))
-    as_ever = getattr(ends, what)
+    one: Any = reading.filling if what == "place" else reading.reader
+    as_ever = getattr(one, what)
 
     def spoilt(*args: Any) -> None:
         if next(calls) == nth:
@@ -325,7 +334,7 @@ def _spoil(ends: RankEndpoints, what: str, nth: int, note: Callable[[], None], e
             raise error
         as_ever(*args)
 
-    setattr(ends, what, spoilt)
+    setattr(one, what, spoilt)
 
 
 def _rows(num: int) -> Array:
@@ -340,30 +349,30 @@ def test_a_rank_that_waits_for_one_that_fails_because_of_a_third_hears_of_it_at_
     """Rank 0 and 1 share an array, rank 1 and 2 another; rank 0 is interrupted, and rank 2 has nothing to do with it."""
     gone = threading.Event()
 
-    def spoil(rank: int, ends: RankEndpoints) -> None:
-        if rank == 0:
-            _spoil(ends, "place", 0, gone.set, KeyboardInterrupt())
-        elif rank == 1:
-            fetch = ends.fetch
-            ends.fetch = lambda piece, memory: (gone.wait(PATIENCE_S), fetch(piece, memory))[1]  # type: ignore[method-assign]
+    def spoil(reading: TwoStageReading) -> None:
+        if reading.part.rank == 0:
+            _spoil(reading, "place", 0, gone.set, KeyboardInterrupt())
+        elif reading.part.rank == 1:
+            fetch = reading.reader.fetch
+            reading.reader.fetch = lambda *args: (gone.wait(PATIENCE_S), fetch(*args))[1]  # type: ignore[method-assign]
 
     wanted = [[_all_of(0, 40)], [_all_of(0, 40), _all_of(1, 40)], [_all_of(1, 40)]]
     case = Case([_rows(40), _rows(40)], [[0, 1, 2]], wanted, 64, True, 1, spoil)
     started = time.monotonic()
     _, _, raised = carry(case, tmp_path)
     assert [type(error) for error in raised] == [KeyboardInterrupt, RankLeftError, RankLeftError]
-    assert str(raised[2]) == "rank 1 left before it had given and taken all"
+    assert str(raised[2]) == "rank 1 left before all blocks had been exchanged"
     assert time.monotonic() - started < PATIENCE_S / 2
 
 
-def test_damage_that_a_rank_has_met_is_told_even_if_its_neighbour_goes(tmp_path: Path) -> None:
+def test_damage_that_a_rank_has_met_is_raised_even_if_its_neighbour_goes(tmp_path: Path) -> None:
     damaged = threading.Event()
 
-    def spoil(rank: int, ends: RankEndpoints) -> None:
-        if rank == 0:
-            _spoil(ends, "fetch", 0, damaged.set, CorruptCheckpointError("piece 0 is damaged"))
+    def spoil(reading: TwoStageReading) -> None:
+        if reading.part.rank == 0:
+            _spoil(reading, "fetch", 0, damaged.set, CorruptCheckpointError("piece 0 is damaged"))
         else:
-            _spoil(ends, "place", 0, lambda: damaged.wait(PATIENCE_S), KeyboardInterrupt())
+            _spoil(reading, "place", 0, lambda: damaged.wait(PATIENCE_S), KeyboardInterrupt())
 
     case = Case([_rows(40)], [[0, 1]], [[_all_of(0, 40)]] * 2, 64, True, 1, spoil)
     _, _, raised = carry(case, tmp_path)
@@ -374,11 +383,11 @@ def test_damage_that_a_rank_has_met_is_told_even_if_its_neighbour_goes(tmp_path:
 def test_what_a_rank_reads_for_itself_may_take_longer_than_the_patience_with_others(
     tmp_path: Path, hosts: list[list[int]]
 ) -> None:
-    """Nobody is silent then: all that was to come from others is there."""
+    """No rank is silent then: all blocks of the others have come."""
 
-    def spoil(rank: int, ends: RankEndpoints) -> None:
-        read_own = ends.read_own
-        ends.read_own = lambda pieces: (time.sleep(1.0), read_own(pieces))[1]  # type: ignore[method-assign]
+    def spoil(reading: TwoStageReading) -> None:
+        read = reading.reader.read
+        reading.reader.read = lambda *args: (time.sleep(1.0), read(*args))[1]  # type: ignore[method-assign]
 
     wanted = [[_all_of(0, 4), _all_of(1, 4)], [_all_of(0, 4), _all_of(2, 4)]]
     case = Case([_rows(4)] * 3, hosts, wanted, 64, True, 1, spoil, patience_s=0.4)
@@ -389,7 +398,7 @@ def test_what_a_rank_reads_for_itself_may_take_longer_than_the_patience_with_oth
 
 
 def test_a_rank_has_one_descriptor_on_its_way_to_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system allows a user as many as a process may have open files: 64 ranks that tell all others at once need 2016."""
+    """Linux limits descriptors in flight per user to the open files of a process: 64 ranks that send to all others need 2016."""
     lock = threading.Lock()
     under_way, most = 0, 0
 
@@ -420,7 +429,7 @@ def test_a_rank_has_one_descriptor_on_its_way_to_its_neighbours(monkeypatch: pyt
 
 
 def test_all_that_two_ranks_may_have_said_of_their_slots_fits_a_socket() -> None:
-    """Both may be sending: neither listens then."""
+    """Two ranks may be sending to each other, and neither receives then."""
     links = [HostLink(rank, 64) for rank in range(2)]
     links[1].reach([(0, links[0].address)])
     with ThreadPoolExecutor(2) as ranks:

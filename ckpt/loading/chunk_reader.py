@@ -1,0 +1,138 @@
+"""Read the chunks of one checkpoint: raw ones by their byte ranges in files, encoded ones through the library of their format.
+
+Both strategies read the bytes of tensors here: a direct load into tensors (`ChunkReader.read`), a two-stage load also into blocks
+that travel (`ChunkReader.fetch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ckpt.format.box import Box, chunk_box, num_chunks
+from ckpt.format.dtypes import raw_bytes, torch_dtype
+from ckpt.format.records import ChunkExtent
+from ckpt.loading.strategy import Stored, StoredPart
+from ckpt.memory.copies import Filling
+from ckpt.storage.extents import ExtentReader, ReadAt
+
+
+class ChunkReader:
+    """Reader of one rank for one load; one thread reads at a time. It keeps files and page-locked memory until `close`.
+
+    Args:
+        verify: compare block digests, where the checkpoint has any.
+        slab_bytes: bytes asked for at once, and the memory for bytes that cannot be read into tensors as they are.
+        progress: called with a number of bytes as they arrive.
+        read_at: how bytes come from an open file.
+        role: of the side streams that copy to devices; see `Filling`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Stored,
+        *,
+        verify: bool,
+        slab_bytes: int,
+        progress: Callable[[int], None],
+        read_at: ReadAt,
+        role: str = "filling",
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._verify = verify and checkpoint.has_digests
+        self.filling = Filling(slab_bytes, role)
+        self._extents = ExtentReader(
+            checkpoint.root,
+            verify=self._verify,
+            progress=progress,
+            read_at=read_at,
+            slab_bytes=slab_bytes,
+            landing=self.filling,
+            held=checkpoint.held,
+        )
+        self._decoded: tuple[ChunkExtent, torch.Tensor] | None = None
+        self._bytes_unchecked = 0  # read by a format's library alone
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from storage so far; bytes found in host memory do not count."""
+        return self._extents.bytes_read + self._bytes_unchecked
+
+    def read(self, parts: Sequence[StoredPart], ranges: Sequence[tuple[int, int]] | None = None) -> None:
+        """Fill the parts of one chunk, on any device.
+
+        Args:
+            ranges: read these bytes [start, stop) of a raw chunk alone; None: all that the parts want.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing or not as they were written.
+            OSError: the file system failed.
+        """
+        if parts[0].chunk.raw:
+            self._extents.read(parts[0].chunk, [one.part for one in parts], ranges)
+            return
+        self._check(parts[0])
+        for one in parts:
+            self._decode_part(one)
+
+    def fetch(self, one: StoredPart, start: int, memory: torch.Tensor, name_of: Callable[[int, int], str]) -> None:
+        """Read bytes of the chunk that a part lies in, from byte `start` on, into host memory. A decoded chunk is kept for the next call.
+
+        Args:
+            memory: flat uint8, as long as the bytes; of a raw chunk with digests, whole blocks.
+            name_of: name of the tensor that wants the bytes [begin, end), for messages.
+
+        Raises: as `read`.
+        """
+        if one.chunk.raw:
+            flat: Any = memory.numpy()
+            self._extents.fetch(one.chunk, start, memoryview(flat), name_of)
+            return
+        if self._decoded is None or self._decoded[0] is not one.chunk:
+            self._decoded = one.chunk, self._decode_chunk(one)
+        memory.copy_(self._decoded[1][start : start + len(memory)])
+
+    def close(self) -> None:
+        """Wait for copies to devices, close the files, and let go of all memory."""
+        self.filling.close()
+        self._extents.close()
+        self._decoded = None
+
+    def _check(self, one: StoredPart) -> None:
+        """Compare the digests of an encoded chunk; without `verify` only its presence and length."""
+        self._extents.check(one.chunk, one.part.name)
+        self._bytes_unchecked += 0 if self._verify else one.chunk.length
+
+    def _decode_part(self, one: StoredPart) -> None:
+        """Decode one part; a piece of a packed array is decoded flat, and cut here."""
+        part = one.part
+        is_box = one.source.shape == tuple(part.out.shape)
+        if is_box and part.out.device.type == "cpu":
+            self._checkpoint.decode(one, one.source, part.out)
+            return
+        host = torch.empty(one.source.shape, dtype=part.out.dtype)
+        self._checkpoint.decode(one, one.source, host)
+        self.filling.fill(part.out, host if is_box else host.view(part.region)[part.box.slices])
+
+    def _decode_chunk(self, one: StoredPart) -> torch.Tensor:
+        """All bytes of an encoded chunk, decoded, with the padding of a chunk at the array's edge."""
+        self._check(one)
+        array, box = one.array, _chunk_of(one)
+        decoded = torch.zeros(array.grid, dtype=torch_dtype(array.dtype))
+        inside = decoded[tuple(slice(0, side) for side in box.shape)]
+        out = inside if inside.is_contiguous() else torch.empty(box.shape, dtype=inside.dtype)
+        self._checkpoint.decode(one, box, out)
+        if out is not inside:
+            inside.copy_(out)
+        return raw_bytes(decoded)
+
+
+def _chunk_of(one: StoredPart) -> Box:
+    """The box, in global coordinates, of the chunk that a part lies in."""
+    array = one.array
+    number = 0
+    for side, cell, first in zip(num_chunks(array.shape, array.grid), array.grid, one.source.offsets, strict=True):
+        number = number * side + first // cell
+    return chunk_box(array.shape, array.grid, number)
