@@ -279,9 +279,15 @@ def _join_databases(root: Path, writers: Sequence[int], progress: Callable[[int]
         joined = ts.KvStore.open({**_database(database), "config": _CONFIG}, context=context).result()
         # Not in a transaction: TensorStore would silently drop the references, and every value would be empty.
         parts = [ts.KvStore.open(_database(folder), context=context).result() for folder in folders]
+        failed: list[Exception] = []
         for copy in [part.experimental_copy_range_to(joined) for part in parts]:
-            _wait(copy)
+            try:
+                _wait(copy)
+            except Exception as error:  # the other copies still write, and would create a removed directory again
+                failed.append(error)
             progress(1)
+        if failed:
+            raise failed[0]
         _check_joined(database, folders)
     sizes = {file.relative_to(root).as_posix(): file.stat().st_size for file in _joined_files(database)}
     make_durable(root, sizes, {root / folder for file in sizes for folder in Path(file).parents}, progress)

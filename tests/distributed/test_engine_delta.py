@@ -275,7 +275,10 @@ TROUBLES: dict[str, tuple[Callable[[Run], str], str]] = {
         _flip_in_the_landing,
         "bucket 3 of 8, with embed, arrived on rank 3 with other bytes",
     ),
-    "a bit falls over on its way": (_flip_in_a_message, "bucket 0 of 8, with embed, arrived on rank . with other bytes"),
+    "a bit falls over on its way": (
+        _flip_in_a_message,
+        "bucket 0 of 8, with embed, arrived on rank . with other bytes",
+    ),
     "a rollout has let go of its memory": (_let_go, ""),
     READ: (_still_read, ""),
     "there is another layout": (_other_layout, ""),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,26 @@ def test_joining_without_one_rank_s_database_names_the_rank(tmp_path: Path) -> N
     save(backend, tmp_path, arrays, ranks=(0, 1))
     with pytest.raises(StorageError, match="arrays.ocdbt/rank-00007 is missing, where rank 7 has committed"):
         backend.join(tmp_path, [0, 1, 7], lambda _: None)
+
+
+def test_a_join_that_fails_writes_nothing_afterwards_into_a_folder_that_is_removed(tmp_path: Path) -> None:
+    backend = TensorStoreBackend()
+    roots = [tmp_path / str(turn) for turn in range(12)]
+    for root in roots:
+        root.mkdir()
+        for rank in range(6):
+            writer = backend.writer(root, rank, lambda _: None)
+            spec, value = array(f"model/{rank}", torch.arange(16.0), 16)
+            writer.write(spec, 0, value)
+            writer.describe([spec])
+            writer.finish()
+        for data in root.glob("arrays.ocdbt/rank-00000/d/*"):
+            data.write_bytes(b"damaged")
+        with pytest.raises(StorageError, match="tensorstore could not join the databases"):
+            backend.join(root, range(6), lambda _: None)
+        shutil.rmtree(root)
+    time.sleep(0.2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_join_that_loses_values_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
