@@ -10,12 +10,12 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, overload
 
-import msgspec
 import torch
 
 from ckpt.dist_checkpointing.dict_utils import nested_values
 from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject, ShardedStateDict
 from ckpt.errors import ConfigurationError
+from ckpt.format import strict_json
 from ckpt.ranks.job import current_topology
 from ckpt.state.collect import digest_of_json, exchange_distinct
 from ckpt.state.sharded_tensor import ShardedTensor
@@ -98,7 +98,7 @@ class Columns(NamedTuple):
 def _column_of_json(tree: Any, number: int) -> Column:
     """Parse column `number` of `Columns`."""
     kind: Any = (str, ShardLayout, ShardPosition, ReplicaId)[number]
-    column: Column = msgspec.convert(tree, tuple[tuple[kind, ...], tuple[int, ...]])
+    column: Column = strict_json.convert(tree, tuple[tuple[kind, ...], tuple[int, ...]])
     return column
 
 

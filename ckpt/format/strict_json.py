@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Annotated, Any, Never, TypeVar
 
 import msgspec
@@ -33,6 +35,7 @@ Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
 """At most as many dimensions as NumPy supports."""
 
 _T = TypeVar("_T")
+_DESCRIBING = threading.Lock()
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 
@@ -80,12 +83,43 @@ def fit(tree: Any, kind: type[_T], where: str) -> _T:
         CorruptCheckpointError: it does not fit.
     """
     with refusing(where):
-        return msgspec.convert(tree, kind)
+        return convert(tree, kind)
 
 
 def read(data: bytes | str, kind: type[_T], where: str) -> _T:
     """`parse`, and `fit` to a schema."""
     return fit(parse(data, where), kind, where)
+
+
+def convert(tree: Any, kind: type[_T]) -> _T:
+    """Return parsed JSON as a `kind`. Like `msgspec.convert`, but threads may meet in the first use of a class.
+
+    Raises:
+        msgspec.ValidationError: it does not fit.
+    """
+    _decoder(kind)
+    return msgspec.convert(tree, kind)
+
+
+def decode(data: bytes, kind: type[_T]) -> _T:
+    """Return JSON as a `kind`. Like `msgspec.json.decode`, but threads may meet in the first use of a class.
+
+    Raises:
+        msgspec.MsgspecError: it is not JSON, or does not fit.
+    """
+    decoder: msgspec.json.Decoder[_T] = _decoder(kind)
+    return decoder.decode(data)
+
+
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    """Return the decoder of a type. msgspec 0.22 describes a class at its first use, and crashes if two threads do so at once."""
+    with _DESCRIBING:
+        return _decoder_of(kind)
+
+
+@cache
+def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
 def num_keys(data: bytes) -> int:

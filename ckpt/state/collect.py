@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import msgspec
 import torch
 
 from ckpt.errors import ConfigurationError, ReplicationError, ShardingError, describe, rebuild, sentence
+from ckpt.format import strict_json
 from ckpt.format.box import Box
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import digest_of
@@ -482,7 +482,7 @@ def _unequal_tensors(key: str, mine: RankState, said: Sequence[Any], topology: T
                 f"component {key} is compared at the level {levels[0]} on rank 0 and {level} on rank {rank}; all ranks must "
                 "declare the same"
             )
-    copies = [msgspec.convert(rows, dict[str, Fingerprint]) for _, rows in said]
+    copies = [strict_json.convert(rows, dict[str, Fingerprint]) for _, rows in said]
     holders = holders_of(mine.components[key], topology)
     found = differences(copies, holders)
     if not found:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ckpt.errors import ConfigurationError, ReplicationError
+from ckpt.format import strict_json
 from ckpt.format.manifest import digest_of
 from ckpt.ranks.topology import Topology
 from ckpt.state.doctor import Diagnosis, PatternVerdict, Seen, diagnose
@@ -60,7 +61,7 @@ def examine(
             phase.payload = msgspec.to_builtins(
                 [diagnose(key, declared[key], [held[rank][key] for rank in senders[key]], ranks) for key in components]
             )
-    return msgspec.convert(phase.payloads[0], list[Diagnosis])
+    return strict_json.convert(phase.payloads[0], list[Diagnosis])
 
 
 def act_on(
@@ -109,7 +110,7 @@ def _gather(
     if not topology.is_lead:
         return {}
     fingerprints_of = dict[str, dict[str, Fingerprint]]
-    held = {rank: msgspec.json.decode(zlib.decompress(data), type=fingerprints_of) for rank, data in arrived.items()}
+    held = {rank: strict_json.decode(zlib.decompress(data), fingerprints_of) for rank, data in arrived.items()}
     return held | {0: mine}
 
 

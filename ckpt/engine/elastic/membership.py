@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError
+from ckpt.format import strict_json
 from ckpt.format.strict_json import Digest
 
 
@@ -103,7 +104,7 @@ class Call:
 
     @classmethod
     def decode(cls, data: bytes) -> Call:
-        return msgspec.json.decode(data, type=cls)
+        return strict_json.decode(data, cls)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class News:
 
     @classmethod
     def decode(cls, data: bytes) -> News:
-        return msgspec.json.decode(data, type=cls)
+        return strict_json.decode(data, cls)
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Rendezvous:
             ConfigurationError: the data is not a rendezvous.
         """
         try:
-            found = msgspec.json.decode(data, type=cls)
+            found = strict_json.decode(data, cls)
             _require_names_of_data(found.facts, "facts")
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ConfigurationError(
