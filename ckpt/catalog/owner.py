@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -179,6 +179,13 @@ class FolderLock:
             with _ACQUIRING:
                 _give_back(self._claim)
         self._claim = self._when_collected = None
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def _take(self, progress: Callable[[], object]) -> int:
         """Create our owner file; return its locked descriptor."""

@@ -12,7 +12,11 @@ _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a small file and make it and its name durable."""
-    _write(path, data)
+    try:
+        _write(path, data)
+    except FileExistsError:  # perhaps a link to another file, which keeps its bytes
+        path.unlink()
+        _write(path, data)
     sync_folder(path.parent)
 
 
@@ -40,8 +44,6 @@ def sync_folder(path: Path) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a new file. An existing file of that name is unlinked, not written to: it may be a link to another file."""
-    path.unlink(missing_ok=True)
     with path.open("xb") as file:
         file.write(data)
         file.flush()

@@ -141,6 +141,8 @@ class RecordedTopology:
     def __init__(self, rank: int, world_size: int, recorded: Sequence[bytes]) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.nodes = (tuple(range(world_size)),)
+        self.groups: dict[str, Any] = {}
         self.payload: Any = None
         self._recorded = list(recorded)
 

@@ -180,7 +180,7 @@ def listening_on(address: str | None) -> Iterator[None]:
     wanted = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     if (
         interface and address == LOOPBACK
-    ):  # elsewhere NCCL and HCCL choose, for these also select the interfaces of tensors
+    ):  # elsewhere the devices' libraries choose, for these also select the interfaces of tensors
         wanted |= dict.fromkeys(INTERFACE_VARIABLES, f"={interface}")
     with environment_with({name: value for name, value in wanted.items() if name not in os.environ}):
         yield

@@ -19,6 +19,7 @@ COMMAND = r"\b(?:python|torchrun(?: --\S+)*) -m (recipes[\w.]*)"
 PLACEHOLDERS = {"workload=<name>": "workload=gpt2_fsdp", "<its venv>/bin/python": "python", "<path>": "python"} | {
     "=<one>:": "=cuda",
     "=...": "=outputs",
+    "'hydra.searchpath=[file:///path/to/my/conf]' ckpt=bin": "ckpt=zarr",
 }
 
 

@@ -266,7 +266,9 @@ def test_the_matrix_goes_through_every_phase_that_the_code_of_save_and_load_name
         if path.stem == "two_stage" or (
             path.stem not in NO_SAVE_OR_LOAD and top not in (*OTHER_WAY_IN, *NO_CHECKPOINT)
         ):
-            named |= set(re.findall(r"""\.(?:phase|exchange)\("([^"]+)\"""", path.read_text()))
+            named |= set(
+                re.findall(r"""(?:\.(?:phase|exchange)\(|exchange_distinct\(.*, )"([^"]+)\"""", path.read_text())
+            )
     assert {"collect", "write", "publish", "open", "read", "apply"} <= named
     found = run_ranks(sum(NODES), _phases, tmp_path, nodes=list(NODES))
     assert found == [sorted(named - ONLY_WHERE_COPIES_DIFFER - OF_OTHER_CALLS - BY_TORCH)] * sum(NODES)

@@ -151,8 +151,8 @@ REFUSED: dict[str, tuple[type[CheckpointError], str]] = {
     "plain of sharded differs": (ReplicationError, "lr is 0.1 on rank 1 and 0.0 on rank 0"),
     "hole": (ShardingError, "200 of the 500 elements"),
     "overlap": (ShardingError, "overlap without being equal"),
-    "shapes differ": (ShapeMismatchError, "must agree on what they save"),
-    "types differ": (ShapeMismatchError, "must agree on what they save"),
+    "shapes differ": (ShapeMismatchError, "all ranks must save the same data type and shape"),
+    "types differ": (ShapeMismatchError, "all ranks must save the same data type and shape"),
     "unpicklable": (ConfigurationError, "neither a tensor nor plain"),
 }
 

@@ -121,7 +121,7 @@ def test_an_old_checkpoint_is_never_found_only_named(tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointNotFoundError, match="there is no committed checkpoint"):
         reader(tmp_path, one(held)).load_checkpoint()
     with monkeypatch.context() as patched:  # as if it had had a manifest until just now
-        patched.setattr("ckpt.coordinator.committed_newest_first", lambda root: [folder])
+        patched.setattr("ckpt.saving.run_history.committed_newest_first", lambda root: [folder])
         with pytest.raises(CheckpointNotFoundError, match="checkpoint-9 is not a checkpoint"):
             reader(tmp_path, one(held)).load_checkpoint()
     saver = reader(tmp_path, one(Held({"w": torch.ones(3)})))
