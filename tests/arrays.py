@@ -14,7 +14,8 @@ from ckpt.backends.base import Backend, Written
 from ckpt.format.box import Box, chunk_box, chunks_meeting, num_chunks, overlap, whole
 from ckpt.format.dtypes import zarr_name
 from ckpt.format.records import ArraySpec, ChunkExtent, Content, Expected, FileRecord, stored_shape
-from ckpt.storage.extents import ExtentReader, WantedBox
+from ckpt.storage.extents import ExtentReader
+from ckpt.storage.runs import WantedBox
 
 
 @dataclass

@@ -47,8 +47,9 @@ from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import join_arrays, listed_files
 from ckpt.saving.writing import Item, Pack, RankWritePlan, Staged, WriteJob, WriteResult, folders_of, joined_checksum
 from ckpt.state.sharing import StateComponent
-from ckpt.storage.extents import ExtentReader, WantedBox
+from ckpt.storage.extents import ExtentReader
 from ckpt.storage.files import PIECE_BYTES, FolderTree, make_durable, write_all
+from ckpt.storage.runs import WantedBox
 from ckpt.version import __version__
 
 _SHARDED_BACKENDS = {"zarr": "zarr", "ocdbt": "tensorstore"}

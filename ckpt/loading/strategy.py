@@ -25,7 +25,7 @@ from ckpt.format.strict_json import refusing
 from ckpt.memory.device import Device
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
-from ckpt.storage.extents import WantedBox
+from ckpt.storage.runs import WantedBox
 
 
 @dataclass(slots=True)  # not frozen: there may be very many, and a frozen one takes three times as long to make

@@ -18,7 +18,7 @@ import torch
 
 from ckpt.format.dtypes import as_integers, contiguous, raw_bytes
 from ckpt.memory.device import SideStream, StreamEvent, device_memory_within, pinned, telling_of_room
-from ckpt.storage.extents import WantedBytes
+from ckpt.storage.wanted_bytes import WantedBytes
 
 HALVES = 2
 _ALIGNED = 64

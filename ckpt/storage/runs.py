@@ -1,14 +1,15 @@
-"""Copy runs of small tensors, which lie end to end in a chunk, to their places together: 20,000 cost little more than their bytes."""
+"""The wanted boxes of a chunk, and runs of small ones, which are copied together: 20,000 tensors cost little more than their bytes."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, TypeVar
 
 import torch
 
+from ckpt.format.box import Box
 from ckpt.format.dtypes import as_integers, raw_bytes
 
 SMALL_BYTES = 64 << 10
@@ -18,8 +19,23 @@ FEW = 4
 """Fewer tensors are not worth a run."""
 
 
-AnyPart = TypeVar("AnyPart", bound=Any)
-"""`ckpt.storage.extents.WantedBox`, which cannot be imported here: extents imports this module."""
+@dataclass(slots=True)
+class WantedBox:
+    """A wanted box of one chunk, and its destination.
+
+    Attributes:
+        base: byte in the chunk where the region begins.
+        region: shape of the row-major region at `base`: of the chunk as stored, or of a packed piece.
+        box: wanted part, in the region's coordinates.
+        out: tensor of shape `box.shape` and the stored data type, with any strides.
+        name: for errors, such as "model: h.0.attn.weight".
+    """
+
+    base: int
+    region: tuple[int, ...]
+    box: Box
+    out: torch.Tensor
+    name: str
 
 
 class TensorRun:
@@ -36,7 +52,7 @@ class TensorRun:
 
     memory: None = None
 
-    def __init__(self, parts: Sequence[Any]) -> None:
+    def __init__(self, parts: Sequence[WantedBox]) -> None:
         self.part = parts[0]
         self.start: int = parts[0].base
         self.parts = parts
@@ -88,14 +104,14 @@ class TensorRun:
             )
 
 
-def find_runs(parts: Iterable[AnyPart]) -> tuple[list[TensorRun], list[AnyPart]]:
+def find_runs(parts: Iterable[WantedBox]) -> tuple[list[TensorRun], list[WantedBox]]:
     """Separate the runs of small adjacent parts from all other parts, which come in the order of the chunk.
 
     The caller checks that the runs lie inside of the chunk.
     """
     runs: list[TensorRun] = []
-    others: list[AnyPart] = []
-    run: list[AnyPart] = []
+    others: list[WantedBox] = []
+    run: list[WantedBox] = []
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     at = 0
@@ -115,7 +131,7 @@ def find_runs(parts: Iterable[AnyPart]) -> tuple[list[TensorRun], list[AnyPart]]
     return runs, others
 
 
-def _close(run: list[AnyPart], runs: list[TensorRun], others: list[AnyPart]) -> None:
+def _close(run: list[WantedBox], runs: list[TensorRun], others: list[WantedBox]) -> None:
     if len(run) < FEW:
         others += run
     else:

@@ -23,8 +23,10 @@ from ckpt.memory import copies
 from ckpt.memory.copies import BUCKET_MIN_BYTES, Filling, Halves, Staging
 from ckpt.memory.device import SideStream
 from ckpt.ranks.topology import Topology
-from ckpt.storage import extents
-from ckpt.storage.extents import ExtentReader, WantedBox, WantedBytes
+from ckpt.storage import wanted_bytes
+from ckpt.storage.extents import ExtentReader
+from ckpt.storage.runs import WantedBox
+from ckpt.storage.wanted_bytes import WantedBytes
 from tests.device.devices import ADVERSARY
 from tests.device.memory import Filled, Heard
 from tests.ranks import run_ranks
@@ -177,7 +179,7 @@ def fill_any(topology: Topology) -> None:
             there = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=device)
             parts.append(WantedBox(base, region, box, there, "model: w"))
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(extents, "GAP_BYTES", 96)
+            patch.setattr(wanted_bytes, "GAP_BYTES", 96)
             extent = store(Path(folder), chunk.tobytes(), block_bytes=block_bytes)
             slab = data.draw(st.sampled_from([64, 256, MIB]))
             with (

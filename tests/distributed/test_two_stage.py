@@ -29,7 +29,7 @@ from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
-from ckpt.storage.extents import WantedBytes
+from ckpt.storage.wanted_bytes import WantedBytes
 from recipes.benchmark.measuring import PeakMemory
 from tests.ranks import Dead, run_ranks
 from tests.states import ALL_DTYPES, BACKENDS, Held, coordinator, global_index, random_bits, same_bits

@@ -12,7 +12,7 @@ from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.loading.strategy import ReadRequest, StoredPart
 from ckpt.planning.plan import needed_chunks
-from ckpt.storage.extents import WantedBox
+from ckpt.storage.runs import WantedBox
 
 
 class MegatronChunks:

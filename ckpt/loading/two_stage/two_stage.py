@@ -34,8 +34,9 @@ from ckpt.loading.two_stage.wants import Want, wants_of
 from ckpt.memory.copies import Filling
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology, first_difference, group_of
-from ckpt.storage.extents import ALIGNMENT, ReadAt
+from ckpt.storage.extents import ReadAt
 from ckpt.storage.host_memory import can_be_shared
+from ckpt.storage.wanted_bytes import ALIGNMENT
 
 
 class TwoStageLoad:

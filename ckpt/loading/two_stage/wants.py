@@ -14,7 +14,7 @@ from ckpt.format.dtypes import item_bytes
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import ChunkExtent
 from ckpt.loading.strategy import ReadRequest, Stored, StoredPart, by_chunk, bytes_of
-from ckpt.storage.extents import ALIGNMENT, WantedBytes
+from ckpt.storage.wanted_bytes import ALIGNMENT, WantedBytes
 
 ChunkKey = tuple[str, int]
 """File and offset: no two chunks share them."""

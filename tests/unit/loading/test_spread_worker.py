@@ -20,7 +20,7 @@ from ckpt.loading.two_stage.spread_worker import STEPS, SpreadWorker, TwoStageRe
 from ckpt.loading.two_stage.wants import ChunkRange, RankWants
 from ckpt.memory.copies import Filling
 from ckpt.ranks.topology import Topology
-from ckpt.storage.extents import WantedBytes
+from ckpt.storage.wanted_bytes import WantedBytes
 
 pytestmark = pytest.mark.usefixtures("collected")
 

@@ -38,7 +38,8 @@ from ckpt.loading.two_stage.wants import wants_of
 from ckpt.memory.copies import Filling
 from ckpt.planning.plan import needed_chunks
 from ckpt.ranks.topology import Topology
-from ckpt.storage.extents import ALIGNMENT, WantedBox
+from ckpt.storage.runs import WantedBox
+from ckpt.storage.wanted_bytes import ALIGNMENT
 from tests.states import random_bits, same_bits
 
 pytestmark = pytest.mark.usefixtures("collected")

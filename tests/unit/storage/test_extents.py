@@ -20,8 +20,10 @@ from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import raw_bytes
 from ckpt.format.records import ChunkExtent
-from ckpt.storage import extents
-from ckpt.storage.extents import ExtentReader, WantedBox, WantedBytes
+from ckpt.storage import extents, wanted_bytes
+from ckpt.storage.extents import ExtentReader
+from ckpt.storage.runs import WantedBox
+from ckpt.storage.wanted_bytes import WantedBytes
 from tests.states import ALL_DTYPES
 
 
@@ -57,8 +59,8 @@ def flip(path: Path, at: int) -> None:
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Thousandths of the real sizes, so that small arrays meet every border."""
     monkeypatch.setattr(extents, "SLAB_BYTES", 128)
-    monkeypatch.setattr(extents, "DIRECT_BYTES", 48)
-    monkeypatch.setattr(extents, "GAP_BYTES", 96)
+    monkeypatch.setattr(wanted_bytes, "DIRECT_BYTES", 48)
+    monkeypatch.setattr(wanted_bytes, "GAP_BYTES", 96)
     yield
 
 
@@ -108,8 +110,8 @@ def test_every_box_of_every_region_arrives_as_numpy_slices_it(
     chunk, wanted, verify, block_bytes = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extents, "SLAB_BYTES", 128)
-        patch.setattr(extents, "DIRECT_BYTES", 48)
-        patch.setattr(extents, "GAP_BYTES", 96)
+        patch.setattr(wanted_bytes, "DIRECT_BYTES", 48)
+        patch.setattr(wanted_bytes, "GAP_BYTES", 96)
         root = tmp_path_factory.mktemp("read")
         extent = store(root, chunk.tobytes(), before=b"0123456", block_bytes=block_bytes)
         with ExtentReader(root, verify=verify) as reader:
@@ -205,7 +207,7 @@ def test_without_verification_little_more_than_the_wanted_bytes_is_read(tmp_path
 
 
 def test_large_runs_are_read_into_the_tensor_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extents, "_scatter", None)  # copying out of scratch would fail
+    monkeypatch.setattr(extents, "scatter", None)  # copying out of scratch would fail
     saved = numbers(3, 1 << 18)
     wanted = part(saved, Box((1, 5), (1, (1 << 18) - 9)))
     with ExtentReader(tmp_path) as reader:
@@ -358,10 +360,11 @@ def test_bytes_that_came_another_way_are_placed_as_if_they_had_been_read(
 ) -> None:
     chunk, asked, verify, block_bytes = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extents, "DIRECT_BYTES", 48)
-        patch.setattr(extents, "GAP_BYTES", 96)
+        patch.setattr(wanted_bytes, "DIRECT_BYTES", 48)
+        patch.setattr(wanted_bytes, "GAP_BYTES", 96)
         if not on_host:
-            patch.setattr(extents, "_is_on_host", lambda tensor: False)
+            for module in (extents, wanted_bytes):
+                patch.setattr(module, "is_on_host", lambda tensor: False)
         root = tmp_path_factory.mktemp("place")
         extent = store(root, chunk.tobytes(), before=b"0123456", block_bytes=block_bytes)
         wanted = WantedBytes(
@@ -414,7 +417,8 @@ def test_a_reader_reads_just_the_stretches_it_is_told(
         ExtentReader(root, verify=verify, slab_bytes=128, landing=AtOnce()) as reader,
     ):
         if not on_host:
-            patch.setattr(extents, "_is_on_host", lambda tensor: False)
+            for module in (extents, wanted_bytes):
+                patch.setattr(module, "is_on_host", lambda tensor: False)
         stretches = WantedBytes(extent, parts).stretches(reader.unit_of(extent))
         mine = [stretch for stretch in stretches if data.draw(st.booleans())]
         reader.read(extent, parts, mine)
