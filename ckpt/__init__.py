@@ -1,7 +1,7 @@
-"""Distributed checkpoints for PyTorch: standard files, committed by content, on all ranks or on none.
+"""Distributed checkpoints for PyTorch: standard files, saved on all ranks or on none.
 
-The public names are imported when they are first used: `import ckpt` alone does not import torch, so a command can look at the
-machine, and explain itself, before torch and its plugins load.
+The public names are imported when they are first used: `import ckpt` alone does not import torch, so a command can check the
+machine and print clear errors before torch and its plugins load.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Committed checkpoints: their folders, the owners of folders, their verification, and the files they share.
 
-Files, in the order in which data travels:
+Files:
 
-    owner                   claims on folders, by locked owner files
-    ledger                  unpublished, committed, replaced, quarantined, removed: each step one rename
+    owner                   a locked owner file, so that only one run uses a folder
+    ledger                  checkpoint folders: the rename to `checkpoint-<id>` is the commit; the newest is found here (no file `latest`)
     incremental             files of an earlier checkpoint that a save may link
     verify                  reads every byte of a checkpoint and lists problems
 """

@@ -1,6 +1,6 @@
-"""Convert checkpoints between formats: into a new folder, atomically.
+"""Convert checkpoints between formats: into a new folder, which appears complete or not at all.
 
-Files, in the order in which data travels:
+Files:
 
     atomic_directory        creates a directory atomically
     rewriting               rewrites a checkpoint in the format of another backend

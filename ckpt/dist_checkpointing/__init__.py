@@ -1,17 +1,17 @@
 """Megatron-Core's `dist_checkpointing`, name for name: `megatron.core.dist_checkpointing.X` is `ckpt.dist_checkpointing.X`.
 
-Files, in the order in which data travels:
+Files:
 
-    mapping, optimizer      wrapped values of a sharded state dict; the sharding of an optimizer's state
+    mapping, optimizer      ShardedTensor, ShardedObject and factories; the sharding of an optimizer's state
     serialization           save, load, and metadata of a checkpoint
     utils, dict_utils       splitting of sharded state dicts; nested dictionaries and lists
-    validation              strategies of a load; missing and unexpected keys
+    validation              choice of a load's strategies; missing and unexpected keys
     core                    metadata.json
-    strategies/             upstream's strategies and their registry
+    strategies/             Megatron-Core's strategies and their registry
 
 Files without a counterpart of that name in Megatron-Core:
 
-    global_metadata, integrity   metadata of all ranks; the check that every element has exactly one main replica
+    global_metadata, integrity   metadata of all ranks; the check that exactly one rank saves each element
     common_state            differences between the ranks' common states
     folder/                 a save into an existing folder, and a load from it
     megatron/               checkpoints written by Megatron-Core itself

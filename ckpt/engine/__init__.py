@@ -6,12 +6,12 @@ Files, in the order in which data travels:
     export                  whole weights of a model on any layout
     members                 the ranks of an engine; the thread that makes its collective calls
     offload                 a trainer's weights, copied to its host
-    update, agreed          an update, and the protocols of transports and sinks; what ranks agree on before it
+    update, agreed          one update, and the interfaces Transport and Sink; the checks of all ranks before it
     versioned               the engine: members, pools, and the update as one function
     broadcast, kimi, parameter_server, naive    the transports, and the engine of each
     wire/                   the transfer of weights
-    stream, live            the iterator over received weights; a model that changes from version to version
-    elastic/                rollouts that come and go
+    stream, live            the iterator that a rollout receives; a model whose weights change all at once
+    elastic/                rollouts that join and leave during a run
     inference/              the worker processes of an inference engine
     verl_plugin             the engines in verl's registry
 """

@@ -1,16 +1,16 @@
 """The on-disk format: names, shapes, digests and records of a checkpoint. No ranks, no devices, no backend.
 
-Files, in the order in which data travels:
+Files:
 
     box, names, dtypes      rectangles of a global array; names of files; data types and their Zarr names
     zarr_dtypes             the data types that zarr-python lacks
     records                 records of an array, a chunk and a file
     manifest, metadata      the manifest and the indexes as objects; metadata.json
-    strict_json, manifest_parsing, consistency   parse and check both, from files that anybody may have written
+    strict_json, manifest_parsing, consistency   parse and check both; the files are untrusted
     blocks                  digests of blocks of bytes
     checkpoint_files        opens files below one checkpoint folder, and none outside of it
     durable, stored         writes small files durably; reads and checks the records of a committed checkpoint
-    held                    checkpoint files that this host also has in memory
+    held                    files of the newest save, read from host memory
     unpickling              reads pickled files of other programs without running their code
     gc_pause                pauses Python's garbage collector around bursts of small objects
 """

@@ -1,9 +1,9 @@
 """Devices and host memory, and copies between them.
 
-Files, in the order in which data travels:
+Files:
 
-    device                  memory, streams, random generators and collectives of a device; the only file that names devices
-    memory, arena           new host memory on huge pages; the memory of snapshots, kept from save to save
+    device                  memory, streams, random generators and collectives of a device; no other file names devices
+    memory, arena           allocates host memory on huge pages; memory for copies of the state, reused by the next save
     shared_memory           host memory that another process can map
-    copies                  copies between host and device on side streams, beside other work
+    copies                  copies between host and device on separate streams, in parallel with other work
 """

@@ -1,7 +1,8 @@
-"""Plans: which rank writes and reads which box. Pure functions of all ranks' addresses, with equal results on every rank.
+"""Plans: which rank writes and reads which box. Pure functions of all ranks' addresses (the position of
+each tensor in its global array), with equal results on every rank.
 
-Files, in the order in which data travels:
+Files:
 
     tables                  the address table of each rank; which ranks hold each box
-    plan                    assigns the chunks and packs of a save to ranks; lists the chunks that a load needs
+    plan                    assigns the chunks and packs (small tensors in one array) of a save to ranks; lists the chunks that a load needs
 """

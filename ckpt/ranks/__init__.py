@@ -1,13 +1,13 @@
 """All ranks succeed or all fail: the job's key-value store, heartbeats, agreements, and SIGTERM.
 
-Files, in the order in which data travels:
+Files:
 
-    waiting                 waits that end when the other side is gone
+    waiting                 waits that stop if the other process has died
     addresses, stores       this machine's addresses; servers of the store, and connections to it
     store_client            values of any size in the store
     heartbeat               signs of life of each rank, and the detection of absent ranks
-    agreement               one verdict of each rank, one result for all
+    agreement               each rank reports success or an error; all get the same result
     topology                ranks, hosts, process groups and phases: what the rest of the package uses
-    sigterm                 deferral of SIGTERM while a save or a load is under way
-    job                     the topology of calls that are given none
+    sigterm                 delays SIGTERM while a save or a load is under way
+    job                     the default topology, for calls that are given none
 """

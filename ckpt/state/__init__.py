@@ -1,15 +1,15 @@
 """From the objects of a training run to tensors with addresses; comparison of equal copies.
 
-Files, in the order in which data travels:
+Files:
 
     statefuls, wrappers     modules, optimizers and random generators as components; names without wrappers
-    sharing, provider       ranks that hold a component; trainers that declare their components
+    sharing, provider       sharing patterns, which say what ranks hold a component; trainers that declare their components
     abilities               optional methods and attributes of a component's object
-    flatten                 nested state dicts <-> leaves
+    flatten                 flattens nested state dicts and rebuilds them
     sharded_base, sharded_tensor   tensors with their position in a global tensor
     address                 position of a leaf in its global array
     collect                 the state of one rank for a save; exchange of plain values and address tables
     replication, digest     comparison of equal copies; one digest for a whole state
     doctor, pattern_check   the sharing pattern inferred from data, for one component and over all ranks
-    overlap                 hooks that hold back an optimizer's step during a copy
+    overlap                 delays the optimizer's step until copies are complete
 """

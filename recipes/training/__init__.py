@@ -3,7 +3,7 @@
 gpt, text       the model and the data
 parallel/       layouts of the model over ranks
 training        the run of `recipes.train`
-restored        config and checkpoint after a resume
+restored        which keys of a resumed run come from its checkpoint, which from the command line
 roles           trainers and rollouts: numbers, engines, the rollout's model
 sync_config     keys of the weight sync, and their checks
 syncing         the run of `recipes.sync_weights`

@@ -1,6 +1,6 @@
-"""Save, load and shrink one checkpoint in a folder that the user has made.
+"""Save into an existing folder, load from it, and remove tensors from it. A load also recognizes checkpoints of Megatron-Core.
 
-Files, in the order in which data travels:
+Files:
 
     folder                  the state to be saved, and the steps of a save
     destination, save_marker   the folder as the destination of a save; the marker of a save that has begun

@@ -1,8 +1,8 @@
-"""Checkpoints written by Megatron-Core's zarr strategy. Read only.
+"""Read checkpoints that Megatron-Core's zarr strategy wrote. Its format torch_dist is not read.
 
-Files, in the order in which data travels:
+Files:
 
     layout                  files of such a checkpoint; metadata of its arrays
     zarr                    reads arrays and pickled parts
-    chunks                  its chunks, for loading strategies
+    chunks                  finds its chunks for loading strategies
 """

@@ -1,6 +1,6 @@
-"""Megatron-Core's strategies, on this library's engine.
+"""Megatron-Core's strategies, on this library's saves and loads.
 
-Files, in the order in which data travels:
+Files:
 
     base                    the interfaces and the registry
     common                  state that is not sharded

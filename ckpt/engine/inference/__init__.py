@@ -4,5 +4,5 @@ Files, in the order in which data travels:
 
     inference_requests      the HTTP requests that make servers load weights
     worker_line             the protocol with one worker process
-    inference               the sink that hands weights to all workers
+    inference               the sink (it loads received weights) for all workers
 """

@@ -1,4 +1,4 @@
-"""Read bytes that several ranks want once, by one of them, and spread them to the others.
+"""Bytes that several ranks need are read once, by one of these ranks, and sent to the others.
 
 Files, in the order in which data travels:
 
@@ -6,7 +6,7 @@ Files, in the order in which data travels:
     wants                   the bytes that one rank wants, by chunk
     spread_blocks           the plan: which rank reads which bytes for which ranks
     spread_worker           reads, sends, receives and places blocks
-    slots                   the memory that blocks travel in, which bounds them
+    slots                   fixed memory for blocks, which limits how many are under way
     host, network           between the ranks of a host; between hosts
     timing                  seconds of each step
 """

@@ -2,9 +2,9 @@
 
 Files, in the order in which data travels:
 
-    background              the unfinished saves of one coordinator
+    background              the unfinished saves of one coordinator, and the limit of their memory
     snapshot                a copy of one rank's share in host memory
     priority                CPU priority, cores and bytes a second of the writer
-    async_utils             requests, and the queue in which all ranks finish theirs in one order
-    writer_process, writer_child, serialized_errors   a process that writes, the program that it runs, errors between the two
+    async_utils             requests, and the queue that makes all ranks finish them in the same order
+    writer_process, writer_child, serialized_errors   a process that writes, its program, and how errors are sent back
 """
