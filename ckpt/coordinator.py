@@ -34,10 +34,10 @@ from ckpt.saving.arguments import (
 from ckpt.saving.background.background import Background
 from ckpt.saving.checkpoint_root import KnownRoots, SaveReport
 from ckpt.saving.host_cache import host_cache_of
-from ckpt.saving.publishing import Publisher, WeightSender
 from ckpt.saving.run_history import RunHistory
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import Saver
+from ckpt.saving.weights_to_rollouts import Publisher, WeightSender
 from ckpt.saving.writing import PACKED_BYTES
 from ckpt.state.doctor import Diagnosis
 from ckpt.state.overlap import Optimizers
@@ -73,8 +73,8 @@ class CheckpointCoordinator:
             only newer ones go, at once: they are renamed `.abandoned-<id>-<nonce>`.
         shared_root: several runs may save into the root at a time. Otherwise the first save claims it, until the coordinator is closed
             or its process ends, and saves of other runs are refused.
-        allow_pickle: read a checkpoint without a manifest, named by its path, from its pickled files (`ckpt.loading.legacy`): tensors
-            and plain values only.
+        allow_pickle: read a checkpoint without a manifest, named by its path, from its pickled files
+            (`ckpt.loading.torch_save_folders`): tensors and plain values only.
         pattern_check: before the first save of several ranks, compare one hash over all state with the sharing patterns: "warn" refuses
             a pattern that would lose state and warns of a wasteful or suspicious one, "error" refuses both, "off" does not compare.
         packed_mib: the longest array that small tensors are packed in, in MiB: the memory that packing takes.

@@ -23,7 +23,7 @@ from ckpt.dist_checkpointing.strategies.tensorstore import (
 from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest_parsing import parse_index
-from ckpt.ranks.job import use_topology
+from ckpt.ranks.default_topology import use_topology
 from tests.ranks import Topology, run_threads
 from tests.states import global_index, random_bits
 from tests.values import same_values

@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import Box
+from ckpt.format.digests import BlockDigests
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
 from ckpt.storage.pieces import padded_pieces
 from ckpt.storage.pool import Memories

@@ -14,8 +14,8 @@ import xxhash
 
 from ckpt.backends.base import Previous, Written, staged_digests
 from ckpt.backends.zarr_format import DOCUMENT, below, chunk_key, with_groups_above
-from ckpt.format.blocks import EMPTY_DIGEST
 from ckpt.format.box import Box, chunk_box
+from ckpt.format.digests import EMPTY_DIGEST
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord, changed_in_memory
 from ckpt.storage.file_sink import FileSink, FileSinkWriter
 from ckpt.storage.pieces import Pieces, padded_pieces

@@ -39,8 +39,8 @@ from ckpt.backends.zarr_format import (
     with_groups_above,
 )
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
-from ckpt.format.blocks import EMPTY_DIGEST
 from ckpt.format.box import Box, chunk_box
+from ckpt.format.digests import EMPTY_DIGEST
 from ckpt.format.dtypes import bits_of
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import read

@@ -38,7 +38,7 @@ from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import some_of
 from ckpt.loading.strategy import ReadRequest, Stored, StoredCheckpoint
 from ckpt.memory.device import Device
-from ckpt.memory.memory import Scratch
+from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
 from ckpt.storage.files import make_durable

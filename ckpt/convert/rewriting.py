@@ -18,7 +18,7 @@ import torch
 from ckpt.backends.base import Backend
 from ckpt.catalog.verify import TensorNames, examine
 from ckpt.convert.atomic_directory import atomic_directory
-from ckpt.dist_checkpointing.folder.folder import Given
+from ckpt.dist_checkpointing.folder.saving import Given
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import chunk_box, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
@@ -41,7 +41,7 @@ from ckpt.format.names import PLAIN_NAME, is_inner_path
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, stored_shape
 from ckpt.format.stored import read_index, read_listed_file, read_manifest, read_plain_file
 from ckpt.loading.strategy import StoredCheckpoint
-from ckpt.memory.memory import Scratch
+from ckpt.memory.huge_pages import Scratch
 from ckpt.planning.plan import ChunkTask, PackTask, PlannedArray, RankPlan, SavePlan
 from ckpt.ranks.topology import Topology
 from ckpt.saving.manifest_writer import join_arrays, listed_files

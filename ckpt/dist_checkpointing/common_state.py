@@ -19,7 +19,7 @@ from ckpt.dist_checkpointing.integrity import named_ranks
 from ckpt.dist_checkpointing.mapping import CommonStateDict, StateDict
 from ckpt.format.manifest import digest_of
 from ckpt.loading.report import some_of
-from ckpt.ranks.job import current_topology
+from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.replication import fingerprints
 

@@ -16,7 +16,7 @@ from ckpt.dist_checkpointing.dict_utils import nested_values
 from ckpt.dist_checkpointing.mapping import ReplicaId, ShardedObject, ShardedStateDict
 from ckpt.errors import ConfigurationError
 from ckpt.format import strict_json
-from ckpt.ranks.job import current_topology
+from ckpt.ranks.default_topology import current_topology
 from ckpt.state.collect import digest_of_json, exchange_distinct
 from ckpt.state.sharded_tensor import ShardedTensor
 

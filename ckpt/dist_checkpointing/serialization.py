@@ -20,8 +20,8 @@ from pathlib import Path
 
 from ckpt.dist_checkpointing.dict_utils import extract_matching_values, merge
 from ckpt.dist_checkpointing.folder.destination import take
-from ckpt.dist_checkpointing.folder.folder import require_alike
 from ckpt.dist_checkpointing.folder.save_marker import SaveMarker, marked
+from ckpt.dist_checkpointing.folder.saving import require_alike
 from ckpt.dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedObject,
@@ -55,7 +55,7 @@ from ckpt.dist_checkpointing.validation import (
 from ckpt.errors import ConfigurationError
 from ckpt.format.metadata import CheckpointingConfig, maybe_load_config, save_config
 from ckpt.format.names import local_path
-from ckpt.ranks.job import current_topology, use_topology
+from ckpt.ranks.default_topology import current_topology, use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncRequest
 

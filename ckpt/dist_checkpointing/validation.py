@@ -30,7 +30,7 @@ from ckpt.dist_checkpointing.strategies.base import (
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, MissingStateError
 from ckpt.format.metadata import CONFIG_FNAME, maybe_load_config, other_format
 from ckpt.loading.report import some_of
-from ckpt.ranks.job import current_topology
+from ckpt.ranks.default_topology import current_topology
 
 CkptShardedMetadata = Mapping[str, ShardedBase]
 """Tensors and objects of a checkpoint, without data. Their `key` counts, not the mapping's."""

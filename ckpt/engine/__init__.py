@@ -10,7 +10,7 @@ Files, in the order in which data travels:
     versioned               the engine: members, pools, and the update as one function
     broadcast, kimi, parameter_server, naive    the transports, and the engine of each
     wire/                   the transfer of weights
-    stream, live            the iterator that a rollout receives; a model whose weights change all at once
+    stream, live_model      the iterator that a rollout receives; a model whose weights change all at once
     elastic/                rollouts that join and leave during a run
     inference/              the worker processes of an inference engine
     verl_plugin             the engines in verl's registry
@@ -27,7 +27,7 @@ from ckpt.engine.base import (
 from ckpt.engine.broadcast import BroadcastCheckpointEngine
 from ckpt.engine.elastic.elastic import ElasticEngine
 from ckpt.engine.export import WholeWeights
-from ckpt.engine.live import LiveModel
+from ckpt.engine.live_model import LiveModel
 from ckpt.engine.naive import NaiveCheckpointEngine
 
 __all__ = [

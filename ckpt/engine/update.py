@@ -15,7 +15,7 @@ from ckpt.ranks.topology import Topology
 
 
 class Sink(Protocol):
-    """Loads weights that have arrived: `ckpt.engine.live.LiveModel`, `InferenceOutlet`, or a class of the user's."""
+    """Loads weights that have arrived: `ckpt.engine.live_model.LiveModel`, `InferenceOutlet`, or a class of the user's."""
 
     def check(self, layout: WeightLayout) -> None:
         """Raise if the weights do not fit. Called before a byte moves."""

@@ -7,7 +7,7 @@ Files:
     records                 records of an array, a chunk and a file
     manifest, metadata      the manifest and the indexes as objects; metadata.json
     strict_json, manifest_parsing, consistency   parse and check both; the files are untrusted
-    blocks                  digests of blocks of bytes
+    digests                 digests of blocks of bytes
     checkpoint_files        opens files below one checkpoint folder, and none outside of it
     durable, stored         writes small files durably; reads and checks the records of a committed checkpoint
     held                    files of the newest save, read from host memory

@@ -3,7 +3,7 @@
 Files, in the order in which data travels:
 
     loader                  the steps, in order
-    sources, legacy         describe what a checkpoint contains: a committed one; a folder of torch.save files
+    sources, torch_save_folders   describe what a checkpoint contains: a committed one; a folder of torch.save files
     compatibility, state_matching   decide whether a component is loaded; match its tensors with the saved ones
     strategy                interfaces of loading strategies, and a checkpoint that knows where its chunks lie
     direct, two_stage/      the strategies: each rank reads what it wants; ranks read for each other

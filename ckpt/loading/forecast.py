@@ -15,11 +15,11 @@ from ckpt.errors import CheckpointError, describe, rebuild, sentence
 from ckpt.format.stored import read_manifest
 from ckpt.loading.compatibility import copies_for_object, fit, goes_on, require_something
 from ckpt.loading.direct import DirectLoad
-from ckpt.loading.legacy import OldSource, old_files
 from ckpt.loading.report import ComponentReport, Misfits, Status
 from ckpt.loading.sources import CheckpointSource, CommittedSource
 from ckpt.loading.state_matching import Match, match_changed, report_of_trouble, settle
 from ckpt.loading.strategy import StoredCheckpoint, bytes_of
+from ckpt.loading.torch_save_folders import OldSource, old_files
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import Prepared

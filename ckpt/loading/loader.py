@@ -34,7 +34,6 @@ from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.stored import gone, identity_of, read_listed_file, read_manifest_bytes
 from ckpt.format.strict_json import refusing
 from ckpt.loading.compatibility import copies_for_object, fit, goes_on, require_something, rows_for_object
-from ckpt.loading.legacy import OldSource, old_files
 from ckpt.loading.report import ComponentReport, LoadReport, Status
 from ckpt.loading.sources import CheckpointSource, CommittedSource, Rows
 from ckpt.loading.state_matching import (
@@ -45,6 +44,7 @@ from ckpt.loading.state_matching import (
     settle,
 )
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadStats, StoredCheckpoint
+from ckpt.loading.torch_save_folders import OldSource, old_files
 from ckpt.memory.device import Device, wait_for_all
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.state.abilities import RestoredLast

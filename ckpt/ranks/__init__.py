@@ -9,5 +9,5 @@ Files:
     agreement               each rank reports success or an error; all get the same result
     topology                ranks, hosts, process groups and phases: what the rest of the package uses
     sigterm                 delays SIGTERM while a save or a load is under way
-    job                     the default topology, for calls that are given none
+    default_topology        the default topology, for calls that are given none
 """

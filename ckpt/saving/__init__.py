@@ -12,6 +12,6 @@ Files, in the order in which data travels:
     checkpoint_root         the usual destination: one rename makes the folder visible, which is the commit
     manifest_writer         the lead's part: the manifest
     stale_state_check       warns if saved tensors have not changed since an earlier step
-    host_cache, publishing  the newest save in host memory; sends its weights to rollouts
+    host_cache, weights_to_rollouts   the newest save in host memory; sends its weights to rollouts
     background/             saves that go on beside training
 """

@@ -20,7 +20,7 @@ from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.memory.device import Device
-from ckpt.ranks.job import current_topology
+from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
 from ckpt.saving.saver import SavedRun

@@ -9,7 +9,7 @@ Files:
     sharded_base, sharded_tensor   tensors with their position in a global tensor
     address                 position of a leaf in its global array
     collect                 the state of one rank for a save; exchange of plain values and address tables
-    replication, digest     comparison of equal copies; one digest for a whole state
+    replication, state_digest   comparison of equal copies; one digest for a whole state
     doctor, pattern_check   the sharing pattern inferred from data, for one component and over all ranks
     overlap                 delays the optimizer's step until copies are complete
 """

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.blocks import BlockDigests
 from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.digests import BlockDigests
 from ckpt.format.held import NOTHING_HELD, HeldFiles
 from ckpt.format.records import ChunkExtent
 from ckpt.storage.runs import TensorRun, WantedBox

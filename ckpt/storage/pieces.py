@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ckpt.format.blocks import BlockDigests
+from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import bits_of, raw_bytes
 from ckpt.format.records import BLOCK_BYTES, changed_in_memory
 from ckpt.storage.files import PIECE_BYTES

@@ -25,7 +25,7 @@ from ckpt.dist_checkpointing.strategies.tensorstore import (
 from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from ckpt.dist_checkpointing.strategies.zarr import ZarrSaveShardedStrategy
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
-from ckpt.ranks.job import use_topology
+from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharded_tensor import ShardedTensor
 from recipes.benchmark import harness

@@ -22,8 +22,8 @@ from ckpt.format.dtypes import raw_bytes
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import address_of, local_tensor
-from ckpt.state.digest import state_digest
 from ckpt.state.sharing import Stateful
+from ckpt.state.state_digest import state_digest
 from recipes.benchmark.measuring import gathered
 from recipes.benchmark.places import FileLocation, Holding, Place, Source, holders_of, places_of, sources_of
 from recipes.benchmark.weights import NamedTensors

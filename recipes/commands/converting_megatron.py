@@ -25,7 +25,7 @@ from ckpt.errors import ConfigurationError, StorageError
 from ckpt.format.box import Box, whole
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.unpickling import UnknownObject
-from ckpt.ranks.job import use_topology
+from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import to_json
 from ckpt.state.sharded_tensor import ShardedTensor

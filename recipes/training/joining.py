@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 from ckpt.engine import LiveModel
+from ckpt.engine.elastic.catch_up import load_from_checkpoint, load_from_peers
 from ckpt.engine.elastic.elastic import ElasticEngine
-from ckpt.engine.elastic.late import load_from_checkpoint, load_from_peers
 from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, RankAbsentError
 from ckpt.loading.direct import DirectLoad

@@ -16,7 +16,7 @@ from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
-from ckpt.state.digest import state_digest
+from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState
 from recipes.support.config import AgreeKeys, made, require_numbers
 

@@ -22,7 +22,7 @@ from ckpt.format.durable import replace_durably
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import sigterm_noted
 from ckpt.ranks.topology import Topology
-from ckpt.state.digest import state_digest
+from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState
 from recipes.support.config import made
 from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary

@@ -21,7 +21,7 @@ from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import Declared
 from ckpt.state.address import local_tensor
-from ckpt.state.digest import state_digest
+from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 from recipes.support.config import COMPONENT_KEYS, check_batch, config_text, made
 from recipes.support.report import SUMMARY_NAME, Report, Summary, write_summary

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import DeviceMemoryError
-from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import whole
+from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import contiguous, raw_bytes
 from ckpt.format.records import ChunkExtent
 from ckpt.memory import copies

@@ -43,14 +43,14 @@ ON_DEVICE = [
     ),
     Mutant(
         "a live model is said to be of the new version before its copies are over",
-        "ckpt/engine/live.py: LiveModel.load",
+        "ckpt/engine/live_model.py: LiveModel.load",
         "wait_for_all(memories)\nself._torn, self.version = (False, version)",
         "self._torn, self.version = (False, version)",
         (NAIVE,),
     ),
     Mutant(
         "a live model is changed while work of its readers is queued",
-        "ckpt/engine/live.py: LiveModel.load",
+        "ckpt/engine/live_model.py: LiveModel.load",
         "wait_for_all(memories)\nself._torn, self.version = (True, None)",
         "self._torn, self.version = (True, None)",
         (f"{LATE}::test_what_a_rollout_has_queued_while_it_read_one_version_reads_that_one", NAIVE),

@@ -30,10 +30,10 @@ from ckpt.errors import CorruptCheckpointError, ReplicationError
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
-from ckpt.ranks.job import use_topology
+from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
-from ckpt.state.digest import state_digest
+from ckpt.state.state_digest import state_digest
 from tests.covering import covering
 from tests.device.devices import ADVERSARY, CUDA, NPU, why_too_many
 from tests.device.memory import AWKWARD, Kind, Memory, require_same, state_of, tiny, values_of

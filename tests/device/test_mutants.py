@@ -127,7 +127,7 @@ MUTANTS = [
     ),
     Mutant(
         "dist_checkpointing.save in the background leaves the tensors where they are when it returns",
-        "ckpt/dist_checkpointing/folder/folder.py: FolderSave.write",
+        "ckpt/dist_checkpointing/folder/saving.py: FolderSave.write",
         "self._save.write(self._snapshot, RankWritePlan.write, self._topology)",
         "self._save.write(self._save.live_tensors(), RankWritePlan.write, self._topology)",
         (f"{LATE}::test_ckpt_save_and_ckpt_load_wait_alike",),

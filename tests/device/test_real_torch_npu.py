@@ -14,7 +14,7 @@ import zarr
 from ckpt.format import zarr_dtypes
 from ckpt.format.dtypes import raw_bytes
 from ckpt.ranks.topology import Topology
-from ckpt.state.digest import state_digest
+from ckpt.state.state_digest import state_digest
 from tests.device.real_torch_npu import RealTorchNpu, UnavailableError, once, prepare
 from tests.states import BACKENDS, Held, cpu, global_index
 from tests.torch_npu_stub import build, cases

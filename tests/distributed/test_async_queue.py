@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, RankAbsentError, StorageError
-from ckpt.ranks.job import current_topology, use_topology
+from ckpt.ranks.default_topology import current_topology, use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 from tests.ranks import Dead, run_ranks

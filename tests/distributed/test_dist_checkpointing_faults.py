@@ -31,7 +31,7 @@ from ckpt.errors import (
     ShardingError,
 )
 from ckpt.format.manifest_parsing import parse_index
-from ckpt.ranks.job import use_topology
+from ckpt.ranks.default_topology import use_topology
 from tests.covering import and_in_full
 from tests.ranks import Dead, Topology, run_ranks
 from tests.sharded_saves import (

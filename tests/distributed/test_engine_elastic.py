@@ -23,8 +23,8 @@ import torch
 from ckpt.engine import CheckpointEngineRegistry
 from ckpt.engine.base import NamedTensor, WeightVersion
 from ckpt.engine.elastic import elastic
+from ckpt.engine.elastic.catch_up import load_from_peers
 from ckpt.engine.elastic.elastic import ElasticEngine, meeting, reached_store
-from ckpt.engine.elastic.late import load_from_peers
 from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, MissingStateError, RankAbsentError

@@ -14,7 +14,7 @@ import torch
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.backends.zarr import ZarrBackend
-from ckpt.engine.wire.transport import EngineTransport
+from ckpt.engine.wire.load_transport import EngineTransport
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology

@@ -237,7 +237,7 @@ def _phases(topology: Topology, root: Path) -> list[str]:
 
 NO_SAVE_OR_LOAD = (
     "topology",
-    "digest",
+    "state_digest",
     "timing",
     "async_utils",
 )  # joining, naming groups, digesting the state for a test, summing up times, requests of other programs (test_async_queue.py)

@@ -31,7 +31,7 @@ from ckpt.dist_checkpointing.strategies.tensorstore import TensorStoreLoadSharde
 from ckpt.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from ckpt.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.ranks.job import use_topology
+from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from recipes.commands.converting import ConvertKeys, ConvertLoadKeys, convert
 from tests.cuts import (

@@ -26,7 +26,7 @@ from ckpt.dist_checkpointing.validation import (
     validate_sharding_integrity,
 )
 from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, ShardingError
-from ckpt.ranks.job import current_topology, use_topology
+from ckpt.ranks.default_topology import current_topology, use_topology
 from ckpt.ranks.topology import Phase, Topology
 from ckpt.state.sharded_tensor import ShardedTensor
 from tests.ranks import run_ranks, run_threads

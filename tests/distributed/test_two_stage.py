@@ -21,7 +21,7 @@ from ckpt.format.manifest import CheckpointManifest, Index
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.loading.report import Status
 from ckpt.loading.two_stage import two_stage
-from ckpt.loading.two_stage.host import HostLink
+from ckpt.loading.two_stage.host_link import HostLink
 from ckpt.loading.two_stage.network import KeptTransports, TorchTransport
 from ckpt.loading.two_stage.slots import MAX_SLOTS, make_slots
 from ckpt.loading.two_stage.timing import summarize

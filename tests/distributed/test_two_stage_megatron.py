@@ -23,7 +23,7 @@ from ckpt.dist_checkpointing.strategies.two_stage import (
 )
 from ckpt.errors import ConfigurationError, MissingStateError
 from ckpt.loading.two_stage.timing import timed, timers
-from ckpt.ranks.job import use_topology
+from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from tests.ranks import run_ranks
 from tests.sharded_saves import SAVES, blank

@@ -29,7 +29,7 @@ from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.memory.device import Device, SideStream, device_memory, pinned, wait_for, wait_for_accelerator
 from ckpt.ranks.topology import Topology
-from ckpt.state.digest import state_digest
+from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import RNGState
 from tests.states import ALL_DTYPES, Held, backend_named, random_bits, same_bits
 

@@ -32,7 +32,7 @@ from ckpt.errors import (
 from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
-from ckpt.state.digest import state_digest
+from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 from tests.ranks import run_threads
 from tests.states import BACKENDS, Held, coordinator, cpu, global_index, random_bits, same_bits

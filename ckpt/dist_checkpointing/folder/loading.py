@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from ckpt.dist_checkpointing.folder.folder import Given
+from ckpt.dist_checkpointing.folder.saving import Given
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.megatron.chunks import MegatronChunks
 from ckpt.dist_checkpointing.megatron.layout import headless
@@ -30,7 +30,7 @@ from ckpt.loading.direct import DirectLoad
 from ckpt.loading.sources import CommittedSource
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
 from ckpt.memory.device import device_of, wait_for_all
-from ckpt.memory.memory import HostMemory
+from ckpt.memory.huge_pages import HostMemory
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import Path as StatePath
 from ckpt.state.flatten import from_json, path_from_json, unflatten

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from ckpt.backends.zarr import ZarrBackend
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from ckpt.dist_checkpointing.folder.folder import save_state
 from ckpt.dist_checkpointing.folder.loading import load_state, state_keys
+from ckpt.dist_checkpointing.folder.saving import save_state
 from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from ckpt.dist_checkpointing.megatron.layout import COMMON_FILE as COMMON_STATE_FNAME
 from ckpt.dist_checkpointing.megatron.zarr import load_megatron_common, load_megatron_object, megatron_objects
@@ -32,7 +32,7 @@ from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.manifest import COMMON, MANIFEST_NAME, OBJECTS
 from ckpt.format.stored import read_listed_file, read_manifest
 from ckpt.format.unpickling import unknown_in
-from ckpt.ranks.job import current_topology
+from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern
 

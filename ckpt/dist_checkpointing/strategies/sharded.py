@@ -13,17 +13,17 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.folder.destination import GivenFolder
-from ckpt.dist_checkpointing.folder.folder import FolderSave, contribution_of, require_alike
 from ckpt.dist_checkpointing.folder.loading import Library, load_tensors, open_tensors, tensors_in
 from ckpt.dist_checkpointing.folder.removing import remove_tensors
+from ckpt.dist_checkpointing.folder.saving import FolderSave, contribution_of, require_alike
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.arena import Arena
 from ckpt.memory.device import device_of
-from ckpt.memory.memory import staging_memory
-from ckpt.ranks.job import current_topology
+from ckpt.memory.huge_pages import staging_memory
+from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncRequest
 from ckpt.saving.planner import Planner

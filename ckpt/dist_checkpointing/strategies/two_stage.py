@@ -19,7 +19,7 @@ from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.network import TorchTransport, make_groups
 from ckpt.loading.two_stage.timing import Timers, summarize, timed, timers
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
-from ckpt.ranks.job import current_topology
+from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology, group_of
 from ckpt.state.sharded_tensor import ShardedTensor
 

@@ -1,6 +1,6 @@
 """Updates while rollouts join and leave: the engine's ranks join anew whenever the members change.
 
-    rollout   registers, heartbeat -> catches up (late.py) -> is ready, waits for the lead -> member -> ... -> leaves, or dies
+    rollout   registers, heartbeat -> catches up (catch_up.py) -> is ready, waits for the lead -> member -> ... -> leaves, or dies
     lead      before each update: which rollouts are ready, leave, have died? -> a call to all members: this epoch's ranks make update k
 
 The update itself is the engine's, all or nothing. If it fails because a rollout is gone, or because a newcomer cannot load it, the others

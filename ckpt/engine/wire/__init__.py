@@ -7,5 +7,5 @@ Files, in the order in which data travels:
     group                   process groups that do not depend on torch's default group
     buffers                 the size of buckets, and the memory that they pass through
     transfer                buckets on their way, and their digests
-    transport               broadcasts for two-stage loads
+    load_transport          broadcasts for two-stage loads
 """

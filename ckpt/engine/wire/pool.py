@@ -13,7 +13,7 @@ from ckpt.engine.wire.layout import Weight, WeightLayout, aligned
 from ckpt.format.box import flat_boxes
 from ckpt.format.dtypes import as_integers, contiguous, raw_bytes
 from ckpt.memory.device import pinned, uses_accelerator, wait_for
-from ckpt.memory.memory import HostMemory, staging_memory
+from ckpt.memory.huge_pages import HostMemory, staging_memory
 
 
 class HostPool:

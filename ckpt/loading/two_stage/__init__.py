@@ -7,6 +7,6 @@ Files, in the order in which data travels:
     spread_blocks           the plan: which rank reads which bytes for which ranks
     spread_worker           reads, sends, receives and places blocks
     slots                   fixed memory for blocks, which limits how many are under way
-    host, network           between the ranks of a host; between hosts
+    host_link, network      between the ranks of a host; between hosts
     timing                  seconds of each step
 """

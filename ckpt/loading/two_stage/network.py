@@ -19,7 +19,7 @@ from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 
 if TYPE_CHECKING:
-    from ckpt.engine.wire.transport import EngineTransport
+    from ckpt.engine.wire.load_transport import EngineTransport
 
 
 class Transport(Protocol):
@@ -134,7 +134,7 @@ class KeptTransports:
         self, topology: Topology, device: Device, offers: Sequence[Sequence[str | None]]
     ) -> Transport:
         """The transport that all ranks have kept, or a new one under the name that the lead offers."""
-        from ckpt.engine.wire.transport import EngineTransport  # imports all engines, which few loads need
+        from ckpt.engine.wire.load_transport import EngineTransport  # imports all engines, which few loads need
 
         kept, new_name = offers[0]
         assert new_name is not None

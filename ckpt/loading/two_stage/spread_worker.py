@@ -28,7 +28,7 @@ import torch
 from ckpt.errors import RankLeftError, sentence
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadStats
-from ckpt.loading.two_stage.host import DONE, READY, HostLink
+from ckpt.loading.two_stage.host_link import DONE, READY, HostLink
 from ckpt.loading.two_stage.network import Transport
 from ckpt.loading.two_stage.slots import Slots
 from ckpt.loading.two_stage.spread_blocks import RankPart, SpreadBlock

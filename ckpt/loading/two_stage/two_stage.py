@@ -24,7 +24,7 @@ from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import digest_of
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, Stored, in_flight_bytes
-from ckpt.loading.two_stage.host import HostLink
+from ckpt.loading.two_stage.host_link import HostLink
 from ckpt.loading.two_stage.network import KeptTransports, Transport
 from ckpt.loading.two_stage.slots import SLOT_BYTES, Slots, make_slots
 from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, part_of, plan_spread

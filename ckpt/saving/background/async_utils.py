@@ -19,7 +19,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointError, ConfigurationError, describe, rebuild, sentence
 from ckpt.memory.device import wait_for_accelerator
-from ckpt.ranks.job import current_topology
+from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
 
 _LOOK_S = 0.25

@@ -22,7 +22,7 @@ import torch
 from ckpt.catalog.ledger import delete_folder
 from ckpt.errors import CheckpointError, RankAbsentError, SaveAbandonedError
 from ckpt.memory.arena import Arena
-from ckpt.memory.memory import staging_memory
+from ckpt.memory.huge_pages import staging_memory
 from ckpt.memory.shared_memory import shared_memory
 from ckpt.ranks.sigterm import SigtermDeferral
 from ckpt.ranks.topology import Topology

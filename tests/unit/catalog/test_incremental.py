@@ -25,9 +25,9 @@ from ckpt.catalog.incremental import DiskUse, disk_use, linked_with, previous_of
 from ckpt.catalog.ledger import Ledger
 from ckpt.catalog.verify import examine, verify_checkpoint
 from ckpt.errors import CorruptCheckpointError, StorageError, describe, rebuild
-from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import chunk_box, num_chunks, whole
 from ckpt.format.checkpoint_files import CheckpointFolder
+from ckpt.format.digests import BlockDigests
 from ckpt.format.manifest_parsing import parse_index
 from ckpt.format.records import BLOCK_BYTES, ArraySpec, stored_shape
 from ckpt.format.stored import check_file, read_index, read_manifest

@@ -31,7 +31,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.format.dtypes import raw_bytes, zarr_name
-from ckpt.ranks.job import use_topology
+from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from tests.golden.megatron.truth import truth
 from tests.ranks import run_threads

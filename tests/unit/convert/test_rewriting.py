@@ -34,10 +34,10 @@ from ckpt.format.dtypes import raw_bytes
 from ckpt.format.manifest import ArrayEntry, CheckpointManifest, Index, digest_of, index_name
 from ckpt.format.records import CLIPPED_STORES
 from ckpt.format.stored import read_index, read_manifest
-from ckpt.ranks.job import use_topology
+from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.save_settings import SaveSettings
-from ckpt.state.digest import state_digest
+from ckpt.state.state_digest import state_digest
 from ckpt.storage.extents import ExtentReader
 from tests.crafts import edit_json
 from tests.ranks import run_threads

@@ -34,7 +34,7 @@ from ckpt.dist_checkpointing.strategies.zarr import (
     register_default_zarr_strategies,
 )
 from ckpt.errors import ConfigurationError, CorruptCheckpointError, ShapeMismatchError
-from ckpt.ranks.job import use_topology
+from ckpt.ranks.default_topology import use_topology
 from tests.ranks import Topology, run_threads
 from tests.states import global_index, random_bits, same_bits
 

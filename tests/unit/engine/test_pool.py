@@ -15,7 +15,7 @@ from ckpt.engine.wire.layout import ALIGNED, WeightLayout
 from ckpt.engine.wire.pool import HostPool, ReceivedStream, digest_of_bucket
 from ckpt.errors import ConfigurationError
 from ckpt.format.dtypes import as_integers
-from ckpt.memory.memory import staging_memory
+from ckpt.memory.huge_pages import staging_memory
 from tests.states import ALL_DTYPES, random_bits, same_bits
 
 

@@ -29,7 +29,7 @@ from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.records import FileRecord
 from ckpt.format.stored import check_file
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
-from ckpt.ranks.job import use_topology
+from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink

@@ -23,14 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import CorruptCheckpointError, RankLeftError
-from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import Box, chunk_box, num_chunks
+from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import item_bytes, torch_dtype
 from ckpt.format.held import NOTHING_HELD
 from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, StoredPart
-from ckpt.loading.two_stage.host import DONE, READY, HostLink
+from ckpt.loading.two_stage.host_link import DONE, READY, HostLink
 from ckpt.loading.two_stage.slots import MAX_SLOTS, Slots
 from ckpt.loading.two_stage.spread_blocks import PIECE_ALIGNMENT, part_of, plan_spread
 from ckpt.loading.two_stage.spread_worker import TwoStageReading

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StorageError
-from ckpt.ranks.job import current_topology, use_topology
+from ckpt.ranks.default_topology import current_topology, use_topology
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
 

@@ -16,7 +16,7 @@ from ckpt import StateComponent
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.format.stored import read_manifest
 from ckpt.ranks.topology import Topology
-from ckpt.state.digest import state_digest
+from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState
 from ckpt.state.wrappers import Unwrapping, saved_under
 from tests.ranks import run_ranks

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import CorruptCheckpointError
-from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import Box, whole
+from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import raw_bytes
 from ckpt.format.records import ChunkExtent
 from ckpt.storage import extents, wanted_bytes

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckpt.dist_checkpointing import ShardedTensor
 from ckpt.errors import ShardingError
 from ckpt.ranks.topology import Topology
-from ckpt.state.digest import state_digest
+from ckpt.state.state_digest import state_digest
 from tests.ranks import run_ranks, run_threads
 from tests.states import ALL_DTYPES, Held, random_bits
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt.engine import BroadcastCheckpointEngine, CheckpointEngineRegistry
-from ckpt.engine.elastic.late import load_from_checkpoint, load_from_peers
+from ckpt.engine.elastic.catch_up import load_from_checkpoint, load_from_peers
 from ckpt.engine.elastic.membership import News
 from ckpt.engine.versioned import VersionedEngine
 from ckpt.engine.wire.layout import WeightLayout

@@ -163,7 +163,7 @@ def test_a_reader_that_raises_reads_no_more() -> None:
 def test_after_a_copy_that_failed_nobody_reads_until_the_weights_have_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import ckpt.engine.live as module
+    import ckpt.engine.live_model as module
 
     live = LiveModel(ModelState(Counting()))
     live.load(Counting(1.0).state_dict().items(), version(1))

@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.format.blocks import EMPTY_DIGEST, BlockDigests
+from ckpt.format.digests import EMPTY_DIGEST, BlockDigests
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=6), st.integers(1, 64))

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import torch
 
 from ckpt.errors import CorruptCheckpointError, MissingStateError
-from ckpt.format.blocks import BlockDigests
 from ckpt.format.box import whole
+from ckpt.format.digests import BlockDigests
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.held import HeldFiles
 from ckpt.format.manifest import ArrayEntry, index_name
 from ckpt.format.records import ChunkExtent
 from ckpt.loading.strategy import ReadRequest, StoredCheckpoint
-from ckpt.memory.memory import Scratch
+from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import HeldStep, HostCache
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
