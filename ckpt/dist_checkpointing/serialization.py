@@ -298,7 +298,7 @@ def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadSharded
 
 
 def _sharded_saver(given: object) -> SaveShardedStrategy:
-    if isinstance(given, tuple) and given[0] == "torch_dist":
+    if isinstance(given, tuple) and given[:1] == ("torch_dist",):
         raise ConfigurationError(
             'sharded_strategy ("torch_dist", ...) is not offered; save with ("zarr", 1) or ("tensorstore", 1)'
         )
@@ -309,7 +309,7 @@ def _sharded_saver(given: object) -> SaveShardedStrategy:
 
 
 def _common_saver(given: object) -> SaveCommonStrategy:
-    if isinstance(given, tuple) and given[0] == "torch":
+    if isinstance(given, tuple) and given[:1] == ("torch",):
         TorchCommonSaveStrategy(*given)  # raises
     strategy: SaveCommonStrategy = chosen_strategy(
         given or ("json", 1), SaveCommonStrategy, StrategyAction.SAVE_COMMON, "common_strategy"

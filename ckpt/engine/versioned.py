@@ -14,7 +14,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -146,6 +146,10 @@ class VersionedEngine(CheckpointEngineWithCache):
         return self.members.timeout_s
 
     @property
+    def is_master(self) -> bool:
+        return self.members.is_master
+
+    @property
     def peers(self) -> Any:
         """JSON by which a process that has not joined can read the newest version from the trainers' memory; None: it cannot."""
         return None
@@ -229,7 +233,9 @@ class VersionedEngine(CheckpointEngineWithCache):
         try:
             self.members.leave(self._part)
         finally:
-            self._open = None  # the thread may hang before it closes an update
+            abandoned, self._open = self._open, None  # the thread may hang before it closes an update
+            if abandoned is not None:
+                abandoned.open = nullcontext()  # an update and its context refer to each other
 
     def close(self) -> None:
         """Leave the other ranks and free all memory."""

@@ -96,9 +96,11 @@ class ChunkReader:
 
     def close(self) -> None:
         """Wait for copies to devices, close the files, and let go of all memory."""
-        self.filling.close()
-        self._extents.close()
-        self._decoded = None
+        try:
+            self.filling.close()
+        finally:
+            self._extents.close()
+            self._decoded = None
 
     def _check(self, one: StoredPart) -> None:
         """Compare the digests of an encoded chunk; without `verify` only its presence and length."""

@@ -22,7 +22,7 @@ from ckpt.loading.strategy import StoredCheckpoint, bytes_of
 from ckpt.loading.torch_save_folders import OldSource, old_files
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
-from ckpt.state.abilities import Prepared
+from ckpt.state.abilities import Prepared, offers
 from ckpt.state.sharing import DECIDED_BY_OBJECT, StateComponent
 
 
@@ -162,7 +162,7 @@ def _misfits(sources: Sequence[CheckpointSource], ones: Sequence[StateComponent]
 def _applied(matches: Sequence[Match], report: ComponentReport) -> ComponentReport:
     """Apply the matches to objects that need no tensor, or hold their tensors themselves."""
     for rank, one in enumerate(matches):
-        if one.requests and (one.copies is not None or not isinstance(one.component.stateful, Prepared)):
+        if one.requests and (one.copies is not None or not offers(one.component.stateful, Prepared)):
             continue
         try:
             one.apply()

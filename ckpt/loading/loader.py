@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from ckpt.loading.strategy import LoadingStrategy, Reading, ReadStats, StoredChe
 from ckpt.loading.torch_save_folders import OldSource, old_files
 from ckpt.memory.device import Device, wait_for_all
 from ckpt.ranks.topology import Phase, Topology
-from ckpt.state.abilities import RestoredLast
+from ckpt.state.abilities import RestoredLast, offers
 from ckpt.state.sharing import StateComponent
 
 __all__ = ["LoadReport", "Loader", "committed_newest_first"]
@@ -70,7 +70,7 @@ def require_checkpoint(path: Path, *, allow_pickle: bool) -> None:
 
 def _is_restored_last(one: Match) -> bool:
     stateful = one.component.stateful
-    return isinstance(stateful, RestoredLast) and stateful.restored_last
+    return offers(stateful, RestoredLast) and stateful.restored_last
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +242,9 @@ class Loader:
                 stats, failed = _run(readings)
                 phase.payload = [sum(s.bytes_read for s in stats), sum(s.bytes_needed for s in stats), failed]
         finally:
-            for reading, _ in readings:
-                reading.close()
+            with ExitStack() as closing:  # all, also if one fails
+                for reading, _ in readings:
+                    closing.callback(reading.close)
         _note_failures(reports, [rank[2] for rank in phase.payloads])
         for one, requests in optional:
             if goes_on(reports[one.key]):

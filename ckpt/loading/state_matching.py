@@ -31,7 +31,7 @@ from ckpt.format.strict_json import corrupt
 from ckpt.loading.report import ComponentReport, Misfits, Status
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.device import empty_beside
-from ckpt.state.abilities import Elastic, Forgetful, Prepared, tied_names
+from ckpt.state.abilities import Elastic, Forgetful, Prepared, offers, tied_names
 from ckpt.state.address import DTensorBoxes, local_tensor, place_of
 from ckpt.state.flatten import Leaves, Path, flatten, from_json, path_from_json, unflatten
 from ckpt.state.sharing import SharingPattern, StateComponent, find_aliases
@@ -143,7 +143,7 @@ class Match:
 
     def forget_prepared(self) -> None:
         """Let the object forget what it prepared for this load."""
-        if isinstance(self.component.stateful, Forgetful):
+        if offers(self.component.stateful, Forgetful):
             self.component.stateful.forget_prepared()
 
     def apply(self) -> None:
@@ -174,8 +174,8 @@ def match(component: StateComponent, saved: SavedCopy, *, strict: bool) -> Match
     Raises:
         ShapeMismatchError: a tensor does not fit what was saved, and the load is strict.
     """
-    is_prepared = isinstance(component.stateful, Prepared)
-    if isinstance(component.stateful, Prepared):
+    is_prepared = offers(component.stateful, Prepared)
+    if offers(component.stateful, Prepared):
         component.stateful.prepare_to_load(
             {key: entry for key, entry in saved.entries.items() if entry.alias_of is None}
         )

@@ -33,7 +33,7 @@ from ckpt.format.unpickling import unpickle_state_dict
 from ckpt.loading.sources import Rows, require_same_kind
 from ckpt.loading.strategy import ReadRequest, ReadStats, bytes_of
 from ckpt.ranks.topology import Topology
-from ckpt.state.abilities import NamedFromPositions
+from ckpt.state.abilities import NamedFromPositions, offers
 from ckpt.state.flatten import Leaves, flatten, path_to_json, to_json
 from ckpt.state.sharing import OWN_COPIES, SharingPattern, StateComponent, find_aliases, holders_of
 
@@ -219,7 +219,7 @@ class OldSource:
             with CheckpointFolder(self._folder) as folder:
                 folder.require_regular(name)
             state = unpickle_state_dict(self._folder / name)
-            if isinstance(component.stateful, NamedFromPositions) and isinstance(state.get("param_groups"), list):
+            if offers(component.stateful, NamedFromPositions) and isinstance(state.get("param_groups"), list):
                 state = component.stateful.named_from_positions(state)
             self._leaves[at] = flatten(state, f"{component.key}: {name}")
         return self._leaves[at]

@@ -154,8 +154,8 @@ class FailureDetector:
     """Detects which of the ranks that an agreement waits for will not come.
 
     A rank is absent if its process is gone, its heartbeat is silent for `timeout_s`, or it has not moved for `timeout_s`, both since
-    this detector was made; never because it takes long while it moves. A heartbeat is up to a second old, and the verdict takes time
-    to spread: the detector's patience is a little shorter, so that all ranks know within `timeout_s`, if that is 15 s or more.
+    this detector first looked at it; never because it takes long while it moves. A heartbeat is up to a second old, and the verdict
+    takes time to spread: the detector's patience is a little shorter, so that all ranks know within `timeout_s`, if that is 15 s or more.
 
     Args:
         client: client of the store with the heartbeats.

@@ -19,7 +19,7 @@ from ckpt.format.manifest import digest_of
 from ckpt.memory.device import wait_for_all
 from ckpt.planning.tables import Table, TablePart, piece_from_json, table_of_pieces, table_to_json
 from ckpt.ranks.topology import Topology
-from ckpt.state.abilities import Prepared, tied_names
+from ckpt.state.abilities import Prepared, offers, tied_names
 from ckpt.state.address import local_tensor
 from ckpt.state.flatten import Leaves, TensorLeaf, flatten, path_to_json, to_json
 from ckpt.state.replication import (
@@ -295,7 +295,7 @@ def _plain_rows(component: StateComponent, leaves: Leaves) -> dict[str, Any]:
         key: [path_to_json(leaves.paths[key]), to_json(value, f"{component.key}: {key}")]
         for key, value in leaves.plain.items()
     }
-    if not isinstance(component.stateful, Prepared):
+    if not offers(component.stateful, Prepared):
         rows |= {key: [path_to_json(leaves.paths[key])] for key in leaves.tensors}
     return dict(sorted(rows.items()))
 

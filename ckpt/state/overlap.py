@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckpt.state.abilities import HasOptimizer
+from ckpt.state.abilities import HasOptimizer, offers
 from ckpt.state.address import local_tensor
 from ckpt.state.sharing import StateComponent
 
@@ -81,9 +81,9 @@ def optimizer_of(stateful: Any) -> torch.optim.Optimizer | None:
     Of an optimizer around another (Accelerate's), the inner one.
     """
     found = stateful
-    if isinstance(stateful, HasOptimizer) and not isinstance(stateful, torch.optim.Optimizer):
+    if offers(stateful, HasOptimizer) and not isinstance(stateful, torch.optim.Optimizer):
         found = stateful.optimizer
-    while isinstance(found, HasOptimizer) and isinstance(found.optimizer, torch.optim.Optimizer):
+    while offers(found, HasOptimizer) and isinstance(found.optimizer, torch.optim.Optimizer):
         found = found.optimizer
     takes_hooks = isinstance(found, torch.optim.Optimizer) and hasattr(found, "_optimizer_step_pre_hooks")
     return found if takes_hooks else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ def examine(
     """
     declared = {key: one.sharing for key, one in components.items()}
     with topology.phase("fingerprints") as phase:
-        digests = {key: digest_of(msgspec.json.encode(leaves, order="sorted")) for key, leaves in seen.items()}
+        digests = {key: digest_of(json.dumps(leaves, sort_keys=True).encode()) for key, leaves in seen.items()}
         phase.payload = [{key: str(one) for key, one in declared.items()}, digests]
     _require_one_declaration([said for said, _ in phase.payloads])
     senders = {key: _first_with_each([digests.get(key) for _, digests in phase.payloads]) for key in components}
@@ -105,12 +106,16 @@ def _gather(
     differing = {key: ranks for key, ranks in senders.items() if len(set(ranks)) > 1}
     sending = {rank for ranks in differing.values() for rank in ranks}
     to_send = {key: mine[key] for key, ranks in differing.items() if topology.rank in ranks}
-    outgoing = {0: zlib.compress(msgspec.json.encode(to_send), 1)} if topology.rank in sending else {}
+    outgoing = (
+        {0: zlib.compress(json.dumps(to_send, separators=(",", ":")).encode(), 1)} if topology.rank in sending else {}
+    )
     arrived = topology.exchange("digests", outgoing, sending if topology.is_lead else ())
     if not topology.is_lead:
         return {}
     fingerprints_of = dict[str, dict[str, Fingerprint]]
-    held = {rank: strict_json.decode(zlib.decompress(data), fingerprints_of) for rank, data in arrived.items()}
+    held = {
+        rank: strict_json.convert(json.loads(zlib.decompress(data)), fingerprints_of) for rank, data in arrived.items()
+    }
     return held | {0: mine}
 
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ckpt.errors import ConfigurationError
-from ckpt.state.abilities import Declared
+from ckpt.state.abilities import Declared, offers
 from ckpt.state.sharing import StateComponent, Stateful
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 
@@ -102,7 +102,7 @@ def _statefuls_of(provider: object) -> Mapping[str, Any]:
 
 
 def _pattern_of(key: str, stateful: Any, legacy_pattern: str) -> str:
-    own = stateful.sharing_pattern if isinstance(stateful, Declared) else None
+    own = stateful.sharing_pattern if offers(stateful, Declared) else None
     if own is not None:
         return str(own.value if isinstance(own, Enum) else own)
     return "per_rank" if key == "rng" or isinstance(stateful, RNGState) else legacy_pattern

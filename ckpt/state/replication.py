@@ -25,7 +25,7 @@ import xxhash
 
 from ckpt.errors import ConfigurationError, ReplicationError
 from ckpt.format.dtypes import is_dtensor, raw_bytes
-from ckpt.state.abilities import RankPrivate
+from ckpt.state.abilities import RankPrivate, offers
 from ckpt.state.address import address_of, local_tensor
 from ckpt.state.flatten import TensorLeaf
 from ckpt.state.sharded_tensor import ShardedTensor
@@ -153,7 +153,7 @@ def private_keys(stateful: object, keys: Collection[str]) -> set[str]:
     Raises:
         ConfigurationError: the attribute is no list of strings.
     """
-    patterns = stateful.rank_private if isinstance(stateful, RankPrivate) else ()
+    patterns = stateful.rank_private if offers(stateful, RankPrivate) else ()
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ConfigurationError(
             f"{type(stateful).__name__}.rank_private is {patterns!r}; give a list of patterns of joined keys, such as "

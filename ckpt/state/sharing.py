@@ -14,7 +14,7 @@ from ckpt.format.dtypes import is_dtensor
 from ckpt.format.names import COMPONENT_KEY
 from ckpt.planning.tables import Address
 from ckpt.ranks.topology import Topology
-from ckpt.state.abilities import Elastic
+from ckpt.state.abilities import Elastic, offers
 from ckpt.state.address import DTensorBoxes, address_of, local_tensor
 from ckpt.state.flatten import Leaves, TensorLeaf
 from ckpt.state.replication import ValidationLevel, check_level
@@ -154,7 +154,7 @@ class StateComponent:
             raise ConfigurationError(
                 f"component {self.key}: {type(self.stateful).__name__} has no state_dict/load_state_dict pair; wrap it in one"
             )
-        if self.elastic in DECIDED_BY_OBJECT and not isinstance(self.stateful, Elastic):
+        if self.elastic in DECIDED_BY_OBJECT and not offers(self.stateful, Elastic):
             raise ConfigurationError(
                 f"component {self.key}: elastic={self.elastic} needs an object with the methods fits and load_changed, of which "
                 f"{type(self.stateful).__name__} lacks at least one; add it (see ckpt.state.abilities.Elastic), or declare component "

@@ -19,7 +19,7 @@ from ckpt.loading.loader import LoadReport, require_checkpoint
 from ckpt.memory.device import Device
 from ckpt.ranks.sigterm import TOLD_TO_END
 from ckpt.ranks.topology import Topology
-from ckpt.state.abilities import Declared
+from ckpt.state.abilities import Declared, offers
 from ckpt.state.address import local_tensor
 from ckpt.state.state_digest import state_digest
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
@@ -344,7 +344,7 @@ def _load(coordinator: CheckpointCoordinator, path: str | None, *, strict: bool)
 
 
 def _component(key: str, stateful: Any, node: Mapping[str, Any]) -> StateComponent:
-    pattern = node["sharing_pattern"] or (stateful.sharing_pattern if isinstance(stateful, Declared) else None)
+    pattern = node["sharing_pattern"] or (stateful.sharing_pattern if offers(stateful, Declared) else None)
     if pattern is None:
         raise ConfigurationError(
             f"components.{key}.sharing_pattern=null leaves it to the object, but {type(stateful).__name__} has no attribute sharing_pattern"

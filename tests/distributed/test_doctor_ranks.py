@@ -171,6 +171,16 @@ def save_unseen(topology: Topology, root: Path) -> list[str]:
     return [one.key for one in components]
 
 
+def test_a_name_with_half_a_surrogate_pair_is_compared_like_any_other(tmp_path: Path) -> None:
+    def save(topology: Topology) -> None:
+        component = StateComponent("model", Held({"a\ud800": torch.full((3,), float(topology.rank))}), "per_rank")
+        with coordinator(topology, tmp_path, [component]) as made:
+            made.save_checkpoint(checkpoint_id="1")
+
+    run_threads(2, save)
+    assert (tmp_path / "checkpoint-1").is_dir()
+
+
 def test_off_does_not_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved = run_threads(4, save_unseen, tmp_path, nodes=[2, 2])
     assert caplog.records == []

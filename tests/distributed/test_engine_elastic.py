@@ -158,7 +158,7 @@ def _comes_and_goes(topology: Topology, name: str, num_trainers: int, num_joins:
     if member is not None and topology.rank < num_trainers:
         with member:
             if not member.is_lead:
-                with pytest.raises(ConfigurationError, match="no further updates"):
+                with pytest.raises(ConfigurationError, match="has ended the updates"):
                     train(member, lambda step: False)
                 return None
             store = reached_store(rendezvous)
@@ -229,7 +229,7 @@ def _reads_the_trainers_memory(topology: Topology) -> Any:
         with member:
             pause_s = 0.4  # or the comer would find each version overwritten
             if not member.is_lead:
-                with pytest.raises(ConfigurationError, match="no further updates"):
+                with pytest.raises(ConfigurationError, match="has ended the updates"):
                     train(member, lambda step: False, pause_s)
                 return None
             told = train(member, lambda step: bool(store.check(["over"])), pause_s)

@@ -139,8 +139,9 @@ def _extension(topology: Topology, model: Model, device: str) -> Any:
 class Engine:
     """The collective call of an inference engine: what the workers are asked and what became of it goes through the ranks' store."""
 
-    def __init__(self, topology: Topology, num_workers: int) -> None:
+    def __init__(self, topology: Topology, num_workers: int, *, waits: bool = True) -> None:
         self._store = topology.store_for("inference")
+        self._waits = waits
         self._ranks = range(topology.world_size - num_workers, topology.world_size)
         self.calls = 0
 
@@ -150,14 +151,17 @@ class Engine:
             for rank in self._ranks
         }
 
-    def request(self, handles: Mapping[str, str], version: WeightVersion) -> None:
-        """Ask all workers, and wait for them, as `collective_rpc` does."""
+    def request(self, handles: Mapping[str, str], version: WeightVersion) -> object:
+        """Ask all workers, and wait for them, as `collective_rpc` does; or return at once with something, as a future."""
         self.calls += 1
         call, store = self.calls, self._store.clone()  # type: ignore[attr-defined]  # a call that failed may still wait
         store.set(f"asked/{call}", json.dumps(dict(handles)))
+        if not self._waits:
+            return "sent"
         said = [store.get(f"done/{call}/{rank}").decode() for rank in self._ranks]
         if any(said):
             raise RuntimeError("; ".join(filter(None, said)))
+        return None
 
     def answer(self, number: int, rank: int, call: Callable[[dict[str, str]], None]) -> str:
         """One worker's part of the call of this number."""
@@ -175,11 +179,12 @@ class Engine:
 # Updates
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["", "request returns at once"])
 @pytest.mark.parametrize("device", ["cpu", NPU, CUDA])
-def test_the_packages_own_extension_loads_every_bit_of_three_updates(device: str) -> None:
+def test_the_packages_own_extension_loads_every_bit_of_three_updates(device: str, waits: bool) -> None:
     """The last worker takes its time; what it is given stays there until it has answered, and is there before it is told."""
     num_ranks = 2 if device == "cuda" else 3
-    _, *workers = run_ranks(num_ranks, _three_updates, device, device=device, environment=ADVERSARY)
+    _, *workers = run_ranks(num_ranks, _three_updates, device, waits, device=device, environment=ADVERSARY)
     for batches, finished in workers:
         assert finished == 3
         assert [name for batch in batches[: len(batches) // 3] for name in batch] == [*SHAPES]
@@ -187,9 +192,9 @@ def test_the_packages_own_extension_loads_every_bit_of_three_updates(device: str
 
 
 @_without_vllm_behind()
-def _three_updates(topology: Topology, device: str) -> Any:
+def _three_updates(topology: Topology, device: str, waits: bool) -> Any:
     num_workers = topology.world_size - 1
-    engine = Engine(topology, num_workers)
+    engine = Engine(topology, num_workers, waits=waits)
     if topology.rank:
         model = Model()
         model.trouble = _slow if topology.rank == num_workers else None

@@ -100,11 +100,13 @@ class Call:
     failure: dict[str, Any] | None = None
 
     def encode(self) -> bytes:
-        return msgspec.json.encode(self)
+        return json.dumps(
+            asdict(self)
+        ).encode()  # msgspec refuses the names of files that are not UTF-8, and has no NaN
 
     @classmethod
     def decode(cls, data: bytes) -> Call:
-        return strict_json.decode(data, cls)
+        return strict_json.convert(json.loads(data), cls)
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class Rendezvous:
             ConfigurationError: the data is not a rendezvous.
         """
         try:
-            found = strict_json.decode(data, cls)
+            found = strict_json.convert(json.loads(data), cls)
             _require_names_of_data(found.facts, "facts")
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ConfigurationError(

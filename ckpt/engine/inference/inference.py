@@ -132,9 +132,13 @@ class InferenceOutlet:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _serve(self, lines: Sequence[WorkerLine], asked: Future[None], weights: Iterable[NamedTensor]) -> None:
+    def _serve(self, lines: Sequence[WorkerLine], asked: Future[Any], weights: Iterable[NamedTensor]) -> None:
+        def raise_failure() -> None:
+            if asked.done():
+                asked.result()
+
         def await_all() -> None:
-            await_answers(lines, self.timeout_s, lambda: asked.result() if asked.done() else None)
+            await_answers(lines, self.timeout_s, raise_failure)
 
         def say_to_all(message: Any) -> None:
             await_all()

@@ -80,7 +80,7 @@ class Buffers:
         self._out, self._in = (
             _NoStream() if self.are_on_host else SideStream(device, role) for role in ("weights out", "weights in")
         )
-        self._left: list[Callable[[], None]] = [lambda: None] * count
+        self._left: list[Callable[[], None]] = [_nothing] * count
         self._count = 0
 
     def broadcast(
@@ -107,6 +107,15 @@ class Buffers:
             wait = group.broadcast(buffer, owner)  # comes after what is queued on the side stream
         self._left[number] = cache(partial(_finish, side, wait, buffer, there if ours is None else None, runs))
         return self._left[number]
+
+    def let_go(self) -> None:
+        """Wait until all have left, and keep no reference to their places. Called at the end of an update."""
+        for number, left in enumerate(self._left):
+            left()
+            self._left[number] = _nothing
+
+
+def _nothing() -> None: ...
 
 
 class _NoStream(nullcontext[None]):

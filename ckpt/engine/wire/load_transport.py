@@ -15,7 +15,7 @@ from ckpt.memory.device import Device
 class EngineTransport:
     """One rank's `ckpt.loading.two_stage.network.Transport`. Used for many loads, by one thread at a time.
 
-    Ranks that exchange a parcel have a group, made at their first parcel.
+    Ranks that exchange a block have a group, made at their first block.
 
     Args:
         store: of all ranks.

@@ -161,6 +161,7 @@ class Transfer:
             coming.append((bucket, self._start(bucket, groups)))
         while coming:
             _land(*coming.popleft(), tell)
+        self.buffers.let_go()
 
     def _start(self, bucket: int, groups: Mapping[int, OwnGroup]) -> Callable[[], None]:
         """Begin to move a bucket; return a function that waits until it has left, or is in its place."""

@@ -115,7 +115,7 @@ class KeptTransports:
         return self.choice
 
     def give_up(self, rank: int) -> None:
-        """Abort what is under way on this rank, as far as that is possible, and never use these transports again."""
+        """Abort what is under way on this rank, as far as that is possible, and forget the groups that this object has made."""
         groups, self._groups = self._groups, None
         if groups is not None and rank in groups.by_rank and not self._cpu_transfer:
             with suppress(RuntimeError):  # not all collectives can be aborted; gloo's end by a time-out

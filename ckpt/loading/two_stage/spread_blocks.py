@@ -1,4 +1,5 @@
-"""Plan a two-stage load: which rank reads which bytes for which ranks. Pure functions of the wants of all ranks, equal on every rank.
+"""Plan a two-stage load: which rank reads which bytes for which ranks. Pure functions of the wants of all ranks: `plan_spread` is equal on
+every rank, `part_of` picks the part of one.
 
     wants of all ranks --plan_spread--> own reads and blocks --part_of--> the part of one rank
 

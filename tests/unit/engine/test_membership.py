@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,6 +104,7 @@ def test_the_culprit_is_a_rollout_by_its_number() -> None:
     [
         Call(number=3, epoch=NOW),
         Call(number=4, epoch=Epoch(1, 1, ()), is_last=True, last_words={"version": 3, "digest": "ab"}),
+        Call(number=6, epoch=NOW, is_last=True, last_words=[math.inf, "a name that is not UTF-8: \udcff"]),
         Call(number=5, epoch=NOW, failure=describe(RankAbsentError("rank 1 was killed", rank=1, phase="load"))),
     ],
 )
@@ -112,7 +115,7 @@ def test_a_call_reads_as_it_was_made(call: Call) -> None:
 def test_news_and_a_rendezvous_read_as_they_were_told() -> None:
     news = News(3, "ab" * 16, "cd" * 16, {0: "00", 11: "11"}, [["10.0.0.1:5", [[0, 1, 2]]]])
     assert News.decode(news.encode()) == news
-    rendezvous = Rendezvous("fe80::1", 4711, "ef" * 16, {"model": {"size": "tiny"}})
+    rendezvous = Rendezvous("fe80::1", 4711, "ef" * 16, {"model": {"size": "tiny", "p": math.inf, "root": "/\udcff"}})
     assert Rendezvous.decode(rendezvous.encode(), "here") == rendezvous
 
 
