@@ -20,6 +20,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import recipes.benchmark.__main__
+import recipes.benchmark.device
 import recipes.train
 import recipes.verify
 from recipes.support.cli import _Job
@@ -376,6 +377,15 @@ def test_the_job_of_a_package_is_named_after_the_package_and_found_by_other_proc
     assert shown.code == 0 and "\nname: benchmark\n" in shown.out
     work = main.__wrapped__  # type: ignore[attr-defined]
     assert pickle.loads(pickle.dumps(_Job(work, "benchmark", None))).work is work
+
+
+def test_a_benchmark_without_a_scratch_folder_removes_none_of_the_user_s(command: Command) -> None:
+    notes = Path("outputs/benchmark_device/scratch/notes.txt")
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    outcome = command("launch.nproc_per_node=1", main=recipes.benchmark.device.main)
+    assert outcome.code == 1 and outcome.err.startswith("device=cpu has no copies to measure")
+    assert notes.read_text() == "mine"
 
 
 def test_help_shows_choices_and_keys_to_a_newcomer(command: Command, tmp_path: Path) -> None:
