@@ -17,6 +17,7 @@ Files without a counterpart of that name in Megatron-Core:
     megatron/               checkpoints written by Megatron-Core itself
 """
 
+from ckpt.dist_checkpointing import optimizer as optimizer
 from ckpt.dist_checkpointing.core import CheckpointingException, check_is_distributed_checkpoint
 from ckpt.dist_checkpointing.mapping import (
     LocalNonpersistentObject,

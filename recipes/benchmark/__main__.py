@@ -14,7 +14,7 @@ from recipes.support.cli import recipe
 def main(cfg: DictConfig) -> None:
     from recipes.benchmark import harness, saves_and_loads
 
-    harness.measure(cfg, saves_and_loads)
+    harness.measure(cfg, saves_and_loads, scratch=True)
 
 
 if __name__ == "__main__":

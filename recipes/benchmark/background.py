@@ -14,7 +14,7 @@ from recipes.support.cli import recipe
 def main(cfg: DictConfig) -> None:
     from recipes.benchmark import background_saves, harness
 
-    harness.measure(cfg, background_saves)
+    harness.measure(cfg, background_saves, scratch=True)
 
 
 if __name__ == "__main__":

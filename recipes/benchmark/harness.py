@@ -39,14 +39,15 @@ Figures = dict[str, Any]
 CheckRun = Callable[[DictConfig], dict[str, Any]]
 
 
-def measure(cfg: DictConfig, home: ModuleType, check_run: CheckRun = checked) -> None:
+def measure(cfg: DictConfig, home: ModuleType, check_run: CheckRun = checked, *, scratch: bool = False) -> None:
     """Run a command's benchmark on the ranks that the config asks for, and print its tables on rank 0.
 
     Args:
         home: the command's module.
         check_run: checks the keys other than `benchmark`.
+        scratch: the contenders save in `scratch_folder`, which the launcher also removes at the end, as killed ranks leave it.
     """
-    folder = RunFolder(cfg, temporary=SCRATCH)
+    folder = RunFolder(cfg, temporary=SCRATCH if scratch else None)
     result = launch(home.benchmark, checked_config(cfg, home, check_run), folder)
     if result is not None:
         home.show(result)

@@ -14,7 +14,7 @@ from recipes.support.cli import recipe
 def main(cfg: DictConfig) -> None:
     from recipes.benchmark import harness, megatron_strategies
 
-    harness.measure(cfg, megatron_strategies)
+    harness.measure(cfg, megatron_strategies, scratch=True)
 
 
 if __name__ == "__main__":

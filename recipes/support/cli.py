@@ -220,7 +220,8 @@ class _Job:
     """The function that Hydra calls for each job. Pickled by name, so that a launcher can call it in another process."""
 
     def __init__(self, work: Work, config_name: str, stderr: TextIO | None) -> None:
-        self.__module__ = _module_of(work)  # Hydra names the job after it
+        self.home = _module_of(work)
+        self.__module__ = self.home.removesuffix(".__main__")  # Hydra names the job after it
         self.work = work
         self.config_name = config_name
         self.stderr = stderr
@@ -228,7 +229,7 @@ class _Job:
         self.code = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _job_of, (self.__module__, self.work.__name__, self.config_name)
+        return _job_of, (self.home, self.work.__name__, self.config_name)
 
     def __call__(self, cfg: DictConfig) -> int | None:
         self.calls += 1
@@ -259,7 +260,10 @@ def _module_of(work: Work) -> str:
     main = sys.modules["__main__"]
     if main.__spec__:
         return main.__spec__.name
-    return ".".join(Path(str(main.__file__)).resolve().with_suffix("").relative_to(CONF.parent).parts)
+    path = Path(str(main.__file__)).resolve().with_suffix("")
+    if path.is_relative_to(CONF.parent):
+        return ".".join(path.relative_to(CONF.parent).parts)
+    return f"recipes.{path.stem}"  # a user's own script
 
 
 def _job_of(module: str, name: str, config_name: str) -> _Job:

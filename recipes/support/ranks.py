@@ -182,8 +182,13 @@ def listening_on(address: str | None) -> Iterator[None]:
         interface and address == LOOPBACK
     ):  # elsewhere the devices' libraries choose, for these also select the interfaces of tensors
         wanted |= dict.fromkeys(INTERFACE_VARIABLES, f"={interface}")
-    with environment_with({name: value for name, value in wanted.items() if name not in os.environ}):
+    new = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
         yield
+    finally:  # the job's own changes of the environment stay
+        for name in new:
+            os.environ.pop(name, None)
 
 
 def own_address_towards(host: str, port: int) -> str | None:

@@ -210,8 +210,12 @@ class Training:
 
     def coordinated(self, make: Callable[..., CheckpointCoordinator]) -> CheckpointCoordinator:
         """Make the coordinator of these components. Collective."""
-        groups = self.layout.process_groups(self.topology)
-        return make(self.components(), groups, self.topology, config_text=config_text(self.cfg))
+        return make(  # by name: `AT_RUN_TIME` of `recipes.support.config` lists the names
+            state_components=self.components(),
+            process_groups=self.layout.process_groups(self.topology),
+            topology=self.topology,
+            config_text=config_text(self.cfg),
+        )
 
     def step(self) -> float:
         """Train one step on the next batch and return its loss, the mean over the global batch. Collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+import recipes.benchmark.__main__
+import recipes.benchmark.device
 import recipes.train
 import recipes.verify
+from recipes.support.cli import _Job
 
 SMALL = ["train.batch_size=2", "launch.nproc_per_node=1", "model.size=nano"]
 BYTES = 2e6
@@ -62,14 +66,14 @@ class Broken:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    """Run `python -m recipes.train <overrides>` in this process, in an empty folder."""
+    """Run `python -m recipes.train <overrides>`, or another command, in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str) -> Outcome:
+    def run(*arguments: str, main: Callable[[], None] = recipes.train.main) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["recipes/train.py", *arguments])
         code = 0
         try:
-            recipes.train.main()
+            main()
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
         return Outcome(code, *capsys.readouterr())
@@ -357,6 +361,31 @@ def test_a_recipe_can_be_run_by_its_path_from_anywhere(tmp_path: Path) -> None:
     done = python(str(REPO / "recipes" / "train.py"), "--cfg", "job", cwd=tmp_path, PYTHONPATH="")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ckpt:\n")
+
+
+def test_a_script_outside_of_the_checkout_can_be_a_recipe(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("from recipes.support.cli import recipe\n@recipe('train')\ndef main(cfg): ...\nmain()\n")
+    done = python(str(script), "--cfg", "hydra", "--package", "hydra.job", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "\nname: mine\n" in done.stdout
+
+
+def test_the_job_of_a_package_is_named_after_the_package_and_found_by_other_processes(command: Command) -> None:
+    main = recipes.benchmark.__main__.main
+    shown = command("--cfg", "hydra", "--package", "hydra.job", main=main)
+    assert shown.code == 0 and "\nname: benchmark\n" in shown.out
+    work = main.__wrapped__  # type: ignore[attr-defined]
+    assert pickle.loads(pickle.dumps(_Job(work, "benchmark", None))).work is work
+
+
+def test_a_benchmark_without_a_scratch_folder_removes_none_of_the_user_s(command: Command) -> None:
+    notes = Path("outputs/benchmark_device/scratch/notes.txt")
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    outcome = command("launch.nproc_per_node=1", main=recipes.benchmark.device.main)
+    assert outcome.code == 1 and outcome.err.startswith("device=cpu has no copies to measure")
+    assert notes.read_text() == "mine"
 
 
 def test_help_shows_choices_and_keys_to_a_newcomer(command: Command, tmp_path: Path) -> None:

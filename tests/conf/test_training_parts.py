@@ -66,6 +66,14 @@ def test_an_object_that_does_not_decide_either_is_refused(tmp_path: Path) -> Non
         training(tmp_path, ema("Undecided")).components()
 
 
+def test_a_coordinator_of_the_user_s_own_gets_its_arguments_by_name(tmp_path: Path) -> None:
+    run = training(tmp_path)
+    given: dict[str, Any] = run.coordinated(lambda **named: named)  # type: ignore[assignment, arg-type, return-value]
+    assert [component.key for component in given["state_components"]] == [one.key for one in run.components()]
+    assert given["topology"] is run.topology and given["process_groups"] == run.layout.process_groups(run.topology)
+    assert "steps" in given["config_text"] and len(given) == 4
+
+
 def test_the_learning_rate_rises_and_falls_and_knows_no_last_step() -> None:
     factors = [learning_rate_factor(step) for step in range(1000)]
     peak = factors.index(max(factors))

@@ -26,7 +26,7 @@ from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import serve
 from recipes.support.launch import launch
 from recipes.support.local_ranks import _death
-from recipes.support.ranks import RANK_VARIABLES, rank_of_environment, ranks_exist
+from recipes.support.ranks import RANK_VARIABLES, listening_on, rank_of_environment, ranks_exist
 from tests import jobs
 from tests.jobs import SAVE, adds_up, config, outcome_of, was_told_to_end
 from tests.pace import patience
@@ -79,6 +79,18 @@ def test_one_rank_is_this_process_without_store_or_process_group(monkeypatch: py
     assert not result["has_process_group"]
     assert not ranks_exist()
     assert rank_of_environment() == 0
+
+
+def test_what_a_job_sets_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "SET_BY_THE_JOB"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("REMOVED_BY_THE_JOB", "1")
+    with listening_on(LOOPBACK):
+        assert "GLOO_SOCKET_IFNAME" in os.environ
+        monkeypatch.setenv("SET_BY_THE_JOB", "1")
+        monkeypatch.delenv("REMOVED_BY_THE_JOB")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert "SET_BY_THE_JOB" in os.environ and "REMOVED_BY_THE_JOB" not in os.environ
 
 
 @pytest.mark.parametrize("wrong", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "two"}, {}])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -188,3 +190,10 @@ def test_a_dtensor_is_known_by_its_local_part() -> None:
         [True, [[1, 2, 3], [4, 5, 6]], (0, 0)],
         [True, [[7, 8, 9], [10, 11, 12]], (2, 0)],
     ]
+
+
+def test_the_module_is_an_attribute_of_its_package() -> None:
+    """As in Megatron-Core. In a process of its own, because an import of the module anywhere makes it one."""
+    program = "from ckpt import dist_checkpointing; print(dist_checkpointing.optimizer.optim_state_to_sharding_state.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "optim_state_to_sharding_state\n"), done.stderr
