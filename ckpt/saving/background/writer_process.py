@@ -171,6 +171,8 @@ class _Child:
         self._backend: Backend | None = None
         self._errors = os.memfd_create("ckpt-writer-stderr", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair()
+        for end in (ours, theirs):  # not so after socket.setdefaulttimeout, and a `Connection` has no timeouts
+            end.setblocking(True)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(TAKE_S), 0))
         self._connection = Connection(ours.detach())
         try:

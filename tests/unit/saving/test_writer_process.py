@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -219,6 +220,18 @@ def test_a_relative_folder_is_below_the_trainer_s(
     monkeypatch.chdir(tmp_path)
     _write(writer, StandIn(), Path("there"))
     assert (tmp_path / "there" / "2").exists()
+
+
+def test_a_default_timeout_of_sockets_does_not_matter(tmp_path: Path) -> None:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(5)
+    writer = WriterProcess()
+    try:
+        writer.start(BACKEND)
+    finally:
+        socket.setdefaulttimeout(before)
+    _write(writer, StandIn(), tmp_path / "a")
+    writer.close()
 
 
 # What it is, and what it tells
