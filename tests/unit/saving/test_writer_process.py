@@ -31,7 +31,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, 
 from ckpt.memory.arena import Arena
 from ckpt.memory.shared_memory import segment_of, shared_memory
 from ckpt.ranks.topology import Topology
-from ckpt.saving.background import writer_process
+from ckpt.saving.background import writer_child, writer_process
 from ckpt.saving.background.priority import NICE
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.background.writer_process import WriterProcess
@@ -344,6 +344,23 @@ def a_module_of_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = type(sys)("of_this_process_only")
     module.make = make
     monkeypatch.setitem(sys.modules, "of_this_process_only", module)
+
+
+def test_memory_that_the_system_does_not_let_it_map_is_an_error_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(writer_child, "_leave", left.append)
+    with pytest.raises(
+        StorageError,
+        match="cannot map the memory of its trainer: No such file or directory: .*; give saves.writer='thread'",
+    ):
+        writer_child._mapped(os.getppid(), 1 << 20)
+    memory = _memory()
+    segment, _ = segment_of(memory) or pytest.fail("it is shared")
+    assert left == []
+    writer_child._mapped(os.getpid(), segment.fd)
+    assert left == [0], "a process that is not the parent is not the trainer"
 
 
 # A save that is given up
