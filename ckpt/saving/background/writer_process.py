@@ -50,7 +50,7 @@ START_TIMEOUT_S = 180.0
 GIVE_UP_S = 10.0
 """For the writer to let go of a save; one that cannot, as with a disk that does not answer, is killed."""
 TAKE_S = 30.0
-"""For the writer to take a message that does not fit the socket's buffer; one that does not is killed."""
+"""For the writer to take a message that does not fit the socket's buffer, or to go on with one of its own; else it is killed."""
 END_S = 5.0
 """For a killed process to be gone; one that waits for a disk is left to the system."""
 LOOK_S = 0.25
@@ -173,7 +173,8 @@ class _Child:
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):  # not so after socket.setdefaulttimeout, and a `Connection` has no timeouts
             end.setblocking(True)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(TAKE_S), 0))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(TAKE_S), 0))
         self._connection = Connection(ours.detach())
         try:
             with theirs:
@@ -348,7 +349,7 @@ class _Child:
                 logger.handle(content)
 
     def _next_message(self) -> tuple[str, Any] | None:
-        """The next message; None: there is none yet."""
+        """The next message; None: there is none yet. A writer that stops in the middle of one counts as gone."""
         try:
             return self._connection.recv() if self._connection.poll(LOOK_S) else None
         except (EOFError, OSError) as error:

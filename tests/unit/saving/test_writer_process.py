@@ -435,6 +435,17 @@ def test_a_writer_that_is_killed_fails_the_save_and_is_followed_by_another(
     assert "killed by SIGKILL while it had nothing to do" in caplog.text and "another one is started" in caplog.text
 
 
+def test_a_writer_that_stops_within_a_message_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_process, "TAKE_S", 1)
+    monkeypatch.setattr(writer_process, "END_S", 1)
+    writer = WriterProcess()
+    with pytest.raises(StorageError, match="does not answer any more, while it wrote item 1 to"):
+        _write(writer, StandIn("stops within a message"), tmp_path / "a")
+    assert writer.pid is None
+    _write(writer, StandIn(), tmp_path / "b")
+    writer.close()
+
+
 def test_a_writer_that_does_not_come_up_fails_the_save_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late = WriterProcess(start_timeout_s=0.01)
     signs: list[int] = []
