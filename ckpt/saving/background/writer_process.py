@@ -137,6 +137,7 @@ class WriterProcess:
             except _Gone:
                 error = child.error_of_end()
                 child.end()
+                child.disconnect()
                 raise error from None
 
     def close(self) -> None:
@@ -290,19 +291,26 @@ class _Child:
             self._activity = _IDLE
         except _Gone:
             self.end()
+            self.disconnect()
 
     @property
     def has_ended(self) -> bool:
         return not self._end.alive
 
     def end(self, how: str | None = None) -> None:
-        """End the process, wait until it is gone, and release its resources. Any thread, again and again.
+        """Kill the process, wait until it is gone, and close its stderr. Any thread, again and again.
+
+        The connection stays open, since another thread may wait for a message: see `disconnect`.
 
         Args:
             how: the reason that a thread which waits for the process is told.
         """
         self._end_reason = self._end_reason or how
         self._end()
+
+    def disconnect(self) -> None:
+        """Close the connection to a process that has ended. Only in the thread that writes; elsewhere it goes with this object."""
+        self._connection.close()
 
     def error_of_end(self) -> StorageError:
         """An error with how the process ended, what it was doing, and what it left on stderr."""

@@ -439,9 +439,12 @@ def test_a_writer_that_stops_within_a_message_fails_the_save(tmp_path: Path, mon
     monkeypatch.setattr(writer_process, "TAKE_S", 1)
     monkeypatch.setattr(writer_process, "END_S", 1)
     writer = WriterProcess()
+    writer.start(BACKEND)
+    ended = writer._child
     with pytest.raises(StorageError, match="does not answer any more, while it wrote item 1 to"):
         _write(writer, StandIn("stops within a message"), tmp_path / "a")
     assert writer.pid is None
+    assert ended is not None and ended._connection.closed, "even while something keeps the error"
     _write(writer, StandIn(), tmp_path / "b")
     writer.close()
 
