@@ -156,6 +156,7 @@ class _Server:
             kind, content = self._trainer.messages.get()
             if kind == "save":  # anything else is about a save that has failed here before
                 answer = self._answer(content)
+                del content  # slivers and plain values, which would stay until the next save
                 self._segments.clear()  # the trainer may be about to release them
                 self._trainer.tell(*answer)
 
