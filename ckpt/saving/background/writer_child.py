@@ -101,9 +101,10 @@ class _Trainer:
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
 
     def tell(self, kind: str, content: Any = None) -> None:
-        """Send a message, after the number of bytes that have moved since the last one."""
+        """Send a message. The one that ends a save follows the number of bytes that have moved and are not told."""
         with self._sending:
-            self._tell_progress()
+            if kind in ("done", "failed"):
+                self._tell_progress()
             self._connection.send((kind, content))
 
     def progress(self, num_bytes: int) -> None:

@@ -275,6 +275,25 @@ def test_bytes_that_moved_are_all_told(writer: WriterProcess, tmp_path: Path) ->
     assert sum(moved) == 3 * 64
 
 
+def test_bytes_that_moved_are_told_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noting:
+        def send(self, message: Any) -> None:
+            sent.append(message)
+
+        def recv(self) -> Any:
+            raise EOFError
+
+    sent: list[Any] = []
+    monkeypatch.setattr(writer_child, "_leave", lambda code: None)
+    monkeypatch.setattr(writer_child, "TELL_S", 1e9)
+    trainer = writer_child._Trainer(Noting())  # type: ignore[arg-type]
+    for _ in range(2):
+        trainer.tell("next")
+        trainer.progress(5)
+    trainer.tell("done")
+    assert sent == [("next", None), ("next", None), ("moved", 10), ("done", None)]
+
+
 # What goes wrong in it
 
 
