@@ -76,7 +76,7 @@ class PreparedSave(Generic[Place]):
 
     Attributes:
         plain: plain values that this rank writes, as they were at the call.
-        slivers: sender -> the partial chunks that it sent to this rank, end to end.
+        slivers: sender -> the partial chunks that it sent to this rank, end to end. Released by `write`.
     """
 
     destination: Place
@@ -101,10 +101,7 @@ class PreparedSave(Generic[Place]):
     def write(self, source: ByteSource, write: Write, topology: Topology) -> WriteResult:
         """Write this rank's share durably, once. Communicates with no other rank; in any thread."""
         place = self.destination
-        slivers, self.slivers = (
-            self.slivers,
-            {},
-        )  # freed when they are written: the save itself is kept until it is published
+        slivers, self.slivers = self.slivers, {}
         job = WriteJob(place.folder, self.backend, self.plain, slivers, place.previous(topology.rank))
         result = write(self.share, job, source.items(), topology.progress)
         source.check()

@@ -19,7 +19,7 @@ from ckpt.saving.gathering import ByteSource
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.planner import Planner
 from ckpt.saving.prepared_save import Destination, PreparedSave
-from ckpt.saving.writing import RankWritePlan, Staged, WriteResult
+from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
 from ckpt.state.collect import collect
 from ckpt.state.sharing import StateComponent
 from tests.ranks import run_threads
@@ -77,6 +77,20 @@ def test_a_save_opens_its_place_and_publishes_what_all_have_written(tmp_path: Pa
     assert place.calls == [], "nothing is touched before it runs"
     save.run(topology, save.live_tensors(), RankWritePlan.write, started=time.perf_counter())
     assert place.calls == ["open", "publish"]
+
+
+def test_partial_chunks_of_other_ranks_are_released_once_they_are_written(tmp_path: Path) -> None:
+    topology = Topology.alone()
+    save = _prepared(Noting(tmp_path / "there"), topology)
+    save.slivers = {0: b"partial chunks"}
+    given = []
+
+    def write(share: RankWritePlan, job: WriteJob, *rest: Any) -> WriteResult:
+        given.append(job.slivers)
+        return share.write(job, *rest)
+
+    save.run(topology, save.live_tensors(), write, started=time.perf_counter())
+    assert given == [{0: b"partial chunks"}] and save.slivers == {}
 
 
 def test_a_save_that_fails_is_discarded_and_not_published(tmp_path: Path) -> None:
