@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import signal
+import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -95,6 +97,9 @@ class StandIn:
             while True:
                 time.sleep(0.01)
                 progress(1)
+        if self.befalls == "stops within a message":
+            os.write(json.loads(sys.argv[1])["fd"], struct.pack("!i", 1000) + b"the first bytes")
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.befalls == "changes memory late":
             time.sleep(0.1)
 

@@ -153,7 +153,6 @@ class Backend(Protocol):
         """
 
 
-@runtime_checkable
 class KeepsSaves(Protocol):
     """A backend that can keep the files of a save in host memory.
 
@@ -164,7 +163,6 @@ class KeepsSaves(Protocol):
     memories: Memories | None
 
 
-@runtime_checkable
 class BringsTransport(Protocol):
     """A backend with a default transport for two-stage loads.
 

@@ -117,8 +117,10 @@ class TensorStoreBackend:
         """Return every array in the database below `root`, by path, as TensorStore opens it. See `ForgetsArrays`.
 
         Raises:
-            CorruptCheckpointError: there is no database, or TensorStore does not understand the metadata of an array.
+            ConfigurationError: there is no database with kvstore="file".
+            CorruptCheckpointError: the database is missing, or TensorStore does not understand the metadata of an array.
         """
+        self._require_database("list_arrays")
         context = ts.Context()
         try:
             kvstore = _database(root / DATABASE)
@@ -132,13 +134,24 @@ class TensorStoreBackend:
             ) from error
 
     def remove(self, root: Path, paths: Collection[str]) -> None:
-        """Remove the keys of the arrays at these paths from the database, written together; the ranks' data files stay."""
+        """Remove the keys of the arrays at these paths from the database, written together; the ranks' data files stay.
+
+        Raises:
+            ConfigurationError: there is no database with kvstore="file".
+        """
+        self._require_database("remove")
         with _naming_errors(f"remove {len(paths)} arrays from {root / DATABASE}"):
             transaction = ts.Transaction()  # unlike copies, deletions in a transaction keep the other references
             database = ts.KvStore.open(_database(root / DATABASE), transaction=transaction).result()
             for path in paths:
                 database.delete_range(ts.KvStore.KeyRange(f"{path}/", f"{path}0")).result()  # "0" comes after "/"
             _wait(transaction.commit_async())
+
+    def _require_database(self, what: str) -> None:
+        if not self._in_database:
+            raise ConfigurationError(
+                f"TensorStoreBackend.{what} needs kvstore='ocdbt': kvstore='file' stores arrays as folders, not in a database"
+            )
 
 
 class _DataFile:

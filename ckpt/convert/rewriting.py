@@ -7,6 +7,7 @@ arrays (holders, plain values, the config, the time of the commit) is copied unc
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -154,6 +155,10 @@ class _Rewriting:
             },
             {},
         )
+        self._first_written_by: dict[int, list[str]] = defaultdict(list)
+        for name, planned in self._plan.arrays.items():
+            if planned.writers:
+                self._first_written_by[planned.writers[0]].append(name)
         self._memory = Scratch()
 
     def run(self) -> CheckpointManifest:
@@ -187,7 +192,13 @@ class _Rewriting:
         packed = [task for one in items if isinstance(one.item, Pack) for task in one.item.tasks]
         tasks = RankPlan([one.item for one in items if isinstance(one.item, ChunkTask)], packed)
         topology = Topology.supposed(rank, [""] * self._manifest.world_size, {})
-        plan = RankWritePlan(self._plan, tasks, self._components, topology, store=self._backend.store)
+        of_rank = self._plan
+        if not topology.is_lead:  # the lead describes the groups of all arrays; for all ranks that costs ranks x arrays
+            written = [*(task.name for task in tasks.chunks), *(task.name for task in packed)]
+            of_rank = SavePlan(
+                {name: self._plan.arrays[name] for name in [*self._first_written_by[rank], *written]}, {}
+            )
+        plan = RankWritePlan(of_rank, tasks, self._components, topology, store=self._backend.store)
         plan.items = [one.item for one in items]  # with the packs of `src`
         return plan
 

@@ -104,7 +104,7 @@ def read_listed_file(
         if data is None:
             raise CorruptCheckpointError(f"{path} is missing from {checkpoint_dir}")
         if len(data) != size:
-            raise CorruptCheckpointError(f"{path} has {len(data)} bytes, the manifest says {size}")
+            raise CorruptCheckpointError(f"{path} has {len(data)} bytes, the manifest says {size}", file=path)
         if digest_of(data) != digest:
             raise CorruptCheckpointError(
                 f"{path} does not match its digest in the manifest; it was changed after the save"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 import torch
 
-from ckpt.backends.base import Backend, KeepsSaves
+from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
 from ckpt.format.held import NOTHING_HELD, HeldFiles, MemoryFile
 from ckpt.format.manifest import CheckpointManifest, digest_of
@@ -166,7 +166,8 @@ def memories_of(backend: Backend, saves: SaveSettings) -> Memories | None:
     Raises:
         ConfigurationError: there is a budget for host memory, and neither copies nor kept saves use any.
     """
-    memories = backend.memories if isinstance(backend, KeepsSaves) else None
+    # Not isinstance: from Python 3.12 on it misses attributes that a wrapper delegates by __getattr__.
+    memories: Memories | None = getattr(backend, "memories", None)
     if memories is None and not saves.is_async and saves.staging_budget_mib is not None:
         raise saves.without_effect("staging_budget_mib")
     return None if saves.writer == "process" else memories

@@ -72,7 +72,9 @@ class Planner:
             with self.topology.phase("plan"), gc_paused():
                 plan = plan_save(tables, table_of_rank, item_bytes, pack_below_bytes=self._pack_below_bytes)
                 tasks = plan.of_rank(self.topology.rank)
-            packed_bytes, store = self._packed_bytes, self._backend.store
-            share = RankWritePlan(plan, tasks, mine.components, self.topology, packed_bytes=packed_bytes, store=store)
+                packed_bytes, store = self._packed_bytes, self._backend.store
+                share = RankWritePlan(
+                    plan, tasks, mine.components, self.topology, packed_bytes=packed_bytes, store=store
+                )
             self._key, self._found = table_digests, (plan, share)
         return self._found

@@ -76,7 +76,7 @@ class PreparedSave(Generic[Place]):
 
     Attributes:
         plain: plain values that this rank writes, as they were at the call.
-        slivers: sender -> the partial chunks that it sent to this rank, end to end.
+        slivers: sender -> the partial chunks that it sent to this rank, end to end. Released by `write`.
     """
 
     destination: Place
@@ -99,9 +99,10 @@ class PreparedSave(Generic[Place]):
             self.slivers = topology.exchange("slivers", source.sends(), self.share.sources)
 
     def write(self, source: ByteSource, write: Write, topology: Topology) -> WriteResult:
-        """Write this rank's share durably. Communicates with no other rank; in any thread."""
+        """Write this rank's share durably, once. Communicates with no other rank; in any thread."""
         place = self.destination
-        job = WriteJob(place.folder, self.backend, self.plain, self.slivers, place.previous(topology.rank))
+        slivers, self.slivers = self.slivers, {}
+        job = WriteJob(place.folder, self.backend, self.plain, slivers, place.previous(topology.rank))
         result = write(self.share, job, source.items(), topology.progress)
         source.check()
         return result

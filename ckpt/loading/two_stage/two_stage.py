@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.backends.base import Backend, BringsTransport
+from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
 from ckpt.format.manifest import digest_of
 from ckpt.loading.chunk_reader import ChunkReader
@@ -82,8 +82,9 @@ class TwoStageLoad:
 
     def bind(self, backend: Backend) -> None:
         """See `LoadingStrategy.bind`: the transport."""
-        if self._transports.choice is None and isinstance(backend, BringsTransport):
-            self._transports.choice = backend.transport
+        if self._transports.choice is None:
+            # Not isinstance: from Python 3.12 on it misses attributes that a wrapper delegates by __getattr__.
+            self._transports.choice = getattr(backend, "transport", None)
 
     @timed()
     def prepare(

@@ -22,7 +22,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import CheckpointError, ConfigurationError, sentence
+from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sentence
 from ckpt.saving.background.priority import Throttle, in_background, write_throttled
 from ckpt.saving.background.serialized_errors import serialize_error
 
@@ -64,7 +64,7 @@ def serve(
         trainer = _Trainer(Connection(fd))
         logging.getLogger("ckpt").addHandler(logging.handlers.QueueHandler(trainer))  # type: ignore[arg-type]  # it only puts
         trainer.tell("up")
-        _Server(trainer, None if mib_s is None else Throttle(mib_s)).run()
+        _Server(trainer, parent, None if mib_s is None else Throttle(mib_s)).run()
     except BaseException:
         traceback.print_exc()
         _leave(1)
@@ -101,9 +101,10 @@ class _Trainer:
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
 
     def tell(self, kind: str, content: Any = None) -> None:
-        """Send a message, after the number of bytes that have moved since the last one."""
+        """Send a message. The one that ends a save follows the number of bytes that have moved and are not told."""
         with self._sending:
-            self._tell_progress()
+            if kind in ("done", "failed"):
+                self._tell_progress()
             self._connection.send((kind, content))
 
     def progress(self, num_bytes: int) -> None:
@@ -143,8 +144,9 @@ class _Trainer:
 class _Server:
     """Writes save after save, in the main thread."""
 
-    def __init__(self, trainer: _Trainer, throttle: Throttle | None) -> None:
+    def __init__(self, trainer: _Trainer, parent: int, throttle: Throttle | None) -> None:
         self._trainer = trainer
+        self._parent = parent
         self._throttle = throttle
         self._share: Any = None
         self._backend: Any = None
@@ -155,6 +157,7 @@ class _Server:
             kind, content = self._trainer.messages.get()
             if kind == "save":  # anything else is about a save that has failed here before
                 answer = self._answer(content)
+                del content  # slivers and plain values, which would stay until the next save
                 self._segments.clear()  # the trainer may be about to release them
                 self._trainer.tell(*answer)
 
@@ -212,19 +215,30 @@ class _Server:
             )
         number, fd, first = where
         if number not in self._segments:
-            self._segments[number] = _mapped(fd)
+            self._segments[number] = _mapped(self._parent, fd)
         return self._segments[number][first:][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def _mapped(fd: int) -> torch.Tensor:
-    """Map the shared memory behind a descriptor of the trainer, as flat bytes."""
+def _mapped(parent: int, fd: int) -> torch.Tensor:
+    """Map the shared memory behind a descriptor of the trainer, as flat bytes.
+
+    Raises:
+        StorageError: the system does not let this process open or map it.
+    """
     from ckpt.memory.shared_memory import mapped
 
-    own = os.open(f"/proc/{os.getppid()}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        return mapped(own)
-    finally:
-        os.close(own)
+        own = os.open(f"/proc/{parent}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.getppid() != parent:  # another process may have its number by now
+                _leave(0)
+            return mapped(own)
+        finally:
+            os.close(own)
+    except OSError as error:
+        raise StorageError(
+            f"the writer process cannot map the memory of its trainer: {sentence(error)}; give saves.writer='thread'"
+        ) from error
 
 
 def _unpickled(data: bytes, what: str) -> Any:

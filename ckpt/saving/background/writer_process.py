@@ -50,7 +50,7 @@ START_TIMEOUT_S = 180.0
 GIVE_UP_S = 10.0
 """For the writer to let go of a save; one that cannot, as with a disk that does not answer, is killed."""
 TAKE_S = 30.0
-"""For the writer to take a message that does not fit the socket's buffer; one that does not is killed."""
+"""For the writer to take a message that does not fit the socket's buffer, or to go on with one of its own; else it is killed."""
 END_S = 5.0
 """For a killed process to be gone; one that waits for a disk is left to the system."""
 LOOK_S = 0.25
@@ -137,6 +137,7 @@ class WriterProcess:
             except _Gone:
                 error = child.error_of_end()
                 child.end()
+                child.disconnect()
                 raise error from None
 
     def close(self) -> None:
@@ -171,7 +172,10 @@ class _Child:
         self._backend: Backend | None = None
         self._errors = os.memfd_create("ckpt-writer-stderr", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(TAKE_S), 0))
+        for end in (ours, theirs):  # not so after socket.setdefaulttimeout, and a `Connection` has no timeouts
+            end.setblocking(True)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(TAKE_S), 0))
         self._connection = Connection(ours.detach())
         try:
             with theirs:
@@ -287,19 +291,26 @@ class _Child:
             self._activity = _IDLE
         except _Gone:
             self.end()
+            self.disconnect()
 
     @property
     def has_ended(self) -> bool:
         return not self._end.alive
 
     def end(self, how: str | None = None) -> None:
-        """End the process, wait until it is gone, and release its resources. Any thread, again and again.
+        """Kill the process, wait until it is gone, and close its stderr. Any thread, again and again.
+
+        The connection stays open, since another thread may wait for a message: see `disconnect`.
 
         Args:
             how: the reason that a thread which waits for the process is told.
         """
         self._end_reason = self._end_reason or how
         self._end()
+
+    def disconnect(self) -> None:
+        """Close the connection to a process that has ended. Only in the thread that writes; elsewhere it goes with this object."""
+        self._connection.close()
 
     def error_of_end(self) -> StorageError:
         """An error with how the process ended, what it was doing, and what it left on stderr."""
@@ -346,7 +357,7 @@ class _Child:
                 logger.handle(content)
 
     def _next_message(self) -> tuple[str, Any] | None:
-        """The next message; None: there is none yet."""
+        """The next message; None: there is none yet. A writer that stops in the middle of one counts as gone."""
         try:
             return self._connection.recv() if self._connection.poll(LOOK_S) else None
         except (EOFError, OSError) as error:

@@ -31,6 +31,17 @@ def test_an_unknown_kvstore_is_refused_with_the_choices() -> None:
         TensorStoreBackend(kvstore="s3")
 
 
+def test_arrays_in_files_are_neither_listed_nor_removed_by_database(tmp_path: Path) -> None:
+    backend = TensorStoreBackend(kvstore="file")
+    save(backend, tmp_path, dict([array("model/w", torch.arange(6.0))]))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigurationError, match="TensorStoreBackend.list_arrays needs kvstore='ocdbt'"):
+        backend.list_arrays(tmp_path)
+    with pytest.raises(ConfigurationError, match="TensorStoreBackend.remove needs kvstore='ocdbt'"):
+        backend.remove(tmp_path, ["model/w"])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_each_rank_has_a_database_and_the_joined_one_refers_to_them(tmp_path: Path) -> None:
     arrays = dict(array(f"model/w{at}", torch.arange(200.0) + at, 100) for at in range(4))
     saved = save(TensorStoreBackend(), tmp_path, arrays, ranks=(0, 2, 11))

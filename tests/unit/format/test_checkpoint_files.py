@@ -27,7 +27,7 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.format import checkpoint_files
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.records import FileRecord
-from ckpt.format.stored import check_file
+from ckpt.format.stored import check_file, read_listed_file, read_manifest
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
@@ -623,3 +623,15 @@ def test_a_folder_in_place_of_a_file_is_damage(craft: Callable[..., Path], tmp_p
     (folder / path).mkdir()
     with pytest.raises(CorruptCheckpointError, match="is a folder, where a file should be|is missing or not as"):
         load(folder, tmp_path)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_listed_file_of_another_length_is_named_as_the_damaged_one(craft: Callable[..., Path], change: int) -> None:
+    folder = craft("zarr")
+    manifest = read_manifest(folder)
+    path = next(path for path in manifest.files if path.startswith("index-"))
+    size = (folder / path).stat().st_size
+    os.truncate(folder / path, size + change)
+    with pytest.raises(CorruptCheckpointError, match=f"{path} has {size + change} bytes") as caught:
+        read_listed_file(folder, manifest, path)
+    assert caught.value.file == path

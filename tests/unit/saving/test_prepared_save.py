@@ -14,13 +14,15 @@ from ckpt.backends.zarr import ZarrBackend
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import index_name
 from ckpt.ranks.topology import Topology
+from ckpt.saving import planner as planner_module
 from ckpt.saving.gathering import ByteSource
 from ckpt.saving.manifest_writer import ManifestWriter
 from ckpt.saving.planner import Planner
 from ckpt.saving.prepared_save import Destination, PreparedSave
-from ckpt.saving.writing import RankWritePlan, Staged, WriteResult
+from ckpt.saving.writing import RankWritePlan, Staged, WriteJob, WriteResult
 from ckpt.state.collect import collect
 from ckpt.state.sharing import StateComponent
+from tests.ranks import run_threads
 from tests.states import Held, cpu
 
 
@@ -77,6 +79,20 @@ def test_a_save_opens_its_place_and_publishes_what_all_have_written(tmp_path: Pa
     assert place.calls == ["open", "publish"]
 
 
+def test_partial_chunks_of_other_ranks_are_released_once_they_are_written(tmp_path: Path) -> None:
+    topology = Topology.alone()
+    save = _prepared(Noting(tmp_path / "there"), topology)
+    save.slivers = {0: b"partial chunks"}
+    given = []
+
+    def write(share: RankWritePlan, job: WriteJob, *rest: Any) -> WriteResult:
+        given.append(job.slivers)
+        return share.write(job, *rest)
+
+    save.run(topology, save.live_tensors(), write, started=time.perf_counter())
+    assert given == [{0: b"partial chunks"}] and save.slivers == {}
+
+
 def test_a_save_that_fails_is_discarded_and_not_published(tmp_path: Path) -> None:
     place, topology = Noting(tmp_path / "there"), Topology.alone()
     save = _prepared(place, topology)
@@ -95,3 +111,29 @@ def test_a_planner_makes_one_plan_for_saves_of_the_same_tensors(tmp_path: Path) 
         saves.append(planner.prepare(Noting(tmp_path / str(step)), mine, [mine.summary()]))
     assert saves[0].share is saves[1].share
     assert saves[0].plain != saves[1].plain
+
+
+def test_no_rank_keeps_a_plan_that_one_has_failed_to_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan_of_rank(plan: Any, tasks: Any, components: Any, topology: Topology, **settings: Any) -> RankWritePlan:
+        if topology.rank == 1 and fails:
+            raise MemoryError(fails.pop())
+        return RankWritePlan(plan, tasks, components, topology, **settings)
+
+    def prepare_twice(topology: Topology) -> list[str]:
+        said, own = [], Planner(topology, ZarrBackend(), cpu())
+        for step in range(2):
+            mine = collect([StateComponent("model", Held({"w": torch.arange(6.0)}), "replicated")], topology)
+            try:
+                with topology.operation(f"save {step}"):
+                    with topology.phase("collect") as phase:
+                        phase.payload = mine.summary()
+                    own.prepare(Noting(Path("nowhere")), mine, phase.payloads)
+            except CheckpointError as error:
+                said.append(str(error))
+        return said
+
+    fails = ["no memory for the plan of rank 1"]
+    monkeypatch.setattr(planner_module, "RankWritePlan", plan_of_rank)
+    said = run_threads(2, prepare_twice)
+    assert said[0] == said[1] and len(said[0]) == 1, "both fail once, and both plan anew"
+    assert "phase plan on rank 1: MemoryError: no memory for the plan of rank 1" in said[0][0]

@@ -10,7 +10,9 @@ import pytest
 from ckpt import StateComponent
 from ckpt.backends.kimi_engine import KimiEngineBackend
 from ckpt.errors import ConfigurationError
+from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.topology import Topology
+from ckpt.saving.host_cache import memories_of
 from ckpt.saving.save_settings import SaveSettings
 from tests.states import Held, coordinator
 
@@ -54,3 +56,14 @@ def test_a_budget_for_copies_is_refused_where_no_save_takes_host_memory(tmp_path
 def test_settings_that_say_nothing_save_while_training_waits() -> None:
     assert not SaveSettings().is_async
     assert SaveSettings(mode="async", overlap=True).is_async
+
+
+def test_a_backend_that_delegates_to_another_keeps_saves_and_brings_its_transport_as_that_one() -> None:
+    class Delegating:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+    inner, outer, strategy = KimiEngineBackend(), Delegating(), TwoStageLoad()
+    assert memories_of(outer, SaveSettings()) is inner.memories is not None  # type: ignore[arg-type]
+    strategy.bind(outer)  # type: ignore[arg-type]
+    assert strategy._transports.choice == inner.transport

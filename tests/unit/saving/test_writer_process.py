@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,7 +31,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, MissingStateError, 
 from ckpt.memory.arena import Arena
 from ckpt.memory.shared_memory import segment_of, shared_memory
 from ckpt.ranks.topology import Topology
-from ckpt.saving.background import writer_process
+from ckpt.saving.background import writer_child, writer_process
 from ckpt.saving.background.priority import NICE
 from ckpt.saving.background.snapshot import Snapshot, arena_bytes
 from ckpt.saving.background.writer_process import WriterProcess
@@ -221,6 +222,18 @@ def test_a_relative_folder_is_below_the_trainer_s(
     assert (tmp_path / "there" / "2").exists()
 
 
+def test_a_default_timeout_of_sockets_does_not_matter(tmp_path: Path) -> None:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(5)
+    writer = WriterProcess()
+    try:
+        writer.start(BACKEND)
+    finally:
+        socket.setdefaulttimeout(before)
+    _write(writer, StandIn(), tmp_path / "a")
+    writer.close()
+
+
 # What it is, and what it tells
 
 
@@ -260,6 +273,25 @@ def test_bytes_that_moved_are_all_told(writer: WriterProcess, tmp_path: Path) ->
     moved: list[int] = []
     _write(writer, StandIn(), tmp_path / "a", progress=moved.append)
     assert sum(moved) == 3 * 64
+
+
+def test_bytes_that_moved_are_told_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noting:
+        def send(self, message: Any) -> None:
+            sent.append(message)
+
+        def recv(self) -> Any:
+            raise EOFError
+
+    sent: list[Any] = []
+    monkeypatch.setattr(writer_child, "_leave", lambda code: None)
+    monkeypatch.setattr(writer_child, "TELL_S", 1e9)
+    trainer = writer_child._Trainer(Noting())  # type: ignore[arg-type]
+    for _ in range(2):
+        trainer.tell("next")
+        trainer.progress(5)
+    trainer.tell("done")
+    assert sent == [("next", None), ("next", None), ("moved", 10), ("done", None)]
 
 
 # What goes wrong in it
@@ -333,6 +365,23 @@ def a_module_of_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "of_this_process_only", module)
 
 
+def test_memory_that_the_system_does_not_let_it_map_is_an_error_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(writer_child, "_leave", left.append)
+    with pytest.raises(
+        StorageError,
+        match="cannot map the memory of its trainer: No such file or directory: .*; give saves.writer='thread'",
+    ):
+        writer_child._mapped(os.getppid(), 1 << 20)
+    memory = _memory()
+    segment, _ = segment_of(memory) or pytest.fail("it is shared")
+    assert left == []
+    writer_child._mapped(os.getpid(), segment.fd)
+    assert left == [0], "a process that is not the parent is not the trainer"
+
+
 # A save that is given up
 
 
@@ -403,6 +452,20 @@ def test_a_writer_that_is_killed_fails_the_save_and_is_followed_by_another(
         _write(writer, StandIn("hangs"), tmp_path / "c", progress=give_up)
     assert writer.pid is None and not psutil.pid_exists(pids[0] or 0), "one that cannot let go is killed"
     assert "killed by SIGKILL while it had nothing to do" in caplog.text and "another one is started" in caplog.text
+
+
+def test_a_writer_that_stops_within_a_message_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_process, "TAKE_S", 1)
+    monkeypatch.setattr(writer_process, "END_S", 1)
+    writer = WriterProcess()
+    writer.start(BACKEND)
+    ended = writer._child
+    with pytest.raises(StorageError, match="does not answer any more, while it wrote item 1 to"):
+        _write(writer, StandIn("stops within a message"), tmp_path / "a")
+    assert writer.pid is None
+    assert ended is not None and ended._connection.closed, "even while something keeps the error"
+    _write(writer, StandIn(), tmp_path / "b")
+    writer.close()
 
 
 def test_a_writer_that_does_not_come_up_fails_the_save_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
