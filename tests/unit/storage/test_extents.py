@@ -55,6 +55,12 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+def as_on_a_device(patch: pytest.MonkeyPatch) -> None:
+    """Let tensors on the host be treated as those on a device are."""
+    for module in (extents, wanted_bytes):
+        patch.setattr(module, "is_on_host", lambda tensor: False)
+
+
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Thousandths of the real sizes, so that small arrays meet every border."""
@@ -363,8 +369,7 @@ def test_bytes_that_came_another_way_are_placed_as_if_they_had_been_read(
         patch.setattr(wanted_bytes, "DIRECT_BYTES", 48)
         patch.setattr(wanted_bytes, "GAP_BYTES", 96)
         if not on_host:
-            for module in (extents, wanted_bytes):
-                patch.setattr(module, "is_on_host", lambda tensor: False)
+            as_on_a_device(patch)
         root = tmp_path_factory.mktemp("place")
         extent = store(root, chunk.tobytes(), before=b"0123456", block_bytes=block_bytes)
         wanted = WantedBytes(
@@ -417,8 +422,7 @@ def test_a_reader_reads_just_the_stretches_it_is_told(
         ExtentReader(root, verify=verify, slab_bytes=128, landing=AtOnce()) as reader,
     ):
         if not on_host:
-            for module in (extents, wanted_bytes):
-                patch.setattr(module, "is_on_host", lambda tensor: False)
+            as_on_a_device(patch)
         stretches = WantedBytes(extent, parts).stretches(reader.unit_of(extent))
         mine = [stretch for stretch in stretches if data.draw(st.booleans())]
         reader.read(extent, parts, mine)
