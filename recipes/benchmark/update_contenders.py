@@ -228,16 +228,3 @@ class PerTensor(Contender):
 def _leave(group: Any) -> None:
     if group is not dist.GroupMember.NON_GROUP_MEMBER:
         dist.destroy_process_group(group)
-
-
-def contender_of(name: str, ends: UpdateEndpoints) -> Contender:
-    """Make a contender by its name. Collective."""
-    if name in OURS:
-        return Ours(ends, name)
-    if name.startswith("raw"):
-        return Raw(ends, to_trainers=name == "raw-all")
-    if name == "per-tensor":
-        return PerTensor(ends)
-    from recipes.benchmark.parameter_server import Reference  # its package may be missing
-
-    return Reference(ends, is_tuned=name == "reference/tuned")

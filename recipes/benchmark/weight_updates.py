@@ -28,7 +28,16 @@ from recipes.benchmark import harness
 from recipes.benchmark.harness import Figures
 from recipes.benchmark.measuring import gathered, largest, wait_for_ranks
 from recipes.benchmark.tables import print_table, rounds_text, summarized
-from recipes.benchmark.update_contenders import CONTENDERS, OURS, Contender, Stopwatch, UpdateEndpoints, contender_of
+from recipes.benchmark.update_contenders import (
+    CONTENDERS,
+    OURS,
+    Contender,
+    Ours,
+    PerTensor,
+    Raw,
+    Stopwatch,
+    UpdateEndpoints,
+)
 from recipes.benchmark.weights import described, made_of, rows_of
 from recipes.support.config import AT_RUN_TIME, bind, made, make_absolute
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles, require_ranks
@@ -328,3 +337,16 @@ def _cell(seconds: float | None, speed: float | None) -> str:
 def _line(seconds: Mapping[str, float]) -> str:
     parts = [f"{heading} {seconds[part]:.3f}" for part, heading in PARTS.items() if part in seconds]
     return f"update {seconds[UPDATE]:.3f} s ({', '.join(parts)})"
+
+
+def contender_of(name: str, ends: UpdateEndpoints) -> Contender:
+    """Make a contender by its name. Collective."""
+    if name in OURS:
+        return Ours(ends, name)
+    if name.startswith("raw"):
+        return Raw(ends, to_trainers=name == "raw-all")
+    if name == "per-tensor":
+        return PerTensor(ends)
+    from recipes.benchmark.parameter_server import Reference  # its package may be missing
+
+    return Reference(ends, is_tuned=name == "reference/tuned")

@@ -11,3 +11,8 @@ report          progress, and summary.json
 sweep           the table of a sweep
 tables          tables on the terminal
 """
+
+from pathlib import Path
+
+CONF = Path(__file__).resolve().parent.parent.parent / "conf"
+"""The config files, beside the package `recipes` in a checkout."""

@@ -24,10 +24,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes.support import CONF
 from recipes.support.sentences import sentence_of, sentence_of_arguments
-
-CONF = Path(__file__).resolve().parent.parent.parent / "conf"
-"""The config files, beside the package `recipes` in a checkout."""
 
 Work = Callable[[DictConfig], int | None]
 

@@ -19,7 +19,7 @@ from ckpt.errors import CorruptCheckpointError, StorageError, sentence
 from ckpt.format.durable import replace_durably
 from ckpt.loading.loader import LoadReport
 from ckpt.saving.checkpoint_root import SaveReport
-from recipes.support.cli import CONF
+from recipes.support import CONF
 from recipes.support.config import GIVEN, by_dotted_key, values_of
 
 SUMMARY_NAME = "summary.json"

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ckpt.errors import ConfigurationError
-from recipes.support.cli import CONF
+from recipes.support import CONF
 from recipes.support.config import AT_RUN_TIME, bind
 
 ENGINE_AT_RUN_TIME = ("device", "colocated", "is_master")

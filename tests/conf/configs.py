@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from recipes.benchmark.harness import CheckRun, checked_config
-from recipes.support.cli import CONF
+from recipes.support import CONF
 from recipes.support.config import GIVEN, checked, given_keys
 
 

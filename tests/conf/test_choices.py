@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipes.support.cli import CONF
+from recipes.support import CONF
 from recipes.support.config import AT_RUN_TIME, RunKeys, bind
 from tests.conf.configs import composed
 

@@ -8,7 +8,7 @@ import pytest
 from omegaconf.errors import OmegaConfBaseException
 
 from ckpt.errors import CheckpointError, ConfigurationError
-from recipes.support.cli import CONF
+from recipes.support import CONF
 from recipes.support.config import given_keys
 from recipes.support.sentences import sentence_of
 from tests.conf.configs import config

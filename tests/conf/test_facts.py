@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from ckpt.engine.elastic.membership import Rendezvous
 from ckpt.errors import ConfigurationError
-from recipes.support.cli import CONF
+from recipes.support import CONF
 from recipes.support.config import made
 from recipes.training.facts import facts_of, run_of
 from recipes.training.joining import join_rollout

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from ckpt.engine import BroadcastCheckpointEngine, KimiCheckpointEngine, NaiveCheckpointEngine
 from ckpt.errors import ConfigurationError
-from recipes.support.cli import CONF
+from recipes.support import CONF
 from recipes.support.config import made
 from recipes.training.sync_config import checked_join, checked_sync
 from tests.conf.configs import composed

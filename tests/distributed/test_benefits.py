@@ -18,7 +18,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError, ReplicationE
 from ckpt.format.manifest import Index
 from ckpt.format.stored import read_index, read_manifest
 from ckpt.ranks.topology import Topology
-from recipes.support.cli import CONF
+from recipes.support import CONF
 from recipes.training.training import Training
 from tests.conf.configs import config
 from tests.distributed.test_layouts import LAYOUTS

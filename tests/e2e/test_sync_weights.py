@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from ckpt.engine.elastic.elastic import ElasticEngine
 from ckpt.errors import CheckpointError, RankAbsentError
 from ckpt.ranks.topology import Topology
-from recipes.support.cli import CONF
+from recipes.support import CONF
 from recipes.support.launch import launch
 from recipes.training import syncing
 from recipes.training.joining import join_rollout
