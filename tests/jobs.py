@@ -34,7 +34,7 @@ def config(num_ranks: int, **more: Any) -> dict[str, Any]:
     return {
         "launch": {"nproc_per_node": num_ranks},
         "device": device,
-        "agree": {"timeout_s": 2.0},
+        "agree": {"timeout_s": float(os.environ.get("AGREE_S", "2"))},
         "save": {"grace_s": 5.0},
         "rank_that_composed": rank_of_environment(),
         **more,

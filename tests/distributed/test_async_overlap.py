@@ -53,17 +53,22 @@ WIDTH = 2048
 
 
 class Copier:
-    """The thread that copies beside training, held back until `go`; and what happened when.
-
-    Attributes:
-        events: "copied" is added when a copy is over; tests add their own.
-    """
+    """The thread that copies beside training, held back until `go`; and what happened when."""
 
     def __init__(self, delay: Callable[[], float] | None = None) -> None:
         self._go = threading.Event()
         self._delay = delay
         self._copy = Snapshot._copy_later
-        self.events: list[str] = []
+        self._events: list[str] = []
+        self._snapshots: list[Snapshot] = []
+
+    @property
+    def events(self) -> list[str]:
+        """What tests have noted, and "copied" where a copy was found to be over."""
+        while self._snapshots and self._snapshots[0].is_complete:
+            self._events.append("copied")
+            del self._snapshots[0]
+        return self._events
 
     def go(self) -> None:
         self._go.set()
@@ -76,12 +81,12 @@ class Copier:
 
     def __enter__(self) -> Copier:
         def held_back(snapshot: Snapshot, *args: Any) -> None:
+            self._snapshots.append(snapshot)
             if self._delay is None:
                 assert self._go.wait(PATIENCE_S), "nobody let the copier go"
             else:
                 time.sleep(self._delay())
             self._copy(snapshot, *args)
-            self.events.append("copied")
 
         Snapshot._copy_later = held_back  # type: ignore[method-assign]
         return self

@@ -317,7 +317,7 @@ JOINED = ["adds_up", "adds_up", "fills_the_disk", "adds_up"]
 @pytest.mark.full
 def test_jobs_under_torchrun_join_its_ranks_one_after_another_and_run_rank_0_s_configuration() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    outcomes, errors = _outcomes(_jobs(*JOINED, launcher=torchrun))
+    outcomes, errors = _outcomes(_jobs(*JOINED, launcher=torchrun, AGREE_S="30"))
     _check_joined(outcomes, errors)
 
 
@@ -338,6 +338,7 @@ def test_jobs_under_torch_s_elastic_agent_join_its_ranks_one_after_another(tmp_p
 def _be_agent(said: Path) -> None:
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
+    os.environ["AGREE_S"] = "30"
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(said / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -362,7 +363,7 @@ def test_ranks_that_nobody_holds_a_store_for_hold_it_themselves() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "AGREE_S": "30"}
     ranks = [_jobs(*JOINED, **environment, RANK=str(rank)) for rank in (0, 1)]
     said = [_outcomes(rank) for rank in ranks]
     _check_joined([outcome for outcomes, _ in said for outcome in outcomes], "".join(errors for _, errors in said))
