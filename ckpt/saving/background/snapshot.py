@@ -123,10 +123,6 @@ class Snapshot:
         """Wait until the copy is complete, or has failed. Any thread."""
         self._is_over.wait()
 
-    @property
-    def is_complete(self) -> bool:
-        return self._is_over.is_set()
-
     def sends(self) -> dict[int, bytes]:
         self._has_sends.wait()
         if self._error is not None:
