@@ -212,7 +212,6 @@ class _Child:
 
         def look() -> None:
             progress(1)
-            self._require_alive()
             if time.monotonic() > deadline:
                 self._end_reason = f"was not up after {timeout_s:g} s, and has been ended"
                 raise _Gone
@@ -256,13 +255,8 @@ class _Child:
         self, items: Iterator[Staged], share: RankWritePlan, folder: Path, progress: Callable[[int], None]
     ) -> tuple[str, Any]:
         """Hand over item after item as they are asked for; return the message that ends the save."""
-
-        def look() -> None:
-            progress(0)
-            self._require_alive()
-
         while True:
-            kind, content = self._receive(look)
+            kind, content = self._receive(lambda: progress(0))
             if kind == "moved":
                 progress(content)
             elif kind != "next":
@@ -280,7 +274,6 @@ class _Child:
         deadline = time.monotonic() + GIVE_UP_S
 
         def look() -> None:
-            self._require_alive()
             if time.monotonic() > deadline:
                 raise _Gone
 
@@ -344,10 +337,13 @@ class _Child:
         """Return the next message; what the writer logs is logged here on the way.
 
         Args:
-            look: called now and then as long as nothing comes; may raise.
+            look: called now and then as long as nothing comes and the process is alive; may raise.
         """
         while True:
             while (message := self._next_message()) is None:
+                # The connection may outlive the process: a fork that this one has made meanwhile has an end of it too.
+                if self.process.poll() is not None:
+                    raise _Gone
                 look()
             kind, content = message
             if kind != "log":
@@ -362,11 +358,6 @@ class _Child:
             return self._connection.recv() if self._connection.poll(LOOK_S) else None
         except (EOFError, OSError) as error:
             raise _Gone from error
-
-    def _require_alive(self) -> None:
-        """The connection may outlive the process: a fork that this one has made meanwhile has an end of it too."""
-        if self.process.poll() is not None:
-            raise _Gone
 
 
 def _end(owner: int, process: subprocess.Popen[bytes], errors: int) -> None:
