@@ -77,19 +77,10 @@ class WriterProcess:
         num_cores: how many cores it may use; None: all.
         mib_s: how many MiB a second it may write; None: no limit.
         local_rank: number of the rank on its host, so that the writers of several take different cores.
-        start_timeout_s: it must be up by then, in seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        num_cores: int | None = None,
-        mib_s: float | None = None,
-        local_rank: int = 0,
-        start_timeout_s: float = START_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, *, num_cores: int | None = None, mib_s: float | None = None, local_rank: int = 0) -> None:
         self._settings = {"num_cores": num_cores, "mib_s": mib_s, "local_rank": local_rank}
-        self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._child: _Child | None = None
@@ -132,7 +123,7 @@ class WriterProcess:
         with self._writing:
             child = self._started(job.backend)
             try:
-                child.await_up(progress, self._start_timeout_s)
+                child.await_up(progress)
                 return child.write(share, job, staged, progress)
             except _Gone:
                 error = child.error_of_end()
@@ -206,14 +197,14 @@ class _Child:
             process_group=0,
         )
 
-    def await_up(self, progress: Callable[[int], None], timeout_s: float) -> None:
+    def await_up(self, progress: Callable[[int], None]) -> None:
         """Wait until it can write."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + START_TIMEOUT_S
 
         def look() -> None:
             progress(1)
             if time.monotonic() > deadline:
-                self._end_reason = f"was not up after {timeout_s:g} s, and has been ended"
+                self._end_reason = f"was not up after {START_TIMEOUT_S:g} s, and has been ended"
                 raise _Gone
 
         while not self._is_up:
