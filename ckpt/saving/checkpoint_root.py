@@ -22,11 +22,11 @@ from ckpt.catalog.ledger import ROOT_OWNER, Commit, Ledger
 from ckpt.catalog.owner import FolderLock
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.format.held import places_from_json
-from ckpt.format.manifest import CheckpointManifest, index_name
+from ckpt.format.manifest import CheckpointManifest
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
 from ckpt.saving.host_cache import HeldStep, HostCache, places_to_json
-from ckpt.saving.manifest_writer import ManifestWriter, entries_of
+from ckpt.saving.manifest_writer import ManifestWriter, entries_of, index_files
 from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
 from ckpt.saving.stale_state_check import StaleStateCheck
 from ckpt.saving.writing import RankWritePlan, WriteResult
@@ -369,9 +369,7 @@ def _known_manifest(
         topology={},
         components={},
         arrays=entries_of(plan, components, store),
-        files={
-            index_name(rank): (result.index[0], result.index[1]) for rank, result in enumerate(results) if result.index
-        },
+        files=index_files(results),
     )
 
 
