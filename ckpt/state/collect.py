@@ -45,7 +45,6 @@ from ckpt.state.sharing import (
     find_aliases,
     holders_of,
     level_of,
-    prefix_of,
 )
 
 Held = tuple[tuple[Box, torch.Tensor], ...]
@@ -162,7 +161,7 @@ def collect(
             address.name: ((address.box, local_tensor(leaves.tensors[key])),) for key, address in found.items()
         }
         parts.append(TablePart.of(found.values()))
-        start = f"{component.key}/{prefix_of(component, topology)}"
+        start = f"{component.key}/{component.sharing.prefix(topology)}"
         if contributes(component, topology):
             aliases += [(start + alias, start + first) for alias, first in tied.items()]
             mine.plain[component.key] = _plain_rows(component, leaves)
