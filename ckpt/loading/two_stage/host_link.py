@@ -41,7 +41,7 @@ class HostLink:
         self.memory: dict[int, torch.Tensor] = {}
         self.sockets: dict[int, socket.socket] = {}
         self._num_bytes = num_bytes
-        self._fd = shared("ckpt-in-flight", max(num_bytes, 1))
+        self._fd = shared("ckpt-in-flight", num_bytes)
         self.memory[rank] = _mapped(self._fd, num_bytes)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.address = f"ckpt-{secrets.token_hex(16)}"
@@ -153,8 +153,6 @@ def _patiently(waits: socket.socket, call: Callable[[], _T], ranks: Sequence[int
 
 
 def _mapped(fd: int, num_bytes: int) -> torch.Tensor:
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mapped(fd, num_bytes), dtype=torch.uint8)
 
 
