@@ -25,7 +25,7 @@ from ckpt.format.held import places_from_json
 from ckpt.format.manifest import CheckpointManifest
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
-from ckpt.saving.host_cache import HeldStep, HostCache, places_to_json
+from ckpt.saving.host_cache import HeldStep, HostCache
 from ckpt.saving.manifest_writer import ManifestWriter, entries_of, index_files
 from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
 from ckpt.saving.stale_state_check import StaleStateCheck
@@ -264,7 +264,8 @@ class CheckpointRoot(Destination):
                 topology.require_awaited()
                 path = self._ledger.publish(self.folder, target.checkpoint_id, refused=target.refused)
                 phase.stands = _is_committed(path)
-            phase.payload = [str(path) if topology.is_lead else None, places_to_json(self._memory)]
+            places = None if self._memory is None else self._memory.settle()
+            phase.payload = [str(path) if topology.is_lead else None, places]
         path = Path(phase.payloads[0][0])
         held = self._held(path, digest, save, results, [places for _, places in phase.payloads])
         seconds = max(result.write_s for result in results) + time.perf_counter() - started
