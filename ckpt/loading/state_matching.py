@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -31,6 +30,7 @@ from ckpt.format.strict_json import corrupt
 from ckpt.loading.report import ComponentReport, Misfits, Status
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.device import empty_beside
+from ckpt.planning.plan import runs_of
 from ckpt.state.abilities import Elastic, Forgetful, Prepared, offers, tied_names
 from ckpt.state.address import DTensorBoxes, local_tensor, place_of
 from ckpt.state.flatten import Leaves, Path, flatten, from_json, path_from_json, unflatten
@@ -351,15 +351,7 @@ def _joined_misfits(
 
 def _runs_without(left: Collection[str], keys: Sequence[str]) -> list[tuple[int, int]]:
     """The keys that are not among `left`, as runs of their positions: (first, how many)."""
-    left = set(left)
-    runs = []
-    first = 0
-    for is_left, run in groupby(keys, key=left.__contains__):
-        count = sum(1 for _ in run)
-        if not is_left:
-            runs.append((first, count))
-        first += count
-    return runs
+    return [(first, count) for is_left, first, count in runs_of(map(set(left).__contains__, keys)) if not is_left]
 
 
 def _claimed_by_none(claimed: Sequence[Sequence[tuple[int, int]] | None], keys: Sequence[str]) -> set[str]:
