@@ -54,9 +54,6 @@ class CheckpointSource(Protocol):
         A component that all ranks share has moved if their number has changed. None: nothing has changed.
         """
 
-    def first_difference(self, component: StateComponent) -> str | None:
-        """The first key in which its copies differ, by the digests of their bytes; None: they are equal."""
-
     def same_pattern(self, component: StateComponent) -> bool:
         """Whether it was saved under the pattern, and the process group, that is declared now."""
 
@@ -68,6 +65,9 @@ class CheckpointSource(Protocol):
 
     def rows(self, component: StateComponent, prefix: str) -> Rows:
         """The plain values of one copy."""
+
+    def contents(self, component: StateComponent, prefix: str) -> Mapping[str, Any]:
+        """Key -> a value that is equal for two copies exactly if their bits are, by the digests of tensors."""
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
         """Check this rank's share of the bytes that reading the tensors does not check.
@@ -148,16 +148,6 @@ class CommittedSource:
                 return None if count == topology.world_size else f"saved by {by}, this run has {topology.world_size}"
         return None if then == now else f"saved by {what}{then}, this run has {now or 'no group of that name'}"
 
-    def first_difference(self, component: StateComponent) -> str | None:
-        first, *others = self.prefixes(component)
-        reference = self._contents(component, first)
-        for prefix in others:
-            contents = self._contents(component, prefix)
-            for key in sorted({*reference, *contents}):
-                if reference.get(key) != contents.get(key):
-                    return key
-        return None
-
     def prefixes(self, component: StateComponent) -> list[str]:
         saved = self._saved_sharing(component)
         match saved.pattern:
@@ -216,13 +206,8 @@ class CommittedSource:
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
         return self._strategy.prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
 
-    def _saved_sharing(self, component: StateComponent) -> Sharing:
-        """The pattern that a component was saved under."""
-        saved = self._manifest.components[component.key]
-        return Sharing(SharingPattern(saved.sharing_pattern), saved.group_name)
-
-    def _contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
-        """Key -> a value that is equal for two copies exactly if their bits are. Of large arrays only the digests are compared."""
+    def contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
+        """See `CheckpointSource.contents`. Large arrays are not read: their digests are in the indexes."""
         start = f"{component.key}/{prefix}"
         found: dict[str, tuple[Any, ...]] = {key: tuple(row) for key, row in self.rows(component, prefix).items()}
         small = []
@@ -241,6 +226,11 @@ class CommittedSource:
         reading = DirectLoad().prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
         reading.run()
         return found | {key: (*form, digest_of(raw_bytes(out).numpy().data)) for key, form, out in small}
+
+    def _saved_sharing(self, component: StateComponent) -> Sharing:
+        """The pattern that a component was saved under."""
+        saved = self._manifest.components[component.key]
+        return Sharing(SharingPattern(saved.sharing_pattern), saved.group_name)
 
     def _chunk_digests(self, entry: ArrayEntry) -> Iterator[tuple[int, ...]]:
         assert entry.grid is not None and entry.path is not None
