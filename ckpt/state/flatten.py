@@ -17,7 +17,7 @@ import math
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -120,6 +120,31 @@ def rows_from_json(data: bytes, where: str) -> dict[str, list[Any]]:
     return found
 
 
+def plain_and_paths(
+    rows: Mapping[str, Sequence[Any]], where: str, tensors: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return the plain values in rows of a file, by joined key, and the paths, those of tensors too.
+
+    Args:
+        where: names the file in errors.
+        tensors: joined keys of the tensors saved beside it.
+
+    Raises:
+        CorruptCheckpointError: a value is none that was saved, or a tensor is not there.
+    """
+    plain, paths = {}, {}
+    for key, row in rows.items():
+        paths[key] = path_from_json(row[0])
+        if len(row) == 2:
+            try:
+                plain[key] = from_json(row[1])
+            except CorruptCheckpointError as error:
+                raise corrupt(where, f"{key!r:.80}: {error}") from error
+        elif key not in tensors:
+            raise corrupt(where, f"{key!r:.80} should be a tensor, and the manifest has none of that name")
+    return plain, paths
+
+
 def check_plain_file(data: bytes, where: str, tensors: Collection[str]) -> None:
     """Check that a load can build a state dict from a file of plain values.
 
@@ -129,13 +154,9 @@ def check_plain_file(data: bytes, where: str, tensors: Collection[str]) -> None:
     Raises:
         CorruptCheckpointError: it cannot.
     """
-    rows = rows_from_json(data, where)
-    paths = {key: path_from_json(row[0]) for key, row in rows.items()}
-    lost = next((key for key, row in rows.items() if len(row) == 1 and key not in tensors), None)
-    if lost is not None:
-        raise corrupt(where, f"{lost!r:.80} should be a tensor, and the manifest has none of that name")
+    plain, paths = plain_and_paths(rows_from_json(data, where), where, tensors)
     try:
-        unflatten({key: from_json(row[1]) if len(row) == 2 else None for key, row in rows.items()}, paths)
+        unflatten({key: plain.get(key) for key in paths}, paths)
     except CorruptCheckpointError as error:
         raise corrupt(where, str(error)) from error
 
