@@ -162,10 +162,7 @@ class CommittedSource:
         return [copy_prefix(saved.pattern, number, saved.group or "") for number in range(copies)]
 
     def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
-        start = f"{component.key}/{prefix}"
-        return {
-            name.removeprefix(start): entry for name, entry in self._manifest.arrays.items() if name.startswith(start)
-        }
+        return self._manifest.arrays_of(f"{component.key}/{prefix}".removesuffix("/"))
 
     def rows(self, component: StateComponent, prefix: str) -> Rows:
         """See `CheckpointSource.rows`."""
