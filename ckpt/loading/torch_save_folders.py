@@ -34,7 +34,7 @@ from ckpt.loading.sources import Rows, require_same_kind
 from ckpt.loading.strategy import ReadRequest, ReadStats, bytes_of
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import NamedFromPositions, offers
-from ckpt.state.flatten import Leaves, flatten, path_to_json, to_json
+from ckpt.state.flatten import Leaves, flatten, rows_of, to_json
 from ckpt.state.sharing import OWN_COPIES, SharingPattern, StateComponent, find_aliases, holders_of
 
 _FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_[A-Za-z0-9_.-]+)?\.pt")
@@ -148,11 +148,7 @@ class OldSource:
         }
 
     def rows(self, component: StateComponent, prefix: str) -> Rows:
-        leaves = self._load(component, prefix)
-        rows: dict[str, list[Any]] = {key: [path_to_json(leaves.paths[key])] for key in leaves.tensors}
-        for key, value in leaves.plain.items():
-            rows[key] = [path_to_json(leaves.paths[key]), to_json(value, key)]
-        return rows
+        return rows_of(self._load(component, prefix), component.key, with_tensors=True)
 
     def contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
         leaves = self._load(component, prefix)

@@ -106,6 +106,14 @@ def path_from_json(parts: list[Any]) -> Path:
     return tuple(tuple(part) if isinstance(part, list) else part for part in parts)
 
 
+def rows_of(leaves: Leaves, label: str, *, with_tensors: bool) -> dict[str, list[Any]]:
+    """Return joined key -> [path, value] of plain values as JSON, and [path] of tensors if asked for."""
+    rows = {
+        key: [path_to_json(leaves.paths[key]), to_json(value, f"{label}: {key}")] for key, value in leaves.plain.items()
+    }
+    return rows | {key: [path_to_json(leaves.paths[key])] for key in leaves.tensors if with_tensors}
+
+
 def rows_from_json(data: bytes, where: str) -> dict[str, list[Any]]:
     """Parse a file of plain values into joined key -> [path, value] or [path]. `where` names the file in errors.
 
