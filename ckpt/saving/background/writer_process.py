@@ -34,10 +34,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sentence
+from ckpt.errors import ConfigurationError, StorageError, sentence
 from ckpt.format.dtypes import contiguous, raw_bytes
 from ckpt.memory.shared_memory import segment_of
-from ckpt.saving.background.serialized_errors import deserialize_error
+from ckpt.saving.background.serialized_errors import deserialize_error, refusing
 
 if TYPE_CHECKING:
     import torch
@@ -381,12 +381,5 @@ def _place_of(host: torch.Tensor) -> tuple[int, int, int] | bytes:
 
 
 def _pickled(thing: Any, what: str) -> bytes:
-    try:
+    with refusing(f"{what} cannot be sent to a writer process", "Make it something that can be pickled"):
         return pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL)
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a class of a user raises
-        raise ConfigurationError(
-            f"{what} cannot be sent to a writer process: {sentence(error)}. Make it something that can be pickled, or give "
-            "saves.writer='thread'."
-        ) from error
