@@ -216,7 +216,7 @@ class CheckpointCoordinator:
         root, checkpoint_id = self._named(checkpoint_path, checkpoint_id)
         self._history.require_no_newer(root)
         if self._background is not None:
-            self._finalize(blocking=self._saves.when_busy == "wait")
+            self.maybe_finalize(blocking=self._saves.when_busy == "wait")
             if self._background.num_pending and self._saves.when_busy == "skip":
                 if self._topology.is_lead:
                     _log.warning("checkpoint-%s is skipped: the save before it is under way still", checkpoint_id)
@@ -266,11 +266,14 @@ class CheckpointCoordinator:
         Raises:
             CheckpointError: a save failed in the background, on every rank, unless `saves.on_async_error` is "warn".
         """
-        return self._finalize(blocking=blocking)
+        reports = [] if self._background is None else self._background.finalize(blocking=blocking)
+        for report in reports:
+            self._add(report)
+        return reports
 
     def wait(self) -> None:
         """Wait for all saves in the background. Collective. Raises as `maybe_finalize` does."""
-        self._finalize(blocking=True)
+        self.maybe_finalize(blocking=True)
 
     def wait_for_snapshot(self) -> None:
         """Wait until no save copies state any more, so that it may change. Steps of optimizers wait by themselves. Not collective."""
@@ -336,12 +339,6 @@ class CheckpointCoordinator:
             self._host_cache.close()
         self._roots.close()
 
-    def _finalize(self, *, blocking: bool) -> list[SaveReport]:
-        reports = [] if self._background is None else self._background.finalize(blocking=blocking)
-        for report in reports:
-            self._add(report)
-        return reports
-
     def _add(self, report: SaveReport) -> None:
         self.last_save = report
         self.reports.append(report)
@@ -374,7 +371,7 @@ class CheckpointCoordinator:
         """
         check_flags(strict=strict)
         path = None if checkpoint_path is None else as_folder("checkpoint_path", checkpoint_path)
-        self._finalize(blocking=True)
+        self.maybe_finalize(blocking=True)
         self._history.newer = []
         if path is not None:
             self.last_load = self._loader.load(path, strict=strict, may_be_old=True)

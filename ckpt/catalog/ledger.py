@@ -471,10 +471,10 @@ def _head_of(manifest: Path) -> bytes:
 def _timestamp(head: bytes) -> datetime | None:
     """Return the commit time in a manifest; None: it is damaged."""
     match = _TIMESTAMP.search(head)
+    if match is None:
+        return None
     try:
-        said = datetime.fromisoformat(match[1].decode()) if match is not None else None
-        if said is None:
-            return None
+        said = datetime.fromisoformat(match[1].decode())
         return said.astimezone(UTC) if said.tzinfo else said.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
         return None

@@ -391,17 +391,14 @@ def _make(file: Path, about: Mapping[str, object], put: Callable[[Path, Path], o
             _lock(descriptor, wait=True)
             os.write(descriptor, json.dumps(about).encode())
             put(beside, file)
-        except FileNotFoundError:  # `remove_dead_claims` removed it before it was locked
+        except BaseException as error:
             os.close(descriptor)
-        except OSError:
-            os.close(descriptor)
-            beside.unlink(missing_ok=True)
+            if isinstance(error, FileNotFoundError):  # `remove_dead_claims` removed it before it was locked
+                continue
+            if isinstance(error, OSError):  # after any other the next claim removes the file
+                beside.unlink(missing_ok=True)
             raise
-        except BaseException:  # the next claim removes the file
-            os.close(descriptor)
-            raise
-        else:
-            return descriptor
+        return descriptor
 
 
 def _put_if_free(beside: Path, file: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckpt.format.box import Box, chunk_box, num_chunks
+from ckpt.format.box import Box, chunk_box, chunks_meeting
 from ckpt.format.dtypes import raw_bytes, torch_dtype
 from ckpt.format.records import ChunkExtent
 from ckpt.loading.strategy import Stored, StoredPart
@@ -134,7 +134,5 @@ class ChunkReader:
 def _chunk_of(one: StoredPart) -> Box:
     """The box, in global coordinates, of the chunk that a part lies in."""
     array = one.array
-    number = 0
-    for side, cell, first in zip(num_chunks(array.shape, array.grid), array.grid, one.source.offsets, strict=True):
-        number = number * side + first // cell
+    (number,) = chunks_meeting(array.shape, array.grid, one.source)
     return chunk_box(array.shape, array.grid, number)

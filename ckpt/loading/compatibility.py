@@ -113,7 +113,7 @@ def _prefix_of_copy(source: CheckpointSource, component: StateComponent) -> str 
 
 def _any_copy(source: CheckpointSource, component: StateComponent, changed: WorldSizeError) -> str:
     """The prefix of the first of several copies that are all equal."""
-    differing = source.first_difference(component)
+    differing = _first_difference(source, component)
     if differing is not None:
         raise WorldSizeError(
             f"component {component.key} has elastic=replica, which takes any copy where all are equal, but the saved ones differ in "
@@ -122,6 +122,18 @@ def _any_copy(source: CheckpointSource, component: StateComponent, changed: Worl
             component=component.key,
         ) from changed
     return source.prefixes(component)[0]
+
+
+def _first_difference(source: CheckpointSource, component: StateComponent) -> str | None:
+    """The first key in which the copies of a component differ; None: they are equal."""
+    first, *others = source.prefixes(component)
+    reference = source.contents(component, first)
+    for prefix in others:
+        contents = source.contents(component, prefix)
+        for key in sorted({*reference, *contents}):
+            if reference.get(key) != contents.get(key):
+                return key
+    return None
 
 
 def _require_present(source: CheckpointSource, component: StateComponent, strict: bool) -> None:

@@ -21,7 +21,7 @@ from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, StoredC
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.state.flatten import rows_from_json
-from ckpt.state.sharing import OWN_COPIES, SharingPattern, StateComponent, copy_prefix
+from ckpt.state.sharing import OWN_COPIES, Sharing, SharingPattern, StateComponent, copy_prefix
 
 Rows = Mapping[str, Sequence[Any]]
 """Joined key -> [path, value] of a plain value, [path] of a tensor, as JSON; the content of a plain.json."""
@@ -54,9 +54,6 @@ class CheckpointSource(Protocol):
         A component that all ranks share has moved if their number has changed. None: nothing has changed.
         """
 
-    def first_difference(self, component: StateComponent) -> str | None:
-        """The first key in which its copies differ, by the digests of their bytes; None: they are equal."""
-
     def same_pattern(self, component: StateComponent) -> bool:
         """Whether it was saved under the pattern, and the process group, that is declared now."""
 
@@ -68,6 +65,9 @@ class CheckpointSource(Protocol):
 
     def rows(self, component: StateComponent, prefix: str) -> Rows:
         """The plain values of one copy."""
+
+    def contents(self, component: StateComponent, prefix: str) -> Mapping[str, Any]:
+        """Key -> a value that is equal for two copies exactly if their bits are, by the digests of tensors."""
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
         """Check this rank's share of the bytes that reading the tensors does not check.
@@ -114,38 +114,31 @@ class CommittedSource:
         return self._manifest.components
 
     def same_pattern(self, component: StateComponent) -> bool:
-        saved = self._manifest.components[component.key]
-        now = component.pattern.value, component.process_group_name
-        return (saved.sharing_pattern, saved.group_name) == now
+        return self._saved_sharing(component) == component.sharing
 
     def own_prefix(self, component: StateComponent) -> str:
         """See `CheckpointSource.own_prefix`; by the pattern it was *saved* under."""
-        saved = self._manifest.components[component.key]
-        was = SharingPattern(saved.sharing_pattern)
+        saved = self._saved_sharing(component)
+        was = saved.pattern
         require_same_kind(component, was)
-        self._require_same_group(component, saved.group_name)
-        if was not in OWN_COPIES:
-            return ""
-        moved = self.moved(component)
-        if moved is not None:
+        self._require_same_group(component, saved.group)
+        if was in OWN_COPIES and (moved := self.moved(component)) is not None:
             raise WorldSizeError(
                 f"component {component.key} is {was.value} and was {moved}. {_same_ones(was, self._manifest.world_size)}, or leave "
                 f"component {component.key} out.",
                 component=component.key,
             )
-        group = saved.group_name or ""
-        numbers = {SharingPattern.PER_RANK: self._topology.rank, SharingPattern.PER_NODE: self._topology.node_rank}
-        return copy_prefix(was, numbers[was] if was in numbers else self._topology.groups[group].instance, group)
+        return saved.prefix(self._topology)
 
     def moved(self, component: StateComponent) -> str | None:
         """See `CheckpointSource.moved`."""
-        saved, topology = self._manifest.components[component.key], self._topology
-        match SharingPattern(saved.sharing_pattern):
+        saved, topology = self._saved_sharing(component), self._topology
+        match saved.pattern:
             case SharingPattern.PER_NODE:
                 then, now = self._manifest.topology["nodes"], [list(ranks) for ranks in topology.nodes]
                 what = "nodes of ranks "
             case SharingPattern.PER_GROUP:
-                name = saved.group_name or ""
+                name = saved.group or ""
                 group = topology.groups.get(name)
                 then, now = self._manifest.topology["groups"][name], [list(g) for g in group.instances] if group else []
                 what = f"groups {name} = "
@@ -155,35 +148,21 @@ class CommittedSource:
                 return None if count == topology.world_size else f"saved by {by}, this run has {topology.world_size}"
         return None if then == now else f"saved by {what}{then}, this run has {now or 'no group of that name'}"
 
-    def first_difference(self, component: StateComponent) -> str | None:
-        first, *others = self.prefixes(component)
-        reference = self._contents(component, first)
-        for prefix in others:
-            contents = self._contents(component, prefix)
-            for key in sorted({*reference, *contents}):
-                if reference.get(key) != contents.get(key):
-                    return key
-        return None
-
     def prefixes(self, component: StateComponent) -> list[str]:
-        saved = self._manifest.components[component.key]
-        pattern = SharingPattern(saved.sharing_pattern)
-        match pattern:
+        saved = self._saved_sharing(component)
+        match saved.pattern:
             case SharingPattern.PER_RANK:
                 copies = self._manifest.world_size
             case SharingPattern.PER_NODE:
                 copies = len(self._manifest.topology["nodes"])
             case SharingPattern.PER_GROUP:
-                copies = len(self._manifest.topology["groups"][saved.group_name or ""])
+                copies = len(self._manifest.topology["groups"][saved.group or ""])
             case _:
                 return [""]
-        return [copy_prefix(pattern, number, saved.group_name or "") for number in range(copies)]
+        return [copy_prefix(saved.pattern, number, saved.group or "") for number in range(copies)]
 
     def entries(self, component: StateComponent, prefix: str) -> Mapping[str, ArrayEntry]:
-        start = f"{component.key}/{prefix}"
-        return {
-            name.removeprefix(start): entry for name, entry in self._manifest.arrays.items() if name.startswith(start)
-        }
+        return self._manifest.arrays_of(f"{component.key}/{prefix}".removesuffix("/"))
 
     def rows(self, component: StateComponent, prefix: str) -> Rows:
         """See `CheckpointSource.rows`."""
@@ -224,8 +203,8 @@ class CommittedSource:
     def prepare(self, requests: Sequence[ReadRequest]) -> Reading:
         return self._strategy.prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
 
-    def _contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
-        """Key -> a value that is equal for two copies exactly if their bits are. Of large arrays only the digests are compared."""
+    def contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
+        """See `CheckpointSource.contents`. Large arrays are not read: their digests are in the indexes."""
         start = f"{component.key}/{prefix}"
         found: dict[str, tuple[Any, ...]] = {key: tuple(row) for key, row in self.rows(component, prefix).items()}
         small = []
@@ -244,6 +223,11 @@ class CommittedSource:
         reading = DirectLoad().prepare(requests, self._checkpoint, self._topology, self._device, verify=self._verify)
         reading.run()
         return found | {key: (*form, digest_of(raw_bytes(out).numpy().data)) for key, form, out in small}
+
+    def _saved_sharing(self, component: StateComponent) -> Sharing:
+        """The pattern that a component was saved under."""
+        saved = self._manifest.components[component.key]
+        return Sharing(SharingPattern(saved.sharing_pattern), saved.group_name)
 
     def _chunk_digests(self, entry: ArrayEntry) -> Iterator[tuple[int, ...]]:
         assert entry.grid is not None and entry.path is not None

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, cast
 
 import torch
 
 from ckpt.errors import (
     CheckpointError,
-    CorruptCheckpointError,
     MissingStateError,
     ShapeMismatchError,
     WorldSizeError,
@@ -27,13 +25,13 @@ from ckpt.format.dtypes import torch_dtype
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.manifest import ArrayEntry
 from ckpt.format.names import PLAIN_NAME
-from ckpt.format.strict_json import corrupt
 from ckpt.loading.report import ComponentReport, Misfits, Status
 from ckpt.loading.strategy import ReadRequest
 from ckpt.memory.device import empty_beside
+from ckpt.planning.plan import runs_of
 from ckpt.state.abilities import Elastic, Forgetful, Prepared, offers, tied_names
 from ckpt.state.address import DTensorBoxes, local_tensor, place_of
-from ckpt.state.flatten import Leaves, Path, flatten, from_json, path_from_json, unflatten
+from ckpt.state.flatten import Leaves, Path, flatten, plain_and_paths, unflatten
 from ckpt.state.sharing import SharingPattern, StateComponent, find_aliases
 
 MISMATCHES = (MissingStateError, WorldSizeError, ShapeMismatchError)
@@ -53,8 +51,8 @@ class SavedCopy:
 
     start: str
     entries: Mapping[str, ArrayEntry]
-    plain: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
+    plain: dict[str, Any]
+    paths: dict[str, Path]
 
     @classmethod
     def of(cls, start: str, entries: Mapping[str, ArrayEntry], rows: Mapping[str, Sequence[Any]]) -> SavedCopy:
@@ -63,16 +61,7 @@ class SavedCopy:
         Raises:
             CorruptCheckpointError: a value is none that was saved, or a tensor is not there.
         """
-        copy = cls(start, entries)
-        for key, row in rows.items():
-            copy.paths[key] = path_from_json(row[0])
-            if len(row) == 2:
-                copy.plain[key] = _plain_value(start, key, row[1])
-            elif key not in entries:
-                raise corrupt(
-                    f"{start}{PLAIN_NAME}", f"{key!r:.80} should be a tensor, and the manifest has none of that name"
-                )
-        return copy
+        return cls(start, entries, *plain_and_paths(rows, f"{start}{PLAIN_NAME}", entries))
 
     @property
     def nested_plain(self) -> dict[Any, Any]:
@@ -82,14 +71,6 @@ class SavedCopy:
     def name_of(self, key: str) -> str:
         """The name of the array that holds a key's bytes; never an alias."""
         return self.entries[key].alias_of or self.start + key
-
-
-def _plain_value(start: str, key: str, value: Any) -> Any:
-    """Parse a saved plain value; an error names the file that holds it."""
-    try:
-        return from_json(value)
-    except CorruptCheckpointError as error:
-        raise corrupt(f"{start}{PLAIN_NAME}", f"{key!r:.80}: {error}") from error
 
 
 @dataclass(slots=True)
@@ -351,15 +332,7 @@ def _joined_misfits(
 
 def _runs_without(left: Collection[str], keys: Sequence[str]) -> list[tuple[int, int]]:
     """The keys that are not among `left`, as runs of their positions: (first, how many)."""
-    left = set(left)
-    runs = []
-    first = 0
-    for is_left, run in groupby(keys, key=left.__contains__):
-        count = sum(1 for _ in run)
-        if not is_left:
-            runs.append((first, count))
-        first += count
-    return runs
+    return [(first, count) for is_left, first, count in runs_of(map(set(left).__contains__, keys)) if not is_left]
 
 
 def _claimed_by_none(claimed: Sequence[Sequence[tuple[int, int]] | None], keys: Sequence[str]) -> set[str]:

@@ -28,13 +28,13 @@ import torch
 from ckpt.errors import CheckpointNotFoundError, MissingStateError, WorldSizeError
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import raw_bytes, zarr_name
-from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry
+from ckpt.format.manifest import MANIFEST_NAME, ArrayEntry, digest_of
 from ckpt.format.unpickling import unpickle_state_dict
 from ckpt.loading.sources import Rows, require_same_kind
 from ckpt.loading.strategy import ReadRequest, ReadStats, bytes_of
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import NamedFromPositions, offers
-from ckpt.state.flatten import Leaves, flatten, path_to_json, to_json
+from ckpt.state.flatten import Leaves, flatten, rows_of, to_json
 from ckpt.state.sharing import OWN_COPIES, SharingPattern, StateComponent, find_aliases, holders_of
 
 _FILE = re.compile(r"(?P<key>[A-Za-z0-9_-]+?)_state(?:_[A-Za-z0-9_.-]+)?\.pt")
@@ -131,14 +131,6 @@ class OldSource:
             return None
         return f"the old checkpoint holds {', '.join(sorted(copies.values()))}, where this run needs one for each of {len(here)}"
 
-    def first_difference(self, component: StateComponent) -> str | None:
-        first, *others = [self._load(component, prefix) for prefix in self.prefixes(component)]
-        for other in others:
-            for key in sorted({*first.paths, *other.paths}):
-                if not _equal_leaves(first, other, key):
-                    return key
-        return None
-
     def prefixes(self, component: StateComponent) -> list[str]:
         return list(self._copies_of(component)[1])
 
@@ -156,11 +148,15 @@ class OldSource:
         }
 
     def rows(self, component: StateComponent, prefix: str) -> Rows:
+        return rows_of(self._load(component, prefix), component.key, with_tensors=True)
+
+    def contents(self, component: StateComponent, prefix: str) -> dict[str, tuple[Any, ...]]:
         leaves = self._load(component, prefix)
-        rows: dict[str, list[Any]] = {key: [path_to_json(leaves.paths[key])] for key in leaves.tensors}
-        for key, value in leaves.plain.items():
-            rows[key] = [path_to_json(leaves.paths[key]), to_json(value, key)]
-        return rows
+        found: dict[str, tuple[Any, ...]] = {key: (to_json(value, key),) for key, value in leaves.plain.items()}
+        for key, leaf in leaves.tensors.items():
+            tensor = _plain_tensor(leaf).contiguous()
+            found[key] = tensor.dtype, tensor.shape, digest_of(raw_bytes(tensor).numpy().data)
+        return found
 
     def check(self, optional: Collection[str]) -> dict[str, dict[str, Any]]:
         """See `CheckpointSource.check`: old files hold no digests."""
@@ -254,17 +250,6 @@ def _copies_by_kind(files: Sequence[str], component: StateComponent) -> dict[Sha
 
 def _prefix(kind: SharingPattern, number: int) -> str:
     return f"{kind.value}-{number:05d}/" if kind in OWN_COPIES else ""
-
-
-def _equal_leaves(one: Leaves, other: Leaves, key: str) -> bool:
-    if key in one.tensors and key in other.tensors:
-        a, b = _plain_tensor(one.tensors[key]), _plain_tensor(other.tensors[key])
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(
-            raw_bytes(a.contiguous()), raw_bytes(b.contiguous())
-        )
-    if key not in one.plain or key not in other.plain:
-        return False
-    return bool(to_json(one.plain[key], key) == to_json(other.plain[key], key))
 
 
 def _plain_tensor(leaf: Any) -> torch.Tensor:

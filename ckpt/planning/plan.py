@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, groupby, repeat
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ckpt.errors import ShardingError
 from ckpt.format.box import Box, chunk_box, chunks_meeting, num_chunks, overlap
@@ -27,6 +27,8 @@ PACK_BELOW_BYTES = 64 << 10
 """Arrays of smaller global size share a packed array."""
 CHUNK_MIN_BYTES = 1 << 20
 CHUNK_MAX_BYTES = 64 << 20
+
+Value = TypeVar("Value")
 
 _Part = tuple[Box, Ranks]
 """A part of a chunk, and its holders."""
@@ -90,13 +92,7 @@ class PlannedArray:
 
     def runs(self) -> tuple[tuple[int, int, int], ...]:
         """Return the writers as runs (rank, first chunk, number of chunks)."""
-        runs = []
-        first = 0
-        for rank, run in groupby(self.writers):
-            count = sum(1 for _ in run)
-            runs.append((rank, first, count))
-            first += count
-        return tuple(runs)
+        return tuple(runs_of(self.writers))
 
     def sliver_sender(self, number: int, ranks: tuple[int, ...]) -> int:
         """Return the holder that sends a part: spread over the chunks, equal on all ranks without communication."""
@@ -229,6 +225,15 @@ def choose_grid(
             return _split(shape, grid, [False] * len(shape), item, max_bytes)
         longest = counts.index(max(counts))
         counts[longest] = -(-counts[longest] // 2)
+
+
+def runs_of(values: Iterable[Value]) -> Iterator[tuple[Value, int, int]]:
+    """Yield each run of equal values: (value, position of the first, number of values)."""
+    first = 0
+    for value, run in groupby(values):
+        count = sum(1 for _ in run)
+        yield value, first, count
+        first += count
 
 
 def half_tied(alias: str, first: str, tied_on: int, alone_on: int) -> ShardingError:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt.errors import ShapeMismatchError
+from ckpt.format import strict_json
 from ckpt.format.box import Box, whole
 
 Ranks = tuple[int, ...]
@@ -63,7 +64,7 @@ def table_to_json(table: Table) -> list[Any]:
     pieces: list[Any] = [["aliases", table.aliases]]
     for part in table.parts:
         pieces.append(["names", [name for name, _ in part.names], [place for _, place in part.names]])
-        pieces.append(["places", [[p.dtype, p.global_shape, p.box.offsets, p.box.shape] for p in part.places]])
+        pieces.append(["places", part.places])
     return pieces
 
 
@@ -73,10 +74,7 @@ def piece_from_json(tree: Any) -> tuple[Any, ...]:
         case ["names", names, places]:
             return tuple(zip(names, places, strict=True))
         case ["places", rows]:
-            return tuple(
-                LeafPlacement(dtype, tuple(shape), Box(tuple(offsets), tuple(sides)))
-                for dtype, shape, offsets, sides in rows
-            )
+            return strict_json.convert(rows, tuple[LeafPlacement, ...])
         case _:
             return tuple((alias, first) for alias, first in tree[1])
 

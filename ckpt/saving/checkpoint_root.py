@@ -22,11 +22,11 @@ from ckpt.catalog.ledger import ROOT_OWNER, Commit, Ledger
 from ckpt.catalog.owner import FolderLock
 from ckpt.errors import CorruptCheckpointError, StorageError
 from ckpt.format.held import places_from_json
-from ckpt.format.manifest import CheckpointManifest, index_name
+from ckpt.format.manifest import CheckpointManifest
 from ckpt.planning.plan import SavePlan
 from ckpt.ranks.topology import Topology
-from ckpt.saving.host_cache import HeldStep, HostCache, places_to_json
-from ckpt.saving.manifest_writer import ManifestWriter, entries_of
+from ckpt.saving.host_cache import HeldStep, HostCache
+from ckpt.saving.manifest_writer import ManifestWriter, entries_of, index_files
 from ckpt.saving.prepared_save import Destination, PreparedSave, require_reachable
 from ckpt.saving.stale_state_check import StaleStateCheck
 from ckpt.saving.writing import RankWritePlan, WriteResult
@@ -264,7 +264,8 @@ class CheckpointRoot(Destination):
                 topology.require_awaited()
                 path = self._ledger.publish(self.folder, target.checkpoint_id, refused=target.refused)
                 phase.stands = _is_committed(path)
-            phase.payload = [str(path) if topology.is_lead else None, places_to_json(self._memory)]
+            places = None if self._memory is None else self._memory.settle()
+            phase.payload = [str(path) if topology.is_lead else None, places]
         path = Path(phase.payloads[0][0])
         held = self._held(path, digest, save, results, [places for _, places in phase.payloads])
         seconds = max(result.write_s for result in results) + time.perf_counter() - started
@@ -369,9 +370,7 @@ def _known_manifest(
         topology={},
         components={},
         arrays=entries_of(plan, components, store),
-        files={
-            index_name(rank): (result.index[0], result.index[1]) for rank, result in enumerate(results) if result.index
-        },
+        files=index_files(results),
     )
 
 

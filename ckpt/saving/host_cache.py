@@ -197,8 +197,3 @@ def _places_of(share: RankWritePlan, backend: Any) -> dict[int, _Room]:
         if place is not None:
             rooms[number] = _Room(place[0], place[1], place[1] + share.item_bytes(item))
     return rooms
-
-
-def places_to_json(save: PooledSave | None) -> dict[str, Any] | None:
-    """The places of a rank's files in its memory, as JSON for the other ranks."""
-    return None if save is None else {name: list(place) for name, place in save.settle().items()}

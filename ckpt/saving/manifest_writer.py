@@ -142,9 +142,12 @@ def listed_files(made: Mapping[str, bytes], results: Sequence[WriteResult]) -> d
     """Path -> size and digest of the files that a manifest lists: those that the lead made, its plain values, and every index."""
     files = {path: (len(data), digest_of(data)) for path, data in made.items()}
     files |= {path: (size, digest) for path, (size, digest) in results[0].plain_files.items()}
-    return files | {
-        index_name(rank): (result.index[0], result.index[1]) for rank, result in enumerate(results) if result.index
-    }
+    return files | index_files(results)
+
+
+def index_files(results: Sequence[WriteResult]) -> dict[str, tuple[int, str]]:
+    """Path -> size and digest of the indexes of all ranks."""
+    return {index_name(rank): (result.index[0], result.index[1]) for rank, result in enumerate(results) if result.index}
 
 
 def entries_of(plan: SavePlan, components: Mapping[str, StateComponent], store: str) -> dict[str, ArrayEntry]:

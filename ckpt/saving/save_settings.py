@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ckpt.errors import ConfigurationError
@@ -14,15 +14,8 @@ _CHOICES = {
     "on_async_error": ("raise", "warn"),
 }
 _AT_LEAST_ONE = ("writer_cores", "writer_mib_s", "staging_budget_mib")
-_OF_THE_BACKGROUND = {
-    "overlap": False,
-    "writer": "thread",
-    "writer_cores": None,
-    "writer_mib_s": None,
-    "when_busy": "wait",
-    "on_async_error": "raise",
-}
-"""Settings of saves in the background -> the default, which has no effect."""
+_OF_THE_BACKGROUND = ("overlap", "writer", "writer_cores", "writer_mib_s", "when_busy", "on_async_error")
+"""Settings of saves in the background; their defaults have no effect."""
 _FLAGS = ("overlap", "incremental")
 _NUMBERS = ("grace_s", "incremental_min_live", *_AT_LEAST_ONE)
 
@@ -80,9 +73,9 @@ class SaveSettings:
             if value is not None and value < 1:
                 raise ConfigurationError(f"saves.{name}={value}: expected at least 1, or nothing for no limit")
         if self.mode == "sync":
-            for name, nothing in _OF_THE_BACKGROUND.items():
-                if getattr(self, name) != nothing:
-                    raise self.without_effect(name)
+            for setting in fields(self):
+                if setting.name in _OF_THE_BACKGROUND and getattr(self, setting.name) != setting.default:
+                    raise self.without_effect(setting.name)
         if not self.grace_s >= 0:
             raise ConfigurationError(f"saves.grace_s={self.grace_s}: expected at least 0 seconds")
         if not 0 < self.incremental_min_live <= 1:

@@ -23,7 +23,7 @@ from ckpt.format.names import PLAIN_NAME, encode_key
 from ckpt.format.records import ArraySpec, Content, Expected, FileRecord, changed_in_memory, stored_shape
 from ckpt.planning.plan import ChunkTask, PackTask, RankPlan, SavePlan, SliverTask
 from ckpt.ranks.topology import Topology
-from ckpt.state.sharing import OWN_COPIES, StateComponent, holders_of, prefix_of
+from ckpt.state.sharing import OWN_COPIES, StateComponent, holders_of
 
 PACKED_BYTES = 32 << 20
 """The longest array that small tensors are packed in."""
@@ -369,7 +369,7 @@ def plain_files(
     for key, rows in plain.items():
         component = components[key]
         if rows and topology.rank == next(r for r in holders_of(component, topology) if topology.rank in r)[0]:
-            files[f"{key}/{prefix_of(component, topology)}{PLAIN_NAME}"] = (key, _plain_to_bytes(rows))
+            files[f"{key}/{component.sharing.prefix(topology)}{PLAIN_NAME}"] = (key, _plain_to_bytes(rows))
     return files
 
 

@@ -21,7 +21,7 @@ from ckpt.planning.tables import Table, TablePart, piece_from_json, table_of_pie
 from ckpt.ranks.topology import Topology
 from ckpt.state.abilities import Prepared, offers, tied_names
 from ckpt.state.address import local_tensor
-from ckpt.state.flatten import Leaves, TensorLeaf, flatten, path_to_json, to_json
+from ckpt.state.flatten import Leaves, TensorLeaf, flatten, rows_of
 from ckpt.state.replication import (
     Fingerprint,
     ValidationLevel,
@@ -45,7 +45,6 @@ from ckpt.state.sharing import (
     find_aliases,
     holders_of,
     level_of,
-    prefix_of,
 )
 
 Held = tuple[tuple[Box, torch.Tensor], ...]
@@ -162,7 +161,7 @@ def collect(
             address.name: ((address.box, local_tensor(leaves.tensors[key])),) for key, address in found.items()
         }
         parts.append(TablePart.of(found.values()))
-        start = f"{component.key}/{prefix_of(component, topology)}"
+        start = f"{component.key}/{component.sharing.prefix(topology)}"
         if contributes(component, topology):
             aliases += [(start + alias, start + first) for alias, first in tied.items()]
             mine.plain[component.key] = _plain_rows(component, leaves)
@@ -291,12 +290,7 @@ def _declared_ties(component: StateComponent, leaves: Leaves) -> Mapping[str, st
 
 def _plain_rows(component: StateComponent, leaves: Leaves) -> dict[str, Any]:
     """Return {joined key: [path, value]}, and {joined key: [path]} for tensors of an object that is not `Prepared`."""
-    rows: dict[str, Any] = {
-        key: [path_to_json(leaves.paths[key]), to_json(value, f"{component.key}: {key}")]
-        for key, value in leaves.plain.items()
-    }
-    if not offers(component.stateful, Prepared):
-        rows |= {key: [path_to_json(leaves.paths[key])] for key in leaves.tensors}
+    rows = rows_of(leaves, component.key, with_tensors=not offers(component.stateful, Prepared))
     return dict(sorted(rows.items()))
 
 

@@ -17,7 +17,7 @@ import math
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,14 @@ def path_from_json(parts: list[Any]) -> Path:
     return tuple(tuple(part) if isinstance(part, list) else part for part in parts)
 
 
+def rows_of(leaves: Leaves, label: str, *, with_tensors: bool) -> dict[str, list[Any]]:
+    """Return joined key -> [path, value] of plain values as JSON, and [path] of tensors if asked for."""
+    rows = {
+        key: [path_to_json(leaves.paths[key]), to_json(value, f"{label}: {key}")] for key, value in leaves.plain.items()
+    }
+    return rows | {key: [path_to_json(leaves.paths[key])] for key in leaves.tensors if with_tensors}
+
+
 def rows_from_json(data: bytes, where: str) -> dict[str, list[Any]]:
     """Parse a file of plain values into joined key -> [path, value] or [path]. `where` names the file in errors.
 
@@ -120,6 +128,31 @@ def rows_from_json(data: bytes, where: str) -> dict[str, list[Any]]:
     return found
 
 
+def plain_and_paths(
+    rows: Mapping[str, Sequence[Any]], where: str, tensors: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return the plain values in rows of a file, by joined key, and the paths, those of tensors too.
+
+    Args:
+        where: names the file in errors.
+        tensors: joined keys of the tensors saved beside it.
+
+    Raises:
+        CorruptCheckpointError: a value is none that was saved, or a tensor is not there.
+    """
+    plain, paths = {}, {}
+    for key, row in rows.items():
+        paths[key] = path_from_json(row[0])
+        if len(row) == 2:
+            try:
+                plain[key] = from_json(row[1])
+            except CorruptCheckpointError as error:
+                raise corrupt(where, f"{key!r:.80}: {error}") from error
+        elif key not in tensors:
+            raise corrupt(where, f"{key!r:.80} should be a tensor, and the manifest has none of that name")
+    return plain, paths
+
+
 def check_plain_file(data: bytes, where: str, tensors: Collection[str]) -> None:
     """Check that a load can build a state dict from a file of plain values.
 
@@ -129,13 +162,9 @@ def check_plain_file(data: bytes, where: str, tensors: Collection[str]) -> None:
     Raises:
         CorruptCheckpointError: it cannot.
     """
-    rows = rows_from_json(data, where)
-    paths = {key: path_from_json(row[0]) for key, row in rows.items()}
-    lost = next((key for key, row in rows.items() if len(row) == 1 and key not in tensors), None)
-    if lost is not None:
-        raise corrupt(where, f"{lost!r:.80} should be a tensor, and the manifest has none of that name")
+    plain, paths = plain_and_paths(rows_from_json(data, where), where, tensors)
     try:
-        unflatten({key: from_json(row[1]) if len(row) == 2 else None for key, row in rows.items()}, paths)
+        unflatten({key: plain.get(key) for key in paths}, paths)
     except CorruptCheckpointError as error:
         raise corrupt(where, str(error)) from error
 
@@ -355,23 +384,16 @@ def _attributes(data: Any) -> dict[Any, Any]:
 
 def _items(data: Any) -> list[Any]:
     """Rebuild the values of a list."""
-    return [_value(item) for item in _list_of(data)]
+    return [_value(item) for item in msgspec.convert(data, list)]
 
 
 def _pairs(data: Any) -> dict[Any, Any]:
-    return dict(map(_items, _list_of(data)))
-
-
-def _list_of(data: Any) -> list[Any]:
-    if type(data) is not list:
-        raise Refused(f"{data!r:.40} should be a list")
-    return data
+    return dict(map(_items, msgspec.convert(data, list)))
 
 
 def _bytes(data: Any) -> bytes:
-    if type(data) is not str:
-        raise Refused(f"{data!r:.40} is not base64")
-    return base64.b64decode(data, validate=True)
+    """Parse base64."""
+    return msgspec.convert(data, bytes)
 
 
 def _number_type(name: Any) -> np.dtype[Any]:
@@ -382,13 +404,13 @@ def _number_type(name: Any) -> np.dtype[Any]:
 
 
 def _array(data: Any) -> np.ndarray[Any, Any]:
-    name, shape, text = msgspec.convert(data, tuple[str, Shape, str])
-    return np.frombuffer(_bytes(text), _number_type(name)).reshape(shape).copy()
+    name, shape, content = msgspec.convert(data, tuple[str, Shape, bytes])
+    return np.frombuffer(content, _number_type(name)).reshape(shape).copy()
 
 
 def _scalar(data: Any) -> Any:
-    name, text = msgspec.convert(data, tuple[str, str])
-    [scalar] = np.frombuffer(_bytes(text), _number_type(name))
+    name, content = msgspec.convert(data, tuple[str, bytes])
+    [scalar] = np.frombuffer(content, _number_type(name))
     return scalar
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -27,28 +27,24 @@ from ckpt.state.sharing import StateComponent, Stateful
 from ckpt.state.statefuls import ModelState, OptimizerState, RNGState
 
 
-@runtime_checkable
 class StateProvider(Protocol):
     """A trainer of the newer form."""
 
     def get_state_components(self) -> Sequence[StateComponent]: ...
 
 
-@runtime_checkable
 class GroupProvider(Protocol):
     """A trainer with process groups, for components with sharing_pattern=per_group."""
 
     def get_process_groups(self) -> Mapping[str, Any]: ...
 
 
-@runtime_checkable
 class StatefulProvider(Protocol):
     """A trainer of the older form."""
 
     def get_statefuls_for_save(self) -> Mapping[str, Stateful]: ...
 
 
-@runtime_checkable
 class LoadStatefulProvider(Protocol):
     """A trainer of the older form with a method of its own for loads."""
 
@@ -67,7 +63,7 @@ def components_of(provider: Provider, *, legacy_pattern: str = "replicated") -> 
     Raises:
         ConfigurationError: the provider has none of the three forms, or returns other objects to load than to save.
     """
-    if isinstance(provider, StateProvider):
+    if offers(provider, StateProvider):
         return _with_names(list(provider.get_state_components()))
     return _with_names(
         [
@@ -79,26 +75,26 @@ def components_of(provider: Provider, *, legacy_pattern: str = "replicated") -> 
 
 def groups_of(provider: Provider) -> dict[str, Any]:
     """Return the process groups of a trainer; {} if it has none."""
-    return dict(provider.get_process_groups()) if isinstance(provider, GroupProvider) else {}
+    return dict(provider.get_process_groups()) if offers(provider, GroupProvider) else {}
 
 
 def _statefuls_of(provider: object) -> Mapping[str, Any]:
     if isinstance(provider, Mapping):
         return provider
-    if not isinstance(provider, StatefulProvider):
-        raise ConfigurationError(
-            f"{type(provider).__name__} does not say what it saves: it has neither get_state_components nor "
-            "get_statefuls_for_save; give it one of them, or give a dictionary of key and object"
-        )
-    saved = provider.get_statefuls_for_save()
-    loaded = provider.get_statefuls_for_load() if isinstance(provider, LoadStatefulProvider) else saved
-    differing = sorted(key for key in {*saved, *loaded} if saved.get(key) is not loaded.get(key))
-    if differing:
-        raise ConfigurationError(
-            f"{type(provider).__name__} gives other objects to load than to save under {', '.join(differing)}; a component is one "
-            "object, so give the same, or offer get_state_components with required=False for what may be missing"
-        )
-    return saved
+    if offers(provider, StatefulProvider):
+        saved = provider.get_statefuls_for_save()
+        loaded = provider.get_statefuls_for_load() if offers(provider, LoadStatefulProvider) else saved
+        differing = sorted(key for key in {*saved, *loaded} if saved.get(key) is not loaded.get(key))
+        if differing:
+            raise ConfigurationError(
+                f"{type(provider).__name__} gives other objects to load than to save under {', '.join(differing)}; a component is one "
+                "object, so give the same, or offer get_state_components with required=False for what may be missing"
+            )
+        return saved
+    raise ConfigurationError(
+        f"{type(provider).__name__} does not say what it saves: it has neither get_state_components nor "
+        "get_statefuls_for_save; give it one of them, or give a dictionary of key and object"
+    )
 
 
 def _pattern_of(key: str, stateful: Any, legacy_pattern: str) -> str:

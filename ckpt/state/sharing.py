@@ -99,6 +99,19 @@ class Sharing:
             case _:
                 return (ranks.world,)
 
+    def prefix(self, topology: Topology) -> str:
+        """Return the folder of this rank's own copy, below the component's; "" if all ranks share one state."""
+        match self.pattern:
+            case SharingPattern.PER_RANK:
+                return copy_prefix(self.pattern, topology.rank)
+            case SharingPattern.PER_NODE:
+                return copy_prefix(self.pattern, topology.node_rank)
+            case SharingPattern.PER_GROUP:
+                group = self.group or ""
+                return copy_prefix(self.pattern, topology.groups[group].instance, group)
+            case _:
+                return ""
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -247,30 +260,6 @@ def level_of(component: StateComponent, *, validate_all: bool) -> ValidationLeve
     return wanted if component.validate_replication else ValidationLevel.NONE
 
 
-def prefix_of(component: StateComponent, topology: Topology) -> str:
-    """Return the folder of this rank's own copy, below the component's; "" if all ranks share one state.
-
-    Raises:
-        ConfigurationError: the component names a process group that this run does not have.
-    """
-    match component.pattern:
-        case SharingPattern.PER_RANK:
-            return copy_prefix(component.pattern, topology.rank)
-        case SharingPattern.PER_NODE:
-            return copy_prefix(component.pattern, topology.node_rank)
-        case SharingPattern.PER_GROUP:
-            name = component.process_group_name
-            assert name is not None
-            if name not in topology.groups:
-                known = ", ".join(sorted(topology.groups)) or "none"
-                raise ConfigurationError(
-                    f"component {component.key}: there is no process group {name!r}; this run has: {known}"
-                )
-            return copy_prefix(component.pattern, topology.groups[name].instance, name)
-        case _:
-            return ""
-
-
 def copy_prefix(pattern: SharingPattern, number: int, group: str = "") -> str:
     """Return the folder, below the component's, for the copy of one rank, node or instance of `group`, counted from 0."""
     if pattern is SharingPattern.PER_RANK:
@@ -301,7 +290,7 @@ def addresses(component: StateComponent, leaves: Leaves, topology: Topology) -> 
     Raises:
         ShardingError: a DTensor spans several of the ranks, nodes or groups that each should have a copy of their own.
     """
-    start = f"{component.key}/{prefix_of(component, topology)}"
+    start = f"{component.key}/{component.sharing.prefix(topology)}"
     has_own = component.pattern in OWN_COPIES
     gives_plain = contributes(component, topology)
     found = {}

@@ -132,7 +132,7 @@ ON_HOST = [
     Mutant(
         "a load begins while its tensors are copied",
         "ckpt/coordinator.py: CheckpointCoordinator.load_checkpoint",
-        "self._finalize(blocking=True)",
+        "self.maybe_finalize(blocking=True)",
         "",
         (f"{OVERLAP}::test_a_load_waits_for_the_copy_and_goes_back_to_the_state_of_the_call",),
     ),

@@ -17,9 +17,10 @@ from typing import TypeVar
 import torch
 
 from ckpt.errors import RankLeftError
+from ckpt.memory.shared_memory import mapped
 from ckpt.ranks.topology import Topology
 from ckpt.ranks.waiting import poll_until, unless_timeout
-from ckpt.storage.host_memory import mapped, shared
+from ckpt.storage.host_memory import shared
 
 READY, DONE = 1, 2
 _WORDS = struct.Struct("<BII")
@@ -40,9 +41,8 @@ class HostLink:
         self.rank = rank
         self.memory: dict[int, torch.Tensor] = {}
         self.sockets: dict[int, socket.socket] = {}
-        self._num_bytes = num_bytes
-        self._fd = shared("ckpt-in-flight", max(num_bytes, 1))
-        self.memory[rank] = _mapped(self._fd, num_bytes)
+        self._fd = shared("ckpt-in-flight", num_bytes)
+        self.memory[rank] = mapped(self._fd)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.address = f"ckpt-{secrets.token_hex(16)}"
         # A name of the kernel's, not of a file system; it goes with the socket.
@@ -114,7 +114,7 @@ class HostLink:
         try:
             if _sender_in(hello) != rank or len(fds) != 1:
                 raise ConnectionError(f"rank {rank} hands over something else")
-            self.memory[rank] = _mapped(fds[0], self._num_bytes)
+            self.memory[rank] = mapped(fds[0])
         finally:
             for fd in fds:
                 os.close(fd)
@@ -150,12 +150,6 @@ def _patiently(waits: socket.socket, call: Callable[[], _T], ranks: Sequence[int
 
     failure = partial(TimeoutError, "timed out")
     return poll_until(ask, look=look, nap=None, timeout_s=topology.timeout_s, failure=failure)
-
-
-def _mapped(fd: int, num_bytes: int) -> torch.Tensor:
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mapped(fd, num_bytes), dtype=torch.uint8)
 
 
 def _sender_in(hello: bytes) -> int:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, ParamSpec, TypeVar
 
 from ckpt.ranks.topology import Topology
 
@@ -20,13 +20,6 @@ Timers = defaultdict[str, list[float]]
 
 timers: Timers = defaultdict(list)
 """Of timed functions whose first argument has no timers of its own; Megatron-Core has one such dictionary under this name."""
-
-
-@runtime_checkable
-class HasTimers(Protocol):
-    """An object whose timed methods note their seconds in it."""
-
-    timers: Timers
 
 
 def timed(verbose: bool = True) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
@@ -60,7 +53,7 @@ def timed(verbose: bool = True) -> Callable[[Callable[_P, _T]], Callable[_P, _T]
 
 
 def _timers_of(args: Sequence[Any]) -> Timers:
-    own = args[0].timers if args and isinstance(args[0], HasTimers) else None
+    own = getattr(args[0], "timers", None) if args else None
     return own if isinstance(own, defaultdict) else timers
 
 

@@ -21,6 +21,7 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.errors import ConfigurationError
+from ckpt.format import strict_json
 from ckpt.format.manifest import digest_of
 from ckpt.loading.chunk_reader import ChunkReader
 from ckpt.loading.strategy import ReadRequest, Stored, in_flight_bytes
@@ -244,7 +245,7 @@ def _wants_of(
     alike: dict[str, list[int]] = {}
     for rank in members:
         alike.setdefault(digests[rank], []).append(rank)
-    return [([Want.from_json(row) for row in rows[ranks[0]]], tuple(ranks)) for ranks in alike.values()]
+    return [(strict_json.convert(rows[ranks[0]], list[Want]), tuple(ranks)) for ranks in alike.values()]
 
 
 def _require_alike(settings: Sequence[Mapping[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -38,11 +38,6 @@ class Want(NamedTuple):
     @property
     def key(self) -> ChunkKey:
         return self.file, self.offset
-
-    @classmethod
-    def from_json(cls, row: Sequence[Any]) -> Want:
-        file, offset, unit, whole, stretches = row
-        return cls(file, offset, unit, whole, tuple((start, stop) for start, stop in stretches))
 
 
 class ChunkRange(NamedTuple):

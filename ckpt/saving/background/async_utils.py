@@ -8,9 +8,9 @@ that ends before `close` leaves the request as a crash would, not finalized.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -21,6 +21,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, describe, rebuild, 
 from ckpt.memory.device import wait_for_accelerator
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology
+from ckpt.ranks.waiting import in_thread
 
 _LOOK_S = 0.25
 
@@ -220,44 +221,38 @@ class _Call:
         """Preload, and start the thread."""
         self.number = number
         self.request = request
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._outcome: futures.Future[object] = futures.Future()
         try:
-            function = request.preload()
-            if request.async_fn is not None:
-                target, name = copy_context().run, f"async call {number}"  # the thread has the topology of its caller
-                thread = threading.Thread(target=target, args=(self._run, function), name=name, daemon=True)
-                thread.start()
-                self._thread = thread
+            function, context = request.preload(), copy_context()  # the thread has the topology of its caller
+            if request.async_fn is None:
+                self._outcome.set_result(None)
+            else:
+                self._outcome = in_thread(lambda: context.run(function), f"async call {number}")
         except Exception as error:
-            self._error = error
+            self._outcome.set_exception(error)
 
     def is_done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
+        return self._outcome.done()
 
     def wait(self, topology: Topology, look: Callable[[], CheckpointError | None] | None) -> None:
         """Wait for the function to end, or until its error is known."""
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(_LOOK_S)
+        while not self.is_done():
+            futures.wait([self._outcome], _LOOK_S)
             if look is None:
                 topology.progress()
-            elif (error := look()) is not None and self._thread.is_alive():
-                self._thread, self._error = None, error  # it may never end
+            elif (error := look()) is not None and not self.is_done():
+                self._outcome = futures.Future()  # the function may never end
+                self._outcome.set_exception(error)
             else:
                 topology.require_awaited()
 
     def raise_error(self) -> None:
         """Raise the error of the function or of `preload_fn`. SystemExit, which ends no process from a thread, is a failure like others."""
-        if isinstance(self._error, Exception):
-            raise self._error
-        if self._error is not None:
-            raise CheckpointError(sentence(self._error)) from self._error
-
-    def _run(self, function: Callable[[], object]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            self._error = error
+        error = self._outcome.exception()
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:
+            raise CheckpointError(sentence(error)) from error
 
 
 @contextmanager

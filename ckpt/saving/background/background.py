@@ -78,13 +78,15 @@ class Background:
         self._deletions: list[threading.Thread] = []
         self._given_up = threading.Event()
         self._has_told = False
-        self._throttle = None if settings.writer_mib_s is None else Throttle(settings.writer_mib_s)
+        throttle = None if settings.writer_mib_s is None else Throttle(settings.writer_mib_s)
+        self._write_by_thread_or_process: Write = partial(write_throttled, throttle, self._given_up)
         self._sigterm = SigtermDeferral(settings.grace_s, is_over=self._is_over, hurry=self.hurry, give_up=self.give_up)
         if settings.writer == "process":
             self._process = WriterProcess(
                 num_cores=settings.writer_cores, mib_s=settings.writer_mib_s, local_rank=topology.local_rank
             )
             self._process.start(run.backend)
+            self._write_by_thread_or_process = self._process.write
         # Before the interpreter shuts anything down: a writer may have threads to start still.
         threading._register_atexit(_call, weakref.WeakMethod(self._drain))  # type: ignore[attr-defined]
 
@@ -128,10 +130,9 @@ class Background:
     def wait_for_snapshots(self) -> None:
         """Wait until no save copies state any more. Any thread, before it changes state."""
         for pending in list(self._pending):
-            if not pending.snapshot.is_complete:
-                began = time.perf_counter()
-                pending.snapshot.wait()
-                pending.blocked_s += time.perf_counter() - began
+            began = time.perf_counter()
+            pending.snapshot.wait()
+            pending.blocked_s += time.perf_counter() - began
 
     def wait_until_over(self) -> None:
         """Wait until this rank writes nothing any more. Any thread. Raises nothing of a save that failed."""
@@ -262,7 +263,7 @@ class Background:
     def _write(
         self, share: RankWritePlan, job: WriteJob, staged: Iterable[Staged], progress: Callable[[int], None]
     ) -> WriteResult:
-        """Write a share by thread or process, until the saves are given up."""
+        """Write a share, until the saves are given up."""
 
         def go_on(num_bytes: int) -> None:
             if self._given_up.is_set():
@@ -271,10 +272,7 @@ class Background:
                 )
             progress(num_bytes)
 
-        write: Write = (
-            partial(write_throttled, self._throttle, self._given_up) if self._process is None else self._process.write
-        )
-        return write(share, job, staged, go_on)
+        return self._write_by_thread_or_process(share, job, staged, go_on)
 
     def _finish(self, pending: _Pending) -> None:
         """Finalize a save that all ranks have committed: `blocked_s` is that of the rank that waited longest."""

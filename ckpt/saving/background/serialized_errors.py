@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
-from ckpt.errors import CheckpointError, sentence
+from ckpt.errors import CheckpointError, ConfigurationError, sentence
 
 
 def serialize_error(error: BaseException, process: str) -> bytes:
@@ -35,6 +36,17 @@ def deserialize_error(data: bytes) -> BaseException:
     for error, cause in pairwise(chain):
         error.__cause__ = cause
     return chain[0]
+
+
+@contextmanager
+def refusing(problem: str, advice: str) -> Iterator[None]:
+    """Turn whatever a class of a user raises when it is pickled, or made anew, into a `ConfigurationError`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(f"{problem}: {sentence(error)}. {advice}, or give saves.writer='thread'.") from error
 
 
 def _copied(error: BaseException) -> BaseException:

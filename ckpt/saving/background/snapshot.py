@@ -73,8 +73,8 @@ class Snapshot:
     ) -> None:
         self._placed = placed or {}
         self._share = share
-        self._contribution: RankState | None = contribution
-        self._regions: Regions | None = Regions(plan, contribution)
+        self._contribution = contribution
+        self._regions = Regions(plan, contribution)
         self._arena = arena
         self._watched = watched
         self._pinned_bytes = pinned_bytes
@@ -97,7 +97,7 @@ class Snapshot:
                 raise self._error
             self._meet_devices()
             staging = Staging(Halves(self._pinned_bytes or _LITTLE_PINNED_BYTES), self._streams)
-            self._sends = sent(self._share, self._the_regions, staging)
+            self._sends = sent(self._share, self._regions, staging)
             self._has_sends.set()  # before anything waits for room: writing frees it, and begins with the exchange of these
             now, later = self._parted()
             self._copy(now)
@@ -122,10 +122,6 @@ class Snapshot:
     def wait(self) -> None:
         """Wait until the copy is complete, or has failed. Any thread."""
         self._is_over.wait()
-
-    @property
-    def is_complete(self) -> bool:
-        return self._is_over.is_set()
 
     def sends(self) -> dict[int, bytes]:
         self._has_sends.wait()
@@ -186,20 +182,21 @@ class Snapshot:
     def _meet_devices(self) -> None:
         """Wait now for the work queued on devices: by the time of the copier training has queued more."""
         for item in self._share.items if uses_accelerator() else ():
-            for tensor in self._the_regions.of_item(item):
+            for tensor in self._regions.of_item(item):
                 if not tensor.is_cpu:
                     self._streams.on(tensor.device)
 
     def _parted(self) -> tuple[list[tuple[int, Item]], list[tuple[int, Item]]]:
         """(Items to copy before `take` returns, items for the copier)."""
+        watched = self._watched
+        if watched is None:
+            return list(enumerate(self._share.items)), []
         now: list[tuple[int, Item]] = []
         later: list[tuple[int, Item]] = []
-        assert self._regions is not None
         for number, item in enumerate(self._share.items):
-            tensors = self._regions.of_item(item) if self._watched is not None and isinstance(item, ChunkTask) else []
-            if self._watched is not None and tensors and all(map(self._watched.holds, tensors)):
+            if isinstance(item, ChunkTask) and all(map(watched.holds, tensors := self._regions.of_item(item))):
                 for tensor in tensors:
-                    self._watched.note(item.name, tensor)  # type: ignore[union-attr]
+                    watched.note(item.name, tensor)
                 later.append((number, item))
             else:
                 now.append((number, item))
@@ -221,7 +218,8 @@ class Snapshot:
                 self._require_unchanged()
         except BaseException as error:
             self._error = error
-        self._contribution = self._regions = self._watched = None
+        del self._contribution, self._regions
+        self._watched = None
         self._ready.put(None)
         self._is_over.set()
         self._may_be_written.set()
@@ -234,7 +232,6 @@ class Snapshot:
                 f"{changed[0]}{more} was written to while the save was still copying it: between the call and the step of its optimizer "
                 "nothing may change a parameter in place; call wait_for_snapshot() before what does, or save with saves.overlap=False"
             )
-        assert self._contribution is not None
         self._contribution.require_unchanged()
 
     def _copy(self, items: Sequence[tuple[int, Item]]) -> None:
@@ -245,7 +242,7 @@ class Snapshot:
         def with_tensors() -> Iterator[tuple[tuple[int, Item], list[torch.Tensor]]]:
             nonlocal coming
             for coming, item in items:
-                yield (coming, item), self._the_regions.of_item(item)
+                yield (coming, item), self._regions.of_item(item)
 
         def room_in_arena(num_bytes: int) -> torch.Tensor:
             rooms[coming] = self._take(coming, num_bytes)
@@ -288,11 +285,6 @@ class Snapshot:
     def _require_wanted(self) -> None:
         if self._is_given_up:
             raise SaveAbandonedError("the save failed before its copy was complete")
-
-    @property
-    def _the_regions(self) -> Regions:
-        assert self._regions is not None, "the copy is complete"
-        return self._regions
 
 
 def arena_bytes(share: RankWritePlan, *, is_pinned: bool, placed: Collection[int] = ()) -> tuple[int, int]:

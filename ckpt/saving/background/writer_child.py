@@ -22,9 +22,9 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sentence
+from ckpt.errors import StorageError, sentence
 from ckpt.saving.background.priority import Throttle, in_background, write_throttled
-from ckpt.saving.background.serialized_errors import serialize_error
+from ckpt.saving.background.serialized_errors import refusing, serialize_error
 
 if TYPE_CHECKING:
     import torch
@@ -242,12 +242,8 @@ def _mapped(parent: int, fd: int) -> torch.Tensor:
 
 
 def _unpickled(data: bytes, what: str) -> Any:
-    try:
+    with refusing(
+        f"{what} cannot be made anew in the writer process",
+        "Define its classes in a module that can be imported, not in the program itself",
+    ):
         return pickle.loads(data)
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a class of a user raises
-        raise ConfigurationError(
-            f"{what} cannot be made anew in the writer process: {sentence(error)}. Define its classes in a module that can be "
-            "imported, not in the program itself, or give saves.writer='thread'."
-        ) from error

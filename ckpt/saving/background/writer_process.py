@@ -34,10 +34,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import CheckpointError, ConfigurationError, StorageError, sentence
+from ckpt.errors import ConfigurationError, StorageError, sentence
 from ckpt.format.dtypes import contiguous, raw_bytes
 from ckpt.memory.shared_memory import segment_of
-from ckpt.saving.background.serialized_errors import deserialize_error
+from ckpt.saving.background.serialized_errors import deserialize_error, refusing
 
 if TYPE_CHECKING:
     import torch
@@ -77,19 +77,10 @@ class WriterProcess:
         num_cores: how many cores it may use; None: all.
         mib_s: how many MiB a second it may write; None: no limit.
         local_rank: number of the rank on its host, so that the writers of several take different cores.
-        start_timeout_s: it must be up by then, in seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        num_cores: int | None = None,
-        mib_s: float | None = None,
-        local_rank: int = 0,
-        start_timeout_s: float = START_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, *, num_cores: int | None = None, mib_s: float | None = None, local_rank: int = 0) -> None:
         self._settings = {"num_cores": num_cores, "mib_s": mib_s, "local_rank": local_rank}
-        self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._child: _Child | None = None
@@ -132,7 +123,7 @@ class WriterProcess:
         with self._writing:
             child = self._started(job.backend)
             try:
-                child.await_up(progress, self._start_timeout_s)
+                child.await_up(progress)
                 return child.write(share, job, staged, progress)
             except _Gone:
                 error = child.error_of_end()
@@ -206,15 +197,14 @@ class _Child:
             process_group=0,
         )
 
-    def await_up(self, progress: Callable[[int], None], timeout_s: float) -> None:
+    def await_up(self, progress: Callable[[int], None]) -> None:
         """Wait until it can write."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + START_TIMEOUT_S
 
         def look() -> None:
             progress(1)
-            self._require_alive()
             if time.monotonic() > deadline:
-                self._end_reason = f"was not up after {timeout_s:g} s, and has been ended"
+                self._end_reason = f"was not up after {START_TIMEOUT_S:g} s, and has been ended"
                 raise _Gone
 
         while not self._is_up:
@@ -256,13 +246,8 @@ class _Child:
         self, items: Iterator[Staged], share: RankWritePlan, folder: Path, progress: Callable[[int], None]
     ) -> tuple[str, Any]:
         """Hand over item after item as they are asked for; return the message that ends the save."""
-
-        def look() -> None:
-            progress(0)
-            self._require_alive()
-
         while True:
-            kind, content = self._receive(look)
+            kind, content = self._receive(lambda: progress(0))
             if kind == "moved":
                 progress(content)
             elif kind != "next":
@@ -280,7 +265,6 @@ class _Child:
         deadline = time.monotonic() + GIVE_UP_S
 
         def look() -> None:
-            self._require_alive()
             if time.monotonic() > deadline:
                 raise _Gone
 
@@ -344,10 +328,13 @@ class _Child:
         """Return the next message; what the writer logs is logged here on the way.
 
         Args:
-            look: called now and then as long as nothing comes; may raise.
+            look: called now and then as long as nothing comes and the process is alive; may raise.
         """
         while True:
             while (message := self._next_message()) is None:
+                # The connection may outlive the process: a fork that this one has made meanwhile has an end of it too.
+                if self.process.poll() is not None:
+                    raise _Gone
                 look()
             kind, content = message
             if kind != "log":
@@ -362,11 +349,6 @@ class _Child:
             return self._connection.recv() if self._connection.poll(LOOK_S) else None
         except (EOFError, OSError) as error:
             raise _Gone from error
-
-    def _require_alive(self) -> None:
-        """The connection may outlive the process: a fork that this one has made meanwhile has an end of it too."""
-        if self.process.poll() is not None:
-            raise _Gone
 
 
 def _end(owner: int, process: subprocess.Popen[bytes], errors: int) -> None:
@@ -399,12 +381,5 @@ def _place_of(host: torch.Tensor) -> tuple[int, int, int] | bytes:
 
 
 def _pickled(thing: Any, what: str) -> bytes:
-    try:
+    with refusing(f"{what} cannot be sent to a writer process", "Make it something that can be pickled"):
         return pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL)
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a class of a user raises
-        raise ConfigurationError(
-            f"{what} cannot be sent to a writer process: {sentence(error)}. Make it something that can be pickled, or give "
-            "saves.writer='thread'."
-        ) from error

@@ -469,7 +469,8 @@ def test_a_writer_that_stops_within_a_message_fails_the_save(tmp_path: Path, mon
 
 
 def test_a_writer_that_does_not_come_up_fails_the_save_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    late = WriterProcess(start_timeout_s=0.01)
+    monkeypatch.setattr(writer_process, "START_TIMEOUT_S", 0.01)
+    late = WriterProcess()
     signs: list[int] = []
     with pytest.raises(
         StorageError, match=r"the writer process \(pid \d+\) was not up after 0.01 s, and has been ended"
