@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckpt import CheckpointCoordinator, StateComponent
 from ckpt.catalog.verify import verify_checkpoint
-from ckpt.errors import StateChangedError, StorageError
+from ckpt.errors import CheckpointError, StateChangedError, StorageError
 from ckpt.ranks.topology import Topology
 from ckpt.saving.background.snapshot import Snapshot
 from ckpt.state.statefuls import ModelState, OptimizerState
@@ -65,7 +65,7 @@ class Copier:
     @property
     def events(self) -> list[str]:
         """What tests have noted, and "copied" where a copy was found to be over."""
-        while self._snapshots and self._snapshots[0].is_complete:
+        while self._snapshots and self._snapshots[0]._is_over.is_set():
             self._events.append("copied")
             del self._snapshots[0]
         return self._events
@@ -136,6 +136,31 @@ def test_forward_and_backward_run_before_the_copy_is_complete_and_the_optimizers
         made.wait()
         assert made.last_save is not None
         assert made.last_save.blocked_s >= 0.2, "the wait of the step is training that stands still"
+    require_holds(path, wanted, width=WIDTH)
+
+
+def test_a_copier_that_cannot_start_fails_the_save_and_not_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "copier":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    trainee = Trainee(1, width=WIDTH)
+    trainee.step()
+    with trainee.coordinator(Topology.alone(), tmp_path, settings(overlap=True)) as made:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            made.save_checkpoint(checkpoint_id="1")
+            trainee.step()
+        with pytest.raises(CheckpointError, match="can't start new thread"):
+            made.wait()
+        wanted = trainee.state()
+        path = made.save_checkpoint(checkpoint_id="2")
+    assert path is not None
     require_holds(path, wanted, width=WIDTH)
 
 

@@ -111,7 +111,11 @@ class Snapshot:
             self._has_sends.set()
         if later and self._error is None:
             arguments = later, same_device()
-            threading.Thread(target=self._copy_later, args=arguments, name="copier", daemon=True).start()
+            try:
+                threading.Thread(target=self._copy_later, args=arguments, name="copier", daemon=True).start()
+            except RuntimeError as error:  # the system gives this process no more threads
+                self._error = error
+                self._end()
         else:
             self._end()
 
