@@ -132,13 +132,11 @@ class Agreement:
 
     def has_raised(self, at: PhaseIndex, ranks: Collection[int]) -> int | None:
         """Return the first of these ranks whose verdict is an error; does not wait for verdicts."""
-        for rank in sorted(ranks):
-            try:
+        with suppress(StoreGoneError):
+            for rank in sorted(ranks):
                 data = self.client.peek(_verdict_key(at, rank))
-            except StoreGoneError:
-                return None
-            if data is not None and PhaseOutcome.decode(data).error is not None:
-                return rank
+                if data is not None and PhaseOutcome.decode(data).error is not None:
+                    return rank
         return None
 
     def absent(self, at: PhaseIndex, what: str | None, phase: str | None, ranks: Collection[int]) -> Absence | None:
@@ -298,10 +296,8 @@ def _raised(
     phase = verdict.phase or before
     cause = verdict.error["message"]
     if len(by_message[cause]) == world_size:
-        if (
-            verdict.error["phase"] is not None
-        ):  # agreed on once already, by ranks that were doing something in the background
-            return verdict.error
+        if verdict.error["phase"] is not None:
+            return verdict.error  # agreed on once already, by ranks that were doing something in the background
         message = f"{verdict.what}: {cause}" if verdict.what else cause
         return {**verdict.error, "message": message, "rank": None, "phase": phase}
     parts = [f"{_failed(verdict, before)} on {_ranks(by_message.pop(cause))}: {cause}"]
