@@ -122,12 +122,8 @@ def agreed_changes(
         return None
     runs: dict[int, Runs] = {}
     for rank in set(layout.owners):
-        sizes = {
-            bucket: stop - start
-            for bucket in range(layout.num_buckets)
-            if layout.owner(bucket) == rank
-            for start, stop in [layout.extent(bucket)]
-        }
+        extents = {bucket: layout.extent(bucket) for bucket in layout.buckets_of(rank)}
+        sizes = {bucket: stop - start for bucket, (start, stop) in extents.items()}
         runs |= _runs_of(said[rank]["changed"], sizes, block_bytes)
     return Changes(held.pop(), runs)
 

@@ -131,6 +131,10 @@ class WeightLayout:
         """Return the rank that sends a bucket."""
         return self.owners[bucket % len(self.owners)]
 
+    def buckets_of(self, owner: int) -> list[int]:
+        """Return the buckets that a rank sends, in order."""
+        return [bucket for bucket in range(self.num_buckets) if self.owner(bucket) == owner]
+
     def extent(self, bucket: int) -> tuple[int, int]:
         """Return the bytes [start, stop) of the stream in a bucket. Only the last bucket is shorter than `bucket_bytes`."""
         start = bucket * self.bucket_bytes
