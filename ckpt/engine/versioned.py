@@ -146,10 +146,6 @@ class VersionedEngine(CheckpointEngineWithCache):
         return self.members.timeout_s
 
     @property
-    def is_master(self) -> bool:
-        return self.members.is_master
-
-    @property
     def peers(self) -> Any:
         """JSON by which a process that has not joined can read the newest version from the trainers' memory; None: it cannot."""
         return None
