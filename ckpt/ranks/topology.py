@@ -12,10 +12,10 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.ranks.agreement import Agreement, PhaseOutcome, Result, conclude
@@ -23,9 +23,6 @@ from ckpt.ranks.heartbeat import Heartbeat, PhaseIndex
 from ckpt.ranks.sigterm import Termination
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
