@@ -259,15 +259,29 @@ class ElasticEngine:
         """Answer the lead's last words, in JSON. A rollout whose `receive_into` has returned None."""
         await self._run(self._membership.reply, self.number, words)
 
-    def close(self) -> None:
-        """Leave the others without waiting for them, and free all memory. The lead ends the job for all."""
-        self._close(None)
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the others without waiting for them, and free all memory. The lead ends the job for all.
+
+        Args:
+            error: of the lead, for which it ends the job; None: it just ends it.
+        """
+        self._given_up.set()
+        try:
+            if self.is_lead:
+                self._say_goodbye(error)
+            else:
+                self._membership.say_closed(self.number)
+        finally:
+            if self._beat is not None:
+                self._beat.stop()
+            self.engine.close()
+            self._thread.stop()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        self._close(error)
+        self.close(error)
 
     # In the thread of this object
 
@@ -403,19 +417,6 @@ class ElasticEngine:
             self._look()
             self._membership.invite(self._ready, call.number)  # rollouts that wait to join read the call, too
             self._membership.call(call)
-
-    def _close(self, error: BaseException | None) -> None:
-        self._given_up.set()
-        try:
-            if self.is_lead:
-                self._say_goodbye(error)
-            else:
-                self._membership.say_closed(self.number)
-        finally:
-            if self._beat is not None:
-                self._beat.stop()
-            self.engine.close()
-            self._thread.stop()
 
     def _say_goodbye(self, error: BaseException | None) -> None:
         """End the job, and wait until the members have read so: the store ends with this process."""
