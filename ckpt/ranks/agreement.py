@@ -102,7 +102,9 @@ class Agreement:
             if self.rank == 0:  # no other rank would settle it before this process is gone
                 self.withdraw(at, verdict, interrupt)
             raise
-        self._tidy(at)
+        self._forget(self._unread)  # the result replaces this rank's verdicts
+        if self.rank == 0:
+            self._settled.append(_result_key(at))
         return Result.decode(data)
 
     def hand_in(self, at: PhaseIndex, verdict: PhaseOutcome) -> None:
@@ -211,12 +213,6 @@ class Agreement:
         if self.rank == 0 and not gone:  # all ranks are here, so all have read every earlier result
             self._forget(self._settled)
         return data
-
-    def _tidy(self, at: PhaseIndex) -> None:
-        """Delete this rank's verdicts, which the result replaces."""
-        self._forget(self._unread)
-        if self.rank == 0:
-            self._settled.append(_result_key(at))
 
     def _forget(self, keys: list[str]) -> None:
         """Delete keys. If the store hangs now, the next agreement raises; the result stands."""
