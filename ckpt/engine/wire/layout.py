@@ -157,6 +157,12 @@ class WeightLayout:
         inside = takewhile(lambda weight: weight.start < stop, self.weights[first:])
         return [weight.name for weight in inside if weight.num_bytes]
 
+    def described(self, bucket: int) -> str:
+        """Return "bucket 3 of 9, with a.weight, a.bias", for errors; of the names the first three."""
+        names = self.weights_in(bucket)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"bucket {bucket} of {self.num_buckets}, with {', '.join(names[:3])}{more}"
+
     def digest(self) -> str:
         """Return 32 hex digits that depend on names, types, shapes, order, aliases, owners and bucket size."""
         if self._digest is None:

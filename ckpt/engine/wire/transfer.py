@@ -212,10 +212,8 @@ class Verifier:
         """
         if digest_of_bucket(host, self._block_bytes) == self._digests[bucket]:
             return
-        names = self._layout.weights_in(bucket)
-        of = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         self.failure = CorruptCheckpointError(
-            f"bucket {bucket} of {self._layout.num_buckets}, with {of}, arrived on rank {self._rank} with other bytes than rank "
+            f"{self._layout.described(bucket)}, arrived on rank {self._rank} with other bytes than rank "
             f"{self._layout.owner(bucket)} sent"
         )
         raise self.failure
