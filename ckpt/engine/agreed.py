@@ -58,7 +58,6 @@ def agreed_digests(said: Sequence[Sequence[tuple[int, str]]], layout: WeightLayo
             first, of = found.setdefault(bucket, (digest, rank))
             if first != digest:
                 raise ReplicationError(
-                    f"trainers {of} and {rank} yield other bits of the same weights, in bucket {bucket} with "
-                    f"{', '.join(layout.weights_in(bucket)[:3])}"
+                    f"trainers {of} and {rank} yield other bits of the same weights, in {layout.described(bucket)}"
                 )
     return {bucket: digest for bucket, (digest, _) in found.items()}

@@ -95,12 +95,9 @@ class LiveModel:
             dtype, shape, _ = place_of(leaves[name], name, boxes)
             weight = sent[first]
             if (shape, dtype) != (weight.shape, zarr_name(weight.dtype)):
-                castable = shape == weight.shape and weight.dtype in CASTABLE and torch_dtype(dtype) in CASTABLE
-                hint = (
-                    f"; cast what is sent with rollout_dtype={dtype}, or make the rollout's model of that type"
-                    if castable
-                    else ""
-                )
+                hint = ""
+                if shape == weight.shape and weight.dtype in CASTABLE and torch_dtype(dtype) in CASTABLE:
+                    hint = f"; cast what is sent with rollout_dtype={dtype}, or make the rollout's model of that type"
                 raise ShapeMismatchError(
                     f"{name}: the trainers send {zarr_name(weight.dtype)} {list(weight.shape)}, the rollout's model has "
                     f"{dtype} {list(shape)}{hint}"

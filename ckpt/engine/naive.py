@@ -27,8 +27,7 @@ class InProcessTransport(Transport):
             there.copy_(update.pool.bucket(layout, bucket))
             if digest_of_bucket(there) != update.digests[bucket]:
                 raise CorruptCheckpointError(
-                    f"bucket {bucket} of {layout.num_buckets}, with {', '.join(layout.weights_in(bucket)[:3])}, has changed in the host "
-                    f"memory of rank {topology.rank}"
+                    f"{layout.described(bucket)}, has changed in the host memory of rank {topology.rank}"
                 )
             topology.progress()
 

@@ -261,9 +261,8 @@ class _PooledServer(ce_ps.ParameterServer):  # type: ignore[misc]
                 master_port=1,
             )
         self._zmq_ctx.term()
-        self._device_uuid = (
-            uuid.uuid4().hex
-        )  # the name of a socket of this host: two jobs, or ranks, on one device shall not meet
+        # The name of a socket of this host: two jobs, or ranks, on one device shall not meet.
+        self._device_uuid = uuid.uuid4().hex
 
     @property
     def _local_rank(self) -> int:
@@ -349,8 +348,10 @@ class _Messages:
         self._is_over = threading.Event()
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
-        self._sockets.append(_PatientSocket.of(self._context, kind, self.require_open))
-        return self._sockets[-1]
+        made = _PatientSocket(self._context, kind)
+        made.require_open = self.require_open
+        self._sockets.append(made)
+        return made
 
     def require_open(self) -> None:
         """Raise if the waits have been ended."""
@@ -381,15 +382,13 @@ class _Messages:
 
 
 class _PatientSocket(zmq.Socket[bytes]):
-    """A socket between two threads: whatever address the package gives, it is one of this process."""
+    """A socket between two threads: whatever address the package gives, it is one of this process.
 
-    _require_open: Callable[[], None]
+    Attributes:
+        require_open: raises if the waits have been ended.
+    """
 
-    @classmethod
-    def of(cls, context: zmq.Context[Any], kind: int, require_open: Callable[[], None]) -> _PatientSocket:
-        made = cls(context, kind)
-        object.__setattr__(made, "_require_open", require_open)
-        return made
+    require_open: Callable[[], None]
 
     def bind(self, addr: str) -> Any:
         return super().bind(_within_process(addr))
@@ -398,7 +397,7 @@ class _PatientSocket(zmq.Socket[bytes]):
         return super().connect(_within_process(addr))
 
     def recv(self, *args: Any, **named: Any) -> Any:
-        poll_until(lambda: self.poll(200) or None, look=self._require_open, nap=None)
+        poll_until(lambda: self.poll(200) or None, look=self.require_open, nap=None)
         return super().recv(*args, **named)
 
 

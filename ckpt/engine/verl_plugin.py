@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from verl.checkpoint_engine.base import CheckpointEngine as VerlEngine
+from verl.checkpoint_engine.base import CheckpointEngineRegistry as VerlRegistry
+
 from ckpt.engine import CheckpointEngineRegistry
 from ckpt.engine.base import NamedTensor
 from ckpt.engine.versioned import VersionedEngine
@@ -59,10 +62,4 @@ def _for_verl(engine: type[Any], base: type) -> type:
     return Engine
 
 
-def _plug_into_verl() -> None:
-    from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
-
-    plug_in(CheckpointEngineRegistry, CheckpointEngine)
-
-
-_plug_into_verl()
+plug_in(VerlRegistry, VerlEngine)

@@ -120,7 +120,6 @@ class VersionedEngine(CheckpointEngineWithCache):
         self.bucket_digests: Mapping[int, str] = {}
         self.landings = [ReceivedStream() for _ in range(1 + cached)]
         self.pool: HostPool | None = None
-        self._held: WeightVersion | None = None  # in the second landing
         self._known: WeightLayout | None = None  # last layout that all ranks were sent
         self._open: Update | None = None
         self._generation = 0  # of connections; each failure begins another
@@ -144,10 +143,6 @@ class VersionedEngine(CheckpointEngineWithCache):
     @property
     def timeout_s(self) -> float:
         return self.members.timeout_s
-
-    @property
-    def is_master(self) -> bool:
-        return self.members.is_master
 
     @property
     def peers(self) -> Any:
@@ -365,7 +360,7 @@ class VersionedEngine(CheckpointEngineWithCache):
         """
         if len(self.landings) < 2:
             raise ConfigurationError("this engine keeps no weights: make it with cached=True")
-        if self._held is None:
+        if self.landings[1].holds is None:
             raise ConfigurationError("no weights have been received yet")
         for named in on_device(self.landings[1].weights(), self.device.torch_device, self._bucket_bytes):
             yield named
@@ -563,7 +558,6 @@ class VersionedEngine(CheckpointEngineWithCache):
             update.landing.holds = update.version.digest
             if len(self.landings) > 1:
                 self.landings.reverse()
-                self._held = update.version
         self.report = SyncReport(
             step=update.version.step,
             num_tensors=len(update.layout.weights),

@@ -27,11 +27,6 @@ class Arena:
     def num_bytes(self) -> int:
         return len(self._memory)
 
-    @property
-    def memory(self) -> torch.Tensor:
-        """The whole block. It does not move while any range is taken."""
-        return self._memory
-
     def grow(self, num_bytes: int, look: Callable[[], None]) -> None:
         """Make the block at least this large. Waits until no range is taken if it must be reallocated.
 

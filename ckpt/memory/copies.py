@@ -135,17 +135,14 @@ class Staging:
                 return contiguous(tensors[0]).view(-1)
             return torch.cat([as_integers(contiguous(tensor).view(-1)) for tensor in tensors])
         except torch.OutOfMemoryError:
-            self._tell_of_no_room(device)
+            if not self._told:
+                self._told = True
+                _log.warning(
+                    "%s has no room to join small tensors, or to lay out one that is not contiguous: saving them part by part, "
+                    "which takes longer",
+                    device,
+                )
             return None
-
-    def _tell_of_no_room(self, device: torch.device) -> None:
-        if not self._told:
-            self._told = True
-            _log.warning(
-                "%s has no room to join small tensors, or to lay out one that is not contiguous: saving them part by part, which "
-                "takes longer",
-                device,
-            )
 
 
 def _room_bytes(tensors: Sequence[torch.Tensor], on_device: Mapping[torch.device, Sequence[int]]) -> int:

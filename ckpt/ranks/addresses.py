@@ -66,9 +66,6 @@ def machine(namespace: str | None = None) -> str:
 
 
 def _address_of(interface: str) -> str | None:
-    found = psutil.net_if_addrs().get(interface, ())
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for one in found:
-            if one.family == family:
-                return str(one.address)
-    return None
+    """Return the first address of an interface, IPv4 before IPv6; None: it has none."""
+    found = {one.family: str(one.address) for one in reversed(psutil.net_if_addrs().get(interface, []))}
+    return found.get(socket.AF_INET, found.get(socket.AF_INET6))

@@ -102,7 +102,9 @@ class Agreement:
             if self.rank == 0:  # no other rank would settle it before this process is gone
                 self.withdraw(at, verdict, interrupt)
             raise
-        self._tidy(at)
+        self._forget(self._unread)  # the result replaces this rank's verdicts
+        if self.rank == 0:
+            self._settled.append(_result_key(at))
         return Result.decode(data)
 
     def hand_in(self, at: PhaseIndex, verdict: PhaseOutcome) -> None:
@@ -132,13 +134,11 @@ class Agreement:
 
     def has_raised(self, at: PhaseIndex, ranks: Collection[int]) -> int | None:
         """Return the first of these ranks whose verdict is an error; does not wait for verdicts."""
-        for rank in sorted(ranks):
-            try:
+        with suppress(StoreGoneError):
+            for rank in sorted(ranks):
                 data = self.client.peek(_verdict_key(at, rank))
-            except StoreGoneError:
-                return None
-            if data is not None and PhaseOutcome.decode(data).error is not None:
-                return rank
+                if data is not None and PhaseOutcome.decode(data).error is not None:
+                    return rank
         return None
 
     def absent(self, at: PhaseIndex, what: str | None, phase: str | None, ranks: Collection[int]) -> Absence | None:
@@ -213,12 +213,6 @@ class Agreement:
         if self.rank == 0 and not gone:  # all ranks are here, so all have read every earlier result
             self._forget(self._settled)
         return data
-
-    def _tidy(self, at: PhaseIndex) -> None:
-        """Delete this rank's verdicts, which the result replaces."""
-        self._forget(self._unread)
-        if self.rank == 0:
-            self._settled.append(_result_key(at))
 
     def _forget(self, keys: list[str]) -> None:
         """Delete keys. If the store hangs now, the next agreement raises; the result stands."""
@@ -298,10 +292,8 @@ def _raised(
     phase = verdict.phase or before
     cause = verdict.error["message"]
     if len(by_message[cause]) == world_size:
-        if (
-            verdict.error["phase"] is not None
-        ):  # agreed on once already, by ranks that were doing something in the background
-            return verdict.error
+        if verdict.error["phase"] is not None:
+            return verdict.error  # agreed on once already, by ranks that were doing something in the background
         message = f"{verdict.what}: {cause}" if verdict.what else cause
         return {**verdict.error, "message": message, "rank": None, "phase": phase}
     parts = [f"{_failed(verdict, before)} on {_ranks(by_message.pop(cause))}: {cause}"]

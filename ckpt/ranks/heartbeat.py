@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -115,17 +116,13 @@ class Heartbeat:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
-        try:
+        with suppress(StoreGoneError):  # no rank reads it any more
             self.say(left=True)
-        except StoreGoneError:
-            return  # no rank reads it any more
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._interval_s):
-            try:
+        with suppress(StoreGoneError):  # the rank itself learns of it, with a sentence, at its next agreement
+            while not self._stopped.wait(self._interval_s):
                 self.say()
-            except StoreGoneError:
-                return  # the rank itself learns of it, with a sentence, at its next agreement
 
 
 @dataclass(slots=True)

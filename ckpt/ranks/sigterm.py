@@ -99,6 +99,9 @@ class SigtermDeferral:
         is_over: returns whether the work has ended.
         hurry: called once when the signal comes, to shorten waits for absent ranks.
         give_up: called when the grace is over; the work then has 2 s to clean up.
+
+    Attributes:
+        came: the signal has come since `arm`. Read it in the main thread: the handler runs there.
     """
 
     def __init__(
@@ -109,14 +112,9 @@ class SigtermDeferral:
         self._hurry = hurry
         self._give_up = give_up
         self._ends: tuple[int, int] | None = None
-        self._came = False
+        self.came = False
         self._may_end = False
         self._called_off = False
-
-    @property
-    def came(self) -> bool:
-        """Whether the signal has come since `arm`. Main thread: the handler runs there."""
-        return self._came
 
     def arm(self) -> None:
         """Install the handler. Does nothing outside of the main thread, or if the program handles the signal itself."""
@@ -126,7 +124,7 @@ class SigtermDeferral:
             return
         self._ends = reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(reader, True)
-        self._may_end = self._came = self._called_off = False
+        self._may_end = self.came = self._called_off = False
         self._wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         if self._wakeup != -1:  # an event loop's, which keeps it
             signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
@@ -151,7 +149,7 @@ class SigtermDeferral:
         self.disarm()
 
     def _handle(self, _signum: int, _frame: FrameType | None) -> None:
-        self._came = True
+        self.came = True
         if self._may_end:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -160,7 +158,7 @@ class SigtermDeferral:
 
     def _is_ours(self) -> bool:
         """Whether the signal is this object's to handle, or was before another handler was installed."""
-        return self._came or signal.getsignal(signal.SIGTERM) == self._handle
+        return self.came or signal.getsignal(signal.SIGTERM) == self._handle
 
     def _watch(self, reader: int) -> None:
         """Wait for the signal, then for the end of the work; then end the process.

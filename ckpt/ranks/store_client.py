@@ -7,14 +7,12 @@ import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # torch.distributed exports it where mypy cannot see it
 
 from ckpt.ranks.stores import StoreGoneError, connection, where_is
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # torch.distributed exports it where mypy cannot see it
 
 _PIECE_BYTES = 4 << 20  # longest value of one key; the store closes a connection that sends more than 8 MiB
 _COMPRESS_BYTES = 64 << 10

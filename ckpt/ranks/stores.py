@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -74,16 +75,8 @@ def reach(address: str, port: int, *, timeout_s: float) -> TCPStore:
     Raises:
         StoreGoneError: there is no answer.
     """
-
-    def connect() -> TCPStore:
-        return TCPStore(
-            address,
-            port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=min(timeout_s, _LONGEST_S)),
-        )
-
+    timeout = timedelta(seconds=min(timeout_s, _LONGEST_S))
+    connect = partial(TCPStore, address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return _connected(connect, port, f"{address}:{port}", timeout_s)
 
 
@@ -134,9 +127,8 @@ def _connected(connect: Callable[[], _T], port: int, where: str, timeout_s: floa
     """
     before, patience_s = set(_sockets()), max(timeout_s, _CONNECT_S)
     try:
-        made = in_thread(connect, "ckpt-store").result(
-            min(patience_s, _LONGEST_S)
-        )  # it may hang, and knows no deadline
+        # In a thread: it may hang, and knows no deadline.
+        made = in_thread(connect, "ckpt-store").result(min(patience_s, _LONGEST_S))
     except TimeoutError:
         raise StoreGoneError(
             f"the store at {where} did not answer a new connection within {patience_s:g} s", is_silent=True

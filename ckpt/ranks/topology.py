@@ -12,10 +12,10 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckpt.errors import CheckpointError, ConfigurationError, RankAbsentError, describe, rebuild
 from ckpt.ranks.agreement import Agreement, PhaseOutcome, Result, conclude
@@ -23,9 +23,6 @@ from ckpt.ranks.heartbeat import Heartbeat, PhaseIndex
 from ckpt.ranks.sigterm import Termination
 from ckpt.ranks.store_client import StoreClient
 from ckpt.ranks.stores import StoreGoneError
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -346,7 +343,7 @@ class Topology:
         KeyboardInterrupt and SystemExit fail the phase for the others and propagate here. Phases do not nest.
         """
         assert not self._in_phase, f"phase {name} begins inside another one"
-        with nullcontext() if self._whats else self._unnamed_operation():
+        try:
             self._enter(name)
             phase = Phase(name)
             try:
@@ -362,6 +359,9 @@ class Topology:
                 phase.payloads = self._agree(phase, None, payload)
             finally:
                 self._in_phase = False
+        finally:
+            if not self._whats:  # a phase outside of any operation is one by itself
+                self._end()
 
     def exchange(self, name: str, outgoing: Mapping[int, bytes], sources: Collection[int]) -> dict[int, bytes]:
         """Send `outgoing[r]` to rank r, and return what each rank of `sources` sent here. All ranks call it.
@@ -446,14 +446,6 @@ class Topology:
         if self._agreement is not None:
             with suppress(StoreGoneError):  # raised by the phase that failed, or by the next one
                 self._agreement.heartbeat.enter(self._at, None, None)
-
-    @contextmanager
-    def _unnamed_operation(self) -> Iterator[None]:
-        """Make a phase outside of any operation one by itself."""
-        try:
-            yield
-        finally:
-            self._end()
 
     @property
     def _client(self) -> StoreClient:

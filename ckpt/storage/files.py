@@ -82,8 +82,8 @@ def make_durable(
         _syncfs(root)
         return
     for folder in folders:
-        with naming(folder):
-            _with_descriptor(folder, os.fsync)
+        with _opened(folder) as fd:
+            os.fsync(fd)
 
 
 def syncfs_tells(platform: str, release: str) -> bool:
@@ -97,22 +97,22 @@ def syncfs_tells(platform: str, release: str) -> bool:
 
 
 def _sync_file(path: Path, size: int, progress: Callable[[int], None]) -> None:
-    def settle_and_sync(fd: int) -> None:
+    with _opened(path) as fd:
         for at in range(0, size - SETTLE_BYTES, SETTLE_BYTES):  # fsync alone could run for minutes without progress
             _sync_file_range(fd, at, SETTLE_BYTES, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
             progress(SETTLE_BYTES)
         os.fsync(fd)
 
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file or a folder inside the block, to sync it. Errors name it."""
     with naming(path):
-        _with_descriptor(path, settle_and_sync)
-
-
-def _with_descriptor(path: Path, act: Callable[[int], object]) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        act(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
@@ -149,13 +149,10 @@ def reserve(fd: int, offset: int, num_bytes: int) -> bool:
 
 
 def _syncfs(root: Path) -> None:
-    def sync(fd: int) -> None:
+    with _opened(root) as fd:
         if _libc().syncfs(fd) != 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-
-    with naming(root):
-        _with_descriptor(root, sync)
 
 
 def _libc() -> Any:

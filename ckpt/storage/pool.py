@@ -168,29 +168,28 @@ class Pool:
 
     `begin` a save: the held save is released, and its memory reused, unless a reader is inside of `reading`. Then `keep` the save when
     it is committed, which frees all other memory, or `drop` it.
+
+    Attributes:
+        held: the save that is held; None: none is.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: dict[str, PoolFile] = {}
-        self._held: PooledSave | None = None
+        self.held: PooledSave | None = None
         self._readers: dict[PooledSave, int] = {}
-
-    @property
-    def held(self) -> PooledSave | None:
-        return self._held
 
     @property
     def num_bytes(self) -> int:
         """Bytes of memory in use by the held save and by files to be reused."""
         with self._lock:
-            held = self._held.files.values() if self._held is not None else ()
+            held = self.held.files.values() if self.held is not None else ()
             return sum(file.num_bytes for file in (*held, *self._free.values()))
 
     def begin(self) -> PooledSave:
         """Return memory for the files of a new save. No save is held from now on."""
         with self._lock:
-            held, self._held = self._held, None
+            held, self.held = self.held, None
             if held is None or held in self._readers:
                 return PooledSave(self)
             unused = self._use_again(held.files)
@@ -200,7 +199,7 @@ class Pool:
     def keep(self, save: PooledSave, folder: Path) -> None:
         """Hold this save, which is committed."""
         with self._lock:
-            before, self._held, save.folder = self._held, save, folder
+            before, self.held, save.folder = self.held, save, folder
             unused = list(self._free.values())
             self._free = {}
             # A save that began before the one before it was kept has memory of its own.
@@ -211,8 +210,8 @@ class Pool:
     def drop(self, save: PooledSave) -> None:
         """Take back the memory of a failed save. No thread uses its files any more."""
         with self._lock:
-            if save is self._held:
-                self._held = None
+            if save is self.held:
+                self.held = None
             unused = self._use_again(save.files)
             save.files = {}
         _close(unused)
@@ -221,7 +220,7 @@ class Pool:
     def reading(self) -> Iterator[PooledSave | None]:
         """Yield the held save, whose memory stays unchanged inside of the block; None: none is held."""
         with self._lock:
-            save = self._held
+            save = self.held
             if save is not None:
                 self._readers[save] = self._readers.get(save, 0) + 1
         try:
@@ -233,7 +232,7 @@ class Pool:
     def close(self) -> None:
         """Free all memory that has no reader."""
         with self._lock:
-            held, self._held = self._held, None
+            held, self.held = self.held, None
             files = [*self._free.values(), *(held.files.values() if held not in self._readers and held else ())]
             self._free = {}
         _close(files)
@@ -244,7 +243,7 @@ class Pool:
             if self._readers[save]:
                 return
             del self._readers[save]
-            files = [] if save is self._held else list(save.files.values())
+            files = [] if save is self.held else list(save.files.values())
         _close(files)
 
     def take(self, name: str) -> PoolFile:

@@ -14,13 +14,14 @@ import socket
 import threading
 import uuid
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Self
 
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
 from ckpt.engine.base import Weights
-from ckpt.engine.elastic.membership import Call, Epoch, News, Rendezvous, culprit, goes_on_after, next_epoch
+from ckpt.engine.elastic.membership import Call, Epoch, News, Rendezvous, goes_on_after, next_epoch
 from ckpt.engine.elastic.membership_store import LEAVING, READY, MembershipStore, reserve
 from ckpt.engine.members import EngineThread, Result, done, own_store
 from ckpt.engine.update import Sink
@@ -107,9 +108,8 @@ class ElasticEngine:
         self._given_up = threading.Event()
         self._next = 1  # number of the next call
         self._call: Call | None = None  # the last one; None: one is awaited
-        self._is_again = (
-            False  # the last call's task was cancelled before its update began: the next task gets the same call
-        )
+        # The last call's task was cancelled before its update began: the next task gets the same call.
+        self._is_again = False
         self._joined: int | None = None  # number of the epoch whose ranks the engine has joined
         self._proven = False
         self._failure: CheckpointError | None = None  # of the last update, which is made again
@@ -259,15 +259,29 @@ class ElasticEngine:
         """Answer the lead's last words, in JSON. A rollout whose `receive_into` has returned None."""
         await self._run(self._membership.reply, self.number, words)
 
-    def close(self) -> None:
-        """Leave the others without waiting for them, and free all memory. The lead ends the job for all."""
-        self._close(None)
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the others without waiting for them, and free all memory. The lead ends the job for all.
+
+        Args:
+            error: of the lead, for which it ends the job; None: it just ends it.
+        """
+        self._given_up.set()
+        try:
+            if self.is_lead:
+                self._say_goodbye(error)
+            else:
+                self._membership.say_closed(self.number)
+        finally:
+            if self._beat is not None:
+                self._beat.stop()
+            self.engine.close()
+            self._thread.stop()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        self._close(error)
+        self.close(error)
 
     # In the thread of this object
 
@@ -338,8 +352,8 @@ class ElasticEngine:
         if not goes_on_after(error, epoch, proven=self._proven):
             raise error
         self._failure = error
-        if self.is_lead and (one := culprit(error, epoch)) is not None:
-            self._gone.add(one)
+        if self.is_lead and (rollout := epoch.rollout_at(error.rank)) is not None:
+            self._gone.add(rollout)
 
     # The lead's
 
@@ -404,28 +418,13 @@ class ElasticEngine:
             self._membership.invite(self._ready, call.number)  # rollouts that wait to join read the call, too
             self._membership.call(call)
 
-    def _close(self, error: BaseException | None) -> None:
-        self._given_up.set()
-        try:
-            if self.is_lead:
-                self._say_goodbye(error)
-            else:
-                self._membership.say_closed(self.number)
-        finally:
-            if self._beat is not None:
-                self._beat.stop()
-            self.engine.close()
-            self._thread.stop()
-
     def _say_goodbye(self, error: BaseException | None) -> None:
         """End the job, and wait until the members have read so: the store ends with this process."""
-        try:
+        with suppress(CheckpointError):  # the store is gone
             if not self._ended:
                 self._fail(error or CheckpointError("the first trainer has ended the job"))
             epoch = self._current
             self._membership.linger([*range(1, epoch.num_trainers), *epoch.rollouts], _LINGER_S)
-        except CheckpointError:
-            return  # the store is gone
 
     async def _run(self, call: Callable[..., Result], *args: Any) -> Result:
         """Make a call in this object's thread, while the event loop goes on."""

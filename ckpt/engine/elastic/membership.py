@@ -78,11 +78,6 @@ def goes_on_after(error: CheckpointError, epoch: Epoch, *, proven: bool) -> bool
     return not proven and epoch.rollout_at(error.rank) in epoch.newcomers
 
 
-def culprit(error: CheckpointError, epoch: Epoch) -> int | None:
-    """Return the number of the rollout that caused an error, if the error names one."""
-    return epoch.rollout_at(error.rank)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """The lead's call of all members to an update, or the last call, after which there are no updates.
@@ -100,9 +95,8 @@ class Call:
     failure: dict[str, Any] | None = None
 
     def encode(self) -> bytes:
-        return json.dumps(
-            asdict(self)
-        ).encode()  # msgspec refuses the names of files that are not UTF-8, and has no NaN
+        # Not by msgspec, which refuses the names of files that are not UTF-8, and has no NaN.
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Call:

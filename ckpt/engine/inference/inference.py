@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from itertools import tee
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -197,9 +197,8 @@ class Sinks:
 
     def load(self, weights: Iterable[NamedTensor], version: WeightVersion) -> None:
         """See `Sink.load`."""
-        kept: list[NamedTensor] = []
-        for number, sink in enumerate(self._sinks):
-            sink.load(_noting(weights, kept) if not number else iter(kept), version)
+        for sink, same in zip(self._sinks, tee(weights, len(self._sinks)), strict=True):
+            sink.load(same, version)
 
 
 # Tensors in buffers
@@ -231,12 +230,6 @@ def _batches(weights: Iterable[NamedTensor], half: int) -> Iterator[list[_Placed
         yield batch
 
 
-def _noting(weights: Iterable[NamedTensor], kept: list[NamedTensor]) -> Iterator[NamedTensor]:
-    for named in weights:
-        kept.append(named)
-        yield named
-
-
 def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
     return shared_memory(num_bytes) if device.type == "cpu" else device_memory(num_bytes, device)
 
@@ -258,16 +251,12 @@ def opened(pid: int, fd: int, inode: int, *_: object) -> torch.Tensor:
     Raises:
         CheckpointError: the memory is gone.
     """
-    own = -1
     try:
-        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-        if os.fstat(own).st_ino != inode:
-            raise FileNotFoundError
-        return mapped(own)
+        with open(f"/proc/{pid}/fd/{fd}", "r+b", buffering=0) as own:
+            if os.fstat(own.fileno()).st_ino != inode:
+                raise FileNotFoundError
+            return mapped(own.fileno())
     except OSError as error:
         raise CheckpointError(
             f"the memory of the weights in process {pid} is gone, or not visible to this process"
         ) from error
-    finally:
-        with suppress(OSError):
-            os.close(own)

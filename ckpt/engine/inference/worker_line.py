@@ -51,9 +51,8 @@ class WorkerLine:
         self.worker = worker
         self.address = f"ipc://@ckpt-engine-{uuid.uuid4().hex}.sock"
         self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(
-            zmq.IPC_FILTER_UID, os.geteuid()
-        )  # such an address has no permissions: any user could connect
+        # Such an address has no permissions: any user could connect.
+        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.bind(self.address)
         self._saying: list[bytes] | None = None
@@ -94,9 +93,8 @@ class WorkerLine:
         """Send the worker the error that ends its update; return whether it has disconnected. Does not wait."""
         if not self._is_dismissed:
             message = [b"", pickle.dumps(why)]
-            self._is_dismissed = self._sent(message) and self._sent(
-                message
-            )  # a worker without a handle acknowledges one
+            # Twice, for a worker without a handle acknowledges one.
+            self._is_dismissed = self._sent(message) and self._sent(message)
         while self._socket.poll(0):
             self._socket.recv_multipart()
         self._left = self._left or self._has_ended()

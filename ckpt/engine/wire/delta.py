@@ -122,12 +122,8 @@ def agreed_changes(
         return None
     runs: dict[int, Runs] = {}
     for rank in set(layout.owners):
-        sizes = {
-            bucket: stop - start
-            for bucket in range(layout.num_buckets)
-            if layout.owner(bucket) == rank
-            for start, stop in [layout.extent(bucket)]
-        }
+        extents = {bucket: layout.extent(bucket) for bucket in layout.buckets_of(rank)}
+        sizes = {bucket: stop - start for bucket, (start, stop) in extents.items()}
         runs |= _runs_of(said[rank]["changed"], sizes, block_bytes)
     return Changes(held.pop(), runs)
 
@@ -166,7 +162,8 @@ def _runs_of(changed: str, sizes: Mapping[int, int], block_bytes: int) -> dict[i
     bits = np.unpackbits(packed, count=sum(counts.values()))
     found, first = {}, 0
     for bucket, count in counts.items():
-        found[bucket] = _whole_if_most(_runs(bits[first : first + count], block_bytes, sizes[bucket]), sizes[bucket])
+        runs = _runs(bits[first : first + count], block_bytes, sizes[bucket])
+        found[bucket] = [(0, sizes[bucket])] if bytes_of(runs) > MOST * sizes[bucket] else runs
         first += count
     return found
 
@@ -174,10 +171,6 @@ def _runs_of(changed: str, sizes: Mapping[int, int], block_bytes: int) -> dict[i
 def _runs(bits: np.ndarray[Any, np.dtype[np.uint8]], block_bytes: int, num_bytes: int) -> Runs:
     edges = np.flatnonzero(np.diff(bits, prepend=0, append=0)) * block_bytes
     return [(int(start), min(int(stop), num_bytes)) for start, stop in edges.reshape(-1, 2)]
-
-
-def _whole_if_most(runs: Runs, num_bytes: int) -> Runs:
-    return [(0, num_bytes)] if bytes_of(runs) > MOST * num_bytes else runs
 
 
 def _rows(digests: bytes) -> np.ndarray[Any, np.dtype[np.uint64]]:

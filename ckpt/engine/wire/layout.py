@@ -131,6 +131,10 @@ class WeightLayout:
         """Return the rank that sends a bucket."""
         return self.owners[bucket % len(self.owners)]
 
+    def buckets_of(self, owner: int) -> list[int]:
+        """Return the buckets that a rank sends, in order."""
+        return [bucket for bucket in range(self.num_buckets) if self.owner(bucket) == owner]
+
     def extent(self, bucket: int) -> tuple[int, int]:
         """Return the bytes [start, stop) of the stream in a bucket. Only the last bucket is shorter than `bucket_bytes`."""
         start = bucket * self.bucket_bytes
@@ -152,6 +156,12 @@ class WeightLayout:
         first = bisect_right(self.weights, start, key=lambda weight: weight.stop)
         inside = takewhile(lambda weight: weight.start < stop, self.weights[first:])
         return [weight.name for weight in inside if weight.num_bytes]
+
+    def described(self, bucket: int) -> str:
+        """Return "bucket 3 of 9, with a.weight, a.bias", for errors; of the names the first three."""
+        names = self.weights_in(bucket)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"bucket {bucket} of {self.num_buckets}, with {', '.join(names[:3])}{more}"
 
     def digest(self) -> str:
         """Return 32 hex digits that depend on names, types, shapes, order, aliases, owners and bucket size."""

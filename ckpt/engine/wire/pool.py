@@ -79,11 +79,7 @@ class HostPool:
 
     def buckets(self, layout: WeightLayout) -> dict[int, torch.Tensor]:
         """Return all buckets of this rank by number, flat."""
-        return {
-            bucket: self.bucket(layout, bucket)
-            for bucket in range(layout.num_buckets)
-            if layout.owner(bucket) == self._rank
-        }
+        return {bucket: self.bucket(layout, bucket) for bucket in layout.buckets_of(self._rank)}
 
     def bucket(self, layout: WeightLayout, bucket: int) -> torch.Tensor:
         """Return a bucket of this rank, flat."""

@@ -121,7 +121,7 @@ class Transfer:
         update, layout = self.update, self.update.layout
         every = range(layout.num_buckets)
         rank, receives = update.topology.rank, update.landing is not None
-        self._mine = [bucket for bucket in every if receives or layout.owner(bucket) == rank]
+        self._mine = every if receives else layout.buckets_of(rank)
         self._ours = update.pool.buckets(layout) if update.pool is not None else {}
         self._there = {bucket: update.landing.bucket(bucket) for bucket in every} if update.landing is not None else {}
         self._old = {bucket: update.before.bucket(bucket) for bucket in every} if update.before is not None else {}
@@ -212,10 +212,8 @@ class Verifier:
         """
         if digest_of_bucket(host, self._block_bytes) == self._digests[bucket]:
             return
-        names = self._layout.weights_in(bucket)
-        of = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         self.failure = CorruptCheckpointError(
-            f"bucket {bucket} of {self._layout.num_buckets}, with {of}, arrived on rank {self._rank} with other bytes than rank "
+            f"{self._layout.described(bucket)}, arrived on rank {self._rank} with other bytes than rank "
             f"{self._layout.owner(bucket)} sent"
         )
         raise self.failure

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.engine.elastic.membership import Call, Epoch, News, Rendezvous, culprit, goes_on_after, next_epoch
+from ckpt.engine.elastic.membership import Call, Epoch, News, Rendezvous, goes_on_after, next_epoch
 from ckpt.errors import (
     CheckpointError,
     ConfigurationError,
@@ -93,10 +93,10 @@ def test_an_update_is_made_again_without_who_is_gone_and_without_a_newcomer_that
 
 
 def test_the_culprit_is_a_rollout_by_its_number() -> None:
-    assert culprit(RankAbsentError("", rank=4), NOW) == 9
-    assert culprit(RankAbsentError("", rank=2), NOW) == 2
-    assert culprit(RankAbsentError("", rank=0), NOW) is None
-    assert culprit(RankAbsentError(""), NOW) is None
+    assert NOW.rollout_at(RankAbsentError("", rank=4).rank) == 9
+    assert NOW.rollout_at(RankAbsentError("", rank=2).rank) == 2
+    assert NOW.rollout_at(RankAbsentError("", rank=0).rank) is None
+    assert NOW.rollout_at(RankAbsentError("").rank) is None
 
 
 @pytest.mark.parametrize(
