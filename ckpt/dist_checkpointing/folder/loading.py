@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from ckpt.dist_checkpointing.folder.saving import Given
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.megatron.chunks import MegatronChunks
 from ckpt.dist_checkpointing.megatron.layout import headless
-from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
+from ckpt.dist_checkpointing.megatron.zarr import Library, MegatronZarr, is_megatron_zarr
 from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
 from ckpt.format.box import Box, overlap, whole
 from ckpt.format.dtypes import torch_dtype
@@ -27,6 +27,7 @@ from ckpt.format.names import PLAIN_NAME
 from ckpt.format.stored import read_manifest, read_manifest_bytes
 from ckpt.format.strict_json import corrupt
 from ckpt.loading.direct import DirectLoad
+from ckpt.loading.report import some_of
 from ckpt.loading.sources import CommittedSource
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
 from ckpt.memory.device import device_of, wait_for_all
@@ -38,8 +39,6 @@ from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 
 _log = logging.getLogger("ckpt")
-Library = Literal["zarr", "tensorstore"]
-"""The library that opens Megatron-Core's arrays. Our compressed chunks are read by the library of their store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,58 +53,29 @@ Wanted = tuple[str, Box, torch.Tensor]
 """(Key, box in global coordinates, memory of the box's shape and the stored data type)."""
 
 
-class TensorSource(Protocol):
-    """The sharded tensors of one checkpoint, open for reading by one rank."""
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """The sharded tensors of one checkpoint, open for reading by one rank.
 
-    def stored(self) -> Mapping[str, StoredArray]:
-        """Key -> stored tensor."""
+    Attributes:
+        stored: key -> stored tensor.
+        above: prefix of the keys in the checkpoint.
+    """
+
+    stored: Mapping[str, StoredArray]
+    checkpoint: StoredCheckpoint | MegatronChunks
+    above: str
+    strategy: LoadingStrategy
+    topology: Topology
 
     def prepare(self, wanted: Sequence[Wanted]) -> Reading:
         """Plan the reading of the boxes of all ranks. Collective, outside of a phase; each rank gives its own boxes."""
-
-
-class OurTensors:
-    """The tensors of a checkpoint that this library wrote. See `TensorSource`."""
-
-    def __init__(self, checkpoint: StoredCheckpoint, strategy: LoadingStrategy, topology: Topology) -> None:
-        self._checkpoint = checkpoint
-        self._strategy = strategy
-        self._topology = topology
-
-    def stored(self) -> Mapping[str, StoredArray]:
-        arrays = self._checkpoint.manifest.arrays_of(SHARDED)
-        return {key: StoredArray(torch_dtype(entry.dtype), entry.shape) for key, entry in arrays.items()}
-
-    def prepare(self, wanted: Sequence[Wanted]) -> Reading:
-        requests = [ReadRequest(f"{SHARDED}/{key}", key, box, out) for key, box, out in wanted]
+        if isinstance(self.checkpoint, MegatronChunks) and isinstance(self.strategy, DirectLoad):
+            return _ByLibrary(self.checkpoint.arrays, wanted, self.topology)
+        requests = [ReadRequest(f"{self.above}{key}", key, box, out) for key, box, out in wanted]
         device = device_of(out for _, _, out in wanted)
-        return self._strategy.prepare(requests, self._checkpoint, self._topology, device, verify=True)
-
-
-class MegatronTensors:
-    """The tensors of a checkpoint that Megatron-Core's zarr strategy wrote. They have no digests. See `TensorSource`.
-
-    Args:
-        library: decodes chunks; with `DirectLoad` it also reads them.
-    """
-
-    def __init__(self, checkpoint_dir: Path, library: Library, strategy: LoadingStrategy, topology: Topology) -> None:
-        self._dir = checkpoint_dir
-        self._arrays = MegatronZarr(checkpoint_dir, library)
-        self._strategy = strategy
-        self._topology = topology
-
-    def stored(self) -> Mapping[str, StoredArray]:
-        if self._arrays.layout.headless:  # damage: absent keys, which a load may ignore, are another matter
-            raise headless(self._dir, self._arrays.layout.headless[0])
-        return {key: StoredArray(torch_dtype(one.dtype), tuple(one.shape)) for key, one in self._arrays.arrays.items()}
-
-    def prepare(self, wanted: Sequence[Wanted]) -> Reading:
-        if isinstance(self._strategy, DirectLoad):
-            return _ByLibrary(self._arrays, wanted, self._topology)
-        requests = [ReadRequest(key, key, box, out) for key, box, out in wanted]
-        device = device_of(out for _, _, out in wanted)
-        return self._strategy.prepare(requests, MegatronChunks(self._arrays), self._topology, device, verify=False)
+        verify = self.checkpoint.has_digests
+        return self.strategy.prepare(requests, self.checkpoint, self.topology, device, verify=verify)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +126,13 @@ def load_tensors(
     with topology.operation(f"load of {checkpoint_dir}"):
         source = open_tensors(checkpoint_dir, library, topology, strategy)
         with topology.phase("check"):
-            stored, memory = source.stored(), HostMemory()
+            memory = HostMemory()
             tensors = tensors_in(sharded_state_dict, "loads")
             wait_for_all(one.data for one in tensors if one.data is not None)
             loads = {
                 id(one): _Load(
                     one,
-                    _require_stored(one, stored, checkpoint_dir),
+                    _require_stored(one, source.stored, checkpoint_dir),
                     memory,
                     into_data=one.data is not None if into_data is None else into_data,
                 )
@@ -178,15 +148,23 @@ def load_tensors(
 
 
 def open_tensors(checkpoint_dir: Path, library: Library, topology: Topology, strategy: LoadingStrategy) -> TensorSource:
-    """Open a checkpoint's tensors. Collective: the lead reads the manifest for all ranks."""
-    where = str(checkpoint_dir / MANIFEST_NAME)
+    """Open a checkpoint's tensors. Collective: the lead reads the manifest for all ranks.
+
+    Args:
+        library: decodes the chunks of Megatron-Core's arrays; with `DirectLoad` it also reads them.
+    """
     with topology.phase("open") as phase:
         if topology.is_lead and not is_megatron_zarr(checkpoint_dir):
             phase.payload = read_manifest_bytes(checkpoint_dir).decode()
     if phase.payloads[0] is None:
-        return MegatronTensors(checkpoint_dir, library, strategy, topology)
-    manifest = parse_manifest(phase.payloads[0].encode(), where)
-    return OurTensors(StoredCheckpoint(checkpoint_dir, manifest), strategy, topology)
+        arrays = MegatronZarr(checkpoint_dir, library)
+        if arrays.layout.headless:  # damage: absent keys, which a load may ignore, are another matter
+            raise headless(checkpoint_dir, arrays.layout.headless[0])
+        stored = {key: StoredArray(torch_dtype(one.dtype), one.shape) for key, one in arrays.arrays.items()}
+        return TensorSource(stored, MegatronChunks(arrays), "", strategy, topology)
+    manifest = parse_manifest(phase.payloads[0].encode(), str(checkpoint_dir / MANIFEST_NAME))
+    stored = {key: StoredArray(torch_dtype(one.dtype), one.shape) for key, one in manifest.arrays_of(SHARDED).items()}
+    return TensorSource(stored, StoredCheckpoint(checkpoint_dir, manifest), f"{SHARDED}/", strategy, topology)
 
 
 def tensors_in(sharded_state_dict: ShardedStateDict, does: str) -> list[ShardedTensor]:
@@ -327,8 +305,8 @@ def _require_stored(tensor: ShardedTensor, stored: Mapping[str, StoredArray], ch
     if array is None:
         _log.debug("%s holds %s", checkpoint_dir, sorted(os.listdir(checkpoint_dir)))
         raise MissingStateError(
-            f"{tensor.key} is asked for, and {checkpoint_dir} does not hold it; it holds {_some_of(sorted(stored))}. Leave it out, or load "
-            "with a `strict` that lets unexpected keys go, such as 'log_unexpected'."
+            f"{tensor.key} is asked for, and {checkpoint_dir} does not hold it; it holds {some_of(sorted(stored)) or 'no tensor'}. "
+            "Leave it out, or load with a `strict` that lets unexpected keys go, such as 'log_unexpected'."
         )
     wanted = tuple(tensor.global_shape)
     if array.shape != wanted and not (tensor.allow_shape_mismatch and len(array.shape) == len(wanted)):
@@ -337,7 +315,3 @@ def _require_stored(tensor: ShardedTensor, stored: Mapping[str, StoredArray], ch
             "for what was saved, or set allow_shape_mismatch=True for a tensor that is padded to fit."
         )
     return array
-
-
-def _some_of(keys: Sequence[str], limit: int = 5) -> str:
-    return ", ".join(keys[:limit]) + (f" and {len(keys) - limit} more" if len(keys) > limit else "") or "no tensor"

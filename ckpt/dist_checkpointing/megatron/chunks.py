@@ -23,16 +23,16 @@ class MegatronChunks:
 
     def __init__(self, arrays: MegatronZarr) -> None:
         self.root = arrays.folder
-        self._arrays = arrays
+        self.arrays = arrays
 
     def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
         """Yield the parts of the wanted box, one per chunk; `request.name` is the tensor's key."""
         if 0 in request.box.shape:
             return
-        array = self._arrays.arrays[request.name]
+        array = self.arrays.arrays[request.name]
         spec = ArraySpec(array.key, array.dtype, array.shape, array.grid)
         for number, chunk_box, wanted in needed_chunks(array.shape, array.grid, request.box):
-            file = self._arrays.require_chunk(array, number)
+            file = self.arrays.require_chunk(array, number)
             chunk = ChunkExtent(file.relative_to(self.root).as_posix(), 0, file.stat().st_size, (), raw=array.is_raw)
             out = request.out[wanted.relative_to(request.box).slices]
             part = WantedBox(0, array.grid, wanted.relative_to(chunk_box), out, request.label)
@@ -40,4 +40,4 @@ class MegatronChunks:
 
     def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
         """See `ckpt.loading.strategy.Stored.decode`."""
-        self._arrays.read(stored.array.path, box, out)
+        self.arrays.read(stored.array.path, box, out)

@@ -38,6 +38,7 @@ from ckpt.format.unpickling import Unknown, unpickle
 _log = logging.getLogger("ckpt")
 
 Library = Literal["zarr", "tensorstore"]
+"""The library that opens Megatron-Core's arrays. Our compressed chunks are read by the library of their store."""
 MAP_FROM_BYTES = 64 << 10
 """Smaller chunks are read instead of mapped: Linux limits the mapped files of a process (65,530 by default)."""
 

@@ -13,10 +13,11 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.folder.destination import GivenFolder
-from ckpt.dist_checkpointing.folder.loading import Library, load_tensors, open_tensors, tensors_in
+from ckpt.dist_checkpointing.folder.loading import load_tensors, open_tensors, tensors_in
 from ckpt.dist_checkpointing.folder.removing import remove_tensors
 from ckpt.dist_checkpointing.folder.saving import FolderSave, contribution_of, require_alike
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
+from ckpt.dist_checkpointing.megatron.zarr import Library
 from ckpt.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
@@ -149,7 +150,7 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
         """Key -> ShardedTensor without data and uncut, of every tensor in the checkpoint. Not collective."""
-        stored = open_tensors(Path(checkpoint_dir), self.library, Topology.alone(), DirectLoad()).stored()
+        stored = open_tensors(Path(checkpoint_dir), self.library, Topology.alone(), DirectLoad()).stored
         return {key: uncut(key, one.dtype, one.shape) for key, one in stored.items()}
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
