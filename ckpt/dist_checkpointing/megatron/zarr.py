@@ -19,7 +19,7 @@ from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.megatron.layout import (
     ARRAY_FILE,
-    COMMON_FILE,
+    COMMON_STATE_FNAME,
     NO_DIGESTS,
     MegatronArray,
     array_at,
@@ -184,11 +184,11 @@ def load_megatron_common(checkpoint_dir: Path, *, allow_pickle: bool, unknown: U
         ConfigurationError: pickles are not allowed; or it holds objects of unknown classes, or no dictionary.
         CorruptCheckpointError: it is missing or cannot be read.
     """
-    file = checkpoint_dir / COMMON_FILE
+    file = checkpoint_dir / COMMON_STATE_FNAME
     if not file.is_file():
         _log.debug("%s holds %s", checkpoint_dir, sorted(os.listdir(checkpoint_dir)))
         raise CorruptCheckpointError(f"{file} does not exist. {NO_DIGESTS}")
-    common = _unpickled(checkpoint_dir, COMMON_FILE, allow_pickle, unknown)
+    common = _unpickled(checkpoint_dir, COMMON_STATE_FNAME, allow_pickle, unknown)
     if not isinstance(common, dict):
         raise ConfigurationError(f"{file} holds a {type(common).__name__}, where a state dict should be")
     return common

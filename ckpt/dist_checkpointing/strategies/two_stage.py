@@ -17,20 +17,13 @@ from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.network import TorchTransport, make_groups
-from ckpt.loading.two_stage.timing import Timers, summarize, timed, timers
+from ckpt.loading.two_stage.timing import Timers, summarize
+from ckpt.loading.two_stage.timing import timed as timed
+from ckpt.loading.two_stage.timing import timers as timers
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology, group_of
 from ckpt.state.sharded_tensor import ShardedTensor
-
-__all__ = [
-    "ShardedTensorMetadata",
-    "TwoStageDataParallelLoadShardedStrategy",
-    "logger",
-    "sharded_tensor_chunk_id",
-    "timed",
-    "timers",
-]
 
 logger = logging.getLogger(__name__)
 
