@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import numpy as np
 
@@ -50,7 +50,6 @@ def check_manifest(manifest: CheckpointManifest) -> None:
         _check_component(key, component, manifest, indexes)
     for name, entry in {id(entry): (name, entry) for name, entry in manifest.arrays.items()}.values():
         _check_array(name, entry, manifest, indexes)
-    _check_paths(manifest.arrays)
     _check_names(manifest)
 
 
@@ -172,17 +171,13 @@ def _check_writers(name: str, entry: ArrayEntry, grid: tuple[int, ...]) -> None:
 
 
 def _check_names(manifest: CheckpointManifest) -> None:
-    """Each array belongs to a component."""
+    """No two arrays have one path, and each belongs to a component."""
+    paths = [entry.path for entry in manifest.arrays.values() if entry.path is not None]
+    if len(paths) != len(set(paths)):
+        raise Refused("two of its arrays have one path")
     for key in {name.partition("/")[0] for name in manifest.arrays}:
         if key not in manifest.components:
             raise Refused(f"it has arrays of {key!r:.80}, which is none of its components")
-
-
-def _check_paths(arrays: Mapping[str, ArrayEntry]) -> None:
-    """No two arrays have one path."""
-    paths = [entry.path for entry in arrays.values() if entry.path is not None]
-    if len(paths) != len(set(paths)):
-        raise Refused("two of its arrays have one path")
 
 
 def _require_ranks(ranks: Iterable[int], world_size: int, what: str) -> None:

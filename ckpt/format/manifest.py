@@ -311,18 +311,15 @@ class Index:
             ]
             for path, by_number in self.chunks.items()
         }
-        tables = (
+        tables = [
             f'  "rank": {self.rank}',
             _table("files", ((path, _dump([record.size, record.rest])) for path, record in self.files.items())),
             _table("chunks", ((path, _dump(rows)) for path, rows in chunks.items())),
             _table("packed", ((path, str(length)) for path, length in self.packed.items())),
             _table("pieces", self._piece_rows()),
-            *(
-                [_table("dead", ((file, _dump(_dead_rows(rows))) for file, rows in self.dead.items()))]
-                if self.dead
-                else ()
-            ),
-        )
+        ]
+        if self.dead:
+            tables.append(_table("dead", ((file, _dump(_dead_rows(rows))) for file, rows in self.dead.items())))
         return ("{\n" + ",\n".join(tables) + "\n}\n").encode()
 
     def _piece_rows(self) -> Iterator[tuple[str, str]]:
