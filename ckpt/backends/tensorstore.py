@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import tensorstore as ts
 import torch
 import xxhash
@@ -225,11 +224,11 @@ class OcdbtWriter(FileSinkWriter):
                 self._values.append(Value(key.encode(), file, extent.offset, extent.length))
             self._linked.add_to(self._written)
         if self._values:
-            nodes, root = tree_of(self._values, self._main.name, self._main.size, _crc32c)
+            nodes, root = tree_of(self._values, self._main.name, self._main.size)
             self._main.append_nodes(map(memoryview, nodes))
             for node in nodes:
                 self._rest.update(node)
-            manifest = manifest_of(root, self._main.name, os.urandom(16), time.time_ns(), _crc32c)
+            manifest = manifest_of(root, self._main.name, os.urandom(16), time.time_ns())
             self.add(f"{self._folder}/{_MANIFEST}", manifest)
             self._written.files |= {
                 self._main.path: FileRecord(self._main.size, self._rest.hexdigest()),
@@ -395,24 +394,6 @@ def _database(folder: Path) -> dict[str, Any]:
 
 def _database_of(root: Path, rank: int) -> Path:
     return root / DATABASE / f"rank-{rank:05d}"
-
-
-def _crc32c(data: bytes) -> bytes:
-    """Return the little-endian CRC-32C, computed by TensorStore's codec, which appends it to an array's bytes."""
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "memory"},
-        "metadata": {
-            "shape": [len(data)],
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [len(data)]}},
-            "data_type": "uint8",
-            "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
-        },
-    }
-    context = ts.Context()  # its memory is this array's alone
-    ts.open(spec, create=True, context=context).result().write(np.frombuffer(data, np.uint8)).result()
-    stored = ts.KvStore.open(spec["kvstore"], context=context).result().read("c/0").result()
-    return bytes(stored.value[-4:])
 
 
 def _description(array: ArraySpec | None) -> bytes:
