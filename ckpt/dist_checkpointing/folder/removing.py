@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt.backends.base import DATABASE, ForgetsArrays
+from ckpt.backends.base import DATABASE, ForgetsArrays, database_files
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dist_checkpointing.folder.destination import BESIDE_FILES, INDEX_FILES, holds_array
@@ -188,7 +188,7 @@ def _require_sound_database(checkpoint_dir: Path, manifest: CheckpointManifest, 
         CorruptCheckpointError: the database is damaged.
     """
     listed = [path for path in manifest.files if _is_of_database(path)]
-    is_as_listed = set(listed) == set(_files_of_database(checkpoint_dir))
+    is_as_listed = set(listed) == set(database_files(checkpoint_dir))
     for path in listed:
         topology.progress()
         try:
@@ -211,21 +211,13 @@ def _list_database(checkpoint_dir: Path, manifest: CheckpointManifest, topology:
     """List the present files of the joined database in the manifest; remove locks that a killed writer left."""
     for path in [path for path in manifest.files if _is_of_database(path)]:
         del manifest.files[path]
-    for path in _files_of_database(checkpoint_dir):
+    for path in database_files(checkpoint_dir):
         topology.progress()
         if path.endswith(_LOCK):
             (checkpoint_dir / path).unlink()
             continue
         data = (checkpoint_dir / path).read_bytes()
         manifest.files[path] = len(data), digest_of(data)
-
-
-def _files_of_database(checkpoint_dir: Path) -> Iterator[str]:
-    """Yield the files of the joined database by path below the checkpoint, without those of the ranks' own databases."""
-    for inside, folders, files in os.walk(checkpoint_dir / DATABASE):
-        folders[:] = [name for name in folders if not name.startswith("rank-")]
-        for name in files:
-            yield Path(inside, name).relative_to(checkpoint_dir).as_posix()
 
 
 def _is_of_database(path: str) -> bool:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -263,23 +264,10 @@ def _open_by_zarr(folder: Path) -> Callable[[Box, torch.Tensor], None]:
 
 
 def _open_by_tensorstore(folder: Path) -> Callable[[Box, torch.Tensor], None]:
-    import tensorstore as ts
+    from ckpt.backends.tensorstore import folder_store, mapping_files, opened, read_box
 
-    spec = {
-        "driver": "zarr",
-        "metadata_key": ARRAY_FILE,
-        "kvstore": {"driver": "file", "path": f"{folder.absolute()}/"},
-        "fill_missing_data_reads": False,
-    }
-    context = ts.Context({"file_io_mode": {"mode": "memmap"}})
-    stored = ts.open(spec, open=True, read=True, context=context).result()
-
-    def read(box: Box, out: torch.Tensor) -> None:
-        values = bits_of(out).view(stored.dtype.numpy_dtype)
-        wanted = stored[box.slices].translate_to[(0,) * len(box.shape)] if box.shape else stored
-        ts.array(values, context=context).write(wanted).result()
-
-    return read
+    context = mapping_files()
+    return partial(read_box, opened(folder_store(folder), context, driver="zarr"), context)
 
 
 _OPEN: dict[str, Callable[[Path], Callable[[Box, torch.Tensor], None]]] = {
