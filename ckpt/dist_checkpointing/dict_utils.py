@@ -18,22 +18,19 @@ Path = tuple[Any, ...]
 """Dictionary keys and list positions, from the outermost."""
 Mismatch = tuple[Path, type, type]
 T = TypeVar("T")
+C = TypeVar("C", dict[Any, Any], list[Any])
 
 _SHOWN = 30
 
 
 @overload
 def extract_matching_values(
-    x: dict[Any, Any], predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
+    x: C, predicate: Callable[[Any], bool], return_lists_as_dicts: Literal[False] = False
+) -> tuple[C, C]: ...
+@overload
+def extract_matching_values(
+    x: Container, predicate: Callable[[Any], bool], return_lists_as_dicts: Literal[True]
 ) -> tuple[dict[Any, Any], dict[Any, Any]]: ...
-@overload
-def extract_matching_values(
-    x: list[Any], predicate: Callable[[Any], bool], return_lists_as_dicts: Literal[False] = False
-) -> tuple[list[Any], list[Any]]: ...
-@overload
-def extract_matching_values(
-    x: list[Any], predicate: Callable[[Any], bool], return_lists_as_dicts: Literal[True]
-) -> tuple[dict[int, Any], dict[int, Any]]: ...
 def extract_matching_values(
     x: Container, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Container, Container]:
@@ -134,11 +131,7 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
         return _mapped(f, x)
 
 
-@overload
-def merge(x1: dict[Any, Any], x2: dict[Any, Any], key: Path = ()) -> dict[Any, Any]: ...
-@overload
-def merge(x1: list[Any], x2: list[Any], key: Path = ()) -> list[Any]: ...
-def merge(x1: Container, x2: Container, key: Path = ()) -> Container:
+def merge(x1: C, x2: C, key: Path = ()) -> C:
     """Merge `x2` into `x1`, in place, and return `x1`. Lists of one length are merged element by element.
 
     Args:
