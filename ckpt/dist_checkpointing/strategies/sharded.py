@@ -107,14 +107,15 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
     """Loads ShardedTensors from a folder that any strategy here, or Megatron-Core's zarr strategy, wrote.
 
     Args:
-        load_directly_on_device: read into the tensors that the state dict holds; the result contains these tensors.
+        load_directly_on_device: read into the tensors that the state dict holds; the result contains these tensors. None: where it
+            holds any.
     """
 
     library: ClassVar[Library]
     backends = ("zarr", "tensorstore")
     versions = (1,)
 
-    def __init__(self, load_directly_on_device: bool = False) -> None:
+    def __init__(self, load_directly_on_device: bool | None = False) -> None:
         self.load_directly_on_device = load_directly_on_device
         self._has_told = False
 
@@ -127,14 +128,10 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
             sharded_state_dict,
             Path(checkpoint_dir),
             library=self.library,
-            into_data=self._into_data(),
+            into_data=self.load_directly_on_device,
             topology=self._topology(),
             strategy=self._strategy(),
         )
-
-    def _into_data(self) -> bool | None:
-        """See `ckpt.dist_checkpointing.folder.loading.load_tensors`."""
-        return self.load_directly_on_device
 
     def _strategy(self) -> LoadingStrategy:
         """The loading strategy."""

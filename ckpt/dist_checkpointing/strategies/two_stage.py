@@ -66,7 +66,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
     def __init__(
         self, data_parallel_group: dist.ProcessGroup, cpu_transfer: bool = True, *, max_in_flight_mib: int = 16
     ) -> None:
-        super().__init__()
+        super().__init__(load_directly_on_device=None)
         self.cpu_transfer = cpu_transfer
         self.data_parallel_group_orig = data_parallel_group
         self.data_parallel_group = None if cpu_transfer else data_parallel_group
@@ -138,9 +138,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
         summary = summarize(self.timers, current_topology())
         self.timers.clear()
         return summary
-
-    def _into_data(self) -> bool | None:
-        return None
 
     def _strategy(self) -> LoadingStrategy:
         group = self.data_parallel_group
