@@ -272,7 +272,10 @@ class _Load:
             )
         self._tensor = tensor
         own = tensor.data if into_data else None
-        self._memory = own if own is not None and own.dtype == array.dtype else self._new(array.dtype, memory)
+        if own is not None and own.dtype == array.dtype:
+            self._memory = own
+        else:
+            self._memory = memory.empty(tensor.data_shape, array.dtype)
         self.result = self._memory if own is None else own
         self.wanted = self._boxes(array)
 
@@ -280,10 +283,6 @@ class _Load:
         """Convert to the data type of the caller's tensor, if the bytes were read into memory of the stored one."""
         if self.result is not self._memory:
             self.result.detach().copy_(self._memory)
-
-    def _new(self, dtype: torch.dtype, memory: HostMemory) -> torch.Tensor:
-        flat = self._tensor.flattened_range
-        return memory.empty(tuple(self._tensor.local_shape) if flat is None else (flat.stop - flat.start,), dtype)
 
     def _boxes(self, array: StoredArray) -> list[Wanted]:
         """The boxes of this shard inside the stored array; the rest, at the far ends, is zeros."""

@@ -144,15 +144,12 @@ def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topolog
 
 def _remove_folder(folder: Path, topology: Topology) -> None:
     """Remove a folder file by file, reporting progress: an array may have so many chunks that other ranks would time out."""
-    for inside, folders, files in os.walk(folder, topdown=False):
+    for inside, _, files in os.walk(folder, topdown=False):
         for name in files:
             topology.progress()
             Path(inside, name).unlink()
-        for name in folders:
-            topology.progress()
-            Path(inside, name).rmdir()
-    topology.progress()
-    folder.rmdir()
+        topology.progress()
+        os.rmdir(inside)
 
 
 def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, topology: Topology) -> None:
