@@ -52,15 +52,14 @@ class DirectoryWriter(FileSinkWriter):
         file = below(array.path, chunk_key(array, chunk))
         if self._encode is None:
             size = math.prod(array.grid) * host.element_size()
-            old = self._old(array, chunk, file, size)
             source = Pieces(padded_pieces(host, array.grid), digests)
         else:
             if digests is not None and staged_digests(host, array.grid) != digests:
                 raise changed_in_memory(array.path)
             data = self._encode(array, box, host)
             size = len(data)
-            old = self._old(array, chunk, file, size)
             source = Pieces(iter([memoryview(data)]))
+        old = self._old(array, chunk, file, size)
         if old is not None and source.have(old.digests) and self._link(file, old):
             extent = old
         else:

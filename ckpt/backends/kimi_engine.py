@@ -198,9 +198,7 @@ class SafetensorsWriter(FileSinkWriter):
         super().__init__(sink)
         self._rank = rank
         self._before = _Before(previous) if previous is not None else None
-        self._linked: LinkedValues | None = None
-        if previous is not None:
-            self._linked = LinkedValues(previous, sink, root, "", whole=True)
+        self._linked = LinkedValues(previous, sink, root, "", whole=True) if previous is not None else None
         self._entries: dict[_Place, Sequence[Entry]] = {}
         self._files: dict[_Place, _Files] = {}
         self._empty: dict[_Kind, tuple[Collection[Entry], _Files]] = {}
