@@ -26,7 +26,6 @@ from ckpt.backends.safetensors_format import (
     name_of,
 )
 from ckpt.convert.atomic_directory import atomic_directory
-from ckpt.dist_checkpointing.megatron.chunks import MegatronChunks
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
 from ckpt.errors import ConfigurationError, MissingStateError, StorageError
@@ -150,7 +149,7 @@ def select_of_megatron(src: Path, component: str | None) -> Selection:
         ExportedTensor(key.removeprefix(start), key, array.dtype, array.shape, array.grid[0] if array.grid else 1)
         for key, array in chosen.items()
     ]
-    return Selection(MegatronChunks(opened), tensors, {})
+    return Selection(opened, tensors, {})
 
 
 def _start(component: str | None, separator: str) -> str:

@@ -15,7 +15,6 @@ import torch
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from ckpt.dist_checkpointing.folder.saving import Given
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
-from ckpt.dist_checkpointing.megatron.chunks import MegatronChunks
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import Library, MegatronZarr, is_megatron_zarr
 from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
@@ -63,15 +62,15 @@ class TensorSource:
     """
 
     stored: Mapping[str, StoredArray]
-    checkpoint: StoredCheckpoint | MegatronChunks
+    checkpoint: StoredCheckpoint | MegatronZarr
     above: str
     strategy: LoadingStrategy
     topology: Topology
 
     def prepare(self, wanted: Sequence[Wanted]) -> Reading:
         """Plan the reading of the boxes of all ranks. Collective, outside of a phase; each rank gives its own boxes."""
-        if isinstance(self.checkpoint, MegatronChunks) and isinstance(self.strategy, DirectLoad):
-            return _ByLibrary(self.checkpoint.arrays, wanted, self.topology)
+        if isinstance(self.checkpoint, MegatronZarr) and isinstance(self.strategy, DirectLoad):
+            return _ByLibrary(self.checkpoint, wanted, self.topology)
         requests = [ReadRequest(f"{self.above}{key}", key, box, out) for key, box, out in wanted]
         device = device_of(out for _, _, out in wanted)
         verify = self.checkpoint.has_digests
@@ -82,7 +81,7 @@ class TensorSource:
 class _ByLibrary:
     """Reads the boxes of this rank through the library. See `Reading`."""
 
-    arrays: MegatronZarr
+    checkpoint: MegatronZarr
     wanted: Sequence[Wanted]
     topology: Topology
 
@@ -90,7 +89,7 @@ class _ByLibrary:
         num_bytes = 0
         for key, box, out in self.wanted:
             host = out if out.device.type == "cpu" and out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-            self.arrays.read(key, box, host)
+            self.checkpoint.read(key, box, host)
             if host is not out:
                 out.copy_(host)
             num_bytes += out.numel() * out.element_size()
@@ -157,11 +156,11 @@ def open_tensors(checkpoint_dir: Path, library: Library, topology: Topology, str
         if topology.is_lead and not is_megatron_zarr(checkpoint_dir):
             phase.payload = read_manifest_bytes(checkpoint_dir).decode()
     if phase.payloads[0] is None:
-        arrays = MegatronZarr(checkpoint_dir, library)
-        if arrays.layout.headless:  # damage: absent keys, which a load may ignore, are another matter
-            raise headless(checkpoint_dir, arrays.layout.headless[0])
-        stored = {key: StoredArray(torch_dtype(one.dtype), one.shape) for key, one in arrays.arrays.items()}
-        return TensorSource(stored, MegatronChunks(arrays), "", strategy, topology)
+        checkpoint = MegatronZarr(checkpoint_dir, library)
+        if checkpoint.layout.headless:  # damage: absent keys, which a load may ignore, are another matter
+            raise headless(checkpoint_dir, checkpoint.layout.headless[0])
+        stored = {key: StoredArray(torch_dtype(one.dtype), one.shape) for key, one in checkpoint.arrays.items()}
+        return TensorSource(stored, checkpoint, "", strategy, topology)
     manifest = parse_manifest(phase.payloads[0].encode(), str(checkpoint_dir / MANIFEST_NAME))
     stored = {key: StoredArray(torch_dtype(one.dtype), one.shape) for key, one in manifest.arrays_of(SHARDED).items()}
     return TensorSource(stored, StoredCheckpoint(checkpoint_dir, manifest), f"{SHARDED}/", strategy, topology)
