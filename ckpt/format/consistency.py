@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import chain
 
 import numpy as np
 
@@ -78,10 +79,8 @@ def _index_ranks(manifest: CheckpointManifest) -> Set[int]:
     if len(ranks) != len(set(ranks)):
         raise Refused("it lists two indexes of one rank")
     _require_ranks(ranks, manifest.world_size, "there is an index")
-    for name, instances in (
-        ("nodes", manifest.topology.get("nodes", [])),
-        *manifest.topology.get("groups", {}).items(),
-    ):
+    groups = [("nodes", manifest.topology.get("nodes", [])), *manifest.topology.get("groups", {}).items()]
+    for name, instances in groups:
         members = [rank for ranks in instances for rank in ranks]
         _require_ranks(members, manifest.world_size, f"topology has {name!r:.80}")
         if len(members) != len(set(members)):
@@ -208,11 +207,8 @@ def check_extents(index: Index) -> None:
     """
     ends: dict[str, int] = {}
     mixed = set()
-    extents = [
-        one
-        for rows in (*(by_number.values() for by_number in index.chunks.values()), *index.dead.values())
-        for one in rows
-    ]
+    of_chunks = (by_number.values() for by_number in index.chunks.values())
+    extents = [*chain.from_iterable(of_chunks), *chain.from_iterable(index.dead.values())]
     for extent in extents:
         file, offset, length = extent.file, extent.offset, extent.length
         if len(extent.digests) != -(-length // extent.block_bytes):

@@ -136,12 +136,8 @@ def _index_document(data: bytes, where: str) -> _IndexDocument:
         said = _INDEX_DECODER.decode(data)
         tables: Iterable[Mapping[str, object]] = (said.files, said.chunks, said.packed, said.pieces, said.dead)
         is_whole = num_keys(data) == 5 + bool(said.dead) + sum(len(table) for table in tables)
-    except (
-        msgspec.MsgspecError,
-        ValueError,
-        RecursionError,
-    ):  # such as a name with half a surrogate pair, which JSON can hold
-        is_whole = False
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        is_whole = False  # such as a name with half a surrogate pair, which JSON can hold
     if not is_whole:
         said = fit(parse(data, where), _IndexDocument, where)
     with refusing(where):
@@ -184,13 +180,14 @@ def require_own_digest(data: bytes, where: str) -> None:
         raise CorruptCheckpointError(f"{where}: the manifest does not match its own digest; it was changed or cut off")
 
 
+_Ranks = Annotated[list[Rank], msgspec.Meta(min_length=1)]
+
+
 class _Topology(msgspec.Struct):
     """The schema of a manifest's topology, which may have more keys."""
 
     nodes: list[list[Rank]] = []
-    groups: dict[
-        str, Annotated[list[Annotated[list[Rank], msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
-    ] = {}
+    groups: dict[str, Annotated[list[_Ranks], msgspec.Meta(min_length=1)]] = {}
 
 
 def _require_version(tree: Any, where: str) -> None:
