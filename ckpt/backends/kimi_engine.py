@@ -142,10 +142,14 @@ class _ShardFile:
 
     Args:
         num_bytes: of all its tensors; None: unknown, and large.
+
+    Attributes:
+        data_start: offset of the first byte after the header.
     """
 
     def __init__(self, sink: FileSink, path: str, header: Header, num_bytes: int | None) -> None:
         self.path = path
+        self.data_start = header.num_bytes
         self._sink = sink
         self._header = header
         self._num_bytes = num_bytes
@@ -156,20 +160,15 @@ class _ShardFile:
     def size(self) -> int:
         return self._stream.size if self._stream is not None else 0
 
-    @property
-    def data_start(self) -> int:
-        """Offset of the first byte after the header."""
-        return self._header.num_bytes
-
     def append(self, entries: Sequence[Entry], pieces: Iterable[memoryview]) -> int:
         """Append a chunk; return its offset in the file."""
         if self._stream is None:
-            all_bytes = self._header.num_bytes + self._num_bytes if self._num_bytes is not None else None
+            all_bytes = self.data_start + self._num_bytes if self._num_bytes is not None else None
             self._stream = self._sink.open(self.path, all_bytes)
-            self._stream.append([memoryview(bytes(self._header.num_bytes))])
+            self._stream.append([memoryview(bytes(self.data_start))])
         at = self._stream.size
         self._stream.append(pieces)
-        self._placed.append((at - self._header.num_bytes, entries))
+        self._placed.append((at - self.data_start, entries))
         return at
 
     def close(self) -> None:
