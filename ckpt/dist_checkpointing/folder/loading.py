@@ -15,12 +15,12 @@ import torch
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from ckpt.dist_checkpointing.folder.saving import Given
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
-from ckpt.dist_checkpointing.megatron.layout import headless
+from ckpt.dist_checkpointing.megatron.layout import MegatronArray, headless
 from ckpt.dist_checkpointing.megatron.zarr import Library, MegatronZarr, is_megatron_zarr
 from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
 from ckpt.format.box import Box, overlap, whole
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.manifest import MANIFEST_NAME, SHARDED
+from ckpt.format.manifest import MANIFEST_NAME, SHARDED, ArrayEntry
 from ckpt.format.manifest_parsing import parse_manifest
 from ckpt.format.names import PLAIN_NAME
 from ckpt.format.stored import read_manifest, read_manifest_bytes
@@ -40,14 +40,8 @@ from ckpt.state.sharing import SharingPattern, StateComponent
 _log = logging.getLogger("ckpt")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """Data type and global shape of a tensor in a checkpoint."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
+StoredArray = ArrayEntry | MegatronArray
+"""Data type, by Zarr's name, and global shape of a tensor in a checkpoint."""
 Wanted = tuple[str, Box, torch.Tensor]
 """(Key, box in global coordinates, memory of the box's shape and the stored data type)."""
 
@@ -159,11 +153,10 @@ def open_tensors(checkpoint_dir: Path, library: Library, topology: Topology, str
         checkpoint = MegatronZarr(checkpoint_dir, library)
         if checkpoint.layout.headless:  # damage: absent keys, which a load may ignore, are another matter
             raise headless(checkpoint_dir, checkpoint.layout.headless[0])
-        stored = {key: StoredArray(torch_dtype(one.dtype), one.shape) for key, one in checkpoint.arrays.items()}
-        return TensorSource(stored, checkpoint, "", strategy, topology)
+        return TensorSource(checkpoint.arrays, checkpoint, "", strategy, topology)
     manifest = parse_manifest(phase.payloads[0].encode(), str(checkpoint_dir / MANIFEST_NAME))
-    stored = {key: StoredArray(torch_dtype(one.dtype), one.shape) for key, one in manifest.arrays_of(SHARDED).items()}
-    return TensorSource(stored, StoredCheckpoint(checkpoint_dir, manifest), f"{SHARDED}/", strategy, topology)
+    ours = StoredCheckpoint(checkpoint_dir, manifest)
+    return TensorSource(manifest.arrays_of(SHARDED), ours, f"{SHARDED}/", strategy, topology)
 
 
 def tensors_in(sharded_state_dict: ShardedStateDict, does: str) -> list[ShardedTensor]:
@@ -271,10 +264,11 @@ class _Load:
             )
         self._tensor = tensor
         own = tensor.data if into_data else None
-        if own is not None and own.dtype == array.dtype:
+        dtype = torch_dtype(array.dtype)
+        if own is not None and own.dtype == dtype:
             self._memory = own
         else:
-            self._memory = memory.empty(tensor.data_shape, array.dtype)
+            self._memory = memory.empty(tensor.data_shape, dtype)
         self.result = self._memory if own is None else own
         self.wanted = self._boxes(array)
 

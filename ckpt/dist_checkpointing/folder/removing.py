@@ -107,8 +107,7 @@ def _take_out(
     for rank in old_indexes:
         topology.progress()
         indexes[rank] = read_index(checkpoint_dir, manifest, rank)
-    for index in indexes.values():
-        _forget(index, gone, checkpoint_dir, topology)
+        _forget(indexes[rank], gone, checkpoint_dir, topology)
     for rank, path in old_indexes.items():
         topology.progress()
         data = indexes[rank].to_bytes()

@@ -19,6 +19,7 @@ from ckpt.dist_checkpointing.folder.saving import FolderSave, contribution_of, r
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
 from ckpt.dist_checkpointing.megatron.zarr import Library
 from ckpt.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
+from ckpt.format.dtypes import torch_dtype
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.arena import Arena
@@ -148,7 +149,7 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
     def load_tensors_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
         """Key -> ShardedTensor without data and uncut, of every tensor in the checkpoint. Not collective."""
         stored = open_tensors(Path(checkpoint_dir), self.library, Topology.alone(), DirectLoad()).stored
-        return {key: uncut(key, one.dtype, one.shape) for key, one in stored.items()}
+        return {key: uncut(key, torch_dtype(one.dtype), one.shape) for key, one in stored.items()}
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
         """Remove every tensor whose key starts with `key_prefix`; the rest is a whole checkpoint. Collective."""
