@@ -180,7 +180,7 @@ def same_bits(x1: torch.Tensor, x2: torch.Tensor) -> bool:
     if form != other:
         return False
     x1, x2 = (x.to_local() if hasattr(x, "to_local") else x for x in (x1.detach(), x2.detach()))
-    return _has_bits(x1) and _has_bits(x2) and torch.equal(_bytes(x1), _bytes(x2))
+    return has_bits(x1) and has_bits(x2) and torch.equal(_bytes(x1), _bytes(x2))
 
 
 @contextmanager
@@ -315,7 +315,8 @@ def _same_array(x1: np.ndarray[Any, Any], x2: np.ndarray[Any, Any]) -> bool:
     return np.array_equal(x1, x2) if x1.dtype.hasobject else x1.tobytes() == x2.tobytes()
 
 
-def _has_bits(tensor: torch.Tensor) -> bool:
+def has_bits(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor can be read: not those of sparse, quantised and meta tensors."""
     return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
