@@ -16,7 +16,7 @@ from ckpt.backends.base import Previous, Written, staged_digests
 from ckpt.backends.zarr_format import DOCUMENT, below, chunk_key, with_groups_above
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.digests import EMPTY_DIGEST
-from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord, changed_in_memory
+from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord, changed_in_memory
 from ckpt.storage.file_sink import FileSink, FileSinkWriter
 from ckpt.storage.pieces import Pieces, padded_pieces
 
@@ -64,7 +64,7 @@ class DirectoryWriter(FileSinkWriter):
             extent = old
         else:
             self._sink.write(file, source.digested(), size)
-            extent = ChunkExtent(file, 0, size, source.written(array.path), BLOCK_BYTES, raw=self._encode is None)
+            extent = ChunkExtent(file, 0, size, source.written(array.path), raw=self._encode is None)
         self._written.chunks[array.path, chunk] = extent
         self._written.files[file] = FileRecord(size, EMPTY_DIGEST)
 

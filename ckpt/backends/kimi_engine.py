@@ -34,7 +34,7 @@ from ckpt.format.box import Box, chunk_box, overlap
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.names import encode_key
-from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
+from ckpt.format.records import ArraySpec, ChunkExtent, Expected, FileRecord
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import DIRECT_BYTES, FileSink, FileSinkWriter, Stream
 from ckpt.storage.files import make_durable
@@ -277,9 +277,7 @@ class SafetensorsWriter(FileSinkWriter):
         """Append a chunk to a file: 0, the main one, or 1, the one for unchanged chunks."""
         file = self._files[path, chunk][which]
         at = file.append(self._entries[path, chunk], source.digested())
-        self._written.chunks[path, chunk] = ChunkExtent(
-            file.path, at, file.size - at, source.written(path), BLOCK_BYTES
-        )
+        self._written.chunks[path, chunk] = ChunkExtent(file.path, at, file.size - at, source.written(path))
 
     def _put_empty(self) -> None:
         """Add the tensors without elements that no linked file names to the main files."""

@@ -41,7 +41,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.digests import EMPTY_DIGEST
 from ckpt.format.dtypes import bits_of
-from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord
+from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import read
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink, FileSinkWriter, Stream
@@ -231,9 +231,7 @@ class OcdbtWriter(FileSinkWriter):
         """Append a chunk to a data file."""
         value = file.append(key, source.digested())
         self._values.append(value)
-        self._written.chunks[path, chunk] = ChunkExtent(
-            file.path, value.offset, value.length, source.written(path), BLOCK_BYTES
-        )
+        self._written.chunks[path, chunk] = ChunkExtent(file.path, value.offset, value.length, source.written(path))
 
 
 def _values_of(database: Path) -> Iterator[Value]:
