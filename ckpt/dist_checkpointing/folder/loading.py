@@ -22,18 +22,16 @@ from ckpt.format.box import Box, overlap, whole
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.manifest import MANIFEST_NAME, SHARDED, ArrayEntry
 from ckpt.format.manifest_parsing import parse_manifest
-from ckpt.format.names import PLAIN_NAME
 from ckpt.format.stored import read_manifest, read_manifest_bytes
-from ckpt.format.strict_json import corrupt
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import some_of
 from ckpt.loading.sources import CommittedSource
+from ckpt.loading.state_matching import SavedCopy, match_changed
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
 from ckpt.memory.device import device_of, wait_for_all
 from ckpt.memory.huge_pages import HostMemory
 from ckpt.ranks.topology import Topology
-from ckpt.state.flatten import Path as StatePath
-from ckpt.state.flatten import from_json, path_from_json, unflatten
+from ckpt.state.flatten import path_from_json, unflatten
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 
@@ -207,29 +205,16 @@ def _read_part(
     source: CommittedSource, component: StateComponent, prefix: str, only: Sequence[str] | None
 ) -> dict[Any, Any]:
     """Read one part of a nested state dict: that of one rank, or of all ranks together."""
-    entries = source.entries(component, prefix)
-    leaves: dict[str, Any] = {}
-    paths: dict[str, StatePath] = {}
-    requests = []
-    for name, row in source.rows(component, prefix).items():
-        path = path_from_json(row[0])
-        if only is not None and path[0] not in only:
-            continue
-        paths[name] = path
-        if len(row) == 2:
-            leaves[name] = from_json(row[1])
-            continue
-        entry = entries.get(name)
-        if entry is None:
-            raise corrupt(
-                f"{component.key}/{prefix}{PLAIN_NAME}",
-                f"{name!r:.80} should be a tensor, and there is none of that name",
-            )
-        leaves[name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-        array = entry.alias_of or f"{component.key}/{prefix}{name}"
-        requests.append(ReadRequest(array, f"{component.key}: {name}", whole(entry.shape), leaves[name]))
-    source.prepare(requests).run()
-    return unflatten(leaves, paths)
+    rows = source.rows(component, prefix)
+    if only is not None:
+        rows = {name: row for name, row in rows.items() if path_from_json(row[0])[0] in only}
+    entries = {name: entry for name, entry in source.entries(component, prefix).items() if name in rows}
+    match = match_changed(component, [SavedCopy.of(f"{component.key}/{prefix}", entries, rows)])
+    source.prepare(match.requests).run()
+    assert match.copies is not None
+    copy = match.copies[0]
+    leaves = copy.tensors | copy.plain
+    return unflatten({name: leaves[name] for name in rows}, copy.paths)
 
 
 def state_keys(folder: Path, key: str) -> list[str]:
