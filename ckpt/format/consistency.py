@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import chain
 
 import numpy as np
 
@@ -204,22 +205,28 @@ def check_extents(index: Index) -> None:
     Raises:
         Refused
     """
-    covered = index.covered()
-    for file, extents in covered.items():
+    ends: dict[str, int] = {}
+    mixed = set()
+    of_chunks = (by_number.values() for by_number in index.chunks.values())
+    extents = [*chain.from_iterable(of_chunks), *chain.from_iterable(index.dead.values())]
+    for extent in extents:
+        file, offset, length = extent.file, extent.offset, extent.length
+        if len(extent.digests) != -(-length // extent.block_bytes):
+            raise Refused(
+                f"{len(extent.digests)} digests are given for {length} bytes of {file!r:.80} in blocks of {extent.block_bytes}"
+            )
         record = index.files.get(file)
-        for extent in extents:
-            begin, end = extent.offset, extent.offset + extent.length
-            if len(extent.digests) != -(-extent.length // extent.block_bytes):
-                raise Refused(
-                    f"{len(extent.digests)} digests are given for {extent.length} bytes of {file!r:.80} in blocks of {extent.block_bytes}"
-                )
-            if record is None or end > record.size:
-                size = "not listed" if record is None else f"{record.size} bytes long"
-                raise Refused(f"bytes {begin} to {end} are said to lie in {file!r:.80}, which is {size}")
-        if len(extents) > 1:
-            require_apart(((one.offset, one.offset + one.length) for one in extents), f"bytes of {file!r:.80}")
+        if record is None or offset + length > record.size:
+            size = "not listed" if record is None else f"{record.size} bytes long"
+            raise Refused(f"bytes {offset} to {offset + length} are said to lie in {file!r:.80}, which is {size}")
+        if offset < ends.get(file, 0):
+            mixed.add(file)
+        ends[file] = offset + length
+    for file in mixed:
+        within = [(one.offset, one.offset + one.length) for one in extents if one.file == file]
+        require_apart(within, f"bytes of {file!r:.80}")
     for file, record in index.files.items():
-        if record.size > MAX_FILE_BYTES and file not in covered:
+        if record.size > MAX_FILE_BYTES and file not in ends:
             raise Refused(f"{file!r:.80} would have {record.size} bytes, and no array lies in it")
 
 

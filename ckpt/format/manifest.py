@@ -98,13 +98,18 @@ class ArrayEntry:
         return rank
 
     def to_json(self) -> dict[str, Any]:
+        entry: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
         if self.alias_of is not None:
-            names = ["alias_of"]
+            entry["alias_of"] = self.alias_of
         elif self.grid is None:
-            names = ["store", "packed_in"]
+            entry["store"] = self.store
+            entry["packed_in"] = list(self.packed_in)
         else:
-            names = ["grid", "store", "path", "writers"]
-        return {name: getattr(self, name) for name in ("dtype", "shape", *names)}
+            entry["grid"] = list(self.grid)
+            entry["store"] = self.store
+            entry["path"] = self.path
+            entry["writers"] = [list(run) for run in self.writers]
+        return entry
 
 
 Pattern = Annotated[str, msgspec.Meta(pattern=r"\A(global|per_rank|replicated|per_group|per_node|sharded)\Z")]
