@@ -6,7 +6,8 @@ ranks, and does not read raw chunks in a load: storage/extents.py reads those of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -21,6 +22,14 @@ from ckpt.storage.pool import Memories
 
 DATABASE = "arrays.ocdbt"
 """Folder of the joined OCDBT database below the checkpoint. Each writing rank's own database is `rank-<5 digits>` in it."""
+
+
+def database_files(root: Path) -> Iterator[str]:
+    """Yield the files of the joined database by path below the checkpoint, without those of the ranks' own databases."""
+    for inside, folders, files in os.walk(root / DATABASE):
+        folders[:] = [name for name in folders if not name.startswith("rank-")]
+        for name in files:
+            yield Path(inside, name).relative_to(root).as_posix()
 
 
 @dataclass(slots=True)

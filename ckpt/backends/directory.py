@@ -16,7 +16,7 @@ from ckpt.backends.base import Previous, Written, staged_digests
 from ckpt.backends.zarr_format import DOCUMENT, below, chunk_key, with_groups_above
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.digests import EMPTY_DIGEST
-from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord, changed_in_memory
+from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord, changed_in_memory
 from ckpt.storage.file_sink import FileSink, FileSinkWriter
 from ckpt.storage.pieces import Pieces, padded_pieces
 
@@ -52,20 +52,19 @@ class DirectoryWriter(FileSinkWriter):
         file = below(array.path, chunk_key(array, chunk))
         if self._encode is None:
             size = math.prod(array.grid) * host.element_size()
-            old = self._old(array, chunk, file, size)
             source = Pieces(padded_pieces(host, array.grid), digests)
         else:
             if digests is not None and staged_digests(host, array.grid) != digests:
                 raise changed_in_memory(array.path)
             data = self._encode(array, box, host)
             size = len(data)
-            old = self._old(array, chunk, file, size)
             source = Pieces(iter([memoryview(data)]))
+        old = self._old(array, chunk, file, size)
         if old is not None and source.have(old.digests) and self._link(file, old):
             extent = old
         else:
             self._sink.write(file, source.digested(), size)
-            extent = ChunkExtent(file, 0, size, source.written(array.path), BLOCK_BYTES, raw=self._encode is None)
+            extent = ChunkExtent(file, 0, size, source.written(array.path), raw=self._encode is None)
         self._written.chunks[array.path, chunk] = extent
         self._written.files[file] = FileRecord(size, EMPTY_DIGEST)
 

@@ -34,7 +34,7 @@ from ckpt.format.box import Box, chunk_box, overlap
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import torch_dtype
 from ckpt.format.names import encode_key
-from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, Expected, FileRecord
+from ckpt.format.records import ArraySpec, ChunkExtent, Expected, FileRecord
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import DIRECT_BYTES, FileSink, FileSinkWriter, Stream
 from ckpt.storage.files import make_durable
@@ -142,10 +142,14 @@ class _ShardFile:
 
     Args:
         num_bytes: of all its tensors; None: unknown, and large.
+
+    Attributes:
+        data_start: offset of the first byte after the header.
     """
 
     def __init__(self, sink: FileSink, path: str, header: Header, num_bytes: int | None) -> None:
         self.path = path
+        self.data_start = header.num_bytes
         self._sink = sink
         self._header = header
         self._num_bytes = num_bytes
@@ -156,20 +160,15 @@ class _ShardFile:
     def size(self) -> int:
         return self._stream.size if self._stream is not None else 0
 
-    @property
-    def data_start(self) -> int:
-        """Offset of the first byte after the header."""
-        return self._header.num_bytes
-
     def append(self, entries: Sequence[Entry], pieces: Iterable[memoryview]) -> int:
         """Append a chunk; return its offset in the file."""
         if self._stream is None:
-            all_bytes = self._header.num_bytes + self._num_bytes if self._num_bytes is not None else None
+            all_bytes = self.data_start + self._num_bytes if self._num_bytes is not None else None
             self._stream = self._sink.open(self.path, all_bytes)
-            self._stream.append([memoryview(bytes(self._header.num_bytes))])
+            self._stream.append([memoryview(bytes(self.data_start))])
         at = self._stream.size
         self._stream.append(pieces)
-        self._placed.append((at - self._header.num_bytes, entries))
+        self._placed.append((at - self.data_start, entries))
         return at
 
     def close(self) -> None:
@@ -198,9 +197,7 @@ class SafetensorsWriter(FileSinkWriter):
         super().__init__(sink)
         self._rank = rank
         self._before = _Before(previous) if previous is not None else None
-        self._linked: LinkedValues | None = None
-        if previous is not None:
-            self._linked = LinkedValues(previous, sink, root, "", whole=True)
+        self._linked = LinkedValues(previous, sink, root, "", whole=True) if previous is not None else None
         self._entries: dict[_Place, Sequence[Entry]] = {}
         self._files: dict[_Place, _Files] = {}
         self._empty: dict[_Kind, tuple[Collection[Entry], _Files]] = {}
@@ -280,9 +277,7 @@ class SafetensorsWriter(FileSinkWriter):
         """Append a chunk to a file: 0, the main one, or 1, the one for unchanged chunks."""
         file = self._files[path, chunk][which]
         at = file.append(self._entries[path, chunk], source.digested())
-        self._written.chunks[path, chunk] = ChunkExtent(
-            file.path, at, file.size - at, source.written(path), BLOCK_BYTES
-        )
+        self._written.chunks[path, chunk] = ChunkExtent(file.path, at, file.size - at, source.written(path))
 
     def _put_empty(self) -> None:
         """Add the tensors without elements that no linked file names to the main files."""

@@ -1,4 +1,4 @@
-"""The format of an OCDBT database with one version, its nodes in one file, and its values in that or other files. No library.
+"""The format of an OCDBT database with one version, its nodes in one file, and its values in that or other files. No TensorStore.
 
 A database can refer to bytes that other code has written: values are written as they come, and only the B+tree, a few bytes for
 each key, is built at the end. Nothing is compressed, and no value lies in a node.
@@ -9,10 +9,12 @@ Source: the storage format of TensorStore's driver `ocdbt`, version 0 of manifes
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
+
+import google_crc32c
 
 NODE_BYTES = 1 << 20
 """Approximate maximum of a node. The format's own limit is in the manifest."""
@@ -21,10 +23,6 @@ _MAX_NODE_BYTES = 8 << 20
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _NODE_MAGIC = 0x0CDB20DE
 _ARITY_LOG2 = 4
-
-Checksum = Callable[[bytes], bytes]
-"""Returns the CRC-32C of some bytes as four bytes, little-endian."""
-
 
 _T = TypeVar("_T", "Value", "Node")
 
@@ -60,9 +58,7 @@ class Node:
     value_bytes: int
 
 
-def tree_of(
-    values: Sequence[Value], file: str, at: int, checksum: Checksum, *, node_bytes: int = NODE_BYTES
-) -> tuple[list[bytes], Node]:
+def tree_of(values: Sequence[Value], file: str, at: int, *, node_bytes: int = NODE_BYTES) -> tuple[list[bytes], Node]:
     """Return the encoded nodes of a tree over `values`, in file order, and the root.
 
     Args:
@@ -74,7 +70,7 @@ def tree_of(
     level: list[Node] = []
     groups = list(_cut(sorted(values, key=lambda value: value.key), node_bytes, least=1))
     for group in groups:
-        node, data = _leaf(group, at, checksum, is_root=len(groups) == 1)
+        node, data = _leaf(group, at, is_root=len(groups) == 1)
         level.append(node)
         encoded.append(data)
         at += len(data)
@@ -82,14 +78,14 @@ def tree_of(
         parents = list(_cut(level, node_bytes, least=2))
         level = []
         for children in parents:
-            node, data = _interior(children, file, at, checksum, is_root=len(parents) == 1)
+            node, data = _interior(children, file, at, is_root=len(parents) == 1)
             level.append(node)
             encoded.append(data)
             at += len(data)
     return encoded, level[0]
 
 
-def manifest_of(root: Node, file: str, uuid: bytes, commit_time_ns: int, checksum: Checksum) -> bytes:
+def manifest_of(root: Node, file: str, uuid: bytes, commit_time_ns: int) -> bytes:
     """Return the bytes of `manifest.ocdbt` for one version, whose root lies in the data file `file`."""
     config = uuid + _varint(0) + _varint(0) + _varint(_MAX_NODE_BYTES) + bytes([_ARITY_LOG2]) + _varint(0)
     version = b"".join(
@@ -102,10 +98,10 @@ def manifest_of(root: Node, file: str, uuid: bytes, commit_time_ns: int, checksu
             struct.pack("<Q", commit_time_ns),
         ]
     )
-    return _framed(_MANIFEST_MAGIC, config + _files([file]) + version + _varint(0), checksum)
+    return _framed(_MANIFEST_MAGIC, config + _files([file]) + version + _varint(0))
 
 
-def _leaf(values: Sequence[Value], at: int, checksum: Checksum, *, is_root: bool) -> tuple[Node, bytes]:
+def _leaf(values: Sequence[Value], at: int, *, is_root: bool) -> tuple[Node, bytes]:
     keys = [value.key for value in values]
     files = sorted({value.file for value in values})
     number_of = {file: _varint(number) for number, file in enumerate(files)}
@@ -122,12 +118,12 @@ def _leaf(values: Sequence[Value], at: int, checksum: Checksum, *, is_root: bool
             *(_varint(value.offset) for value in values),
         ]
     )
-    data = _framed(_NODE_MAGIC, body, checksum)
+    data = _framed(_NODE_MAGIC, body)
     value_bytes = sum(value.length for value in values)
     return Node(keys[0], prefix, 0, at, len(data), len(values), len(data), value_bytes), data
 
 
-def _interior(children: Sequence[Node], file: str, at: int, checksum: Checksum, *, is_root: bool) -> tuple[Node, bytes]:
+def _interior(children: Sequence[Node], file: str, at: int, *, is_root: bool) -> tuple[Node, bytes]:
     keys = [child.key for child in children]
     shared = [_common(keys[0], keys[-1]), *(child.prefix for child in children)]
     prefix = 0 if is_root else min(shared)
@@ -146,7 +142,7 @@ def _interior(children: Sequence[Node], file: str, at: int, checksum: Checksum, 
             *(_varint(child.value_bytes) for child in children),
         ]
     )
-    data = _framed(_NODE_MAGIC, body, checksum)
+    data = _framed(_NODE_MAGIC, body)
     num_bytes = len(data) + sum(child.num_bytes for child in children)
     num_keys, value_bytes = sum(child.num_keys for child in children), sum(child.value_bytes for child in children)
     return Node(keys[0], prefix, height, at, len(data), num_keys, num_bytes, value_bytes), data
@@ -199,11 +195,11 @@ def _cut(items: Sequence[_T], most: int, *, least: int) -> Iterator[list[_T]]:
     yield from runs
 
 
-def _framed(magic: int, body: bytes, checksum: Checksum) -> bytes:
+def _framed(magic: int, body: bytes) -> bytes:
     """Add the header and the checksum to an uncompressed body."""
     length = 4 + 8 + 2 + len(body) + 4
     data = struct.pack(">I", magic) + struct.pack("<Q", length) + b"\0\0" + body
-    return data + checksum(data)
+    return data + struct.pack("<I", google_crc32c.value(data))
 
 
 def _varint(number: int) -> bytes:

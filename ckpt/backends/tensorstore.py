@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import tensorstore as ts
 import torch
 import xxhash
 
-from ckpt.backends.base import DATABASE, Previous, Writer, Written
+from ckpt.backends.base import DATABASE, Previous, Writer, Written, database_files
 from ckpt.backends.directory import DirectoryWriter
 from ckpt.backends.linked_values import LinkedValues
 from ckpt.backends.ocdbt_format import Value, manifest_of, tree_of
@@ -42,7 +41,7 @@ from ckpt.errors import ConfigurationError, CorruptCheckpointError, StorageError
 from ckpt.format.box import Box, chunk_box
 from ckpt.format.digests import EMPTY_DIGEST
 from ckpt.format.dtypes import bits_of
-from ckpt.format.records import BLOCK_BYTES, ArraySpec, ChunkExtent, FileRecord
+from ckpt.format.records import ArraySpec, ChunkExtent, FileRecord
 from ckpt.format.strict_json import read
 from ckpt.storage.direct_io import Buffers
 from ckpt.storage.file_sink import FileSink, FileSinkWriter, Stream
@@ -98,20 +97,12 @@ class TensorStoreBackend:
         """
         if out.numel() == 0:
             return
-        context = ts.Context({"file_io_mode": {"mode": "memmap"}})
-        try:
-            kvstore = _database(root / DATABASE) if self._in_database else _folder(root)
-            stored = _opened(kvstore, array.path, context)
+        context = mapping_files()
+        with refusing(f"{array.path}: tensorstore cannot read {box} of {root}"):
+            in_database = {**_database(root / DATABASE), "path": f"{array.path}/"}
+            stored = opened(in_database if self._in_database else folder_store(root / array.path), context)
             require_spec(_spec_of(array.path, stored), array)
-            values = bits_of(out).view(stored.dtype.numpy_dtype)
-            wanted = stored[box.slices].translate_to[(0,) * len(box.shape)] if box.shape else stored
-            ts.array(values, context=context).write(wanted).result()
-        except CorruptCheckpointError:
-            raise
-        except (*_STATUS_ERRORS, OSError) as error:
-            raise CorruptCheckpointError(
-                f"{array.path}: tensorstore cannot read {box} of {root}: {_one_line(error)}. Load an earlier checkpoint."
-            ) from error
+            read_box(stored, context, box, out)
 
     def list_arrays(self, root: Path) -> dict[str, ArraySpec]:
         """Return every array in the database below `root`, by path, as TensorStore opens it. See `ForgetsArrays`.
@@ -122,16 +113,10 @@ class TensorStoreBackend:
         """
         self._require_database("list_arrays")
         context = ts.Context()
-        try:
+        with refusing(f"tensorstore cannot list the arrays of {root}"):
             kvstore = _database(root / DATABASE)
             paths = _array_paths(ts.KvStore.open(kvstore, context=context).result())
-            return {path: _spec_of(path, _opened(kvstore, path, context)) for path in paths}
-        except CorruptCheckpointError:
-            raise
-        except (*_STATUS_ERRORS, OSError) as error:
-            raise CorruptCheckpointError(
-                f"tensorstore cannot list the arrays of {root}: {_one_line(error)}. Load an earlier checkpoint."
-            ) from error
+            return {path: _spec_of(path, opened({**kvstore, "path": f"{path}/"}, context)) for path in paths}
 
     def remove(self, root: Path, paths: Collection[str]) -> None:
         """Remove the keys of the arrays at these paths from the database, written together; the ranks' data files stay.
@@ -225,11 +210,11 @@ class OcdbtWriter(FileSinkWriter):
                 self._values.append(Value(key.encode(), file, extent.offset, extent.length))
             self._linked.add_to(self._written)
         if self._values:
-            nodes, root = tree_of(self._values, self._main.name, self._main.size, _crc32c)
+            nodes, root = tree_of(self._values, self._main.name, self._main.size)
             self._main.append_nodes(map(memoryview, nodes))
             for node in nodes:
                 self._rest.update(node)
-            manifest = manifest_of(root, self._main.name, os.urandom(16), time.time_ns(), _crc32c)
+            manifest = manifest_of(root, self._main.name, os.urandom(16), time.time_ns())
             self.add(f"{self._folder}/{_MANIFEST}", manifest)
             self._written.files |= {
                 self._main.path: FileRecord(self._main.size, self._rest.hexdigest()),
@@ -246,9 +231,7 @@ class OcdbtWriter(FileSinkWriter):
         """Append a chunk to a data file."""
         value = file.append(key, source.digested())
         self._values.append(value)
-        self._written.chunks[path, chunk] = ChunkExtent(
-            file.path, value.offset, value.length, source.written(path), BLOCK_BYTES
-        )
+        self._written.chunks[path, chunk] = ChunkExtent(file.path, value.offset, value.length, source.written(path))
 
 
 def _values_of(database: Path) -> Iterator[Value]:
@@ -257,7 +240,7 @@ def _values_of(database: Path) -> Iterator[Value]:
     Raises:
         StorageError: a value lies inside a node of the B-tree, where it has no extent.
     """
-    base = ts.KvStore.open(_folder(database)).result()
+    base = ts.KvStore.open(folder_store(database)).result()
     newest = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
     if "location" in newest:
         yield from _values_below(base, newest["location"], b"")
@@ -302,7 +285,7 @@ def _join_databases(root: Path, writers: Sequence[int], progress: Callable[[int]
         if failed:
             raise failed[0]
         _check_joined(database, folders)
-    sizes = {file.relative_to(root).as_posix(): file.stat().st_size for file in _joined_files(database)}
+    sizes = {file: (root / file).stat().st_size for file in database_files(root)}
     make_durable(root, sizes, {root / folder for file in sizes for folder in Path(file).parents}, progress)
     return list(sizes)
 
@@ -318,13 +301,6 @@ def _check_joined(database: Path, folders: Sequence[Path]) -> None:
             f"{database} holds {len(found)} values where {len(expected)} were joined, {len(found & expected)} of them in their "
             "places. Save with kvstore=file, and report the version of tensorstore."
         )
-
-
-def _joined_files(database: Path) -> Iterator[Path]:
-    """Yield the files of the joined database, without those of the ranks' own databases."""
-    for where, folders, files in os.walk(database):
-        folders[:] = [name for name in folders if not name.startswith("rank-")]
-        yield from (Path(where, name) for name in files)
 
 
 def _wait(future: ts.Future[Any]) -> Any:
@@ -371,48 +347,51 @@ class _Node(msgspec.Struct):
     node_type: Literal["array", "group"]
 
 
-def _opened(kvstore: dict[str, Any], path: str, context: ts.Context) -> ts.TensorStore:
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {**kvstore, "path": f"{kvstore.get('path', '')}{path}/"},
-        "fill_missing_data_reads": False,  # by default missing chunks read as zeros
-    }
+@contextmanager
+def refusing(attempt: str) -> Iterator[None]:
+    """Turn TensorStore's exceptions for arrays that it cannot read into a `CorruptCheckpointError`."""
+    try:
+        yield
+    except CorruptCheckpointError:
+        raise
+    except (*_STATUS_ERRORS, OSError) as error:
+        raise CorruptCheckpointError(f"{attempt}: {_one_line(error)}. Load an earlier checkpoint.") from error
+
+
+def opened(kvstore: dict[str, Any], context: ts.Context | None = None, *, driver: str = "zarr3") -> ts.TensorStore:
+    """Open the array in a store for reading. A missing chunk is an error, not zeros, TensorStore's default."""
+    spec = {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": False}
     return ts.open(spec, open=True, read=True, context=context).result()
 
 
-def _spec_of(path: str, opened: ts.TensorStore) -> ArraySpec:
-    grid = opened.chunk_layout.write_chunk.shape
-    return ArraySpec(path, opened.dtype.name, tuple(opened.shape), tuple(side or 1 for side in grid or ()))
+def read_box(stored: ts.TensorStore, context: ts.Context, box: Box, out: torch.Tensor) -> None:
+    """Fill `out` (host, shape box.shape) with a box of an open array, in place."""
+    values = bits_of(out).view(stored.dtype.numpy_dtype)
+    wanted = stored[box.slices].translate_to[(0,) * len(box.shape)] if box.shape else stored
+    ts.array(values, context=context).write(wanted).result()
 
 
-def _folder(folder: Path) -> dict[str, Any]:
+def mapping_files() -> ts.Context:
+    """Return a context in which files are mapped, not read."""
+    return ts.Context({"file_io_mode": {"mode": "memmap"}})
+
+
+def _spec_of(path: str, stored: ts.TensorStore) -> ArraySpec:
+    grid = stored.chunk_layout.write_chunk.shape
+    return ArraySpec(path, stored.dtype.name, tuple(stored.shape), tuple(side or 1 for side in grid or ()))
+
+
+def folder_store(folder: Path) -> dict[str, Any]:
+    """Return the store of the files in a folder."""
     return {"driver": "file", "path": f"{folder.resolve()}/"}  # not a URL, which would be percent-decoded
 
 
 def _database(folder: Path) -> dict[str, Any]:
-    return {"driver": "ocdbt", "base": _folder(folder)}
+    return {"driver": "ocdbt", "base": folder_store(folder)}
 
 
 def _database_of(root: Path, rank: int) -> Path:
     return root / DATABASE / f"rank-{rank:05d}"
-
-
-def _crc32c(data: bytes) -> bytes:
-    """Return the little-endian CRC-32C, computed by TensorStore's codec, which appends it to an array's bytes."""
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "memory"},
-        "metadata": {
-            "shape": [len(data)],
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [len(data)]}},
-            "data_type": "uint8",
-            "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
-        },
-    }
-    context = ts.Context()  # its memory is this array's alone
-    ts.open(spec, create=True, context=context).result().write(np.frombuffer(data, np.uint8)).result()
-    stored = ts.KvStore.open(spec["kvstore"], context=context).result().read("c/0").result()
-    return bytes(stored.value[-4:])
 
 
 def _description(array: ArraySpec | None) -> bytes:

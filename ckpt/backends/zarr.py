@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +107,13 @@ class ZarrBackend:
 
     def _description(self) -> Describe:
         """Return the function that makes the `zarr.json` documents of one save; it asks zarr-python once for arrays stored alike."""
-        known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], bytes] = {}
+
+        @cache
+        def of_kind(dtype: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> bytes:
+            return _document_bytes(_metadata(ArraySpec("", dtype, shape, grid), self._compressors))
 
         def describe(array: ArraySpec | None) -> bytes:
-            if array is None:
-                return _document_bytes(GroupMetadata())
-            kind = array.dtype, array.shape, array.grid
-            if kind not in known:
-                known[kind] = _document_bytes(_metadata(array, self._compressors))
-            return known[kind]
+            return _document_bytes(GroupMetadata()) if array is None else of_kind(array.dtype, array.shape, array.grid)
 
         return describe
 

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from ckpt.backends.safetensors_format import (
     name_of,
 )
 from ckpt.convert.atomic_directory import atomic_directory
-from ckpt.dist_checkpointing.megatron.chunks import MegatronChunks
 from ckpt.dist_checkpointing.megatron.layout import headless
 from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr
 from ckpt.errors import ConfigurationError, MissingStateError, StorageError
@@ -37,7 +37,7 @@ from ckpt.format.stored import read_manifest
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.report import some_of
 from ckpt.loading.strategy import ReadRequest, Stored, StoredCheckpoint
-from ckpt.memory.device import Device
+from ckpt.memory.device import device_of
 from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import OWN_COPIES, SharingPattern
@@ -149,7 +149,7 @@ def select_of_megatron(src: Path, component: str | None) -> Selection:
         ExportedTensor(key.removeprefix(start), key, array.dtype, array.shape, array.grid[0] if array.grid else 1)
         for key, array in chosen.items()
     ]
-    return Selection(MegatronChunks(opened), tensors, {})
+    return Selection(opened, tensors, {})
 
 
 def _start(component: str | None, separator: str) -> str:
@@ -200,7 +200,7 @@ def export(
     shards = list(_cut(selection.tensors, max_shard_bytes))
     files = {_file_name(number, len(shards)): _in_order(few) for number, few in enumerate(shards, 1)}
     headers = {file: _header(file, tensors) for file, tensors in files.items()}
-    read = _TensorReader(selection.stored, progress)
+    read = partial(_pieces, selection.stored, Topology.alone(progress), Scratch())
     with atomic_directory(dst) as folder:
         digests = {file: _write(folder / file, headers[file], few, read, progress) for file, few in files.items()}
         for file, digest in digests.items():
@@ -258,34 +258,20 @@ def _header(file: str, tensors: Sequence[ExportedTensor]) -> bytes:
     return header.to_bytes(entries)
 
 
-class _TensorReader:
-    """Reads tensors piece by piece into one reused buffer."""
-
-    def __init__(self, stored: Stored, progress: Callable[[int], None]) -> None:
-        self._stored = stored
-        self._topology = Topology.alone(progress)
-        self._device = Device(type="cpu", collectives="gloo")
-        self._strategy = DirectLoad()
-        self._memory = Scratch()
-
-    def __call__(self, tensor: ExportedTensor) -> Iterator[memoryview]:
-        """Yield the checked bytes of a tensor, in order; each piece is valid until the next."""
-        total = math.prod(tensor.shape)
-        step = _elements_at_once(tensor)
-        for first in range(0, total, step):
-            flat = self._memory.empty((min(step, total - first),), torch_dtype(tensor.dtype))
-            requests = [
-                ReadRequest(
-                    tensor.stored,
-                    tensor.stored.replace("/", ": ", 1),
-                    box,
-                    flat[at : at + box.num_elements].view(box.shape),
-                )
-                for box, at in flat_boxes(tensor.shape, first, first + flat.numel())
-            ]
-            self._strategy.prepare(requests, self._stored, self._topology, self._device, verify=True).run()
-            bits: Any = raw_bytes(flat).numpy()
-            yield memoryview(bits)
+def _pieces(stored: Stored, topology: Topology, memory: Scratch, tensor: ExportedTensor) -> Iterator[memoryview]:
+    """Yield the checked bytes of a tensor, in order, in one reused buffer: each piece is valid until the next."""
+    total = math.prod(tensor.shape)
+    step = _elements_at_once(tensor)
+    label = tensor.stored.replace("/", ": ", 1)
+    for first in range(0, total, step):
+        flat = memory.empty((min(step, total - first),), torch_dtype(tensor.dtype))
+        requests = [
+            ReadRequest(tensor.stored, label, box, flat[at : at + box.num_elements].view(box.shape))
+            for box, at in flat_boxes(tensor.shape, first, first + flat.numel())
+        ]
+        DirectLoad().prepare(requests, stored, topology, device_of(()), verify=True).run()
+        bits: Any = raw_bytes(flat).numpy()
+        yield memoryview(bits)
 
 
 def _elements_at_once(tensor: ExportedTensor) -> int:
@@ -299,7 +285,11 @@ def _elements_at_once(tensor: ExportedTensor) -> int:
 
 
 def _write(
-    file: Path, header: bytes, tensors: Sequence[ExportedTensor], read: _TensorReader, progress: Callable[[int], None]
+    file: Path,
+    header: bytes,
+    tensors: Sequence[ExportedTensor],
+    read: Callable[[ExportedTensor], Iterator[memoryview]],
+    progress: Callable[[int], None],
 ) -> str:
     """Write one file; return the digest of its intended content."""
     digest = xxhash.xxh3_128(header)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.dist_checkpointing.dict_utils import Path, path_name
+from ckpt.dist_checkpointing.dict_utils import Path, has_bits, path_name
 from ckpt.dist_checkpointing.integrity import named_ranks
 from ckpt.dist_checkpointing.mapping import CommonStateDict, StateDict
 from ckpt.format.manifest import digest_of
@@ -141,7 +141,8 @@ def _inside(value: Any) -> Mapping[Any, Any] | None:
 
 def _text(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        return _text_of_tensor(leaf)
+        form = f"{leaf.dtype} {tuple(leaf.shape)} {leaf.layout}"
+        return str(tuple(fingerprints({"": leaf})[""])) if has_bits(leaf) else form
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         return f"{leaf.dtype.str} {leaf.shape} {digest_of(leaf.tobytes())}"
     if isinstance(leaf, Enum):
@@ -151,12 +152,6 @@ def _text(leaf: Any) -> str:
     if isinstance(leaf, type | types.FunctionType | types.BuiltinFunctionType):
         return f"{leaf.__module__}.{leaf.__qualname__}"
     return f"{_class_name(leaf)} {_own_text(leaf)}"
-
-
-def _text_of_tensor(tensor: torch.Tensor) -> str:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
-    return str(tuple(fingerprints({"": tensor})[""]))
 
 
 def _own_text(leaf: Any) -> str:

@@ -18,22 +18,19 @@ Path = tuple[Any, ...]
 """Dictionary keys and list positions, from the outermost."""
 Mismatch = tuple[Path, type, type]
 T = TypeVar("T")
+C = TypeVar("C", dict[Any, Any], list[Any])
 
 _SHOWN = 30
 
 
 @overload
 def extract_matching_values(
-    x: dict[Any, Any], predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
+    x: C, predicate: Callable[[Any], bool], return_lists_as_dicts: Literal[False] = False
+) -> tuple[C, C]: ...
+@overload
+def extract_matching_values(
+    x: Container, predicate: Callable[[Any], bool], return_lists_as_dicts: Literal[True]
 ) -> tuple[dict[Any, Any], dict[Any, Any]]: ...
-@overload
-def extract_matching_values(
-    x: list[Any], predicate: Callable[[Any], bool], return_lists_as_dicts: Literal[False] = False
-) -> tuple[list[Any], list[Any]]: ...
-@overload
-def extract_matching_values(
-    x: list[Any], predicate: Callable[[Any], bool], return_lists_as_dicts: Literal[True]
-) -> tuple[dict[int, Any], dict[int, Any]]: ...
 def extract_matching_values(
     x: Container, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Container, Container]:
@@ -134,11 +131,7 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
         return _mapped(f, x)
 
 
-@overload
-def merge(x1: dict[Any, Any], x2: dict[Any, Any], key: Path = ()) -> dict[Any, Any]: ...
-@overload
-def merge(x1: list[Any], x2: list[Any], key: Path = ()) -> list[Any]: ...
-def merge(x1: Container, x2: Container, key: Path = ()) -> Container:
+def merge(x1: C, x2: C, key: Path = ()) -> C:
     """Merge `x2` into `x1`, in place, and return `x1`. Lists of one length are merged element by element.
 
     Args:
@@ -187,7 +180,7 @@ def same_bits(x1: torch.Tensor, x2: torch.Tensor) -> bool:
     if form != other:
         return False
     x1, x2 = (x.to_local() if hasattr(x, "to_local") else x for x in (x1.detach(), x2.detach()))
-    return _has_bits(x1) and _has_bits(x2) and torch.equal(_bytes(x1), _bytes(x2))
+    return has_bits(x1) and has_bits(x2) and torch.equal(_bytes(x1), _bytes(x2))
 
 
 @contextmanager
@@ -322,7 +315,8 @@ def _same_array(x1: np.ndarray[Any, Any], x2: np.ndarray[Any, Any]) -> bool:
     return np.array_equal(x1, x2) if x1.dtype.hasobject else x1.tobytes() == x2.tobytes()
 
 
-def _has_bits(tensor: torch.Tensor) -> bool:
+def has_bits(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor can be read: not those of sparse, quantised and meta tensors."""
     return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 

@@ -12,33 +12,13 @@ import torch
 
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, path_name
 from ckpt.errors import CheckpointError, ShapeMismatchError, ShardingError, sentence
-from ckpt.state.sharded_base import (
-    CommonStateDict,
-    ReplicaId,
-    ShardedBase,
-    ShardedStateDict,
-    StateDict,
-    is_main_replica,
-)
-from ckpt.state.sharded_tensor import ShardedTensor
-
-__all__ = [
-    "CommonStateDict",
-    "FactoryBuildFn",
-    "FactoryMergeFn",
-    "LocalNonpersistentObject",
-    "LocalNonpersitentObject",
-    "ReplicaId",
-    "ShardedBase",
-    "ShardedObject",
-    "ShardedStateDict",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "StateDict",
-    "apply_factories",
-    "apply_factory_merges",
-    "is_main_replica",
-]
+from ckpt.state.sharded_base import CommonStateDict as CommonStateDict
+from ckpt.state.sharded_base import ReplicaId as ReplicaId
+from ckpt.state.sharded_base import ShardedBase as ShardedBase
+from ckpt.state.sharded_base import ShardedStateDict as ShardedStateDict
+from ckpt.state.sharded_base import StateDict as StateDict
+from ckpt.state.sharded_base import is_main_replica as is_main_replica
+from ckpt.state.sharded_tensor import ShardedTensor as ShardedTensor
 
 logger = logging.getLogger(__name__)
 

@@ -36,6 +36,7 @@ from ckpt.dist_checkpointing.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
     StrategyAction,
+    chosen_strategy,
     get_default_strategy,
 )
 from ckpt.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
@@ -43,7 +44,6 @@ from ckpt.dist_checkpointing.utils import split_for_load, split_for_save
 from ckpt.dist_checkpointing.validation import (
     CkptShardedMetadata,
     StrictHandling,
-    chosen_strategy,
     compare_common,
     determine_global_metadata,
     parse_strict_flag,
@@ -302,16 +302,12 @@ def _sharded_saver(given: object) -> SaveShardedStrategy:
         raise ConfigurationError(
             'sharded_strategy ("torch_dist", ...) is not offered; save with ("zarr", 1) or ("tensorstore", 1)'
         )
-    strategy: SaveShardedStrategy = chosen_strategy(
-        given or ("zarr", 1), SaveShardedStrategy, StrategyAction.SAVE_SHARDED, "sharded_strategy"
-    )
+    strategy: SaveShardedStrategy = chosen_strategy(given or ("zarr", 1), StrategyAction.SAVE_SHARDED)
     return strategy
 
 
 def _common_saver(given: object) -> SaveCommonStrategy:
     if isinstance(given, tuple) and given[:1] == ("torch",):
         TorchCommonSaveStrategy(*given)  # raises
-    strategy: SaveCommonStrategy = chosen_strategy(
-        given or ("json", 1), SaveCommonStrategy, StrategyAction.SAVE_COMMON, "common_strategy"
-    )
+    strategy: SaveCommonStrategy = chosen_strategy(given or ("json", 1), StrategyAction.SAVE_COMMON)
     return strategy

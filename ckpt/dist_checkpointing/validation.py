@@ -11,7 +11,6 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from ckpt.dist_checkpointing.common_state import compare_common as compare_common
 from ckpt.dist_checkpointing.dict_utils import extract_matching_values, nested_values
@@ -25,7 +24,7 @@ from ckpt.dist_checkpointing.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
     StrategyAction,
-    get_default_strategy,
+    chosen_strategy,
 )
 from ckpt.errors import CheckpointNotFoundError, ConfigurationError, MissingStateError
 from ckpt.format.metadata import CONFIG_FNAME, maybe_load_config, other_format
@@ -259,9 +258,7 @@ def verify_checkpoint_and_load_strategy(
         )
     try:
         format_ = saved.sharded_backend, saved.sharded_backend_version
-        sharded: LoadShardedStrategy = chosen_strategy(
-            sharded_strategy or format_, LoadShardedStrategy, StrategyAction.LOAD_SHARDED, "sharded_strategy"
-        )
+        sharded: LoadShardedStrategy = chosen_strategy(sharded_strategy or format_, StrategyAction.LOAD_SHARDED)
         sharded.check_backend_compatibility(saved.sharded_backend)
     except ConfigurationError as error:
         other = other_format(checkpoint_dir)  # a program may have registered a strategy for it, so ask only now
@@ -269,9 +266,7 @@ def verify_checkpoint_and_load_strategy(
             raise
         raise ConfigurationError(other) from error
     format_ = saved.common_backend, saved.common_backend_version
-    common: LoadCommonStrategy = chosen_strategy(
-        common_strategy or format_, LoadCommonStrategy, StrategyAction.LOAD_COMMON, "common_strategy"
-    )
+    common: LoadCommonStrategy = chosen_strategy(common_strategy or format_, StrategyAction.LOAD_COMMON)
     sharded.check_version_compatibility(saved.sharded_backend_version)
     common.check_backend_compatibility(saved.common_backend)
     common.check_version_compatibility(saved.common_backend_version)
@@ -309,23 +304,3 @@ def validate_sharding_integrity(
     if common_state_dict is not None:
         compare_common(common_state_dict)
     check_sharding(global_metadata)
-
-
-def chosen_strategy(given: object, kind: type, action: StrategyAction, name: str) -> Any:
-    """Return the caller's strategy, or the registered one for a format.
-
-    Args:
-        given: an object of `kind`, or (backend, version).
-        name: of the caller's argument, for the error.
-
-    Raises:
-        ConfigurationError: neither of the two, or no strategy is registered for the format.
-    """
-    if isinstance(given, tuple):
-        return get_default_strategy(action, *given)
-    if not isinstance(given, kind):
-        what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
-        raise ConfigurationError(
-            f"{name}: {what} is no {kind.__name__}; give an object of that class, or (backend, version) of a registered one"
-        )
-    return given

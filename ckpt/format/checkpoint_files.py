@@ -66,16 +66,12 @@ class CheckpointFolder:
         """Return a descriptor of a regular file, as `os.open`. A new one is made only with O_CREAT and O_EXCL."""
         assert not flags & os.O_CREAT or flags & os.O_EXCL, "an existing file could be another checkpoint's"
         self._require_inner(path)
-        sys.audit(
-            "open", f"{self.root}/{path}", None, flags
-        )  # as os.open does: openat2 itself is seen by no audit hook
-        try:
-            if flags & os.O_EXCL:
-                return _open_below(self._folder(), path, flags | _ALWAYS)
-            # Without O_NONBLOCK the open of a FIFO would wait for a peer.
-            fd = _open_below(self._folder(), path, flags | _ALWAYS | os.O_NONBLOCK)
-        except OSError as error:
-            raise self._named(error, path) from error
+        # As os.open does: openat2 itself is seen by no audit hook.
+        sys.audit("open", f"{self.root}/{path}", None, flags)
+        if flags & os.O_EXCL:
+            return self._opened(path, flags | _ALWAYS)
+        # Without O_NONBLOCK the open of a FIFO would wait for a peer.
+        fd = self._opened(path, flags | _ALWAYS | os.O_NONBLOCK)
         try:
             self._require_regular(os.fstat(fd), path)
         except BaseException:
@@ -112,10 +108,7 @@ class CheckpointFolder:
     def stat(self, path: str) -> os.stat_result:
         """Look at a regular file, without opening it for reading."""
         self._require_inner(path)
-        try:
-            fd = _open_below(self._folder(), path, _LOOK)
-        except OSError as error:
-            raise self._named(error, path) from error
+        fd = self._opened(path, _LOOK)
         try:
             found = os.fstat(fd)
         finally:
@@ -131,7 +124,7 @@ class CheckpointFolder:
         if not above:
             yield self._folder(), name
             return
-        folder = self._open_folder(above)
+        folder = self._opened(above, _FOLDER)
         try:
             yield folder, name
         finally:
@@ -140,7 +133,7 @@ class CheckpointFolder:
     def require_folder(self, path: str) -> None:
         """Refuse a path that is not a folder, such as a symbolic link, before it is opened as a checkpoint."""
         self._require_inner(path)
-        os.close(self._open_folder(path))
+        os.close(self._opened(path, _FOLDER))
 
     def require_regular(self, path: str) -> None:
         """Refuse a path that is not a regular file, before a library opens it by its path."""
@@ -164,9 +157,9 @@ class CheckpointFolder:
                     elif not entry.is_file(follow_symlinks=False):
                         self._require_regular(entry.stat(follow_symlinks=False), f"{above}/{entry.name}")
 
-    def _open_folder(self, path: str) -> int:
+    def _opened(self, path: str, flags: int) -> int:
         try:
-            return _open_below(self._folder(), path, _FOLDER)
+            return _open_below(self._folder(), path, flags)
         except OSError as error:
             raise self._named(error, path) from error
 

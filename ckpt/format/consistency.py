@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import chain
 
 import numpy as np
 
@@ -50,7 +51,6 @@ def check_manifest(manifest: CheckpointManifest) -> None:
         _check_component(key, component, manifest, indexes)
     for name, entry in {id(entry): (name, entry) for name, entry in manifest.arrays.items()}.values():
         _check_array(name, entry, manifest, indexes)
-    _check_paths(manifest.arrays)
     _check_names(manifest)
 
 
@@ -79,10 +79,8 @@ def _index_ranks(manifest: CheckpointManifest) -> Set[int]:
     if len(ranks) != len(set(ranks)):
         raise Refused("it lists two indexes of one rank")
     _require_ranks(ranks, manifest.world_size, "there is an index")
-    for name, instances in (
-        ("nodes", manifest.topology.get("nodes", [])),
-        *manifest.topology.get("groups", {}).items(),
-    ):
+    groups = [("nodes", manifest.topology.get("nodes", [])), *manifest.topology.get("groups", {}).items()]
+    for name, instances in groups:
         members = [rank for ranks in instances for rank in ranks]
         _require_ranks(members, manifest.world_size, f"topology has {name!r:.80}")
         if len(members) != len(set(members)):
@@ -172,17 +170,13 @@ def _check_writers(name: str, entry: ArrayEntry, grid: tuple[int, ...]) -> None:
 
 
 def _check_names(manifest: CheckpointManifest) -> None:
-    """Each array belongs to a component."""
+    """No two arrays have one path, and each belongs to a component."""
+    paths = [entry.path for entry in manifest.arrays.values() if entry.path is not None]
+    if len(paths) != len(set(paths)):
+        raise Refused("two of its arrays have one path")
     for key in {name.partition("/")[0] for name in manifest.arrays}:
         if key not in manifest.components:
             raise Refused(f"it has arrays of {key!r:.80}, which is none of its components")
-
-
-def _check_paths(arrays: Mapping[str, ArrayEntry]) -> None:
-    """No two arrays have one path."""
-    paths = [entry.path for entry in arrays.values() if entry.path is not None]
-    if len(paths) != len(set(paths)):
-        raise Refused("two of its arrays have one path")
 
 
 def _require_ranks(ranks: Iterable[int], world_size: int, what: str) -> None:
@@ -213,11 +207,8 @@ def check_extents(index: Index) -> None:
     """
     ends: dict[str, int] = {}
     mixed = set()
-    extents = [
-        one
-        for rows in (*(by_number.values() for by_number in index.chunks.values()), *index.dead.values())
-        for one in rows
-    ]
+    of_chunks = (by_number.values() for by_number in index.chunks.values())
+    extents = [*chain.from_iterable(of_chunks), *chain.from_iterable(index.dead.values())]
     for extent in extents:
         file, offset, length = extent.file, extent.offset, extent.length
         if len(extent.digests) != -(-length // extent.block_bytes):

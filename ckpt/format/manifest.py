@@ -14,8 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from json.encoder import encode_basestring_ascii as _quoted
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
@@ -24,7 +25,7 @@ from ckpt.format.box import Box
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.gc_pause import gc_paused
 from ckpt.format.records import ChunkExtent, FileRecord
-from ckpt.format.strict_json import Count, Digest, Rank, Shape, Side
+from ckpt.format.strict_json import MAX_RANKS, Count, Digest, Rank, Shape, Side
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "checkpoint_manifest.json"
@@ -144,9 +145,11 @@ class ComponentManifest:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-@dataclass(slots=True)
+@dataclass
 class CheckpointManifest:
     """A checkpoint as a whole. The JSON has these keys, in this order, and `manifest_digest` as its last.
+
+    The types are also its schema: `manifest_parsing` refuses other values.
 
     Attributes:
         checkpoint_path: always ".": a checkpoint is where its manifest is.
@@ -163,19 +166,18 @@ class CheckpointManifest:
 
     checkpoint_id: str
     timestamp: datetime
-    world_size: int
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     topology: dict[str, Any]
     components: dict[str, ComponentManifest]
     arrays: dict[str, ArrayEntry]
-    files: dict[str, tuple[int, str]]
-    training_args_hash: str | None = None
-    checkpoint_path: str = "."
+    files: dict[str, tuple[Count, Digest]]
+    training_args_hash: Digest | None = None
+    checkpoint_path: Literal["."] = "."
     ckpt_version: str | None = None
     pytorch_version: str | None = None
     format_version: int = FORMAT_VERSION
-    commit_number: int | None = None
+    commit_number: Count | None = None
     run_id: str | None = None
-    _owned: dict[int, Owned] | None = field(default=None, init=False, repr=False, compare=False)
 
     @gc_paused()
     def to_bytes(self) -> bytes:
@@ -210,9 +212,11 @@ class CheckpointManifest:
 
     def owned_by(self, rank: int) -> Owned:
         """Return what a rank's index must list. Computed once for all ranks: `arrays` must not change afterwards."""
-        if self._owned is None:
-            self._owned = _owned_by_rank(self.arrays.values())
         return self._owned.get(rank, Owned())
+
+    @cached_property
+    def _owned(self) -> dict[int, Owned]:
+        return _owned_by_rank(self.arrays.values())
 
     def index_paths(self) -> dict[int, str]:
         """Return rank -> index file, for the ranks that have one, in order."""
@@ -312,18 +316,15 @@ class Index:
             ]
             for path, by_number in self.chunks.items()
         }
-        tables = (
+        tables = [
             f'  "rank": {self.rank}',
             _table("files", ((path, _dump([record.size, record.rest])) for path, record in self.files.items())),
             _table("chunks", ((path, _dump(rows)) for path, rows in chunks.items())),
             _table("packed", ((path, str(length)) for path, length in self.packed.items())),
             _table("pieces", self._piece_rows()),
-            *(
-                [_table("dead", ((file, _dump(_dead_rows(rows))) for file, rows in self.dead.items()))]
-                if self.dead
-                else ()
-            ),
-        )
+        ]
+        if self.dead:
+            tables.append(_table("dead", ((file, _dump(_dead_rows(rows))) for file, rows in self.dead.items())))
         return ("{\n" + ",\n".join(tables) + "\n}\n").encode()
 
     def _piece_rows(self) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -30,7 +29,6 @@ from ckpt.format.manifest import (
     OBJECTS,
     ArrayEntry,
     CheckpointManifest,
-    ComponentManifest,
     Index,
     PackedPiece,
     closing,
@@ -38,9 +36,7 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.records import ChunkExtent, FileRecord
 from ckpt.format.strict_json import (
-    MAX_RANKS,
     Count,
-    Digest,
     Rank,
     Refused,
     Shape,
@@ -71,15 +67,14 @@ def parse_manifest(data: bytes, where: str) -> CheckpointManifest:
     head, rows = _parted(text)
     tree = parse(head, where)
     _require_version(tree, where)
-    if rows is not None and "arrays" in tree:
-        raise corrupt(where, "'arrays' stands twice in it")
-    said = fit(tree, _Document, where)
-    arrays = fit(tree.get("arrays"), dict[str, ArrayEntry], where) if rows is None else _arrays_in(rows, where)
-    manifest = CheckpointManifest(
-        **(
-            msgspec.structs.asdict(said) | {"topology": tree["topology"], "arrays": arrays}
-        )  # the topology with all its keys
-    )
+    if rows is not None:
+        if "arrays" in tree:
+            raise corrupt(where, "'arrays' stands twice in it")
+        tree["arrays"] = {}
+    manifest = fit(tree, CheckpointManifest, where)
+    fit(manifest.topology, _Topology, where)
+    if rows is not None:
+        manifest.arrays = _arrays_in(rows, where)
     with refusing(where):
         check_manifest(manifest)
         _require_known_parts(manifest.files)
@@ -141,12 +136,8 @@ def _index_document(data: bytes, where: str) -> _IndexDocument:
         said = _INDEX_DECODER.decode(data)
         tables: Iterable[Mapping[str, object]] = (said.files, said.chunks, said.packed, said.pieces, said.dead)
         is_whole = num_keys(data) == 5 + bool(said.dead) + sum(len(table) for table in tables)
-    except (
-        msgspec.MsgspecError,
-        ValueError,
-        RecursionError,
-    ):  # such as a name with half a surrogate pair, which JSON can hold
-        is_whole = False
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        is_whole = False  # such as a name with half a surrogate pair, which JSON can hold
     if not is_whole:
         said = fit(parse(data, where), _IndexDocument, where)
     with refusing(where):
@@ -189,28 +180,14 @@ def require_own_digest(data: bytes, where: str) -> None:
         raise CorruptCheckpointError(f"{where}: the manifest does not match its own digest; it was changed or cut off")
 
 
+_Ranks = Annotated[list[Rank], msgspec.Meta(min_length=1)]
+
+
 class _Topology(msgspec.Struct):
+    """The schema of a manifest's topology, which may have more keys."""
+
     nodes: list[list[Rank]] = []
-    groups: dict[
-        str, Annotated[list[Annotated[list[Rank], msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
-    ] = {}
-
-
-class _Document(msgspec.Struct):
-    """The schema of a manifest without its arrays, which are most of it."""
-
-    timestamp: datetime
-    checkpoint_id: str
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
-    topology: _Topology
-    components: dict[str, ComponentManifest]
-    files: dict[str, tuple[Count, Digest]]
-    checkpoint_path: Literal["."] = "."
-    training_args_hash: Digest | None = None
-    ckpt_version: str | None = None
-    pytorch_version: str | None = None
-    commit_number: Count | None = None
-    run_id: str | None = None
+    groups: dict[str, Annotated[list[_Ranks], msgspec.Meta(min_length=1)]] = {}
 
 
 def _require_version(tree: Any, where: str) -> None:

@@ -98,9 +98,7 @@ def read_listed_file(
     size, digest = manifest.files[path]
 
     def read() -> bytes:
-        data = held.read(path)
-        if data is None:
-            data = _read_if_there(checkpoint_dir, path, size)
+        data = _read_if_there(checkpoint_dir, path, size, held)
         if data is None:
             raise CorruptCheckpointError(f"{path} is missing from {checkpoint_dir}")
         if len(data) != size:
@@ -162,9 +160,8 @@ def read_plain_file(
     index = index_of()
 
     def read() -> bytes:
-        record, data = index.files.get(path), held.read(path)
-        if data is None:
-            data = _read_if_there(checkpoint_dir, path, record.size) if record is not None else None
+        record = index.files.get(path)
+        data = _read_if_there(checkpoint_dir, path, record.size, held) if record is not None else None
         if record is None or data is None or (record.size, record.rest) != (len(data), digest_of(data)):
             raise CorruptCheckpointError(
                 f"{path} is missing or not as rank {index.rank} wrote it", component=component, file=path
@@ -238,8 +235,10 @@ def _digest_of_rest(open_file: Callable[[], int], size: int, covered: Iterable[C
     return state.hexdigest()
 
 
-def _read_if_there(checkpoint_dir: Path, path: str, size: int) -> bytes | None:
-    """Read a file of at most this size; return None if it is missing."""
+def _read_if_there(checkpoint_dir: Path, path: str, size: int, held: HeldFiles) -> bytes | None:
+    """Read a file of at most this size, from memory if it is held; return None if it is missing."""
+    if (data := held.read(path)) is not None:
+        return data
     try:
         with CheckpointFolder(checkpoint_dir) as folder:
             return folder.read(path, size)

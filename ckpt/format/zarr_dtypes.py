@@ -75,10 +75,11 @@ class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     def cast_scalar(self, data: object) -> np.generic:
         if not self._check_scalar(data):
             raise TypeError(f"expected a number for {self._zarr_v3_name}, found {data!r}")
-        return self._scalar(data)
+        scalar: np.generic = self.scalar_type(data)
+        return scalar
 
     def default_scalar(self) -> np.generic:
-        return self._scalar(0)
+        return self.cast_scalar(0)
 
     def from_json_scalar(self, data: object, *, zarr_format: _ZarrFormat) -> np.generic:
         """Read a fill value: a number, "NaN", "Infinity", "-Infinity", or the bits as hex, such as "0x7fc0"."""
@@ -95,10 +96,6 @@ class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         if math.isinf(number):
             return "Infinity" if number > 0 else "-Infinity"
         return number
-
-    def _scalar(self, data: object) -> np.generic:
-        scalar: np.generic = self.scalar_type(data)
-        return scalar
 
 
 @dataclass(frozen=True, kw_only=True)

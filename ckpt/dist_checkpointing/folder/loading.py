@@ -8,111 +8,72 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 
 from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from ckpt.dist_checkpointing.folder.saving import Given
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
-from ckpt.dist_checkpointing.megatron.chunks import MegatronChunks
-from ckpt.dist_checkpointing.megatron.layout import headless
-from ckpt.dist_checkpointing.megatron.zarr import MegatronZarr, is_megatron_zarr
+from ckpt.dist_checkpointing.megatron.layout import MegatronArray, headless
+from ckpt.dist_checkpointing.megatron.zarr import Library, MegatronZarr, is_megatron_zarr
 from ckpt.errors import ConfigurationError, MissingStateError, ShapeMismatchError
 from ckpt.format.box import Box, overlap, whole
 from ckpt.format.dtypes import torch_dtype
-from ckpt.format.manifest import MANIFEST_NAME, SHARDED
+from ckpt.format.manifest import MANIFEST_NAME, SHARDED, ArrayEntry
 from ckpt.format.manifest_parsing import parse_manifest
-from ckpt.format.names import PLAIN_NAME
 from ckpt.format.stored import read_manifest, read_manifest_bytes
-from ckpt.format.strict_json import corrupt
 from ckpt.loading.direct import DirectLoad
+from ckpt.loading.report import some_of
 from ckpt.loading.sources import CommittedSource
+from ckpt.loading.state_matching import SavedCopy, match_changed
 from ckpt.loading.strategy import LoadingStrategy, Reading, ReadRequest, ReadStats, StoredCheckpoint
 from ckpt.memory.device import device_of, wait_for_all
 from ckpt.memory.huge_pages import HostMemory
 from ckpt.ranks.topology import Topology
-from ckpt.state.flatten import Path as StatePath
-from ckpt.state.flatten import from_json, path_from_json, unflatten
+from ckpt.state.flatten import path_from_json, unflatten
 from ckpt.state.sharded_tensor import ShardedTensor
 from ckpt.state.sharing import SharingPattern, StateComponent
 
 _log = logging.getLogger("ckpt")
-Library = Literal["zarr", "tensorstore"]
-"""The library that opens Megatron-Core's arrays. Our compressed chunks are read by the library of their store."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """Data type and global shape of a tensor in a checkpoint."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
+StoredArray = ArrayEntry | MegatronArray
+"""Data type, by Zarr's name, and global shape of a tensor in a checkpoint."""
 Wanted = tuple[str, Box, torch.Tensor]
 """(Key, box in global coordinates, memory of the box's shape and the stored data type)."""
 
 
-class TensorSource(Protocol):
-    """The sharded tensors of one checkpoint, open for reading by one rank."""
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """The sharded tensors of one checkpoint, open for reading by one rank.
 
-    def stored(self) -> Mapping[str, StoredArray]:
-        """Key -> stored tensor."""
+    Attributes:
+        stored: key -> stored tensor.
+        above: prefix of the keys in the checkpoint.
+    """
+
+    stored: Mapping[str, StoredArray]
+    checkpoint: StoredCheckpoint | MegatronZarr
+    above: str
+    strategy: LoadingStrategy
+    topology: Topology
 
     def prepare(self, wanted: Sequence[Wanted]) -> Reading:
         """Plan the reading of the boxes of all ranks. Collective, outside of a phase; each rank gives its own boxes."""
-
-
-class OurTensors:
-    """The tensors of a checkpoint that this library wrote. See `TensorSource`."""
-
-    def __init__(self, checkpoint: StoredCheckpoint, strategy: LoadingStrategy, topology: Topology) -> None:
-        self._checkpoint = checkpoint
-        self._strategy = strategy
-        self._topology = topology
-
-    def stored(self) -> Mapping[str, StoredArray]:
-        arrays = self._checkpoint.manifest.arrays_of(SHARDED)
-        return {key: StoredArray(torch_dtype(entry.dtype), entry.shape) for key, entry in arrays.items()}
-
-    def prepare(self, wanted: Sequence[Wanted]) -> Reading:
-        requests = [ReadRequest(f"{SHARDED}/{key}", key, box, out) for key, box, out in wanted]
+        if isinstance(self.checkpoint, MegatronZarr) and isinstance(self.strategy, DirectLoad):
+            return _ByLibrary(self.checkpoint, wanted, self.topology)
+        requests = [ReadRequest(f"{self.above}{key}", key, box, out) for key, box, out in wanted]
         device = device_of(out for _, _, out in wanted)
-        return self._strategy.prepare(requests, self._checkpoint, self._topology, device, verify=True)
-
-
-class MegatronTensors:
-    """The tensors of a checkpoint that Megatron-Core's zarr strategy wrote. They have no digests. See `TensorSource`.
-
-    Args:
-        library: decodes chunks; with `DirectLoad` it also reads them.
-    """
-
-    def __init__(self, checkpoint_dir: Path, library: Library, strategy: LoadingStrategy, topology: Topology) -> None:
-        self._dir = checkpoint_dir
-        self._arrays = MegatronZarr(checkpoint_dir, library)
-        self._strategy = strategy
-        self._topology = topology
-
-    def stored(self) -> Mapping[str, StoredArray]:
-        if self._arrays.layout.headless:  # damage: absent keys, which a load may ignore, are another matter
-            raise headless(self._dir, self._arrays.layout.headless[0])
-        return {key: StoredArray(torch_dtype(one.dtype), tuple(one.shape)) for key, one in self._arrays.arrays.items()}
-
-    def prepare(self, wanted: Sequence[Wanted]) -> Reading:
-        if isinstance(self._strategy, DirectLoad):
-            return _ByLibrary(self._arrays, wanted, self._topology)
-        requests = [ReadRequest(key, key, box, out) for key, box, out in wanted]
-        device = device_of(out for _, _, out in wanted)
-        return self._strategy.prepare(requests, MegatronChunks(self._arrays), self._topology, device, verify=False)
+        verify = self.checkpoint.has_digests
+        return self.strategy.prepare(requests, self.checkpoint, self.topology, device, verify=verify)
 
 
 @dataclass(frozen=True, slots=True)
 class _ByLibrary:
     """Reads the boxes of this rank through the library. See `Reading`."""
 
-    arrays: MegatronZarr
+    checkpoint: MegatronZarr
     wanted: Sequence[Wanted]
     topology: Topology
 
@@ -120,7 +81,7 @@ class _ByLibrary:
         num_bytes = 0
         for key, box, out in self.wanted:
             host = out if out.device.type == "cpu" and out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-            self.arrays.read(key, box, host)
+            self.checkpoint.read(key, box, host)
             if host is not out:
                 out.copy_(host)
             num_bytes += out.numel() * out.element_size()
@@ -156,13 +117,13 @@ def load_tensors(
     with topology.operation(f"load of {checkpoint_dir}"):
         source = open_tensors(checkpoint_dir, library, topology, strategy)
         with topology.phase("check"):
-            stored, memory = source.stored(), HostMemory()
+            memory = HostMemory()
             tensors = tensors_in(sharded_state_dict, "loads")
             wait_for_all(one.data for one in tensors if one.data is not None)
             loads = {
                 id(one): _Load(
                     one,
-                    _require_stored(one, stored, checkpoint_dir),
+                    _require_stored(one, source.stored, checkpoint_dir),
                     memory,
                     into_data=one.data is not None if into_data is None else into_data,
                 )
@@ -178,15 +139,22 @@ def load_tensors(
 
 
 def open_tensors(checkpoint_dir: Path, library: Library, topology: Topology, strategy: LoadingStrategy) -> TensorSource:
-    """Open a checkpoint's tensors. Collective: the lead reads the manifest for all ranks."""
-    where = str(checkpoint_dir / MANIFEST_NAME)
+    """Open a checkpoint's tensors. Collective: the lead reads the manifest for all ranks.
+
+    Args:
+        library: decodes the chunks of Megatron-Core's arrays; with `DirectLoad` it also reads them.
+    """
     with topology.phase("open") as phase:
         if topology.is_lead and not is_megatron_zarr(checkpoint_dir):
             phase.payload = read_manifest_bytes(checkpoint_dir).decode()
     if phase.payloads[0] is None:
-        return MegatronTensors(checkpoint_dir, library, strategy, topology)
-    manifest = parse_manifest(phase.payloads[0].encode(), where)
-    return OurTensors(StoredCheckpoint(checkpoint_dir, manifest), strategy, topology)
+        checkpoint = MegatronZarr(checkpoint_dir, library)
+        if checkpoint.layout.headless:  # damage: absent keys, which a load may ignore, are another matter
+            raise headless(checkpoint_dir, checkpoint.layout.headless[0])
+        return TensorSource(checkpoint.arrays, checkpoint, "", strategy, topology)
+    manifest = parse_manifest(phase.payloads[0].encode(), str(checkpoint_dir / MANIFEST_NAME))
+    ours = StoredCheckpoint(checkpoint_dir, manifest)
+    return TensorSource(manifest.arrays_of(SHARDED), ours, f"{SHARDED}/", strategy, topology)
 
 
 def tensors_in(sharded_state_dict: ShardedStateDict, does: str) -> list[ShardedTensor]:
@@ -237,29 +205,16 @@ def _read_part(
     source: CommittedSource, component: StateComponent, prefix: str, only: Sequence[str] | None
 ) -> dict[Any, Any]:
     """Read one part of a nested state dict: that of one rank, or of all ranks together."""
-    entries = source.entries(component, prefix)
-    leaves: dict[str, Any] = {}
-    paths: dict[str, StatePath] = {}
-    requests = []
-    for name, row in source.rows(component, prefix).items():
-        path = path_from_json(row[0])
-        if only is not None and path[0] not in only:
-            continue
-        paths[name] = path
-        if len(row) == 2:
-            leaves[name] = from_json(row[1])
-            continue
-        entry = entries.get(name)
-        if entry is None:
-            raise corrupt(
-                f"{component.key}/{prefix}{PLAIN_NAME}",
-                f"{name!r:.80} should be a tensor, and there is none of that name",
-            )
-        leaves[name] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-        array = entry.alias_of or f"{component.key}/{prefix}{name}"
-        requests.append(ReadRequest(array, f"{component.key}: {name}", whole(entry.shape), leaves[name]))
-    source.prepare(requests).run()
-    return unflatten(leaves, paths)
+    rows = source.rows(component, prefix)
+    if only is not None:
+        rows = {name: row for name, row in rows.items() if path_from_json(row[0])[0] in only}
+    entries = {name: entry for name, entry in source.entries(component, prefix).items() if name in rows}
+    match = match_changed(component, [SavedCopy.of(f"{component.key}/{prefix}", entries, rows)])
+    source.prepare(match.requests).run()
+    assert match.copies is not None
+    copy = match.copies[0]
+    leaves = copy.tensors | copy.plain
+    return unflatten({name: leaves[name] for name in rows}, copy.paths)
 
 
 def state_keys(folder: Path, key: str) -> list[str]:
@@ -294,7 +249,11 @@ class _Load:
             )
         self._tensor = tensor
         own = tensor.data if into_data else None
-        self._memory = own if own is not None and own.dtype == array.dtype else self._new(array.dtype, memory)
+        dtype = torch_dtype(array.dtype)
+        if own is not None and own.dtype == dtype:
+            self._memory = own
+        else:
+            self._memory = memory.empty(tensor.data_shape, dtype)
         self.result = self._memory if own is None else own
         self.wanted = self._boxes(array)
 
@@ -302,10 +261,6 @@ class _Load:
         """Convert to the data type of the caller's tensor, if the bytes were read into memory of the stored one."""
         if self.result is not self._memory:
             self.result.detach().copy_(self._memory)
-
-    def _new(self, dtype: torch.dtype, memory: HostMemory) -> torch.Tensor:
-        flat = self._tensor.flattened_range
-        return memory.empty(tuple(self._tensor.local_shape) if flat is None else (flat.stop - flat.start,), dtype)
 
     def _boxes(self, array: StoredArray) -> list[Wanted]:
         """The boxes of this shard inside the stored array; the rest, at the far ends, is zeros."""
@@ -327,8 +282,8 @@ def _require_stored(tensor: ShardedTensor, stored: Mapping[str, StoredArray], ch
     if array is None:
         _log.debug("%s holds %s", checkpoint_dir, sorted(os.listdir(checkpoint_dir)))
         raise MissingStateError(
-            f"{tensor.key} is asked for, and {checkpoint_dir} does not hold it; it holds {_some_of(sorted(stored))}. Leave it out, or load "
-            "with a `strict` that lets unexpected keys go, such as 'log_unexpected'."
+            f"{tensor.key} is asked for, and {checkpoint_dir} does not hold it; it holds {some_of(sorted(stored)) or 'no tensor'}. "
+            "Leave it out, or load with a `strict` that lets unexpected keys go, such as 'log_unexpected'."
         )
     wanted = tuple(tensor.global_shape)
     if array.shape != wanted and not (tensor.allow_shape_mismatch and len(array.shape) == len(wanted)):
@@ -337,7 +292,3 @@ def _require_stored(tensor: ShardedTensor, stored: Mapping[str, StoredArray], ch
             "for what was saved, or set allow_shape_mismatch=True for a tensor that is padded to fit."
         )
     return array
-
-
-def _some_of(keys: Sequence[str], limit: int = 5) -> str:
-    return ", ".join(keys[:limit]) + (f" and {len(keys) - limit} more" if len(keys) > limit else "") or "no tensor"

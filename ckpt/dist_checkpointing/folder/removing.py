@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt.backends.base import DATABASE, ForgetsArrays
+from ckpt.backends.base import DATABASE, ForgetsArrays, database_files
 from ckpt.backends.registry import backend_of_store
 from ckpt.backends.zarr_format import DOCUMENT
 from ckpt.dist_checkpointing.folder.destination import BESIDE_FILES, INDEX_FILES, holds_array
@@ -107,8 +107,7 @@ def _take_out(
     for rank in old_indexes:
         topology.progress()
         indexes[rank] = read_index(checkpoint_dir, manifest, rank)
-    for index in indexes.values():
-        _forget(index, gone, checkpoint_dir, topology)
+        _forget(indexes[rank], gone, checkpoint_dir, topology)
     for rank, path in old_indexes.items():
         topology.progress()
         data = indexes[rank].to_bytes()
@@ -144,15 +143,12 @@ def _sweep(checkpoint_dir: Path, manifest: CheckpointManifest, topology: Topolog
 
 def _remove_folder(folder: Path, topology: Topology) -> None:
     """Remove a folder file by file, reporting progress: an array may have so many chunks that other ranks would time out."""
-    for inside, folders, files in os.walk(folder, topdown=False):
+    for inside, _, files in os.walk(folder, topdown=False):
         for name in files:
             topology.progress()
             Path(inside, name).unlink()
-        for name in folders:
-            topology.progress()
-            Path(inside, name).rmdir()
-    topology.progress()
-    folder.rmdir()
+        topology.progress()
+        os.rmdir(inside)
 
 
 def _forget(index: Index, gone: Mapping[str, ArrayEntry], checkpoint_dir: Path, topology: Topology) -> None:
@@ -188,7 +184,7 @@ def _require_sound_database(checkpoint_dir: Path, manifest: CheckpointManifest, 
         CorruptCheckpointError: the database is damaged.
     """
     listed = [path for path in manifest.files if _is_of_database(path)]
-    is_as_listed = set(listed) == set(_files_of_database(checkpoint_dir))
+    is_as_listed = set(listed) == set(database_files(checkpoint_dir))
     for path in listed:
         topology.progress()
         try:
@@ -211,21 +207,13 @@ def _list_database(checkpoint_dir: Path, manifest: CheckpointManifest, topology:
     """List the present files of the joined database in the manifest; remove locks that a killed writer left."""
     for path in [path for path in manifest.files if _is_of_database(path)]:
         del manifest.files[path]
-    for path in _files_of_database(checkpoint_dir):
+    for path in database_files(checkpoint_dir):
         topology.progress()
         if path.endswith(_LOCK):
             (checkpoint_dir / path).unlink()
             continue
         data = (checkpoint_dir / path).read_bytes()
         manifest.files[path] = len(data), digest_of(data)
-
-
-def _files_of_database(checkpoint_dir: Path) -> Iterator[str]:
-    """Yield the files of the joined database by path below the checkpoint, without those of the ranks' own databases."""
-    for inside, folders, files in os.walk(checkpoint_dir / DATABASE):
-        folders[:] = [name for name in folders if not name.startswith("rank-")]
-        for name in files:
-            yield Path(inside, name).relative_to(checkpoint_dir).as_posix()
 
 
 def _is_of_database(path: str) -> bool:

@@ -20,17 +20,20 @@ MARK = ".saving-"
 class SaveMarker:
     """A file in the folder, locked until `remove`, or the end of this object or process. Lead rank only.
 
+    Attributes:
+        path: of the file in `folder`.
+
     Raises:
         CheckpointExistsError: another save into the folder is under way, of this process or of another one.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._path = folder / f"{MARK}{secrets.token_hex(4)}"
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self.folder = folder
+        self.path = folder / f"{MARK}{secrets.token_hex(4)}"
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._close = weakref.finalize(self, _release, descriptor)
         _lock(descriptor)
-        others = [path for path in folder.glob(f"{MARK}*") if path != self._path and _is_locked(path)]
+        others = [path for path in folder.glob(f"{MARK}*") if path != self.path and _is_locked(path)]
         if others:  # two saves that begin at one moment find each other, and both fail
             self.remove()
             raise CheckpointExistsError(
@@ -38,29 +41,21 @@ class SaveMarker:
                 "this job, or save into another folder"
             )
 
-    @property
-    def folder(self) -> Path:
-        return self._folder
-
-    @property
-    def path(self) -> Path:
-        return self._path
-
     def require(self) -> None:
         """Require that no other save has taken over the folder.
 
         Raises:
             CheckpointExistsError: one has.
         """
-        if not self._path.exists():
+        if not self.path.exists():
             raise CheckpointExistsError(
-                f"another save into {self._folder} has begun since this one did, which is therefore given up; what the other one saves "
+                f"another save into {self.folder} has begun since this one did, which is therefore given up; what the other one saves "
                 "stays as it is"
             )
 
     def remove(self) -> None:
         """Remove the file, at the end of the save or after its failure."""
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
         self._close()
 
 

@@ -136,7 +136,6 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) 
     Raises:
         ShardingError: a main replica has no data.
     """
-    tensors = list(tensors)
     held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
     addresses = []
     for tensor in tensors:
@@ -149,9 +148,8 @@ def contribution_of(tensors: Iterable[ShardedTensor], *, spread_replicas: bool) 
         for box, values in tensor.pieces() or _all_of_nothing(tensor):
             addresses.append(Address(name, zarr_name(tensor.dtype), tuple(tensor.global_shape), box))
             held.setdefault(name, []).append((box, values.detach()))
-    component = StateComponent(SHARDED, Given({}), SharingPattern.SHARDED)
     return RankState(
-        components={SHARDED: component},
+        components={SHARDED: StateComponent(SHARDED, Given({}), SharingPattern.SHARDED)},
         held={name: tuple(boxes) for name, boxes in held.items()},
         table=Table((TablePart.of(addresses),)),
     )

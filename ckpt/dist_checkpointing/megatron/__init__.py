@@ -3,6 +3,5 @@
 Files:
 
     layout                  files of such a checkpoint; metadata of its arrays
-    zarr                    reads arrays and pickled parts
-    chunks                  finds its chunks for loading strategies
+    zarr                    reads arrays, also for loading strategies, and pickled parts
 """

@@ -32,7 +32,7 @@ from ckpt.format.manifest import MANIFEST_NAME
 from ckpt.format.metadata import CONFIG_FNAME, maybe_load_config
 from ckpt.format.strict_json import MAX_INT, Shape, corrupt, read
 
-COMMON_FILE = "common.pt"
+COMMON_STATE_FNAME = "common.pt"
 ARRAY_FILE = ".zarray"
 NO_DIGESTS = "Take another checkpoint, or a copy of this one."
 _MOST_METADATA_BYTES = 1 << 20
@@ -113,7 +113,7 @@ def layout_of(checkpoint_dir: Path) -> MegatronFolder:
             below = name if path == "." else f"{path}/{name}"
             if path != "." and _OBJECT_FILE.fullmatch(name):
                 found.objects.append(below)
-            elif below not in (CONFIG_FNAME, COMMON_FILE):
+            elif below not in (CONFIG_FNAME, COMMON_STATE_FNAME):
                 found.others.append(below)
     for paths in (found.arrays, found.objects, found.headless, found.others):
         paths.sort()

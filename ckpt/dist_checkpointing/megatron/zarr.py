@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from ckpt.backends.decoded_size import require_decodes_within
 from ckpt.dist_checkpointing.mapping import ShardedObject
 from ckpt.dist_checkpointing.megatron.layout import (
     ARRAY_FILE,
-    COMMON_FILE,
+    COMMON_STATE_FNAME,
     NO_DIGESTS,
     MegatronArray,
     array_at,
@@ -33,11 +34,17 @@ from ckpt.format import zarr_dtypes
 from ckpt.format.box import Box, chunk_box, chunks_meeting
 from ckpt.format.checkpoint_files import CheckpointFolder
 from ckpt.format.dtypes import bits_of, torch_dtype
+from ckpt.format.held import NOTHING_HELD
+from ckpt.format.records import ArraySpec, ChunkExtent
 from ckpt.format.unpickling import Unknown, unpickle
+from ckpt.loading.strategy import ReadRequest, StoredPart
+from ckpt.planning.plan import needed_chunks
+from ckpt.storage.runs import WantedBox
 
 _log = logging.getLogger("ckpt")
 
 Library = Literal["zarr", "tensorstore"]
+"""The library that opens Megatron-Core's arrays. Our compressed chunks are read by the library of their store."""
 MAP_FROM_BYTES = 64 << 10
 """Smaller chunks are read instead of mapped: Linux limits the mapped files of a process (65,530 by default)."""
 
@@ -45,7 +52,9 @@ _UNKNOWN_SIDE = -1
 
 
 class MegatronZarr:
-    """Tensors of one checkpoint, open for reading. Any process, alone.
+    """Tensors of one checkpoint, open for reading. Any process, alone. See `ckpt.loading.strategy.Stored`.
+
+    Chunks have no digests; missing and truncated ones are detected.
 
     Args:
         library: decodes chunks in `read`.
@@ -53,7 +62,7 @@ class MegatronZarr:
     Attributes:
         arrays: by key.
         layout: all files of the checkpoint.
-        folder: path of the checkpoint.
+        root: path of the checkpoint.
 
     Raises:
         CheckpointNotFoundError: the folder holds no such checkpoint.
@@ -61,16 +70,19 @@ class MegatronZarr:
         CorruptCheckpointError: metadata of the checkpoint or of a tensor cannot be parsed.
     """
 
+    has_digests = False
+    held = NOTHING_HELD
+
     def __init__(self, checkpoint_dir: Path, library: Library = "zarr") -> None:
-        self._dir = self.folder = Path(checkpoint_dir)
+        self.root = Path(checkpoint_dir)
         if library not in _OPEN:
             raise ConfigurationError(f"library {library!r} is not known; choose zarr or tensorstore")
-        require_version(self._dir)
+        require_version(self.root)
         self._library = library
-        self._files = CheckpointFolder(self._dir)
+        self._files = CheckpointFolder(self.root)
         self._opened: dict[str, Callable[[Box, torch.Tensor], None]] = {}
-        self.layout = layout_of(self._dir)
-        self.arrays = {key: array_at(self._dir, key) for key in self.layout.arrays}
+        self.layout = layout_of(self.root)
+        self.arrays = {key: array_at(self.root, key) for key in self.layout.arrays}
 
     def read(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (host, shape box.shape, the stored data type) with a box of a tensor, through the library.
@@ -92,8 +104,23 @@ class MegatronZarr:
             chunk = next((number for number in numbers if not self._is_readable(array, number)), None)
             where = str(box) if chunk is None else f"chunk {array.chunk_file(chunk)}"
             raise CorruptCheckpointError(
-                f"{key}: {self._library} cannot read {where} of {self._dir / key}: {sentence(error)}. {NO_DIGESTS}"
+                f"{key}: {self._library} cannot read {where} of {self.root / key}: {sentence(error)}. {NO_DIGESTS}"
             ) from error
+
+    def parts(self, request: ReadRequest) -> Iterator[StoredPart]:
+        """Yield the parts of the wanted box, one per chunk; `request.name` is the tensor's key."""
+        array = self.arrays[request.name]
+        spec = ArraySpec(array.key, array.dtype, array.shape, array.grid)
+        for number, whole_chunk, wanted in needed_chunks(array.shape, array.grid, request.box):
+            file = self.require_chunk(array, number)
+            chunk = ChunkExtent(file.relative_to(self.root).as_posix(), 0, file.stat().st_size, (), raw=array.is_raw)
+            out = request.out[wanted.relative_to(request.box).slices]
+            part = WantedBox(0, array.grid, wanted.relative_to(whole_chunk), out, request.label)
+            yield StoredPart(chunk, part, spec, "megatron", wanted)
+
+    def decode(self, stored: StoredPart, box: Box, out: torch.Tensor) -> None:
+        """See `ckpt.loading.strategy.Stored.decode`."""
+        self.read(stored.array.path, box, out)
 
     def mapped(self, key: str) -> list[tuple[Box, torch.Tensor]] | None:
         """Return every stored chunk of a tensor as a view of its file, cut at the tensor's edge; None if chunks are encoded.
@@ -112,10 +139,10 @@ class MegatronZarr:
         if key in self.arrays:
             return self.arrays[key]
         if key in self.layout.headless:
-            raise headless(self._dir, key)
-        _log.debug("%s holds %s", self._dir, sorted(os.listdir(self._dir)))
+            raise headless(self.root, key)
+        _log.debug("%s holds %s", self.root, sorted(os.listdir(self.root)))
         raise MissingStateError(
-            f"array {key} is not in {self._dir}: there is no {self._dir / key / ARRAY_FILE}. It holds {len(self.arrays)} others; "
+            f"array {key} is not in {self.root}: there is no {self.root / key / ARRAY_FILE}. It holds {len(self.arrays)} others; "
             "the debug log lists the folder."
         )
 
@@ -126,7 +153,7 @@ class MegatronZarr:
             CorruptCheckpointError: it is missing, has the wrong size (raw chunks), or would decode to far more than its elements.
         """
         path = f"{array.key}/{array.chunk_file(number)}"
-        file = self._dir / path
+        file = self.root / path
         try:
             size = self._files.stat(path).st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -161,7 +188,7 @@ class MegatronZarr:
     def _reader(self, key: str) -> Callable[[Box, torch.Tensor], None]:
         if key not in self._opened:
             self._files.require_regular_below(key)  # the libraries would follow links out of the checkpoint
-            self._opened[key] = _OPEN[self._library](self._dir / key)
+            self._opened[key] = _OPEN[self._library](self.root / key)
         return self._opened[key]
 
     def _is_readable(self, array: MegatronArray, number: int) -> bool:
@@ -183,11 +210,11 @@ def load_megatron_common(checkpoint_dir: Path, *, allow_pickle: bool, unknown: U
         ConfigurationError: pickles are not allowed; or it holds objects of unknown classes, or no dictionary.
         CorruptCheckpointError: it is missing or cannot be read.
     """
-    file = checkpoint_dir / COMMON_FILE
+    file = checkpoint_dir / COMMON_STATE_FNAME
     if not file.is_file():
         _log.debug("%s holds %s", checkpoint_dir, sorted(os.listdir(checkpoint_dir)))
         raise CorruptCheckpointError(f"{file} does not exist. {NO_DIGESTS}")
-    common = _unpickled(checkpoint_dir, COMMON_FILE, allow_pickle, unknown)
+    common = _unpickled(checkpoint_dir, COMMON_STATE_FNAME, allow_pickle, unknown)
     if not isinstance(common, dict):
         raise ConfigurationError(f"{file} holds a {type(common).__name__}, where a state dict should be")
     return common
@@ -262,23 +289,10 @@ def _open_by_zarr(folder: Path) -> Callable[[Box, torch.Tensor], None]:
 
 
 def _open_by_tensorstore(folder: Path) -> Callable[[Box, torch.Tensor], None]:
-    import tensorstore as ts
+    from ckpt.backends.tensorstore import folder_store, mapping_files, opened, read_box
 
-    spec = {
-        "driver": "zarr",
-        "metadata_key": ARRAY_FILE,
-        "kvstore": {"driver": "file", "path": f"{folder.absolute()}/"},
-        "fill_missing_data_reads": False,
-    }
-    context = ts.Context({"file_io_mode": {"mode": "memmap"}})
-    stored = ts.open(spec, open=True, read=True, context=context).result()
-
-    def read(box: Box, out: torch.Tensor) -> None:
-        values = bits_of(out).view(stored.dtype.numpy_dtype)
-        wanted = stored[box.slices].translate_to[(0,) * len(box.shape)] if box.shape else stored
-        ts.array(values, context=context).write(wanted).result()
-
-    return read
+    context = mapping_files()
+    return partial(read_box, opened(folder_store(folder), context, driver="zarr"), context)
 
 
 _OPEN: dict[str, Callable[[Path], Callable[[Box, torch.Tensor], None]]] = {

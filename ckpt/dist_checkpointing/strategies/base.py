@@ -9,9 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, overload
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, overload
 
 from ckpt.errors import ConfigurationError
 from ckpt.saving.background.async_utils import AsyncCallsQueue, AsyncRequest
@@ -240,9 +240,8 @@ def register_default_strategy(action: StrategyAction, backend: str, version: int
         ConfigurationError: it is not a strategy for this action.
     """
     if not isinstance(strategy, _KINDS[action]):
-        given = f"the class {strategy.__name__}" if isinstance(strategy, type) else f"a {type(strategy).__name__}"
         raise ConfigurationError(
-            f"{given} cannot be the default strategy for {_triple(action, backend, version)}; give an instance of a "
+            f"{_named(strategy)} cannot be the default strategy for {_triple(action, backend, version)}; give an instance of a "
             f"{_KINDS[action].__name__}"
         )
     default_strategies[action.value][backend, version] = strategy
@@ -291,13 +290,36 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     return registered[backend, version]
 
 
+def chosen_strategy(given: object, action: StrategyAction) -> Any:
+    """Return the caller's strategy, or the registered one for a format.
+
+    Args:
+        given: an object of the action's class, or (backend, version).
+
+    Raises:
+        ConfigurationError: neither of the two, or no strategy is registered for the format.
+    """
+    if isinstance(given, tuple):
+        return get_default_strategy(action, *given)
+    if not isinstance(given, _KINDS[action]):
+        _, _, part = action.value.partition("_")
+        raise ConfigurationError(
+            f"{part}_strategy: {_named(given)} is no {_KINDS[action].__name__}; give an object of that class, or (backend, version) of a "
+            "registered one"
+        )
+    return given
+
+
+def _named(given: object) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+
+
 def _register_defaults_of(backend: str) -> None:
     """Have the backend register its strategies; those registered before stay."""
     chosen = {action: dict(registered) for action, registered in default_strategies.items()}
     try:
         for place in _FILLED_BY.get(backend, ()):
-            module, _, function = place.partition(":")
-            getattr(import_module(module), function)()
+            resolve_name(place)()
     finally:
         for action, registered in chosen.items():
             default_strategies[action].update(registered)

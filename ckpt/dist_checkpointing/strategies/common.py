@@ -18,7 +18,7 @@ from ckpt.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_val
 from ckpt.dist_checkpointing.folder.loading import load_state, state_keys
 from ckpt.dist_checkpointing.folder.saving import save_state
 from ckpt.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
-from ckpt.dist_checkpointing.megatron.layout import COMMON_FILE as COMMON_STATE_FNAME
+from ckpt.dist_checkpointing.megatron.layout import COMMON_STATE_FNAME as COMMON_STATE_FNAME
 from ckpt.dist_checkpointing.megatron.zarr import load_megatron_common, load_megatron_object, megatron_objects
 from ckpt.dist_checkpointing.strategies.base import (
     DeclaredFormats,
@@ -37,16 +37,6 @@ from ckpt.ranks.topology import Topology
 from ckpt.state.sharing import SharingPattern
 
 logger = logging.getLogger(__name__)
-
-__all__ = [
-    "COMMON_STATE_FNAME",
-    "JsonLoadCommonStrategy",
-    "JsonSaveCommonStrategy",
-    "TorchCommonLoadStrategy",
-    "TorchCommonSaveStrategy",
-    "logger",
-    "register_default_common_strategies",
-]
 
 
 def register_default_common_strategies() -> None:

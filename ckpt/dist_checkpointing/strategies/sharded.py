@@ -13,11 +13,13 @@ import torch
 
 from ckpt.backends.base import Backend
 from ckpt.dist_checkpointing.folder.destination import GivenFolder
-from ckpt.dist_checkpointing.folder.loading import Library, load_tensors, open_tensors, tensors_in
+from ckpt.dist_checkpointing.folder.loading import load_tensors, open_tensors, tensors_in
 from ckpt.dist_checkpointing.folder.removing import remove_tensors
 from ckpt.dist_checkpointing.folder.saving import FolderSave, contribution_of, require_alike
 from ckpt.dist_checkpointing.mapping import ShardedStateDict
+from ckpt.dist_checkpointing.megatron.zarr import Library
 from ckpt.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, DeclaredFormats, LoadShardedStrategy
+from ckpt.format.dtypes import torch_dtype
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.memory.arena import Arena
@@ -106,14 +108,15 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
     """Loads ShardedTensors from a folder that any strategy here, or Megatron-Core's zarr strategy, wrote.
 
     Args:
-        load_directly_on_device: read into the tensors that the state dict holds; the result contains these tensors.
+        load_directly_on_device: read into the tensors that the state dict holds; the result contains these tensors. None: where it
+            holds any.
     """
 
     library: ClassVar[Library]
     backends = ("zarr", "tensorstore")
     versions = (1,)
 
-    def __init__(self, load_directly_on_device: bool = False) -> None:
+    def __init__(self, load_directly_on_device: bool | None = False) -> None:
         self.load_directly_on_device = load_directly_on_device
         self._has_told = False
 
@@ -126,14 +129,10 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
             sharded_state_dict,
             Path(checkpoint_dir),
             library=self.library,
-            into_data=self._into_data(),
+            into_data=self.load_directly_on_device,
             topology=self._topology(),
             strategy=self._strategy(),
         )
-
-    def _into_data(self) -> bool | None:
-        """See `ckpt.dist_checkpointing.folder.loading.load_tensors`."""
-        return self.load_directly_on_device
 
     def _strategy(self) -> LoadingStrategy:
         """The loading strategy."""
@@ -149,8 +148,8 @@ class LoadTensors(DeclaredFormats, LoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
         """Key -> ShardedTensor without data and uncut, of every tensor in the checkpoint. Not collective."""
-        stored = open_tensors(Path(checkpoint_dir), self.library, Topology.alone(), DirectLoad()).stored()
-        return {key: uncut(key, one.dtype, one.shape) for key, one in stored.items()}
+        stored = open_tensors(Path(checkpoint_dir), self.library, Topology.alone(), DirectLoad()).stored
+        return {key: uncut(key, torch_dtype(one.dtype), one.shape) for key, one in stored.items()}
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
         """Remove every tensor whose key starts with `key_prefix`; the rest is a whole checkpoint. Collective."""

@@ -9,10 +9,10 @@ from pathlib import Path
 import tensorstore as ts
 
 from ckpt.backends.base import Backend
-from ckpt.backends.tensorstore import TensorStoreBackend
+from ckpt.backends.tensorstore import TensorStoreBackend, folder_store, opened, refusing
 from ckpt.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from ckpt.dist_checkpointing.strategies.sharded import LoadTensors, SaveTensors
-from ckpt.errors import CorruptCheckpointError, ShapeMismatchError
+from ckpt.errors import ShapeMismatchError
 
 logger = logging.getLogger(__name__)
 
@@ -88,13 +88,5 @@ def open_ts_array(arr_path: Path) -> ts.TensorStore:
         CorruptCheckpointError: there is no such array, or TensorStore cannot read its metadata.
     """
     driver = "zarr3" if (Path(arr_path) / "zarr.json").is_file() else "zarr"
-    spec = {
-        "driver": driver,
-        "kvstore": {"driver": "file", "path": f"{Path(arr_path).absolute()}/"},
-        "fill_missing_data_reads": False,
-    }
-    try:
-        return ts.open(spec, open=True, read=True).result()
-    except (ValueError, OSError, RuntimeError, KeyError) as error:
-        text = " ".join(str(error).split())
-        raise CorruptCheckpointError(f"tensorstore cannot open {arr_path} as a Zarr array: {text}") from error
+    with refusing(f"tensorstore cannot open {arr_path} as a Zarr array"):
+        return opened(folder_store(Path(arr_path)), driver=driver)

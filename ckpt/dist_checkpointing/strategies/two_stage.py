@@ -17,20 +17,13 @@ from ckpt.dist_checkpointing.strategies.sharded import LoadTensors
 from ckpt.loading.direct import DirectLoad
 from ckpt.loading.strategy import LoadingStrategy
 from ckpt.loading.two_stage.network import TorchTransport, make_groups
-from ckpt.loading.two_stage.timing import Timers, summarize, timed, timers
+from ckpt.loading.two_stage.timing import Timers, summarize
+from ckpt.loading.two_stage.timing import timed as timed
+from ckpt.loading.two_stage.timing import timers as timers
 from ckpt.loading.two_stage.two_stage import TwoStageLoad
 from ckpt.ranks.default_topology import current_topology
 from ckpt.ranks.topology import Topology, group_of
 from ckpt.state.sharded_tensor import ShardedTensor
-
-__all__ = [
-    "ShardedTensorMetadata",
-    "TwoStageDataParallelLoadShardedStrategy",
-    "logger",
-    "sharded_tensor_chunk_id",
-    "timed",
-    "timers",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +66,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
     def __init__(
         self, data_parallel_group: dist.ProcessGroup, cpu_transfer: bool = True, *, max_in_flight_mib: int = 16
     ) -> None:
-        super().__init__()
+        super().__init__(load_directly_on_device=None)
         self.cpu_transfer = cpu_transfer
         self.data_parallel_group_orig = data_parallel_group
         self.data_parallel_group = None if cpu_transfer else data_parallel_group
@@ -145,9 +138,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadTensors):
         summary = summarize(self.timers, current_topology())
         self.timers.clear()
         return summary
-
-    def _into_data(self) -> bool | None:
-        return None
 
     def _strategy(self) -> LoadingStrategy:
         group = self.data_parallel_group

@@ -101,8 +101,8 @@ def pad_to_expected_shape(
     if x.numel() == 0 and x.shape != expected:
         raise ShapeMismatchError(f"{key}: nothing of shape {list(x.shape)} can be replicated to {list(expected)}")
     for axis, (n, m) in enumerate(zip(x.shape, expected, strict=True)):
-        last = x.narrow(axis, n - 1, 1) if n < m else x
-        x = torch.cat([x, *[last] * (m - n)], axis) if n < m else x
+        if n < m:
+            x = torch.cat([x, *[x.narrow(axis, n - 1, 1)] * (m - n)], axis)
     return x
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.backends.ocdbt_format import Value, manifest_of, tree_of
-from ckpt.backends.tensorstore import _crc32c
 
 FILE = "d/0123456789abcdef0123456789abcdef"
 
@@ -27,14 +26,12 @@ def put_together(folder: Path, values: dict[bytes, bytes], node_bytes: int, file
     for (key, value), file in zip(values.items(), cycle(files)):
         entries.append(Value(key, file, len(data[file]), len(value)))
         data[file] += value
-    nodes, root = tree_of(entries, FILE, len(data[FILE]), _crc32c, node_bytes=node_bytes)
+    nodes, root = tree_of(entries, FILE, len(data[FILE]), node_bytes=node_bytes)
     data[FILE] += b"".join(nodes)
     (folder / "d").mkdir()
     for file, content in data.items():
         (folder / file).write_bytes(content)
-    (folder / "manifest.ocdbt").write_bytes(
-        manifest_of(root, FILE, bytes(range(16)), 1_700_000_000_000_000_000, _crc32c)
-    )
+    (folder / "manifest.ocdbt").write_bytes(manifest_of(root, FILE, bytes(range(16)), 1_700_000_000_000_000_000))
     return root.height
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import psutil
 import pytest
@@ -190,7 +191,7 @@ def test_other_threads_run_while_a_commit_is_waited_for() -> None:
 
 
 def test_the_checksum_is_crc32c() -> None:
-    assert backend_module._crc32c(b"123456789") == 0xE3069283.to_bytes(4, "little")
+    assert google_crc32c.value(b"123456789") == 0xE3069283
 
 
 def test_the_values_of_a_rank_take_no_more_than_one_file_and_it_is_not_read_again(

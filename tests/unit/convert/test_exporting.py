@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.format.dtypes import raw_bytes, zarr_name
+from ckpt.memory.huge_pages import Scratch
 from ckpt.ranks.default_topology import use_topology
 from ckpt.ranks.topology import Topology
 from tests.golden.megatron.truth import truth
@@ -187,7 +189,7 @@ def test_any_tensor_goes_over_in_pieces_of_any_size(
     src = saved(root, {"w": value})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting, "AT_ONCE_BYTES", most)
-        read = exporting._TensorReader(select(src, "model").stored, lambda _: None)
+        read = partial(exporting._pieces, select(src, "model").stored, Topology.alone(), Scratch())
         rows = data.draw(st.integers(1, 4))
         pieces = [bytes(piece) for piece in read(ExportedTensor("w", "model/w", zarr_name(value.dtype), shape, rows))]
     assert b"".join(pieces) == raw_bytes(value).numpy().tobytes()
