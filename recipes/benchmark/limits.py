@@ -52,12 +52,11 @@ class Raw(Contender):
             os.fsync(descriptor)
         sync_entries(folder, self.topology)
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, folder: Path) -> None:
         for writer, reads in self._reads.items():
             with opened(folder / str(writer), os.O_RDONLY) as descriptor:
                 for offset, views in _calls(reads):
                     _move_all(os.preadv, descriptor, views, offset)
-        return {}
 
 
 class RawDirect(Raw):
@@ -114,7 +113,7 @@ class Memcpy(Contender):
         self._views = [] if workload.loaded is None else [_bytes_of(t) for t in workload.loaded.places.values()]
         self._buffer = np.ones(PART_BYTES, np.uint8)  # touched: zeros would be mapped by the first copy
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, folder: Path) -> None:
         filled = 0
         for view in self._views:
             for at in range(0, view.nbytes, CALL_BYTES):
@@ -122,7 +121,6 @@ class Memcpy(Contender):
                 filled = 0 if filled + part.nbytes > PART_BYTES else filled
                 self._buffer[filled : filled + part.nbytes] = part
                 filled += part.nbytes
-        return {}
 
 
 class Broadcast(Contender):
@@ -137,10 +135,9 @@ class Broadcast(Contender):
         self._num_bytes = workload.state_bytes
         self._part = torch.zeros(min(PART_BYTES, self._num_bytes), dtype=torch.uint8, device=device)
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, folder: Path) -> None:
         for at in range(0, self._num_bytes, PART_BYTES):
             dist.broadcast(self._part[: self._num_bytes - at], src=0, group=self._group)
-        return {}
 
 
 def takes_direct_writes(folder: Path, rank: int) -> bool:

@@ -30,7 +30,7 @@ class Dcp(Contender):
             dcp.save(dict(self._saved.tree), checkpoint_id=folder / "dcp", no_dist=not dist.is_initialized())
         sync_entries(folder, self._saved.topology)
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, folder: Path) -> None:
         assert self._loaded is not None
         with _one_rank_is_meant():
             dcp.load(
@@ -39,7 +39,6 @@ class Dcp(Contender):
                 process_group=self._loaded.group,
                 no_dist=not dist.is_initialized(),
             )
-        return {}
 
 
 class Safetensors(Contender):
@@ -67,7 +66,7 @@ class Safetensors(Contender):
             sync_file(path)
         sync_entries(folder, self._topology)
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, folder: Path) -> None:
         from safetensors import safe_open
 
         turns = self._topology.world_size
@@ -75,7 +74,6 @@ class Safetensors(Contender):
             with safe_open(folder / f"{writer}.safetensors", framework="pt") as file:
                 for source in self._reads[writer]:
                     _fill(source, file)
-        return {}
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def _measured(name: str, contender: Contender, folder: Path, workload: Workload,
         mine["save_peak_mib"] = memory.mib()
 
     def load_all(state: State) -> None:
-        mine.update(contender.load(folder))
+        mine.update(contender.load(folder) or {})
         state.device.synchronize()
 
     for load in [load for load in contender.measures if load != "save"]:

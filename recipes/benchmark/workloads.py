@@ -51,9 +51,8 @@ class Contender:
     def save(self, folder: Path) -> None:
         """Write the state to a folder that exists; all bytes and entries below it are on the disk when the lead returns."""
 
-    def load(self, folder: Path) -> dict[str, int]:
-        """Read the state, on the ranks that load. Returns further figures, of all these ranks together."""
-        return {}
+    def load(self, folder: Path) -> dict[str, int] | None:
+        """Read the state, on the ranks that load. Returns further figures, of all these ranks together, if there are any."""
 
 
 @dataclass(frozen=True)
