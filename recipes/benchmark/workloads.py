@@ -152,13 +152,13 @@ def prepared(cfg: Mapping[str, Any], topology: Topology) -> Iterator[Workload]:
     if num_loading == topology.world_size:
         yield _workload(layout.name, saved, saved, num_loading)
         return
-    with _first_ranks(num_loading, topology) as (part, group):
-        if part is None:
-            layout.mesh(saved.device.torch_device, num_loading)  # the groups of a mesh are made by all ranks together
-            loaded = None
-        else:
-            loaded = _training_state(cfg, part, group)
-        yield _workload(layout.name, saved, loaded, num_loading)
+    group = dist.new_group(list(range(num_loading)))
+    if topology.rank >= num_loading:
+        layout.mesh(saved.device.torch_device, num_loading)  # the groups of a mesh are made by all ranks together
+        yield _workload(layout.name, saved, None, num_loading)
+        return
+    with topology.part("ranks that load", range(num_loading)) as part:
+        yield _workload(layout.name, saved, _training_state(cfg, part, group), num_loading)
 
 
 def facts_of(cfg: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
@@ -203,18 +203,6 @@ def _workload(layout: str, saved: State, loaded: State | None, num_loading: int)
     holdings = holders_of(saved.places, saved.topology)
     loaded_bytes = 0 if loaded is None else sum(tensor.nbytes for tensor in loaded.places.values())
     return Workload(layout, saved, loaded, num_loading, holdings, sum(gathered(loaded_bytes, saved.topology)))
-
-
-@contextmanager
-def _first_ranks(count: int, topology: Topology) -> Iterator[tuple[Topology, dist.ProcessGroup] | tuple[None, None]]:
-    """Let the first ranks agree, and communicate, among themselves as well. Collective over all."""
-    group = dist.new_group(list(range(count)))
-    if topology.rank >= count:
-        yield None, None
-        return
-    store = dist.PrefixStore("ranks that load", dist.distributed_c10d._get_default_store())
-    with Topology.join(store, topology.rank, count, timeout_s=topology.timeout_s) as part:
-        yield part, group
 
 
 def _training_state(cfg: Mapping[str, Any], topology: Topology, group: dist.ProcessGroup | None) -> State:
