@@ -77,10 +77,8 @@ class SyntheticGPT:
 
     @property
     def num_parameters(self) -> int:
-        stages = [self._tensors(stage) for stage in range(self.pp)]
-        return sum(
-            math.prod(shape) for shape, _ in {name: t for tensors in stages for name, t in tensors.items()}.values()
-        )
+        shapes = {name: shape for stage in range(self.pp) for name, (shape, _) in self._tensors(stage).items()}
+        return sum(map(math.prod, shapes.values()))
 
     def table(self, rank: int) -> Table:
         """Return this rank's addresses."""
