@@ -40,6 +40,7 @@ from recipes.benchmark.update_contenders import (
 )
 from recipes.benchmark.weights import described, made_of, rows_of
 from recipes.support.config import AT_RUN_TIME, bind, made, make_absolute
+from recipes.support.tables import counted
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles, require_ranks
 
 MIB = 1 << 20
@@ -316,16 +317,12 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def _title(result: Mapping[str, Any]) -> str:
-    ranks = f"{_count(result['trainers'], 'trainer')}, {_count(result['rollouts'], 'rollout')}"
+    ranks = f"{counted(result['trainers'], 'trainer')}, {counted(result['rollouts'], 'rollout')}"
     return (
         f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors, buckets of {result['bucket_bytes'] / MIB:.0f} MiB, {ranks}, "
         f"{result['device']} by {result['collectives']}, {result['machine']['cores']} cores, {result['frozen']:.0%} frozen, "
         f"{rounds_text(result['repeats'])}; seconds (GB/s)"
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _cell(seconds: float | None, speed: float | None) -> str:
