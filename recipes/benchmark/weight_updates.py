@@ -19,8 +19,8 @@ import torch.distributed as dist
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ckpt.engine.base import CheckpointEngineRegistry
-from ckpt.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
-from ckpt.format.dtypes import torch_dtype
+from ckpt.errors import ConfigurationError, CorruptCheckpointError
+from ckpt.format.dtypes import STORABLE, zarr_name
 from ckpt.memory.device import Device
 from ckpt.ranks.topology import Topology
 from ckpt.version import __version__
@@ -107,19 +107,12 @@ def check_benchmark(wanted: Any) -> dict[str, Any]:
     keys = harness.checked_keys(SyncBenchmarkKeys, wanted, CONTENDERS)
     if not 0 <= keys["frozen"] <= 1:
         raise ConfigurationError(f"benchmark.frozen={keys['frozen']}: expected a share from 0 to 1")
-    if not keys["dtypes"] or not all(map(_is_float, keys["dtypes"])):
-        floats = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype) and _is_float(name)}
+    floats = {zarr_name(dtype) for dtype in STORABLE if dtype.is_floating_point}
+    if not keys["dtypes"] or not floats.issuperset(keys["dtypes"]):
         raise ConfigurationError(f"benchmark.dtypes={keys['dtypes']}: expected some of {', '.join(sorted(floats))}")
     if any(name.startswith(("kimi", "reference")) for name in keys["contenders"]):
         CheckpointEngineRegistry.get("kimi_ckpt_engine")  # raises if its package is missing
     return keys
-
-
-def _is_float(name: str) -> bool:
-    try:
-        return torch_dtype(name).is_floating_point
-    except CheckpointError:
-        return False
 
 
 def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
