@@ -236,9 +236,7 @@ def _ours(names: Sequence[str], held: RankHoldings, in_place: bool, topology: To
     group = _data_parallel_group(held, topology) if any(name.endswith(TWO_STAGE) for name in names) else None
     if all(map(is_peer, names)):
         return {}
-    shards = shards_of(held)
-    data = {name: shard.values() for name, shard in shards.items()}
-    side = Side(shards, data, ShardedTensor, partial(_timed, topology), topology.is_lead)
+    side = Side(shards_of(held), ShardedTensor, partial(_timed, topology), topology.is_lead)
     found: dict[str, Do] = {}
     for name in names:
         if not is_peer(name):
