@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from ckpt.format.dtypes import raw_bytes
 from recipes.benchmark.measuring import opened, sync_entries
-from recipes.benchmark.places import lay_out, least_loaded, runs_of
+from recipes.benchmark.places import Source, least_loaded, runs_of
 from recipes.benchmark.workloads import Contender, Workload
 
 CALL_BYTES = 8 << 20
@@ -31,19 +30,10 @@ class Raw(Contender):
     """
 
     def __init__(self, workload: Workload) -> None:
-        topology = self.topology = workload.saved.topology
-        layout = lay_out(workload.holdings, topology.world_size, least_loaded)
-        mine = [(location.offset, place) for place, location in layout.items() if location.writer == topology.rank]
-        self.writes = [(offset, _bytes_of(workload.saved.places[place])) for offset, place in sorted(mine)]
-        reads: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
-        for source in workload.sources(layout):
-            memory = _bytes_of(source.tensor)
-            for run in runs_of(source.saved, source.wanted, source.tensor.element_size()):
-                view = memory[run.wanted_at : run.wanted_at + run.num_bytes]
-                reads[source.location.writer].append((source.location.offset + run.saved_at, view))
-        # Ranks begin at different files, so that a disk serves them side by side.
-        writers = sorted(reads, key=lambda writer: (writer - topology.rank) % topology.world_size)
-        self._reads = {writer: sorted(reads[writer], key=lambda read: read[0]) for writer in writers}
+        self.topology = workload.saved.topology
+        mine, sources = workload.in_files(least_loaded)
+        self.writes = [(offset, _bytes_of(workload.saved.places[place])) for place, offset in mine.items()]
+        self._reads = {writer: sorted(_pieces(found), key=lambda piece: piece[0]) for writer, found in sources.items()}
 
     def save(self, folder: Path) -> None:
         with opened(folder / str(self.topology.rank), _NEW) as descriptor:
@@ -155,6 +145,14 @@ def takes_direct_writes(folder: Path, rank: int) -> bool:
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     flat: np.ndarray = raw_bytes(tensor).numpy()
     return flat
+
+
+def _pieces(sources: Iterable[Source]) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the offset in the file, and the memory, of each run of bytes that is read."""
+    for source in sources:
+        memory = _bytes_of(source.tensor)
+        for run in runs_of(source.saved, source.wanted, source.tensor.element_size()):
+            yield source.location.offset + run.saved_at, memory[run.wanted_at : run.wanted_at + run.num_bytes]
 
 
 def _calls(pieces: Iterable[tuple[int, np.ndarray]]) -> Iterator[tuple[int, list[np.ndarray]]]:

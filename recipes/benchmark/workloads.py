@@ -25,7 +25,7 @@ from ckpt.state.address import address_of, local_tensor
 from ckpt.state.sharing import Stateful
 from ckpt.state.state_digest import state_digest
 from recipes.benchmark.measuring import gathered
-from recipes.benchmark.places import FileLocation, Holding, Place, Source, holders_of, places_of, sources_of
+from recipes.benchmark.places import Choice, Holding, Place, Source, holders_of, lay_out, places_of, sources_of
 from recipes.benchmark.weights import NamedTensors
 from recipes.training.parallel.base import Layout
 from recipes.training.training import Training
@@ -122,9 +122,21 @@ class Workload:
     def num_tensors(self) -> int:
         return len({name for name, _ in self.holdings})
 
-    def sources(self, layout: Mapping[Place, FileLocation]) -> Iterator[Source]:
-        """Yield the boxes that this rank reads from files of this layout; none on a rank that does not load."""
-        return sources_of({} if self.loaded is None else self.loaded.places, layout)
+    def in_files(self, choose: Choice) -> tuple[dict[Place, int], dict[int, list[Source]]]:
+        """Lay the state out in a file of each writer.
+
+        Returns:
+            the places that this rank writes, in the order of its file, with their offsets; and by writer the boxes that it reads, none on
+            a rank that does not load. Ranks begin at different files, so that a disk serves them side by side.
+        """
+        rank, num_ranks = self.saved.topology.rank, self.saved.topology.world_size
+        layout = lay_out(self.holdings, num_ranks, choose)
+        mine = {place: location.offset for place, location in layout.items() if location.writer == rank}
+        sources = sources_of({} if self.loaded is None else self.loaded.places, layout)
+        reads: dict[int, list[Source]] = {}
+        for source in sorted(sources, key=lambda source: (source.location.writer - rank) % num_ranks):
+            reads.setdefault(source.location.writer, []).append(source)
+        return mine, reads
 
     def identity(self, state: State) -> str:
         """Digest a state, saved or loaded: each rank's own bytes, or the state as a whole if it is resharded. Collective over its ranks."""
