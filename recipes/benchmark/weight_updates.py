@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 
 from ckpt.engine.base import CheckpointEngineRegistry
 from ckpt.errors import ConfigurationError, CorruptCheckpointError
@@ -39,7 +39,7 @@ from recipes.benchmark.update_contenders import (
     UpdateEndpoints,
 )
 from recipes.benchmark.weights import described, made_of, rows_of
-from recipes.support.config import AT_RUN_TIME, bind, made, make_absolute
+from recipes.support.config import AT_RUN_TIME, bind, made, make_absolute, resolved
 from recipes.support.tables import counted
 from recipes.training.roles import AgreeWithGraceKeys, RoleKeys, check_roles, require_ranks
 
@@ -89,8 +89,7 @@ def check_run(cfg: DictConfig) -> dict[str, Any]:
         ConfigurationError, OmegaConfBaseException: naming the key, what was found and the way out.
         DeviceUnavailableError: this machine does not have the device.
     """
-    typed = OmegaConf.merge(OmegaConf.structured(SyncRunKeys), cfg)
-    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    run = resolved(SyncRunKeys, cfg)
     make_absolute(run, "run_dir")
     check_roles(run)
     bind(run["device"], "device", AT_RUN_TIME["device"])

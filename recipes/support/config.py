@@ -147,8 +147,7 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
         ConfigurationError, OmegaConfBaseException: a key or a value is wrong; names it and the next step.
         DeviceUnavailableError: this machine does not have the device.
     """
-    typed = OmegaConf.merge(_structured(RunKeys), cfg)
-    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    run = resolved(RunKeys, cfg)
     counts = ("train.steps", "train.batch_size", "save.every", "save.keep_last", "launch.nproc_per_node")
     least = dict.fromkeys(counts, 1) | {"train.seed": 0, "save.grace_s": 0}
     require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s"))
@@ -168,6 +167,16 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
         run["load"]["reread"] = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     run["components"] = {key: _component(key, node, layout.axes) for key, node in run["components"].items()}
     return run | {GIVEN: given_keys(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []}
+
+
+def resolved(kind: type, cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
+    """Return a config as a plain dictionary, resolved, with the types that a dataclass gives its keys.
+
+    Raises:
+        OmegaConfBaseException: a key is unknown, missing, or of another type.
+    """
+    merged = OmegaConf.merge(_structured(kind), cfg)
+    return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
 
 
 def given_keys(overrides: Iterable[str]) -> list[str]:
@@ -372,11 +381,9 @@ def _component(key: str, node: Any, group_names: Collection[str]) -> dict[str, A
             f"{where}.{next(iter(rest))}: there is no such key; a component has {', '.join(COMPONENT_KEYS)}"
         )
     try:
-        own = {k: v for k, v in node.items() if k in COMPONENT_KEYS}
-        typed = OmegaConf.merge(_structured(ComponentKeys), own)
+        keys = resolved(ComponentKeys, {k: v for k, v in node.items() if k in COMPONENT_KEYS})
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"{where}.{error.full_key}: {str(error).strip().splitlines()[0]}") from error
-    keys: dict[str, Any] = OmegaConf.to_container(typed)  # type: ignore[assignment]
     _check_sharing(key, keys, group_names)
     return keys | rest
 

@@ -55,8 +55,7 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
         ConfigurationError, OmegaConfBaseException: a key or a value is wrong; names it and the next step.
         DeviceUnavailableError: this machine does not have the device.
     """
-    typed = OmegaConf.merge(OmegaConf.structured(SyncKeys), cfg)
-    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    run = config.resolved(SyncKeys, cfg)
     config.require_names(run)
     local_path(run["output_dir"], "output_dir")
     config.make_absolute(run, "run_dir")
@@ -82,8 +81,7 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
 
 def checked_join(cfg: DictConfig) -> dict[str, Any]:
     """Return the config of a rollout that joins a running job, as `checked_sync` does, with the same errors."""
-    typed = OmegaConf.merge(OmegaConf.structured(JoinKeys), cfg)
-    run: dict[str, Any] = OmegaConf.to_container(typed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    run = config.resolved(JoinKeys, cfg)
     config.make_absolute(run, "run")
     config.bind(run["device"], "device", config.AT_RUN_TIME["device"])
     for name, given in (("engine", ENGINE_AT_RUN_TIME), ("model", config.AT_RUN_TIME["model"])):
