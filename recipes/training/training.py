@@ -168,13 +168,10 @@ class Training:
 
     def join(self) -> None:
         """Lay the model out over the ranks, and make optimizer, schedule and added components. Collective."""
-        arranged = self.layout.arrange(self.model, self.topology, self.device.torch_device)
+        topology, device = self.topology, self.device
+        arranged = self.layout.arrange(self.model, topology, device.torch_device)
         self.model, self._backward = arranged.module, arranged.backward
-        with (
-            self.topology.operation("the set-up of the run"),
-            self.topology.phase("complete"),
-            self.device.telling_of_room(),
-        ):
+        with topology.operation("the set-up of the run"), topology.phase("complete"), device.telling_of_room():
             self._complete(arranged)
 
     def _complete(self, arranged: Arranged) -> None:
