@@ -241,11 +241,9 @@ def _ours(names: Sequence[str], held: RankHoldings, in_place: bool, topology: To
     for name in names:
         if not is_peer(name):
             two_stage = name.endswith(TWO_STAGE)
-            loading = (
-                TwoStageDataParallelLoadShardedStrategy(group, cpu_transfer=True)
-                if two_stage
-                else TensorStoreLoadShardedStrategy(load_directly_on_device=in_place)
-            )
+            loading: LoadShardedStrategy = TensorStoreLoadShardedStrategy(load_directly_on_device=in_place)
+            if two_stage:
+                loading = TwoStageDataParallelLoadShardedStrategy(group, cpu_transfer=True)
             saving = OURS[name.removesuffix(TWO_STAGE)]()
             found[name] = partial(_do, side, saving, loading, two_stage or in_place)
     return found
@@ -290,12 +288,9 @@ def _measured(do: Do, folder: Path, topology: Topology) -> Figures:
     mine |= {"save_peak_mib": costs["save"]["peak_mib"], "load_peak_mib": costs["load_cold"]["peak_mib"]}
     wrong = {name for cost in costs.values() for name in cost.get("wrong", [])}
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    wrong_of_ranks = gathered(sorted(wrong), topology)
-    return largest(gathered(mine, topology)) | {
-        "wrong": sorted({name for names in wrong_of_ranks for name in names}),
-        "files": len(sizes),
-        "bytes": sum(sizes),
-    }
+    figures, wrong_of_ranks = zip(*gathered([mine, sorted(wrong)], topology), strict=True)
+    all_wrong = sorted({name for names in wrong_of_ranks for name in names})
+    return largest(figures) | {"wrong": all_wrong, "files": len(sizes), "bytes": sum(sizes)}
 
 
 def _state_bytes(held: RankHoldings, topology: Topology) -> int:
