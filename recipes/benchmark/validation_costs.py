@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 from hydra.utils import instantiate
 
-from ckpt import CheckpointCoordinator, StateComponent
+from ckpt import StateComponent
 from ckpt.format.dtypes import raw_bytes
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import local_tensor
@@ -48,12 +48,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     training.join()
     training.step()
     components = training.components()
-    coordinator: CheckpointCoordinator = instantiate(cfg["coordinator"])(
-        state_components=components,
-        process_groups=training.layout.process_groups(topology),
-        topology=topology,
-        pattern_check="off",
-    )
+    coordinator = training.coordinated(instantiate(cfg["coordinator"], pattern_check="off"))
     work: dict[str, Callable[[], object]] = {
         level.value: partial(_compare, [_at(level, one) for one in components], topology) for level in ValidationLevel
     }
