@@ -97,8 +97,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
 
         rounds = harness.interleaved(keys["contenders"], keys["repeats"], take_turn, topology, _line)
     result = facts | {"rounds": rounds} | compared(rounds)
-    harness.write_result(result, cfg, "benchmark_async", topology, _draw)
-    return result
+    return harness.write_result(result, cfg, "benchmark_async", topology, _draw)
 
 
 def _measured(

@@ -85,8 +85,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
             for name, state in states.items()
         },
     }
-    harness.write_result(result, cfg, "benchmark_device", topology)
-    return result
+    return harness.write_result(result, cfg, "benchmark_device", topology)
 
 
 def show(result: Mapping[str, Any]) -> None:

@@ -160,14 +160,14 @@ def write_result(
     name: str,
     topology: Topology,
     draw: Callable[[Figures, Path], None] | None = None,
-) -> None:
-    """Write `<name>.json` into the run's folder, and `<name>.png` if `benchmark.plot` asks for it. Done by the lead."""
-    if not topology.is_lead:
-        return
-    path = Path(cfg["run_dir"]) / f"{name}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if draw is not None and (has_matplotlib() if cfg["benchmark"]["plot"] is None else cfg["benchmark"]["plot"]):
-        draw(result, path.with_suffix(".png"))
+) -> Figures:
+    """Write `<name>.json` into the run's folder, on the lead, and `<name>.png` if `benchmark.plot` asks for it; return the result."""
+    if topology.is_lead:
+        path = Path(cfg["run_dir"]) / f"{name}.json"
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        if draw is not None and (has_matplotlib() if cfg["benchmark"]["plot"] is None else cfg["benchmark"]["plot"]):
+            draw(result, path.with_suffix(".png"))
+    return result
 
 
 @contextmanager

@@ -205,8 +205,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "figures": figures,
         "ratios": _ratios(figures),
     }
-    harness.write_result(result, cfg, "benchmark_megatron", topology)
-    return result
+    return harness.write_result(result, cfg, "benchmark_megatron", topology)
 
 
 def _held(cfg: Mapping[str, Any], topology: Topology) -> RankHoldings:

@@ -81,8 +81,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
 
         rounds = harness.interleaved(contenders, keys["repeats"], take_turn, topology, _line)
     result = facts | {"left_out": left_out, "rounds": rounds} | compared(rounds)
-    harness.write_result(result, cfg, "benchmark", topology, _draw)
-    return result
+    return harness.write_result(result, cfg, "benchmark", topology, _draw)
 
 
 def _measured(name: str, contender: Contender, folder: Path, workload: Workload, identity: str) -> Figures:

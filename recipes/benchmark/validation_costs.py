@@ -70,8 +70,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "rounds": {name: [row["s"] for row in rows] for name, rows in rounds.items()},
         "medians": {name: row["s"] for name, row in summarized(rounds)["medians"].items()},
     }
-    harness.write_result(result, cfg, "benchmark_validation", topology)
-    return result
+    return harness.write_result(result, cfg, "benchmark_validation", topology)
 
 
 def show(result: Mapping[str, Any]) -> None:

@@ -155,8 +155,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
         "rounds": rounds,
     }
     result |= compared(result["first"], rounds, facts["bytes"])
-    harness.write_result(result, cfg, "sync", topology)
-    return result
+    return harness.write_result(result, cfg, "sync", topology)
 
 
 def _endpoints(cfg: Mapping[str, Any], topology: Topology) -> UpdateEndpoints:
