@@ -52,18 +52,15 @@ def sync_weights(cfg: dict[str, Any], topology: Topology) -> dict[str, Any] | No
     device: Device = made(cfg["device"])
     device.use(topology.local_rank)
     make = partial(made, cfg["engine"], device=device, colocated=roles["colocated"])
-    with ExitStack() as open_engines:
-        if roles["colocated"]:
-            engine = join_engine(partial(make, is_master=topology.is_lead), topology, roles)
-            open_engines.enter_context(engine)
-            trainer = _Trainer(cfg, topology, device, _Colocated(cfg, topology, device, engine))
-            return trainer.run(run_dir)
-        member, rendezvous = found_job(make, topology, roles, facts_of(cfg))
-        open_engines.enter_context(member)
+    if roles["colocated"]:
+        with join_engine(partial(make, is_master=topology.is_lead), topology, roles) as engine:
+            return _Trainer(cfg, topology, device, _Colocated(cfg, topology, device, engine)).run(run_dir)
+    member, rendezvous = found_job(make, topology, roles, facts_of(cfg))
+    with member:
         if topology.rank < roles["trainer"]:
             return _Trainer(cfg, topology, device, _Separate(topology, member, rendezvous)).run(run_dir)
         _roll_out(cfg, topology, device, member)
-        return None
+    return None
 
 
 def _roll_out(cfg: Mapping[str, Any], topology: Topology, device: Device, member: ElasticEngine) -> None:
