@@ -8,7 +8,7 @@ import os
 import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,16 +97,12 @@ class Peer:
         return {name: max(answer[name] for answer in answers) for name in ("seconds", "peak_mib")} | {"wrong": wrong}
 
     def close(self) -> None:
-        """End the process. If it hangs in a collective, it is killed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
+        """End the process by the end of its stdin. If it hangs in a collective, it is killed."""
         try:
-            self._process.wait(timeout=10)
+            self._process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+            self._process.communicate()
 
     def _ask(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Give the processes of all ranks a command, and return their answers. One that fails is killed: the others wait."""
