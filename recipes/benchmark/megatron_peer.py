@@ -50,8 +50,7 @@ class Peer:
 
         self._in_place = in_place
         mine = RankHoldings(**held)
-        groups = [dist.new_group(ranks) for ranks in data_parallel_ranks(mine)]
-        self._data_parallel = groups[mine.tp_rank]
+        self._data_parallel = dist.new_subgroups_by_enumeration(data_parallel_ranks(mine))[0]
         self._side = Side(shards_of(mine), ShardedTensor, _measured, is_lead=rank == 0)
 
     def save(self, folder: Path) -> dict[str, Any]:

@@ -270,8 +270,7 @@ def _data_parallel_group(held: RankHoldings, topology: Topology) -> dist.Process
         raise ConfigurationError(
             f"benchmark.contenders: {TWO_STAGE[1:]} loading sends between ranks, and there is one: give launch.nproc_per_node=2 or more"
         )
-    groups = [dist.new_group(ranks) for ranks in data_parallel_ranks(held)]
-    return groups[held.tp_rank]
+    return dist.new_subgroups_by_enumeration(data_parallel_ranks(held))[0]
 
 
 def _measured(do: Do, folder: Path, topology: Topology) -> Figures:

@@ -48,7 +48,7 @@ class _Pipelined(Layout):
             passes = backward_of(model)
             tie = None
         else:
-            tie = self._tie_ends(model, topology)
+            tie = self._tie_ends(num_ranks) if model.tied_names else None
             number = self.position(rank, num_ranks)["pp"]
             model.keep_stage(number, pp)
             stage = PipelineStage(model, number, pp, device, group=groups["pp"])
@@ -65,15 +65,10 @@ class _Pipelined(Layout):
 
         return Arranged(model, backward)
 
-    def _tie_ends(self, model: GPT, topology: Topology) -> dist.ProcessGroup | None:
-        """Return the group of the first and the last stage of this rank's pipeline, if embedding and head are tied."""
-        if not model.tied_names:
-            return None
-        mine = None
-        for pipeline in self.instances("pp", topology.world_size):
-            ends = [pipeline[0], pipeline[-1]]
-            group = dist.new_group(ends)
-            mine = group if topology.rank in ends else mine
+    def _tie_ends(self, num_ranks: int) -> dist.ProcessGroup | None:
+        """Return the group of the first and the last stage of this rank's pipeline; None: it has another stage."""
+        ends = [[pipeline[0], pipeline[-1]] for pipeline in self.instances("pp", num_ranks)]
+        mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(ends)[0]
         return mine
 
 
