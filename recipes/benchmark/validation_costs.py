@@ -16,7 +16,7 @@ from ckpt import StateComponent
 from ckpt.format.dtypes import raw_bytes
 from ckpt.ranks.topology import Topology
 from ckpt.state.address import local_tensor
-from ckpt.state.collect import RankState, collect, settle_plain
+from ckpt.state.collect import collect, settle_plain
 from ckpt.state.flatten import flatten
 from ckpt.state.pattern_check import examine
 from ckpt.state.replication import ValidationLevel
@@ -52,7 +52,7 @@ def benchmark(cfg: dict[str, Any], topology: Topology) -> Figures:
     work: dict[str, Callable[[], object]] = {
         level.value: partial(_compare, [_at(level, one) for one in components], topology) for level in ValidationLevel
     }
-    work["doctor"] = partial(_examine, [_at(ValidationLevel.NONE, one) for one in components], topology)
+    work["doctor"] = partial(work["none"], look=True)
     work["bare hash"] = partial(_hash, components)
     work["save"] = partial(coordinator.save_checkpoint, checkpoint_id="1")
     try:
@@ -96,25 +96,20 @@ def _at(level: ValidationLevel, component: StateComponent) -> StateComponent:
     return dataclasses.replace(component, validate_replication=True, validation_level=level.value)
 
 
-def _compare(components: Sequence[StateComponent], topology: Topology) -> None:
-    """Collect as a save does until the ranks know that their copies are equal, and at the level "full" after the write."""
+def _compare(components: Sequence[StateComponent], topology: Topology, *, look: bool = False) -> None:
+    """Collect as a save does until the ranks know that their copies are equal, and at the level "full" after the write.
+
+    Args:
+        look: also examine the sharing patterns, as the doctor does in the first save.
+    """
     with topology.operation("benchmark"):
-        _collected(components, topology).require_unchanged()
-
-
-def _examine(components: Sequence[StateComponent], topology: Topology) -> None:
-    """Collect, and examine the sharing patterns as the doctor does."""
-    with topology.operation("benchmark"):
-        mine = _collected(components, topology, look=True)
-        examine(mine.components, mine.seen, topology)
-
-
-def _collected(components: Sequence[StateComponent], topology: Topology, *, look: bool = False) -> RankState:
-    with topology.phase("collect") as phase:
-        mine = collect(components, topology, look=look)
-        phase.payload = mine.summary()
-    settle_plain(mine, phase.payloads, topology)
-    return mine
+        with topology.phase("collect") as phase:
+            mine = collect(components, topology, look=look)
+            phase.payload = mine.summary()
+        settle_plain(mine, phase.payloads, topology)
+        if look:
+            examine(mine.components, mine.seen, topology)
+        mine.require_unchanged()
 
 
 def _hash(components: list[StateComponent]) -> None:
