@@ -48,7 +48,9 @@ class _Pipelined(Layout):
             passes = backward_of(model)
             tie = None
         else:
-            tie = self._tie_ends(num_ranks) if model.tied_names else None
+            # The group of this pipeline's first and last stage; None on a rank with another one.
+            ends = [[pipeline[0], pipeline[-1]] for pipeline in self.instances("pp", num_ranks)]
+            tie = dist.new_subgroups_by_enumeration(ends)[0] if model.tied_names else None
             number = self.position(rank, num_ranks)["pp"]
             model.keep_stage(number, pp)
             stage = PipelineStage(model, number, pp, device, group=groups["pp"])
@@ -64,12 +66,6 @@ class _Pipelined(Layout):
             return loss
 
         return Arranged(model, backward)
-
-    def _tie_ends(self, num_ranks: int) -> dist.ProcessGroup | None:
-        """Return the group of the first and the last stage of this rank's pipeline; None: it has another stage."""
-        ends = [[pipeline[0], pipeline[-1]] for pipeline in self.instances("pp", num_ranks)]
-        mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(ends)[0]
-        return mine
 
 
 class Pipeline(_Pipelined):
