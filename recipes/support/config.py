@@ -138,7 +138,7 @@ def save_settings(save: Mapping[str, Any]) -> SaveSettings:
 def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     """Return the run's config as a plain dictionary, resolved, with absolute paths and typed values.
 
-    Device, backend, strategy, layout and data are made once, because their constructors check their arguments.
+    Backend and strategy are made once, because their constructors check their arguments; so are the parts of `check_training`.
 
     Args:
         num_ranks: ranks of the run; None: `launch.nproc_per_node`.
@@ -153,20 +153,32 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s"))
     check_choice(run["pattern_check"])
     _check_start(run)
-    for name, given in AT_RUN_TIME.items():
-        bind(run[name], name, given)
-    made(run["device"]).require()
+    for name in ("ckpt", "strategy", "coordinator"):
+        bind(run[name], name, AT_RUN_TIME[name])
+    layout = check_training(run, num_ranks or run["launch"]["nproc_per_node"])
     kept_memories(run)
     made(run["strategy"])
-    made(run["data"])
-    layout = made(run["parallel"])
-    ranks = num_ranks or run["launch"]["nproc_per_node"]
-    layout.check(ranks)
-    check_batch(run, layout, ranks)
     if run["load"]["reread"] is None:
         run["load"]["reread"] = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     run["components"] = {key: _component(key, node, layout.axes) for key, node in run["components"].items()}
     return run | {GIVEN: given_keys(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []}
+
+
+def check_training(run: Mapping[str, Any], num_ranks: int) -> Layout:
+    """Check the parts that train, of which device, data and layout are made once; return the layout.
+
+    Raises:
+        ConfigurationError: a key or a value is wrong, or does not go with this number of ranks.
+        DeviceUnavailableError: this machine does not have the device.
+    """
+    for name in ("device", "parallel", "model", "data", "optimizer"):
+        bind(run[name], name, AT_RUN_TIME[name])
+    made(run["device"]).require()
+    made(run["data"])
+    layout: Layout = made(run["parallel"])
+    layout.check(num_ranks)
+    check_batch(run, layout, num_ranks)
+    return layout
 
 
 def resolved(kind: type, cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:

@@ -59,20 +59,14 @@ def checked_sync(cfg: DictConfig) -> dict[str, Any]:
     config.require_names(run)
     local_path(run["output_dir"], "output_dir")
     config.make_absolute(run, "run_dir")
-    for name in ("device", "parallel", "model", "data", "optimizer"):
-        config.bind(run[name], name, config.AT_RUN_TIME[name])
     config.bind(run["engine"], "engine", ENGINE_AT_RUN_TIME)
     _check_numbers(run)
     _check_saves(run)
-    config.made(run["device"]).require()
-    config.made(run["data"])
     roles = run["roles"]
+    config.check_training(run, roles["trainer"])
     engine: VersionedEngine = config.made(run["engine"], colocated=roles["colocated"])
     if engine.colocated != roles["colocated"]:
         raise ConfigurationError("engine=naive has trainer and rollout in one process: give roles.colocated=true")
-    layout = config.made(run["parallel"])
-    layout.check(roles["trainer"])
-    config.check_batch(run, layout, roles["trainer"])
     run |= _checked_training(run) if run["ckpt"] is not None else {"components": {}}
     _check_published(run)
     # Torch's default process group has the trainers alone.
