@@ -44,7 +44,7 @@ class Raw(Contender):
 
     def load(self, folder: Path) -> None:
         for writer, reads in self._reads.items():
-            with opened(folder / str(writer), os.O_RDONLY) as descriptor:
+            with opened(folder / str(writer)) as descriptor:
                 for offset, views in _calls(reads):
                     _move_all(os.preadv, descriptor, views, offset)
 
@@ -143,8 +143,7 @@ def takes_direct_writes(folder: Path, rank: int) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    flat: np.ndarray = raw_bytes(tensor).numpy()
-    return flat
+    return raw_bytes(tensor).numpy()
 
 
 def _pieces(sources: Iterable[Source]) -> Iterator[tuple[int, np.ndarray]]:
