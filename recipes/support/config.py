@@ -153,9 +153,9 @@ def checked(cfg: DictConfig, *, num_ranks: int | None = None) -> dict[str, Any]:
     require_numbers(run, least, seconds=("agree.timeout_s", "ledger.stale_s"))
     check_choice(run["pattern_check"])
     _check_start(run)
-    for name in ("ckpt", "strategy", "coordinator"):
-        bind(run[name], name, AT_RUN_TIME[name])
     layout = check_training(run, num_ranks or run["launch"]["nproc_per_node"])
+    for name in ("ckpt", "strategy", "coordinator"):  # the coordinator last: its nodes repeat others
+        bind(run[name], name, AT_RUN_TIME[name])
     kept_memories(run)
     made(run["strategy"])
     if run["load"]["reread"] is None:
